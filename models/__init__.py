@@ -1,0 +1,1 @@
+"""Models that use `shardlib` and that it never imports."""

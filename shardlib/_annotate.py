@@ -1,0 +1,199 @@
+"""Annotations: names on the dims of arrays while a function is traced, and the one ambient context they read.
+
+The rules in force are the only ambient state of the library. They live in a context that is part of JAX's jit cache
+key, so a function traced under one set of rules is traced again under another; under a plain thread-local the first
+trace would be reused and the second rules ignored.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
+
+Remat: TypeAlias = Literal["none", "full"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their activations.
+
+    `used` collects the names that annotations used while tracing. It is a notebook, not a setting: it takes no part in
+    equality, hence none in the jit cache key.
+    """
+
+    rules: AxisRules | None
+    remat: Remat = "none"
+    used: set[str] = field(default_factory=set, compare=False, repr=False)
+
+
+_scope = jax.make_user_context(None)
+
+
+def current_scope() -> Scope | None:
+    """The scope in force, or None outside any."""
+    return _scope.value
+
+
+@contextlib.contextmanager
+def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", used: set[str] | None = None) -> Iterator[Scope]:
+    """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
+
+    >>> from shardlib._mesh import make_mesh
+    >>> with use(AxisRules(batch="data"), make_mesh("data=8")):
+    ...     shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
+    PartitionSpec('data', None)
+    """
+    if mesh is not None:
+        rules.check_mesh(mesh.shape)
+    scope = Scope(rules, remat, set() if used is None else used)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), _scope(scope):
+        yield scope
+
+
+@contextlib.contextmanager
+def unsharded() -> Iterator[None]:
+    """Say that there are no rules here, on purpose: annotations check their rank and leave the array alone.
+
+    >>> with unsharded():
+    ...     shard(jnp.ones(3), "anything").shape
+    (3,)
+    """
+    with _scope(Scope(None)):
+        yield
+
+
+def shard(x: jax.Array, *names: Any) -> jax.Array:
+    """Name every dim of an array; the rules in force decide how the partitioner lays it out.
+
+    A name is a string the rules know, `None` for a dim that is not split, or `PartitionSpec.UNCONSTRAINED` to leave a
+    dim to the partitioner. On a mesh with explicit axes the array is resharded. Inside a `shard_map` the batch leaves
+    out the axes it is split over already; any other name that would lose its axis is an error.
+
+    >>> from shardlib._mesh import make_mesh
+    >>> with use(AxisRules(batch="data", act_mlp="model"), make_mesh("data=2,model=4")):
+    ...     shard(jnp.zeros((8, 16)), "batch", "act_mlp").sharding.spec
+    PartitionSpec('data', 'model')
+    """
+    scope = _required_scope("shard")
+    if scope.rules is None:
+        if len(names) != x.ndim:
+            raise ValueError(f"An array of shape {x.shape} was given {len(names)} names {names}: name every dim once.")
+        return x
+    mesh = _required_mesh("shard")
+    scope.used.update(name for name in names if isinstance(name, str))
+    resolution = resolve(scope.rules, mesh.shape, names, x.shape, what="the annotated array", manual=frozenset(mesh.manual_axes))
+    say(resolution.said)
+    if resolution.padded_shape == x.shape:
+        return constrain(x, resolution.spec)
+    # Padded for the layout, cut back for the value: the partitioner keeps the shards where the padding put them.
+    padded = jnp.pad(x, [(0, to - size) for to, size in zip(resolution.padded_shape, x.shape, strict=True)])
+    return lax.slice(constrain(padded, resolution.spec), (0,) * x.ndim, x.shape)
+
+
+def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | None = None) -> jax.Array:
+    """Split one dim into `parts`, every other dim whole: GShard's `split`.
+
+    The axes are the mesh's own: the one whose size is `parts`, or all of them together. Where several would do, say
+    which: `axis="model"`.
+
+    >>> from shardlib._mesh import make_mesh
+    >>> with use(AxisRules(), make_mesh("data=2,model=4")):
+    ...     split(jnp.zeros((8, 16)), 1, 4).sharding.spec
+    PartitionSpec(None, 'model')
+    """
+    if _required_scope("split").rules is None:
+        return x
+    mesh = _required_mesh("split")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"`split(x, dim={dim}, ...)` on an array of shape {x.shape}, which has {x.ndim} dims.")
+    axes = as_tuple(axis) if axis is not None else _axes_of_size(mesh, parts)
+    entries: list[Any] = [None] * x.ndim
+    entries[dim] = axes or None
+    spec = check_spec(_not_manual(mesh), PartitionSpec(*entries), x.shape, what="the array to split")
+    if (size := math.prod(mesh.shape[a] for a in axes)) != parts:
+        raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {size} devices.")
+    return constrain(x, spec)
+
+
+def replicate(x: jax.Array) -> jax.Array:
+    """Lay the whole array on every device: GShard's `replicate`. Inside a `shard_map`, over its automatic axes.
+
+    >>> from shardlib._mesh import make_mesh
+    >>> with use(AxisRules(), make_mesh("data=2,model=4")):
+    ...     replicate(jnp.zeros((8, 16))).sharding.is_fully_replicated
+    True
+    """
+    if _required_scope("replicate").rules is None:
+        return x
+    _required_mesh("replicate")
+    return constrain(x, PartitionSpec(*[None] * x.ndim))
+
+
+def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes must not be in it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
+    if mesh.auto_axes:
+        automatic = spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
+        x = lax.with_sharding_constraint(x, automatic)
+    return x
+
+
+def say(remarks: tuple[str, ...]) -> None:
+    """Say aloud what a policy did, once per place that asked for it."""
+    for remark in remarks:
+        warnings.warn(remark, ShardingWarning, stacklevel=3)
+
+
+def _constrained(spec: PartitionSpec) -> PartitionSpec:
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        raise ValueError(f"{spec} leaves a dim to the partitioner; on a mesh with explicit axes every dim is named.")
+    return spec
+
+
+def _required_scope(verb: str) -> Scope:
+    scope = _scope.value
+    if scope is None:
+        raise ValueError(
+            f"`{verb}` outside any rules: nothing says what the names mean. Trace the model under "
+            "`with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, or say that there is no sharding on "
+            "purpose: `with sl.unsharded():`."
+        )
+    return scope
+
+
+def _required_mesh(verb: str) -> AbstractMesh:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`.")
+    return mesh
+
+
+def _not_manual(mesh: AbstractMesh) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+
+
+def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
+    usable = _not_manual(mesh)
+    if parts == 1:
+        return ()
+    found = [(axis,) for axis, size in usable.items() if size == parts]
+    if not found and math.prod(usable.values()) == parts:
+        found = [tuple(usable)]
+    if len(found) != 1:
+        raise ValueError(
+            f"`split(..., parts={parts})`: {'several axes have' if found else 'no axis has'} {parts} devices on the mesh "
+            + ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
+            + ". Name the axes: `axis=...`."
+        )
+    return found[0]

@@ -1,0 +1,92 @@
+"""What a loss or a layer may ask of the whole batch while it sees only its part of it.
+
+Inside the train step each device holds its own examples. Sums over examples come out right by themselves (`mean`);
+whatever is not a sum over examples, a contrastive loss, batch statistics, Switch's balance loss, asks here. The whole
+batch is the whole microbatch: with `accumulate`, each microbatch is a batch of its own, of the same examples on every
+mesh.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib._annotate import current_scope
+from shardlib._rules import resolve
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """A sum over this device's examples, and what to divide the sum over all devices by."""
+
+    total: Any
+    weight: Any
+
+
+def mean(total: Any, weight: Any) -> Mean:
+    """What a loss returns: a sum over the examples here, and their weight, say the number of unmasked tokens.
+
+    The step adds up totals and weights over devices and microbatches and divides once, so unevenly masked tokens give
+    the loss that one device would compute; a mean of means would not. The weight takes no part in the gradient.
+
+    >>> mean(6.0, 3)
+    Mean(total=6.0, weight=3)
+    """
+    return Mean(total, weight)
+
+
+def split_axes() -> tuple[str, ...]:
+    """The manual axes that split the batch where this is called; empty outside a `shard_map`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    scope = current_scope()
+    if not manual or scope is None or scope.rules is None:
+        return ()
+    return tuple(axis for axis in scope.rules.batch_axes if axis in manual)
+
+
+def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
+    """The examples of every device, along dim 0, in the order of the batch; outside the step, the array as it is.
+
+    `names` are those of the other dims. Name a dim that a mesh axis splits, or it is gathered whole.
+
+    >>> gather_batch(jnp.ones((4, 2))).shape
+    (4, 2)
+    """
+    axes = split_axes()
+    if not axes:
+        return x
+    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
+    names = names or (None,) * (x.ndim - 1)
+    manual = frozenset(mesh.manual_axes)
+    others = resolve(scope.rules, mesh.shape, names, x.shape[1:], what="the array to gather", manual=manual).spec
+    split_automatically = any(axis not in manual for axis in scope.rules.batch_axes)
+    return manual_over_all(
+        lambda shard: lax.all_gather(shard, axes, axis=0, tiled=True), PartitionSpec(None, *others), nest=not split_automatically
+    )(x)
+
+
+def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
+    """The mean over the whole batch: over `axis` here, and over every device that holds other examples.
+
+    >>> batch_mean(jnp.array([1.0, 3.0])).item()
+    2.0
+    """
+    here = jnp.mean(x, axis)
+    axes = split_axes()
+    return lax.pmean(here, axes) if axes else here
+
+
+def manual_over_all(body: Any, spec: PartitionSpec, *, nest: bool = True) -> Any:
+    """Run a collective on each device's own shard: a `shard_map` over the axes that are still automatic.
+
+    A collective over a manual axis whose operand an automatic axis splits would gather the operand first and move as
+    many times the bytes. `spec` says how the automatic axes split the operand, and the result.
+    """
+    automatic = set(jax.sharding.get_abstract_mesh().auto_axes)
+    if not automatic or not nest:
+        return body
+    return jax.shard_map(body, in_specs=spec, out_specs=spec, axis_names=automatic, check_vma=False)

@@ -1,0 +1,364 @@
+"""Named meshes: which devices stand along which axis, and which axes cross the slow network.
+
+A machine has up to two networks. Inside a *slice* (a TPU torus, the GPUs of one NVLink domain) links are fast; between
+slices runs the data-centre network, an order of magnitude slower. A mesh is laid out well when only axes with little
+traffic cross the slow one, so that is the one thing about the hardware a user is asked to say: `dcn=`.
+"""
+
+import collections
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+_ENTRY = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:=\s*([+-]?\d+)\s*)?")
+_MAX_DRAWN_DEVICES = 16
+
+
+def make_mesh(
+    shape: str | Mapping[str, int] = "",
+    *,
+    dcn: str | Mapping[str, int] = "",
+    devices: Sequence[Any] | None = None,
+    axis_type: AxisType = AxisType.Auto,
+    allow_split_physical_axes: bool = True,
+    **axes: int,
+) -> Mesh:
+    """A mesh of named axes, outermost first, with neighbours along the inner axes close to each other on the hardware.
+
+    Sizes are the total sizes of the axes, however many networks they cross. One of them may be -1: the devices that the
+    others leave. `devices` are `jax.devices()` unless given.
+
+    >>> format_mesh(make_mesh("data=2,model=4"))
+    'data=2,model=4'
+    >>> format_mesh(make_mesh(data=-1, model=2))
+    'data=4,model=2'
+
+    On several slices, `dcn` says what crosses the network between them: `dcn="pod"` the whole axis `pod`,
+    `dcn="data=2"` a factor 2 of `data`, the outer one; the rest of `data` stays inside each slice. There is no default:
+    an axis on the wrong network costs most of a machine's speed, so on several slices a mesh without `dcn` is refused.
+
+    The devices of one CPU process take part as if consecutive blocks of them were slices, to try a layout on a laptop:
+
+    >>> mesh = make_mesh("data=4,model=2", dcn="data=2")
+    >>> [[device.id for device in row] for row in mesh.devices]
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    >>> mesh = make_mesh("model=4,data=2", dcn="data")
+    >>> [[device.id for device in row] for row in mesh.devices]
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+    `allow_split_physical_axes` lets two axes share one dimension of a TPU torus, each with a part of its links. Without
+    it, shapes that need that are refused.
+    """
+    named = parse_axes(shape)
+    if twice := [name for name in axes if name in named]:
+        raise ValueError(
+            f"`make_mesh` takes each axis once; `{twice[0]}` is both in the shape, `{_spell(named)}`, and a keyword. "
+            f"Remove one of the two."
+        )
+    devices = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
+    named = _fill_in(_checked((*named.items(), *axes.items())), devices)
+    crossing = _crossing(dcn, named, devices)
+    try:
+        laid_out = _lay_out(named, crossing, devices, allow_split_physical_axes)
+    # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has not implemented the
+    # shapes that it refuses. Before 0.12 it also misreads the factors of sizes such as 14 when it splits a dimension,
+    # and fails on what follows. To a user each of these is a shape that does not go with these devices.
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`make_mesh` cannot lay `{_spell(named)}` out on {_count(devices)}: {_way_out(error)}"
+        ) from error
+    return Mesh(laid_out, tuple(named), axis_types=(axis_type,) * len(named))
+
+
+def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:
+    """The axes that a text or a mapping names, in their order. One size may be -1, to be filled in by `make_mesh`.
+
+    >>> parse_axes("data=-1, model=4")
+    {'data': -1, 'model': 4}
+    """
+    if not isinstance(text, str):
+        return _checked(text.items())
+    entries = _entries(text)
+    if bare := [name for name, size in entries if size is None]:
+        raise ValueError(
+            f"Mesh axes need a size each, as in `data=2,model=4`; got `{text}`. "
+            f"Write `{bare[0]}=4`, or `{bare[0]}=-1` for the devices that the other axes leave."
+        )
+    return _checked(entries)
+
+
+def format_mesh(mesh: Mesh | AbstractMesh) -> str:
+    """The axes of a mesh as `make_mesh` and `parse_axes` read them.
+
+    >>> format_mesh(make_mesh(data=2, model=4))
+    'data=2,model=4'
+    """
+    return _spell(mesh.shape)
+
+
+def slow_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which the slice changes, read off the devices: collectives over them use the slow network.
+
+    Where devices know no slices, their process stands in. The simulated devices of one process are a single slice.
+
+    >>> slow_axes(make_mesh("pod=2,model=4", dcn="pod"))
+    ()
+    """
+    slices = _slices(mesh)
+    return tuple(name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any())
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """A picture of a mesh for the terminal: its axes, the networks they lie on, and where each device stands.
+
+    Up to 16 devices along one or two axes are drawn, with their ids; double lines are the slow network. Of others, the
+    table shows the first few along each axis. For TPUs it also says on which dimensions of the torus each axis lies.
+
+    >>> print(describe_mesh(make_mesh("data=2,model=4")))
+    data=2,model=4 on 8 cpu devices
+    <BLANKLINE>
+    axis   size
+    data      2
+    model     4
+    <BLANKLINE>
+             model →
+            ┌─────────┐
+    data ↓  │ 0 1 2 3 │
+            │ 4 5 6 7 │
+            └─────────┘
+    """
+    devices, slices = mesh.devices, _slices(mesh)
+    count = len(np.unique(slices))
+    title = f"{format_mesh(mesh)} on {_count(devices.flat)}"
+    if count > 1:
+        title += f" in {count} {_slices_called(devices.flat)}"
+
+    columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
+    # One line through the mesh along each axis, from its first device, stands for all the lines parallel to it.
+    lines = [tuple(slice(None) if k == axis else 0 for k in range(devices.ndim)) for axis in range(devices.ndim)]
+    if count > 1:
+        columns.append(["network", *(_networks(slices[line]) for line in lines)])
+    if hasattr(devices.flat[0], "coords"):
+        columns.append(["torus", *(_torus(devices[line]) for line in lines)])
+    long = [axis for axis, size in enumerate(devices.shape) if size > 1]
+    if devices.size > _MAX_DRAWN_DEVICES or len(long) not in (1, 2):
+        columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
+        return f"{title}\n\n{_table(columns)}"
+    names = ["", *(mesh.axis_names[axis] for axis in long)][-2:]
+    grid = (-1, devices.shape[long[-1]])
+    return f"{title}\n\n{_table(columns)}\n\n{_picture(devices.reshape(grid), slices.reshape(grid), *names)}"
+
+
+def _entries(text: str) -> list[tuple[str, int | None]]:
+    entries = []
+    for part in text.split(",") if text.strip() else []:
+        match = _ENTRY.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
+                f"got `{part.strip()}` in `{text}`."
+            )
+        entries.append((match[1], None if match[2] is None else int(match[2])))
+    return entries
+
+
+def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for name, size in entries:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"The name of a mesh axis must be a word, such as `data`; got {name!r}.")
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size == 0 or size < -1:
+            raise ValueError(
+                f"The size of the mesh axis `{name}` must be a whole number from 1 up, or -1 for the devices that the "
+                f"other axes leave; got {size!r}."
+            )
+        if name in axes:
+            raise ValueError(f"A mesh names each axis once; `{name}` is there twice. Rename or remove one.")
+        axes[name] = int(size)
+    if list(axes.values()).count(-1) > 1:
+        raise ValueError(f"One axis of a mesh may be -1; got `{_spell(axes)}`. Give all but one their sizes.")
+    return axes
+
+
+def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
+    count = len(devices)
+    if not axes or not devices:
+        missing = "axis" if devices else "device"
+        raise ValueError(f'`make_mesh` needs at least one {missing}, as in `make_mesh("data=-1")`; got none.')
+    product = math.prod(size for size in axes.values() if size != -1)
+    if -1 in axes.values():
+        if count % product:
+            raise ValueError(
+                f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take {product} devices at a "
+                f"time, which does not divide the {count} there are. Choose sizes whose product divides {count}."
+            )
+        return {name: count // product if size == -1 else size for name, size in axes.items()}
+    if product < count:
+        raise ValueError(
+            f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one axis -1 to use them "
+            f"all, or choose some: `devices=jax.devices()[:{product}]`."
+        )
+    if product > count:
+        more = ""
+        if devices[0].platform == "cpu":
+            more = f", or simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` before JAX starts"
+        raise ValueError(
+            f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there are {count}. "
+            f"Choose smaller sizes, make one axis -1{more}."
+        )
+    return axes
+
+
+def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
+    """The factor of each axis that crosses the slow network, checked against the slices there are."""
+    entries = _entries(dcn) if isinstance(dcn, str) else list(dcn.items())
+    if unknown := [name for name, _ in entries if name not in axes]:
+        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{unknown[0]}`.")
+    factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
+    for name, factor in factors.items():
+        if factor == -1 or axes[name] % factor:
+            raise ValueError(
+                f"The `dcn` factor of an axis must divide its size; got `{name}={factor}` for `{name}={axes[name]}`."
+            )
+    slices = collections.Counter(map(_slice_index, devices))
+    count, product, called = len(slices), math.prod(factors.values()), _slices_called(devices)
+    if len(set(slices.values())) > 1:
+        raise ValueError(
+            f"A mesh over several {called} takes equally many devices of each; `make_mesh(devices=...)` got "
+            f"{', '.join(map(str, slices.values()))}. Leave out whole {called}, or take the same number of each."
+        )
+    if product == count or (count == 1 and _is_simulated(devices)):
+        return factors
+    advice = "Leave `dcn` out."
+    if count > 1:
+        advice = f'Write `dcn="{_proposal(axes, count)}"`, or name the axes with the least traffic.'
+    if not dcn:
+        raise ValueError(
+            f"`make_mesh` must be told by `dcn` which axes cross the slow network: the devices are in "
+            f"{count} {called}, and `{_spell(axes)}` does not say which run between them. {advice}"
+        )
+    raise ValueError(
+        f"The `dcn` factors must multiply to the number of {called}, {count}; got `{_spell(factors)}`, "
+        f"which is {product}. {advice}"
+    )
+
+
+def _proposal(axes: dict[str, int], slice_count: int) -> str:
+    """The outermost factors that make up the number of slices, which divides the product of the sizes."""
+    parts = []
+    for name, size in axes.items():
+        factor = math.gcd(size, slice_count)
+        slice_count //= factor
+        if factor > 1:
+            parts.append(name if factor == size else f"{name}={factor}")
+    return ",".join(parts)
+
+
+def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any], split: bool) -> np.ndarray:
+    outer = [crossing.get(name, 1) for name in axes]
+    inner = [size // factor for size, factor in zip(axes.values(), outer, strict=True)]
+    if math.prod(outer) == 1:
+        return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=split)
+    if not _is_simulated(devices):
+        return mesh_utils.create_hybrid_device_mesh(
+            inner,
+            outer,
+            devices,
+            process_is_granule=not hasattr(devices[0], "slice_index"),
+            allow_split_physical_axes=split,
+        )
+    # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner), (outer, inner), ...
+    order = itertools.chain.from_iterable((k, k + len(axes)) for k in range(len(axes)))
+    return np.asarray(devices, dtype=object).reshape(outer + inner).transpose(*order).reshape(*axes.values())
+
+
+def _slice_index(device: Any) -> int:
+    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their processes share the torus.
+    return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
+
+
+def _slices(mesh: Mesh) -> np.ndarray:
+    return np.vectorize(_slice_index, otypes=[int])(mesh.devices)
+
+
+def _slices_called(devices: Iterable[Any]) -> str:
+    device = next(iter(devices))
+    return "slices" if hasattr(device, "slice_index") or device.platform == "tpu" else "processes"
+
+
+def _is_simulated(devices: list[Any]) -> bool:
+    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1
+
+
+def _way_out(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):
+        return "an axis would share a dimension of the torus with another. Pass `allow_split_physical_axes=True`."
+    if "megacore" in str(error):
+        return (
+            "JAX wants one device per chip here, and these are two. Use megacore; in `get_topology_desc` that is "
+            '`chip_config_name="megacore"`.'
+        )
+    if isinstance(error, AssertionError):
+        return "they do not fill a box of the torus. Take whole slices, or all devices between two corners of a box."
+    return f"JAX finds no way to divide the torus ({error}). Choose sizes that divide its dimensions."
+
+
+def _spell(axes: Mapping[Any, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
+def _count(devices: Iterable[Any]) -> str:
+    devices = list(devices)
+    return f"{len(devices)} {devices[0].device_kind} device" + ("s" if len(devices) > 1 else "")
+
+
+def _networks(line: np.ndarray) -> str:
+    slow = len(np.unique(line))
+    fast = len(line) // slow
+    return ", ".join(f"{name} ×{size}" for name, size in (("slow", slow), ("fast", fast)) if size > 1) or "-"
+
+
+def _torus(line: np.ndarray) -> str:
+    coordinates = np.array([(*device.coords, device.core_on_chip) for device in line])
+    extents = [len(np.unique(column)) for column in coordinates.T]
+    return " ".join(f"{name}×{n}" for name, n in zip(("x", "y", "z", "core"), extents, strict=True) if n > 1) or "-"
+
+
+def _first_few(line: np.ndarray) -> str:
+    return " ".join([*(str(device.id) for device in line[:4]), *(["…"] if len(line) > 4 else [])])
+
+
+def _table(columns: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    # Sizes, the second column, are numbers and stand to the right.
+    formats = [f"{{:{'>' if k == 1 else '<'}{width}}}" for k, width in enumerate(widths)]
+    return "\n".join("  ".join(formats).format(*row).rstrip() for row in zip(*columns, strict=True))
+
+
+def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) -> str:
+    """The ids of a grid of devices, with double lines where neighbours are of different slices."""
+    width = max(len(str(device.id)) for device in devices.flat)
+    new_row = [False, *(slices[1:] != slices[:-1]).any(axis=1)]
+    new_column = [False, *(slices[:, 1:] != slices[:, :-1]).any(axis=0)]
+    rows = [
+        "".join(f"{' ║' if new else ''} {device.id:>{width}}" for device, new in zip(row, new_column, strict=True))
+        + " "
+        for row in devices
+    ]
+
+    def rule(left: str, fill: str, crossing: str, right: str) -> str:
+        return left + "".join(crossing if character == "║" else fill for character in rows[0]) + right
+
+    lines = [f" {across} →", rule("┌", "─", "╥", "┐")]
+    for row, new in zip(rows, new_row, strict=True):
+        lines += [rule("╞", "═", "╬", "╡"), f"│{row}│"] if new else [f"│{row}│"]
+    lines.append(rule("└", "─", "╨", "┘"))
+    label = f"{down} ↓  " if down else ""
+    return "\n".join((label if k == 2 else " " * len(label)) + line for k, line in enumerate(lines))

@@ -1,0 +1,101 @@
+"""Randomness that is the same on every mesh and under every accumulation count.
+
+Inside the step each device draws for its own examples, with the same key; a plain key would give every device the same
+mask. A *row key* also carries which global example its first row is (`start`) and how far apart its rows are
+(`stride`). A draw whose leading dim is the number of rows here draws each row by the example's global number; any other
+draw is the same on every device, as it would be on one. Stock layers need not know: it is an ordinary PRNG
+implementation, so `jax.random`, `nnx.Dropout` and the rest simply work.
+
+`jax.random.split(key, n)` with as many keys as rows may mean one key per example or just n streams (two rows, two
+streams). So a row key holds two keys, which differ only after such a split: `stream`, counted by position, used by
+draws that have a row per example, and `example`, counted by the example's global number, used by all other draws.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import random as extend_random
+
+_PREFIX = "rows_of_"
+
+
+def row_keys(keys: jax.Array, rows: int, start: Any, stride: int) -> jax.Array:
+    """Keys for `rows` examples of which row `r` is the global example `start + r * stride`.
+
+    >>> whole = jax.random.normal(row_keys(jax.random.key(0), 8, 0, 1), (8, 2))
+    >>> part = jax.random.normal(row_keys(jax.random.key(0), 4, 1, 2), (4, 2))  # every second example, from number 1
+    >>> bool((whole[1::2] == part).all())
+    True
+    """
+    keys = plain_keys(keys)
+    words = jax.random.key_data(keys)
+    where = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
+    where = jnp.broadcast_to(where, (*words.shape[:-1], 2))
+    packed = jnp.concatenate([words, words, where], axis=-1)
+    return jax.random.wrap_key_data(packed, impl=_implementation(rows, str(jax.random.key_impl(keys))))
+
+
+def plain_keys(keys: jax.Array) -> jax.Array:
+    """The keys that row keys were made of; any other key as it is."""
+    if not is_row_key(keys):
+        return keys
+    base = str(keys.dtype).split(_PREFIX, 1)[1].split("/", 1)[0]
+    words = jax.random.key_data(keys)
+    return jax.random.wrap_key_data(words[..., : words.shape[-1] // 2 - 1], impl=base)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_row_key(x: Any) -> bool:
+    """Whether an array holds row keys."""
+    return is_key(x) and _PREFIX in str(x.dtype)
+
+
+@functools.cache
+def _implementation(rows: int, base: str) -> Any:
+    size = jax.random.key_data(jax.random.key(0, impl=base)).shape[-1]
+
+    def unpack(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        wrap = functools.partial(jax.random.wrap_key_data, impl=base)
+        return wrap(words[:size]), wrap(words[size : 2 * size]), words[2 * size :]
+
+    def pack(stream: jax.Array, example: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.concatenate([jax.random.key_data(stream), jax.random.key_data(example), where], axis=-1)
+
+    def seed(value: jax.Array) -> jax.Array:
+        key = jax.random.key(value, impl=base)
+        return pack(key, key, jnp.array([0, 1], jnp.uint32))
+
+    def fold_in(words: jax.Array, data: jax.Array) -> jax.Array:
+        stream, example, where = unpack(words)
+        return pack(jax.random.fold_in(stream, data), jax.random.fold_in(example, data), where)
+
+    def split(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        stream, example, where = unpack(words)
+        position = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+        number = where[0] + where[1] * position if shape == (rows,) else position
+        # One more fold keeps the keys of a split apart from those of rows, which are folded in by number alone.
+        stream, example = jax.random.fold_in(stream, 0x5EED), jax.random.fold_in(example, 0x5EED)
+        children = jax.vmap(
+            lambda p, n: pack(jax.random.fold_in(stream, p), jax.random.fold_in(example, n), where)
+        )(position, number)
+        return children.reshape(*shape, words.shape[-1])
+
+    def random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+        stream, example, where = unpack(words)
+        bits = functools.partial(jax.random.bits, dtype=f"uint{bit_width}")
+        if shape[:1] != (rows,):
+            return bits(example, shape)
+        numbers = where[0] + where[1] * jnp.arange(rows, dtype=jnp.uint32)
+        return jax.vmap(lambda number: bits(jax.random.fold_in(stream, number), shape[1:]))(numbers)
+
+    name = f"{_PREFIX}{base}/{rows}"
+    return extend_random.define_prng_impl(
+        key_shape=(2 * size + 2,), seed=seed, split=split, random_bits=random_bits, fold_in=fold_in, name=name, tag=name
+    )

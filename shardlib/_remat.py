@@ -1,0 +1,28 @@
+"""Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the strategy decides."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from shardlib._annotate import Remat, current_scope
+
+Block = TypeVar("Block", bound=Callable)
+REMATS: tuple[Remat, ...] = ("none", "full")
+
+
+def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Block], Block] = jax.checkpoint) -> Block:
+    """Mark a block whose activations the strategy in force may drop and compute again in the backward pass.
+
+    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs alone. Outside any
+    strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
+    `checkpoint=nnx.remat`.
+
+    >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
+    1.0
+    """
+    scope = current_scope()
+    policy = policy or (scope.remat if scope else "none")
+    if policy not in REMATS:
+        raise ValueError(f"`remat={policy!r}`: the policies are {', '.join(map(repr, REMATS))}.")
+    return checkpoint(block) if policy == "full" else block

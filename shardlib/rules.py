@@ -1,0 +1,27 @@
+"""Rules ready to use, to be united with `|`.
+
+Megatron's tensor and sequence parallelism and FSDP are rules, never a change of the model.
+"""
+
+from shardlib._rules import AxisRules
+
+vocabulary = AxisRules.knowing(
+    "batch", "seq", "residual_seq", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "position",
+    "act_embed", "act_heads", "act_kv_heads", "act_mlp", "act_vocab",
+)  # fmt: skip
+"""The names that the library's own models use; weights and activations have different ones."""
+
+data = vocabulary | AxisRules(batch="data")
+"""Data parallelism over the axis `data`."""
+
+tensor = vocabulary | AxisRules(
+    vocab="model", heads="model", kv_heads="model", mlp="model",
+    act_vocab="model", act_heads="model", act_kv_heads="model", act_mlp="model",
+)  # fmt: skip
+"""Megatron's tensor parallelism over the axis `model`: heads, the hidden width of the MLP and the vocabulary are split."""
+
+tensor_sequence = tensor | AxisRules(residual_seq="model")
+"""Tensor parallelism whose residual stream, between the split parts, is split along the sequence (Megatron's)."""
+
+fsdp = vocabulary | AxisRules(batch=("data", "fsdp"), embed="fsdp")
+"""Parameters split over an automatic axis `fsdp` of its own, which splits the batch too; the partitioner gathers them."""

@@ -1,0 +1,1 @@
+"""A run: strategy, state and step."""

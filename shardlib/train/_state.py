@@ -1,0 +1,188 @@
+"""The state of a run, born sharded: shapes first, then shardings, then values in place."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib._annotate import say
+from shardlib._flax import Definition, Names, building, take_apart
+from shardlib._placement import by_names, like_parameters, place
+from shardlib._rules import AxisRules, resolve
+from shardlib._tree import map_named, named_leaves
+from shardlib.train._strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a state is besides arrays: how to rebuild its model, its optimizer, its strategy, the names of its leaves."""
+
+    definition: Definition
+    optimizer: optax.GradientTransformation | None
+    strategy: Strategy
+    names: tuple[tuple[str, Names], ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.definition, self.optimizer, self.strategy, self.names))
+
+    def __hash__(self) -> int:  # computed once: every call of a step hashes the layout
+        return self._hash
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """A run between two steps: a pytree of global arrays, each with its sharding.
+
+    `params` and `rest` are the model's parameters and whatever else it carries, `streams` the random streams inside it,
+    `key` the key from which each step derives its randomness.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    streams: Any
+    rest: Any
+    key: jax.Array
+    layout: Layout = field(metadata={"static": True}, repr=False)
+
+    @property
+    def model(self) -> Any:
+        """The model with this state's values, for evaluation and sampling: use it under `strategy.scope()`."""
+        return self.layout.definition.merge(self.params, self.streams, self.rest)
+
+
+def init(
+    make_model: Callable[[], Any],
+    optimizer: optax.GradientTransformation | None,
+    strategy: Strategy,
+    *,
+    seed: int = 0,
+    trainable: Any = None,
+    abstract: bool = False,
+) -> State:
+    """Make a model and its optimizer's state on the mesh, each array in its place: no device ever holds the whole model.
+
+    `make_model` returns an NNX module or any tree of arrays (Linen's variables, say), and is traced, never run.
+    `trainable` says which leaves the optimizer moves, see `take_apart`. With `abstract` nothing is computed and the
+    leaves are `jax.ShapeDtypeStruct`s with shardings, to compile a step for machines that are not there.
+
+    >>> import shardlib as sl
+    >>> strategy = Strategy(mesh="data=2,model=4", rules=AxisRules(batch="data", embed=None, mlp="model"))
+    >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
+    >>> init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
+    PartitionSpec(None, 'model')
+    """
+    mesh = strategy.device_mesh
+    found: dict[str, Any] = {}
+
+    def build() -> tuple[Any, ...]:
+        with building():
+            parts, names = take_apart(make_model(), trainable)
+        found.update(definition=parts.definition, names=names)
+        opt_state = optimizer.init(parts.params) if optimizer is not None else ()
+        return jnp.int32(0), parts.params, opt_state, parts.streams, parts.rest, jax.random.key(seed)
+
+    with strategy.scope():
+        shapes = jax.eval_shape(build)
+        _, params, opt_state, streams, rest, _ = shapes
+        names = found["names"]
+        _check_names(names, {**dict(named_leaves(params)), **dict(named_leaves(rest))}, strategy.rules)
+        specs = (PartitionSpec(), *_specs(params, opt_state, streams, rest, names, strategy), PartitionSpec())
+        for path, leaf in named_leaves(params):
+            say(_remarks(path, leaf, names.get(path), strategy))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        layout = Layout(found["definition"], optimizer, strategy, tuple(sorted(names.items())))
+        if abstract:
+            leaves = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
+        else:
+            leaves = jax.jit(build, out_shardings=shardings)()
+    return State(*leaves, layout)
+
+
+def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
+    """How every array of a model or a state lies on the mesh: a tree of `PartitionSpec`s.
+
+    Of a `State`, a state of specs. Of a model (an NNX module or any tree, real or from `jax.eval_shape`), the specs its
+    names come to under `rules` on `mesh`, in the structure of its parameters: to hand to a plain `jax.jit`.
+
+    >>> import shardlib as sl
+    >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
+    >>> specs(model, AxisRules(embed=None, mlp="model"), sl.make_mesh("data=2,model=4"))
+    {'w': PartitionSpec(None, 'model')}
+    """
+    if isinstance(model, State):
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, model)
+    if rules is None or mesh is None:
+        raise ValueError("`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` it needs neither.")
+    parts, names = take_apart(model)
+    _check_names(names, dict(named_leaves(parts.params)), rules)
+    return place(by_names(names, rules, mesh.shape), parts.params)
+
+
+def state_specs(state: State) -> State:
+    """The specs of a state from its layout and shapes alone, for use while it is traced."""
+    layout = state.layout
+    params, opt_state, streams, rest = _specs(
+        state.params, state.opt_state, state.streams, state.rest, dict(layout.names), layout.strategy
+    )
+    return State(PartitionSpec(), params, opt_state, streams, rest, PartitionSpec(), layout)
+
+
+def _specs(
+    params: Any, opt_state: Any, streams: Any, rest: Any, names: dict[str, Names], strategy: Strategy
+) -> tuple[Any, Any, Any, Any]:
+    named = by_names(names, strategy.rules, strategy.device_mesh.shape)
+    of_params = place(named, params)
+    shapes = {path: leaf.shape for path, leaf in named_leaves(params)}
+    follow = like_parameters(shapes, dict(named_leaves(of_params, is_leaf=_is_spec)))
+    return of_params, place(follow, opt_state), place(named, streams), place(named, rest)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def _check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules) -> None:
+    """Refuse all unknown names and all wrong ranks at once, each with the parameters that carry it."""
+    unknown: dict[str, list[str]] = {}
+    for path, of_dims in names.items():
+        if of_dims is None or isinstance(of_dims, PartitionSpec) or path not in leaves:
+            continue
+        shape = leaves[path].shape
+        if len(of_dims) != len(shape):
+            raise ValueError(
+                f"`{path}` of shape {shape} has {len(shape)} dims and {len(of_dims)} names {of_dims}. Layers stacked by "
+                '`nnx.vmap` or `nnx.scan` need `transform_metadata={nnx.PARTITION_NAME: "layers"}` to name the new dim.'
+            )
+        for name in of_dims:
+            if name is not None and name not in rules:
+                unknown.setdefault(name, []).append(path)
+    if unknown:
+        listed = "; ".join(f"`{name}` on {', '.join(f'`{p}`' for p in paths)}" for name, paths in unknown.items())
+        known = ", ".join(f"`{name}`" for name in rules.names)
+        suggestion = ", ".join(f"{name}=None" for name in unknown)
+        raise ValueError(
+            f"Parameters carry names that no rule knows: {listed}. The rules know {known}. Add rules, "
+            f"`rules | AxisRules({suggestion})` with an axis or `None` for replicated."
+        )
+
+
+def _remarks(path: str, leaf: Any, of_dims: Names, strategy: Strategy) -> tuple[str, ...]:
+    if of_dims is None or isinstance(of_dims, PartitionSpec):
+        return ()
+    resolution = resolve(strategy.rules, strategy.device_mesh.shape, of_dims, leaf.shape, what=path)
+    if resolution.padded_shape != leaf.shape:
+        raise ValueError(
+            f"`{path}` of shape {leaf.shape} is a stored parameter, and `pad` would change what an optimizer sees of it: "
+            f"{resolution.said[0]} Declare the parameter with shape {resolution.padded_shape}, or use `drop` or "
+            "`replicate`."
+        )
+    return resolution.said

@@ -1,0 +1,262 @@
+"""The train step. The order of `_gradients` and `_run` below is the design.
+
+    batch -> microbatches -> [manual over the data axes: forward and backward under annotations -> contributions summed
+    in float32 -> exchange, once] -> [automatic: the optimizer, on global arrays laid out in shards] -> new state.
+
+The contract of differentiation. Inside the manual region the loss of a step is `sum of totals / sum of weights` over
+devices and microbatches, and what is differentiated on each device is the sum of all devices' totals. Every collective
+transposes as the linear map it is (`check_vma=False`): a `psum` inside a loss is part of that sum like anything else,
+so using one is exact, and needs no knowledge of what the step does. The contributions of the devices to a parameter's
+gradient are then added by the exchange, over the data axes that do not split the parameter.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib._annotate import constrain
+from shardlib._batch import Mean
+from shardlib._random import is_key, plain_keys, row_keys
+from shardlib._rules import BATCH, as_tuple, keep_axes
+from shardlib._tree import named_leaves
+from shardlib.train._exchange import exchange_gradients, reduced_axes
+from shardlib.train._state import Layout, State, state_specs
+from shardlib.train._strategy import Strategy
+from shardlib.train._varying import describe_varying, varying_outputs
+
+LossFunction = Callable[[Any, Any, jax.Array], Any]
+Metrics = dict[str, jax.Array]
+
+
+def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
+    """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old state donated.
+
+    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns `sl.mean(total, weight)`, or a
+    scalar, which says that all examples weigh the same; either alone or with a dict of metrics, each of the same kind.
+    What it changes in the model's state other than parameters is kept. `rng` is a key whose draws do not depend on the
+    mesh. Every leaf of `batch` has the examples along dim 0.
+
+    >>> import shardlib as sl
+    >>> strategy = Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, optax.sgd(0.1), strategy)
+    >>> step = train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
+    >>> state, metrics = step(state, jnp.ones((16, 3)))
+    >>> metrics["loss"].item()
+    1.0
+    """
+    return Step(loss_fn, strategy)
+
+
+class Step:
+    """A compiled train step; make it with `train_step`."""
+
+    def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
+        self.loss_fn, self.strategy = loss_fn, strategy
+        self._used: set[str] = set()
+        self._compiled: dict[Layout, Any] = {}
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """Take one step. `state` is donated: use the one returned."""
+        with self.strategy.scope(self._used):
+            return self._jitted(state, batch)(state, jax.device_put(batch, self._batch_sharding))
+
+    def lower(self, state: State, batch: Any) -> Any:
+        """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need not be there."""
+        with self.strategy.scope(self._used):
+            return self._jitted(state, batch).lower(state, batch)
+
+    @property
+    def unused_rules(self) -> tuple[str, ...]:
+        """Rules that split something, and that no parameter and no annotation of the traced step has used."""
+        named = {n for layout in self._compiled for _, names in layout.names for n in names or () if isinstance(n, str)}
+        rules = self.strategy.rules
+        splitting = [name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)]
+        return tuple(name for name in splitting if name not in self._used | named | {BATCH})
+
+    @cached_property
+    def _batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.strategy.device_mesh, PartitionSpec(self.strategy.batch_axes or None))
+
+    def _jitted(self, state: State, batch: Any) -> Any:
+        self._check_batch(batch)
+        layout = state.layout
+        if layout not in self._compiled:
+            if layout.optimizer is None:
+                raise ValueError("The state has no optimizer: `sl.init(make_model, optimizer, strategy)`.")
+            if (theirs := layout.strategy).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
+                raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
+            mesh = self.strategy.device_mesh
+            to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
+            self._compiled[layout] = jax.jit(
+                self._run, in_shardings=(to, self._batch_sharding), out_shardings=(to, NamedSharding(mesh, PartitionSpec())),
+                donate_argnums=0,
+            )  # fmt: skip
+        return self._compiled[layout]
+
+    def _check_batch(self, batch: Any) -> None:
+        strategy, leaves = self.strategy, named_leaves(batch)
+        if not leaves:
+            raise ValueError("The batch holds no arrays.")
+        axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
+        parts = strategy.accumulate
+        for size in axes.values():
+            parts *= size
+        rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
+        for path, leaf in leaves:
+            if leaf.ndim == 0 or leaf.shape[0] != rows:
+                raise ValueError(
+                    f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
+                    f"{leaf.shape}. Give constants to the loss by closing over them."
+                )
+        if rows == 0 or rows % parts:
+            along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
+            raise ValueError(
+                f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
+                f"multiple of {parts}."
+            )
+
+    def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        specs, data_axes = state_specs(state), self.strategy.data_axes
+        here = partial(jax.tree.map, lambda spec: keep_axes(spec, data_axes), is_leaf=lambda s: isinstance(s, PartitionSpec))
+        gradients = partial(self._gradients, state.layout, specs.params)
+        if data_axes:
+            mine, same = PartitionSpec(data_axes), PartitionSpec()
+            gradients = jax.shard_map(
+                gradients,
+                in_specs=(here(specs.params), same, same, same, mine),
+                out_specs=(here(self._gradient_specs(state, specs.params)), same, same, same),
+                axis_names=set(data_axes),
+                check_vma=False,
+            )
+        key = jax.random.fold_in(state.key, state.step)
+        gradient, streams, rest, metrics = gradients(state.params, state.streams, state.rest, key, batch)
+
+        # Automatic from here: global values laid out in shards, so that every optax transformation is right.
+        with jax.named_scope("optimizer"):
+            updates, opt_state = state.layout.optimizer.update(gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return State(state.step + 1, params, opt_state, streams, rest, state.key, state.layout), metrics
+
+    def _gradient_specs(self, state: State, specs: Any) -> Any:
+        exchange, data_axes = self.strategy.exchange, self.strategy.data_axes
+        return jax.tree.map(lambda leaf, spec: exchange.spec(spec, leaf.shape, reduced_axes(spec, data_axes)), state.params, specs)
+
+    def _gradients(
+        self, layout: Layout, specs: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+    ) -> tuple[Any, Any, Any, Metrics]:
+        """The gradient of the whole batch's loss. Manual over the data axes: `batch` is this device's examples."""
+        axes, count = self.strategy.data_axes, self.strategy.accumulate
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        first = lax.axis_index(axes) * rows if axes else 0
+        # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
+        microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def microbatch(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            summed, rest = carry
+            index, examples = scanned
+            keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
+            loss = partial(self._total, layout, streams=keys(streams), rest=keys(rest), key=keys(key), batch=examples)
+            (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+            summed = jax.tree.map(lambda s, g, spec: _laid_out(g.astype(jnp.float32) + s, spec), summed, gradient, specs)
+            return (summed, rest), (means, streams_after)
+
+        zeros = jax.tree.map(lambda p, spec: _laid_out(jnp.zeros(p.shape, jnp.float32), spec), params, specs)
+        self._check_rest(microbatch, (zeros, rest), (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
+        with jax.named_scope("loss"):
+            (summed, rest), (means, streams_after) = _scan(microbatch, (zeros, rest), (jnp.arange(count), microbatches), count)
+
+        # One division by the weight of the whole batch, before the exchange: contributions add up to the gradient.
+        totals = jax.tree.map(lambda x: lax.psum(jnp.sum(x, 0), axes) if axes else jnp.sum(x, 0), means)
+        metrics = {name: _divided(of.total, of.weight) for name, of in totals.items()}
+        contributions = jax.tree.map(lambda s: _divided(s, totals["loss"].weight), summed)
+        with jax.named_scope("exchange"):
+            gradient = exchange_gradients(self.strategy.exchange, contributions, specs, axes)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
+        streams = jax.tree.map(lambda x: x[-1], streams_after)  # microbatches start alike, so all end alike
+        return gradient, streams, rest, metrics | {"weight": totals["loss"].weight}
+
+    def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
+        """The sum over these examples that is differentiated, with what else comes of the loss."""
+        model = layout.definition.merge(params, streams, rest)
+        means = _as_means(self.loss_fn(model, batch, key))
+        after = layout.definition.state_of(model)
+        _check_structure((streams, rest), after)
+        streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
+        return means["loss"].total, (means, streams, rest)
+
+    def _check_rest(self, microbatch: Any, carry: Any, scanned: Any, axes: tuple[str, ...]) -> None:
+        """Refuse state that the loss makes from this device's examples alone."""
+        _, rest = carry
+        if not axes or not jax.tree.leaves(rest):
+            return
+        jaxpr = jax.make_jaxpr(lambda carry, scanned: microbatch(carry, scanned)[0][1])(carry, scanned)
+        varies = [False] * (len(jax.tree.leaves(carry)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
+        found = varying_outputs(jaxpr, varies, axes)
+        differing = [path for (path, _), differs in zip(named_leaves(rest), found, strict=True) if differs]
+        if differing:
+            raise ValueError(describe_varying(differing))
+
+
+def _scan(body: Any, carry: Any, scanned: Any, count: int) -> Any:
+    if count > 1:
+        return lax.scan(body, carry, scanned)
+    carry, out = body(carry, jax.tree.map(lambda x: x[0], scanned))
+    return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def _laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    automatic = jax.sharding.get_abstract_mesh().auto_axes
+    return constrain(x, keep_axes(spec, automatic)) if automatic else x
+
+
+def _with_row_keys(tree: Any, **where: Any) -> Any:
+    return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
+
+
+def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A batch of which nothing counts has a loss and a gradient of zero, not of nan."""
+    return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+
+
+def _as_means(out: Any) -> dict[str, Mean]:
+    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics. A total with "
+            "its weight is `sl.mean(total, weight)`."
+        )
+    if taken := {"loss", "weight"} & metrics.keys():
+        raise ValueError(f"The metric `{taken.pop()}` is the step's own; call yours something else.")
+    return {name: _as_mean(name, value) for name, value in {"loss": loss, **metrics}.items()}
+
+
+def _as_mean(name: str, value: Any) -> Mean:
+    value = value if isinstance(value, Mean) else Mean(value, 1.0)
+    for part in (value.total, value.weight):
+        if jnp.shape(part) != () or not hasattr(part, "dtype") and not isinstance(part, int | float):
+            raise ValueError(
+                f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
+                "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
+            )
+    total, weight = (jnp.asarray(part, jnp.float32) for part in (value.total, value.weight))
+    return Mean(total, lax.stop_gradient(weight))
+
+
+def _kind(value: Any) -> str:
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
+
+
+def _check_structure(before: Any, after: Any) -> None:
+    shapes = [{path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree)} for tree in (before, after)]
+    if shapes[0] != shapes[1]:
+        changed = sorted(path for path, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ValueError(
+            f"The loss changed the structure of the model's state: {', '.join(f'`{path}`' for path in changed)}. The state "
+            "has the same paths, shapes and dtypes after a step as before it; return intermediate values as metrics."
+        )

@@ -1,0 +1,83 @@
+"""A strategy: everything that decides how a machine runs a model, as one value that prints, compares and hashes."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from jax.sharding import Mesh
+
+from shardlib._annotate import Remat, Scope, use
+from shardlib._mesh import make_mesh, parse_axes
+from shardlib._remat import REMATS
+from shardlib._rules import AxisRules
+from shardlib.train._exchange import AllReduce, Exchange
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How to run a model on a mesh.
+
+    - `mesh`: text such as `"data=2,model=4"`, of the devices JAX has, or a `Mesh` (of devices that are not there, say).
+    - `rules`: which names those axes split.
+    - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`.
+    - `accumulate`: microbatches per step, whose gradients are summed in float32 and exchanged once.
+    - `remat`: what blocks marked with `sl.remat` keep for the backward pass, `"none"` dropped or `"full"`y recomputed.
+    - `exchange`: what happens to gradients between devices.
+    - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
+      that split nothing else; an axis that splits weights too, as in `sl.rules.fsdp`, is left to the partitioner.
+
+    >>> from shardlib import rules
+    >>> Strategy(mesh="data=2,model=4", rules=rules.data | rules.tensor, accumulate=4).data_axes
+    ('data',)
+    """
+
+    mesh: str | Mesh
+    rules: AxisRules
+    dcn: str = ""
+    accumulate: int = 1
+    remat: Remat = "none"
+    exchange: Exchange = field(default_factory=AllReduce)
+    manual: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, AxisRules):
+            raise ValueError(f"`Strategy(rules=...)` takes `AxisRules`; got {type(self.rules).__name__}.")
+        if self.accumulate < 1:
+            raise ValueError(f"`Strategy(accumulate={self.accumulate})`: at least one microbatch makes a step.")
+        if self.remat not in REMATS:
+            raise ValueError(f"`Strategy(remat={self.remat!r})`: the policies are {', '.join(map(repr, REMATS))}.")
+        axes = parse_axes(self.mesh) if isinstance(self.mesh, str) else dict(self.mesh.shape)
+        self.rules.check_mesh(axes)
+        if not isinstance(self.mesh, str) and self.mesh.explicit_axes:
+            raise ValueError(
+                f"`Strategy(mesh=...)` has the explicit axes {self.mesh.explicit_axes}; the step needs automatic ones: "
+                "`sl.make_mesh(...)` makes them. Annotations alone work on explicit axes: `with sl.use(rules, mesh):`."
+            )
+        for axis in self.manual or ():
+            if axis not in self.rules.batch_axes:
+                raise ValueError(
+                    f"`Strategy(manual={self.manual})`: `{axis}` does not split the batch; its axes are "
+                    f"{self.rules.batch_axes}."
+                )
+
+    @cached_property
+    def device_mesh(self) -> Mesh:
+        """The mesh, of real devices."""
+        return make_mesh(self.mesh, dcn=self.dcn) if isinstance(self.mesh, str) else self.mesh
+
+    @cached_property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which the step is manual: each device along them has gradients of its own."""
+        if self.manual is not None:
+            return tuple(axis for axis in self.rules.batch_axes if axis in self.manual)
+        elsewhere = AxisRules({name: list(axes) for name, axes in self.rules.items() if name != "batch"}).axes
+        return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch, manual ones first: each device's examples are consecutive."""
+        return self.data_axes + tuple(axis for axis in self.rules.batch_axes if axis not in self.data_axes)
+
+    def scope(self, used: set[str] | None = None) -> AbstractContextManager[Scope]:
+        """Rules and mesh in force, for code of your own beside the step: evaluation, sampling, a plain `jax.jit`."""
+        return use(self.rules, self.device_mesh, remat=self.remat, used=used)

@@ -1,0 +1,27 @@
+"""Eight simulated devices for every test, set before JAX starts."""
+
+import importlib.util
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # with libtpu installed and no TPU, do not ask the metadata server for one
+os.environ["TPU_LOG_DIR"] = "disabled"
+
+import pytest
+
+COMPILERS = {"tpu_compiler": ("libtpu", 'pip install -e ".[test]"'), "gpu_compiler": ("jax_plugins.xla_cuda13", 'pip install "jax[cuda13]"')}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker, (module, command) in COMPILERS.items():
+            if item.get_closest_marker(marker) and not _installed(module):
+                item.add_marker(pytest.mark.skip(reason=f"needs {module}: {command}"))
+
+
+def _installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
