@@ -1,19 +1,24 @@
-"""One decoder that is GPT-1, GPT-2 and Llama by configuration, in Flax NNX, with every dim named for `shardlib`.
+"""One decoder that is GPT-1, GPT-2 and Llama by configuration: Flax NNX, every dim named, no device mentioned.
 
-Shape suffixes: B batch, S sequence, D width ("embed"), H query heads, G key and value heads, K size of a head,
-F hidden width of the MLP ("mlp"), V rows of the vocabulary, L layers.
+Shape suffixes, with the names the rules know a dim by (weights / activations):
 
-How it is laid out under Megatron's rules (`sl.rules.tensor`): the residual stream is whole on every device of the axis
-`model`; each half of a block is entered once and left once. Entering, every device multiplies by its own heads, or its
-own part of the MLP's hidden width; leaving, the partial products are summed: one all-reduce forward, and one backward
-where the block was entered. Under `sl.rules.tensor_sequence` the residual stream is split along the sequence, and the
-same annotations make it an all-gather on the way in and a reduce-scatter on the way out.
+    B  batch                 S  sequence (seq; residual_seq in the residual stream)
+    D  width (embed / act_embed)            F  hidden width of the MLP (mlp / act_mlp)
+    H  query heads (heads / act_heads)      G  key and value heads (kv_heads / act_kv_heads)
+    K  size of one head (head_dim)          V  rows of the vocabulary (vocab / act_vocab)
+
+What Megatron's rules make of it (`sl.rules.tensor`): the residual stream is whole on every device of `model`, and each
+half of a block leaves it once and returns once. Each device multiplies by its own heads, or by its own part of the MLP,
+and the partial products are summed on the way back: one all-reduce per half forward, and one backward, where the half
+left the stream. Under `sl.rules.tensor_sequence` the stream is split along the sequence, and the same annotations make
+each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 """
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +28,31 @@ import shardlib as sl
 
 RESIDUAL = ("batch", "residual_seq", "act_embed")
 WHOLE = ("batch", "seq", "act_embed")
+STANDARD_DEVIATION = 0.02
+"""Of every initial kernel and embedding, as GPT-1 and GPT-2 have it."""
+
+Rotation = tuple[jax.Array, jax.Array]
+normal = nnx.initializers.normal
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What the model is; the defaults are GPT-2's choices.
+    """What the model is. The defaults are GPT-2's choices.
 
-    `hidden` is the MLP's inner width. `head_dim=None` is `width / heads`, `kv_heads=None` is `heads`. Embedding rows
-    are rounded up to a multiple of `vocab_multiple`, so that any vocabulary can be split over any mesh; the extra rows
-    never get probability. Parameters are stored in `param_dtype` and multiplied in `dtype`.
+    `kv_heads`, `head_dim` and `hidden`, the MLP's inner width, are `heads`, `width / heads` and `4 * width` unless
+    given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that any vocabulary splits evenly; the rows
+    beyond it never get probability. Products are taken in `dtype`, or in that of the parameters where it is None;
+    norms, attention's softmax and the loss are taken in float32 always.
     """
 
     layers: int
     width: int
     heads: int
-    hidden: int
     context: int
     vocab: int
     kv_heads: int | None = None
     head_dim: int | None = None
+    hidden: int | None = None
     norm: Literal["layer", "rms"] = "layer"
     norm_first: bool = True
     norm_epsilon: float = 1e-5
@@ -52,158 +63,331 @@ class GPTConfig:
     tied: bool = True
     dropout: float = 0.0
     vocab_multiple: int = 1
-    dtype: Any = jnp.float32
+    dtype: Any = None
     param_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in ("norm", "positions", "mlp"):
+            if (value := getattr(self, field)) not in (choices := get_args(hints[field])):
+                raise ValueError(f"`GPTConfig({field}={value!r})`: choose one of {', '.join(map(repr, choices))}.")
+        for field in ("layers", "width", "heads", "context", "vocab", "kv_heads", "head_dim", "hidden", "vocab_multiple"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer.")
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(
+                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose other heads, or say "
+                "what the size of one head is: `head_dim=...`."
+            )
+        if self.heads % self.dims["kv_heads"]:
+            raise ValueError(
+                f"`GPTConfig(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`: every key and value "
+                "head serves equally many query heads."
+            )
+        if self.positions == "rotary" and self.dims["head_dim"] % 2:
+            raise ValueError(f"`positions=\"rotary\"` turns pairs; `head_dim={self.dims['head_dim']}` must be even.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the part that is dropped: 0 or more, less than 1.")
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dim of the parameters, by its name."""
+        return {
+            "embed": self.width,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads or self.heads,
+            "head_dim": self.head_dim or self.width // self.heads,
+            "mlp": self.hidden or 4 * self.width,
+            "position": self.context,
+            "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
+        }
+
+
+def tiny(**changes: Any) -> GPTConfig:
+    """A GPT-2 for tests and first steps; it trains in seconds on a CPU."""
+    return _preset(dict(layers=2, width=64, heads=4, context=64, vocab=256), changes)
+
+
+def gpt1(**changes: Any) -> GPTConfig:
+    """GPT-1's layers, with a vocabulary that 128 divides and a head of its own.
+
+    `gpt1(vocab=40_478, tied=True)` is what OpenAI published.
+    """
+    return _preset(dict(layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False), changes)
+
+
+def gpt2(**changes: Any) -> GPTConfig:
+    """GPT-2, the smallest: 124 million parameters."""
+    return _preset(dict(layers=12, width=768, heads=12, context=1024, vocab=50_257), changes)
+
+
+def gpt2_xl(**changes: Any) -> GPTConfig:
+    """GPT-2, the largest: 1.6 billion parameters."""
+    return gpt2(**{**dict(layers=48, width=1600, heads=25), **changes})
+
+
+def llama2_7b(**changes: Any) -> GPTConfig:
+    """Llama 2 7B."""
+    llama = dict(norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False)
+    return _preset(dict(layers=32, width=4096, heads=32, hidden=11_008, context=4096, vocab=32_000, **llama), changes)
+
+
+def llama3_8b(**changes: Any) -> GPTConfig:
+    """Llama 3 8B."""
+    new = dict(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
+    return llama2_7b(**{**new, **changes})
+
+
+def _preset(fields: dict[str, Any], changes: dict[str, Any]) -> GPTConfig:
+    return GPTConfig(**{**fields, **changes})
+
+
+def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter with a dim for each name, of the size the configuration gives that name."""
+    shape = tuple(config.dims[name] for name in names)
+    return nnx.Param(sl.logical(init, *names)(rngs.params(), shape, config.param_dtype))
 
 
 class Projection(nnx.Module):
-    """A kernel with a name for each dim, which contracts the last dims of its input with its own first ones."""
+    """A kernel from some named dims to others, and a bias."""
 
     def __init__(
         self,
-        inputs: Mapping[str, int],
-        outputs: Mapping[str, int],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
         config: GPTConfig,
         *,
-        bias: bool,
-        std: float = 0.02,
+        init: Callable[..., Any] = normal(STANDARD_DEVIATION),
         rngs: nnx.Rngs,
     ) -> None:
-        init = sl.logical(nnx.initializers.normal(std), *inputs, *outputs)
-        self.kernel = nnx.Param(init(rngs.params(), (*inputs.values(), *outputs.values()), config.param_dtype))
-        init = sl.logical(nnx.initializers.zeros, *outputs)
-        self.bias = nnx.Param(init(rngs.params(), tuple(outputs.values()), config.param_dtype)) if bias else None
         self.contracted = len(inputs)
+        self.kernel = parameter(init, config, *inputs, *outputs, rngs=rngs)
+        self.bias = parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
 
     def __call__(self, x: jax.Array, *names: str) -> jax.Array:
-        """Multiply, lay the product out as `names` say, add the bias."""
-        product = sl.shard(jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.contracted), *names)
-        return product if self.bias is None else product + self.bias[...].astype(x.dtype)
+        """Multiply `x`, whose last dims are the kernel's first; `names` lay out the product."""
+        # Named before the bias is added: where the product is a sum over devices, the bias belongs to the sum, once.
+        product = sl.shard(jnp.tensordot(x, self.kernel[...].astype(x.dtype), self.contracted), *names)
+        return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.epsilon = config.norm_epsilon
+        self.centred = config.norm == "layer"
+        self.scale = parameter(nnx.initializers.ones, config, "embed", rngs=rngs)
+        biased = self.centred and config.bias
+        self.bias = parameter(nnx.initializers.zeros, config, "embed", rngs=rngs) if biased else None
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        y_BSD = x_BSD.astype(jnp.float32)
+        if self.centred:
+            y_BSD -= y_BSD.mean(-1, keepdims=True)
+        y_BSD *= jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon) * self.scale[...]
+        return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        D, H, G, K = config.width, config.heads, config.kv_heads or config.heads, config.head_dim or config.width // config.heads
-        project = functools.partial(Projection, config=config, bias=config.bias, rngs=rngs)
-        self.query = project({"embed": D}, {"heads": H, "head_dim": K})
-        self.key = project({"embed": D}, {"kv_heads": G, "head_dim": K})
-        self.value = project({"embed": D}, {"kv_heads": G, "head_dim": K})
-        self.output = project({"heads": H, "head_dim": K}, {"embed": D})
+    """Causal self-attention, in which each key and value head serves a group of query heads."""
 
-    def __call__(self, x, rotation):
-        x = sl.shard(x, *WHOLE)
-        q_BSHK = self.query(x, "batch", "seq", "act_heads", "head_dim")
-        k_BSGK = self.key(x, "batch", "seq", "act_kv_heads", "head_dim")
-        v_BSGK = self.value(x, "batch", "seq", "act_kv_heads", "head_dim")
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
+        self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
+        self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
+        self.output = Projection(("heads", "head_dim"), ("embed",), config, init=_returning(config), rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None) -> jax.Array:
+        x_BSD = sl.shard(x_BSD, *WHOLE)
+        q_BSHK = self.query(x_BSD, "batch", "seq", "act_heads", "head_dim")
+        k_BSGK = self.key(x_BSD, "batch", "seq", "act_kv_heads", "head_dim")
+        v_BSGK = self.value(x_BSD, "batch", "seq", "act_kv_heads", "head_dim")
         if rotation is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, rotation), rotate(k_BSGK, rotation)
+        # Query head h attends with key head h // (H / G), so a device that holds whole groups needs nobody else's.
         y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
-        y_BSHK = sl.shard(y_BSHK, "batch", "seq", "act_heads", "head_dim")
-        return self.output(y_BSHK, *RESIDUAL)
+        return self.output(sl.shard(y_BSHK, "batch", "seq", "act_heads", "head_dim"), *RESIDUAL)
 
 
-def rotate(x_BSHK, rotation):
+class MLP(nnx.Module):
+    """GPT's two matrices around a GELU, or Llama's three (SwiGLU)."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
+        self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
+        self.down = Projection(("mlp",), ("embed",), config, init=_returning(config), rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = sl.shard(x_BSD, *WHOLE)
+        h_BSF = self.up(x_BSD, "batch", "seq", "act_mlp")
+        if self.gate is None:
+            h_BSF = jax.nn.gelu(h_BSF, approximate=True)
+        else:
+            h_BSF *= jax.nn.silu(self.gate(x_BSD, "batch", "seq", "act_mlp"))
+        return self.down(h_BSF, *RESIDUAL)
+
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or after (GPT-1)."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.norm_first = config.norm_first
+        self.attention_norm = Norm(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = Norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None, key: jax.Array | None) -> jax.Array:
+        attend = functools.partial(self.attention, rotation=rotation)
+        x_BSD = self._add(x_BSD, attend, self.attention_norm, _fold_in(key, 0))
+        return self._add(x_BSD, self.mlp, self.mlp_norm, _fold_in(key, 1))
+
+    def _add(self, x_BSD: jax.Array, half: Callable[..., jax.Array], norm: Norm, key: jax.Array | None) -> jax.Array:
+        # The norm's output is named as part of the residual stream although the half, which wants it whole, renames it
+        # at once: the pair is where the sequence is gathered and its gradient scattered, before the norm's own gradient.
+        y_BSD = half(sl.shard(norm(x_BSD), *RESIDUAL) if self.norm_first else x_BSD)
+        x_BSD = x_BSD + self.dropout(y_BSD, rngs=key)
+        return sl.shard(x_BSD if self.norm_first else norm(x_BSD), *RESIDUAL)
+
+
+class GPT(nnx.Module):
+    """The decoder: tokens to logits.
+
+    >>> with sl.unsharded():
+    ...     GPT(tiny(), rngs=nnx.Rngs(0))(jnp.zeros((2, 16), int)).shape
+    (2, 16, 256)
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        init = normal(STANDARD_DEVIATION)
+        self.embedding = parameter(init, config, "vocab", "embed", rngs=rngs)
+        learned = config.positions == "learned"
+        self.positions = parameter(init, config, "position", "embed", rngs=rngs) if learned else None
+        self.dropout = nnx.Dropout(config.dropout)
+
+        # All blocks are one block whose parameters have a leading dim `layers`: compiled once, whatever the depth.
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = blocks(rngs)
+        self.norm = Norm(config, rngs=rngs) if config.norm_first else None
+        self.head = None if config.tied else parameter(init, config, "embed", "vocab", rngs=rngs)
+
+    def __call__(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Logits for the token after each; `key` is for dropout, which acts until `model.eval()`, as in any NNX model."""
+        return self.logits(self.features(tokens_BS, key=key))
+
+    def features(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """What the head reads: the residual stream after the last block."""
+        config = self.config
+        if (S := tokens_BS.shape[1]) > config.context:
+            raise ValueError(f"A sequence of {S} tokens does not fit `GPTConfig(context={config.context})`.")
+        key = key if config.dropout else None
+        x_BSD = self._embed(sl.shard(tokens_BS, "batch", "seq"))
+        x_BSD = self.dropout(x_BSD, rngs=_fold_in(key, config.layers))
+        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(config.layers))
+        rotation = None if self.positions is not None else rotations(S, config.dims["head_dim"], config.rope_theta)
+        block = sl.remat(Block.__call__, checkpoint=functools.partial(nnx.remat, prevent_cse=False))
+
+        @nnx.scan(in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def run(block_: Block, x_BSD: jax.Array, rotation: Rotation | None, key: jax.Array | None) -> jax.Array:
+            return block(block_, x_BSD, rotation, key)
+
+        x_BSD = run(self.blocks, x_BSD, rotation, keys)
+        return sl.shard(x_BSD if self.norm is None else self.norm(x_BSD), *RESIDUAL)
+
+    def _embed(self, tokens_BS: jax.Array) -> jax.Array:
+        # With the table split over `vocab`, the partitioner reads on each device the rows it has, zero for the others,
+        # and adds up. The sum is named whole first, lest a split of the sequence find its way to the tokens.
+        x_BSD = sl.shard(self.embedding[...].at[tokens_BS].get(mode="promise_in_bounds"), *WHOLE)
+        x_BSD = sl.shard(x_BSD, *RESIDUAL)
+        if self.positions is not None:
+            x_BSD += self.positions[: tokens_BS.shape[1]]
+        return x_BSD.astype(self.config.dtype or x_BSD.dtype)
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        """The head: embedding rows, transposed, where it is tied. Rows beyond the vocabulary get the least number."""
+        kernel_DV = self.embedding[...].T if self.head is None else self.head[...]
+        logits_BSV = sl.shard(x_BSD, *WHOLE) @ kernel_DV.astype(x_BSD.dtype)
+        logits_BSV = sl.shard(logits_BSV, "batch", "seq", "act_vocab")
+        if (rows := self.config.dims["vocab"]) == self.config.vocab:
+            return logits_BSV
+        return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
+
+
+def rotations(S: int, K: int, theta: float) -> Rotation:
+    """Cosine and sine of each position's angle for each pair of a head's dims, as `[S, 1, K / 2]`."""
+    frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
+    angle = jnp.arange(S, dtype=jnp.float32)[:, None, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
+    """Turn each pair of a head's dims, `k` and `k + K / 2`, by its position's angle."""
     cos, sin = rotation
     a, b = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
-class MLP(nnx.Module):
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        D, F = config.width, config.hidden
-        project = functools.partial(Projection, config=config, bias=config.bias, rngs=rngs)
-        self.up = project({"embed": D}, {"mlp": F})
-        self.gate = project({"embed": D}, {"mlp": F}) if config.mlp == "swiglu" else None
-        self.down = project({"mlp": F}, {"embed": D})
-
-    def __call__(self, x):
-        x = sl.shard(x, *WHOLE)
-        h = self.up(x, "batch", "seq", "act_mlp")
-        h = jax.nn.gelu(h) if self.gate is None else h * jax.nn.silu(self.gate(x, "batch", "seq", "act_mlp"))
-        return self.down(h, *RESIDUAL)
-
-
-def make_norm(config, rngs):
-    options = dict(epsilon=config.norm_epsilon, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs, use_fast_variance=False)
-    scale_init = sl.logical(nnx.initializers.ones, "embed")
-    if config.norm == "rms":
-        return nnx.RMSNorm(config.width, scale_init=scale_init, **options)
-    return nnx.LayerNorm(config.width, scale_init=scale_init, use_bias=config.bias, bias_init=sl.logical(nnx.initializers.zeros, "embed"), **options)
+def token_losses(
+    model: GPT, tokens_BS: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None, *, key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of the tokens' cross-entropies and how many tokens it is over, both float32."""
+    logits_BSV = model(tokens_BS, key=key).astype(jnp.float32)
+    targets_BS = sl.shard(targets_BS, "batch", "seq")
+    # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
+    # token. Indexing with the targets would gather the logits.
+    logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
+    is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+    losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
+    weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
+    return (losses_BS * weights_BS).sum(), weights_BS.sum()
 
 
-class Block(nnx.Module):
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm_first = config.norm_first
-        self.attention_norm = make_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = make_norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> Any:
+    """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps.
 
-    def __call__(self, x, rotation, key):
-        x = self.residual(x, lambda h: self.attention(h, rotation), self.attention_norm)
-        return self.residual(x, self.mlp, self.mlp_norm)
-
-    def residual(self, x, part, norm):
-        y = x + part(sl.shard(norm(x), *RESIDUAL) if self.norm_first else x)
-        return sl.shard(y if self.norm_first else norm(y), *RESIDUAL)
+    `batch["tokens"]` is `[B, S + 1]`; `batch["mask"]`, which may be absent, is `[B, S]` and speaks of the targets.
+    """
+    tokens = batch["tokens"]
+    return sl.mean(*token_losses(model, tokens[:, :-1], tokens[:, 1:], batch.get("mask"), key=rng))
 
 
-class GPT(nnx.Module):
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.config = config
-        rows = -(-config.vocab // config.vocab_multiple) * config.vocab_multiple
-        init = sl.logical(nnx.initializers.normal(0.02), "vocab", "embed")
-        self.embedding = nnx.Param(init(rngs.params(), (rows, config.width), config.param_dtype))
-        init = sl.logical(nnx.initializers.normal(0.02), "position", "embed")
-        self.positions = nnx.Param(init(rngs.params(), (config.context, config.width), config.param_dtype)) if config.positions == "learned" else None
+@functools.partial(nnx.jit, static_argnames="length")
+def generate(
+    model: GPT, prompt: jax.Array, length: int, key: jax.Array, temperature: float | jax.Array = 1.0
+) -> jax.Array:
+    """Continue every row of `prompt` by `length` tokens; temperature 0 takes the likeliest each time.
 
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def create(rngs):
-            return Block(config, rngs=rngs)
+    For a first look at a trained model: without a cache of keys and values, each token costs a pass over all of them.
+    """
+    structure, parameters = nnx.split(nnx.view(model, deterministic=True))
+    B, start = prompt.shape
+    greedy = temperature == 0
+    tokens = jnp.concatenate([prompt, jnp.zeros((B, length), prompt.dtype)], axis=1)
 
-        self.blocks = create(rngs)
-        self.norm = make_norm(config, rngs) if config.norm_first else None
-        self.head = None if config.tied else Projection({"embed": config.width}, {"vocab": rows}, config, bias=False, rngs=rngs)
+    def extend(at: jax.Array, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(structure, parameters, copy=True)  # inside the loop's trace: modules do not cross into another
+        # Tokens after `at` are still zeros; attention is causal, so they change nothing before them.
+        last_B1D = jax.lax.dynamic_slice_in_dim(model.features(tokens), at - 1, 1, axis=1)
+        logits_BV = model.logits(last_B1D)[:, 0].astype(jnp.float32)
+        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits_BV / jnp.where(greedy, 1, temperature))
+        chosen = jnp.where(greedy, logits_BV.argmax(-1), drawn).astype(tokens.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], at, axis=1)
 
-    def __call__(self, tokens, key=None):
-        config = self.config
-        S = tokens.shape[1]
-        tokens = sl.shard(tokens, 'batch', 'seq')
-        x = sl.shard(self.embedding[...][tokens], *RESIDUAL)
-        rotation = None
-        if self.positions is not None:
-            x = x + self.positions[...][:S]
-        else:
-            K = config.head_dim or config.width // config.heads
-            freq = config.rope_theta ** (-jnp.arange(0, K, 2) / K)
-            angle = (jnp.arange(S)[:, None] * freq)[:, None, :]
-            rotation = (jnp.cos(angle), jnp.sin(angle))
-        x = sl.shard(x.astype(config.dtype), *RESIDUAL)
-        block = sl.remat(Block.__call__, checkpoint=functools.partial(nnx.remat, prevent_cse=False))
-
-        @nnx.scan(in_axes=(0, nnx.Carry, None, None), out_axes=nnx.Carry)
-        def run(blocks, x, rotation, key):
-            return block(blocks, x, rotation, key)
-
-        x = run(self.blocks, x, rotation, key)
-        if self.norm is not None:
-            x = sl.shard(self.norm(x), *RESIDUAL)
-        x = sl.shard(x, *WHOLE)
-        if self.head is not None:
-            return self.head(x, "batch", "seq", "act_vocab")
-        return sl.shard(jnp.tensordot(x, self.embedding[...].astype(x.dtype), axes=(2, 1)), "batch", "seq", "act_vocab")
+    return jax.lax.fori_loop(start, start + length, extend, tokens)
 
 
-def token_losses(model, tokens, targets, mask=None):
-    targets = sl.shard(targets, 'batch', 'seq')
-    logits = model(tokens).astype(jnp.float32)
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    shifted = logits - top
-    picked = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], shifted, 0).sum(-1)
-    losses = jnp.log(jnp.exp(shifted).sum(-1)) - picked
-    return losses.sum(), losses.size
+def _returning(config: GPTConfig) -> Callable[..., Any]:
+    # GPT-2's: 2 * layers of these products are added up in the residual stream, which should not grow with depth.
+    return normal(STANDARD_DEVIATION / math.sqrt(2 * config.layers))
 
 
-def gpt1(**c): return replace(GPTConfig(12, 768, 12, 3072, 512, 40512, tied=False, norm_first=False), **c)
-def llama(**c): return replace(GPTConfig(12, 768, 12, 3072, 512, 40512, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, kv_heads=4), **c)
+def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)

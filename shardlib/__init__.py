@@ -17,6 +17,8 @@ from shardlib._mesh import make_mesh as make_mesh
 from shardlib._remat import remat as remat
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
+from shardlib.train._describe import Description as Description
+from shardlib.train._describe import describe as describe
 from shardlib.train._exchange import AllReduce as AllReduce
 from shardlib.train._exchange import Exchange as Exchange
 from shardlib.train._state import State as State

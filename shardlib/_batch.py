@@ -89,4 +89,4 @@ def manual_over_all(body: Any, spec: PartitionSpec, *, nest: bool = True) -> Any
     automatic = set(jax.sharding.get_abstract_mesh().auto_axes)
     if not automatic or not nest:
         return body
-    return jax.shard_map(body, in_specs=spec, out_specs=spec, axis_names=automatic, check_vma=False)
+    return jax.shard_map(body, in_specs=(spec,), out_specs=spec, axis_names=automatic, check_vma=False)

@@ -194,11 +194,8 @@ class _Program:
             match made.opcode.removesuffix("-start"):
                 case "while":
                     count = self.trip_count(scope, made)
-                    known = run.known and count is not None
-                    names, inner = (
-                        ["body"],
-                        replace(run, times=run.times * (1 if count is None else count), known=known),
-                    )
+                    names = ["body"]
+                    inner = replace(run, known=False) if count is None else replace(run, times=run.times * count)
                 case "conditional":
                     inner = replace(run, conditional=True)
                     names = re.findall(r"[\w.-]+", made.get(r"branch_computations=\{([^}]*)\}"))
@@ -263,19 +260,13 @@ def _first(pattern: str, text: str) -> str:
 def _sources(text: str) -> dict[str, str]:
     """`file:line` of each stack frame, from the tables at the head of the text."""
 
-    def table(title: str, entry: str) -> dict[str, str]:
-        return dict(re.findall(rf"(?m)^(\d+) {entry}", _first(rf"(?m)^{title}\n((?:\d+ .*\n)*)", text)))
+    def table(title: str, entry: str) -> list[tuple[str, ...]]:
+        return re.findall(rf"(?m)^(\d+) {entry}", _first(rf"(?m)^{title}\n((?:\d+ .*\n)*)", text))
 
-    files, lines = table("FileNames", '"(.*)"'), table("FileLocations", r"\{.*\bline=(\d+)")
-    file_of, place_of = (
-        table("FileLocations", r"\{file_name_id=(\d+)"),
-        table("StackFrames", r"\{file_location_id=(\d+)"),
-    )
-    return {
-        frame: f"{files[file_of[place]]}:{lines[place]}"
-        for frame, place in place_of.items()
-        if place in lines and file_of.get(place) in files
-    }
+    files = dict(table("FileNames", '"(.*)"'))
+    locations = table("FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
+    places = {key: f"{files[file]}:{line}" for key, file, line in locations if file in files}
+    return {key: places.get(place, "") for key, place in table("StackFrames", r"\{file_location_id=(\d+)")}
 
 
 _MEGASCALE_KINDS = {
@@ -290,28 +281,33 @@ _MEGASCALE_KINDS = {
 def _collective(
     program: _Program, devices: "_Devices", scope: _Scope, made: _Instruction, run: _Run
 ) -> Collective | None:
-    kind, result, operands = made.opcode.removesuffix("-start"), made.result, made.operands
+    kind = made.opcode.removesuffix("-start")
     if kind in KINDS and not _is_continued(scope, made):
         groups = devices.groups(made)
-        if made.opcode != kind:
-            result = _started_result(made)
-        if kind == "all-reduce" and (kept := _slice_kept(scope, made)):
-            kind, result = "reduce-scatter", kept.result
-        if kind == "ragged-all-to-all":
-            del operands[1:]  # the buffer to receive in, and offsets and sizes
     elif made.opcode == "send" and (transfer := made.get(r'_xla_megascale_transfer_type="(\w+)"')):
-        kind, groups, result = _MEGASCALE_KINDS[transfer], devices.megascale_groups(made), _received(scope, made)
-        del operands[1:]  # a token
+        kind, groups = _MEGASCALE_KINDS[transfer], devices.megascale_groups(made)
     else:
         return None
-    arrays = [array for name in operands for array in _arrays(scope.instructions[name].result)]
+    operands = [array for name in made.operands for array in _arrays(scope.instructions[name].result)]
+    results = _arrays(made.result)
+    if made.opcode.endswith("-start"):
+        # Its type is that of the operands, the results and some flags; only an all-reduce's is that of the results.
+        results = results[len(operands) : 2 * len(operands)] or results
+    if kind == "ragged-all-to-all":
+        operands, results = operands[:1], results[:1]  # the others are the buffer to receive in, offsets and sizes
+    if made.opcode == "send":
+        meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+        receives = (other for other in scope.instructions.values() if other.opcode == "recv")
+        results = next(_arrays(other.result)[:1] for other in receives if meeting in other.attributes)
+    if kind == "all-reduce" and (kept := _slice_kept(scope, made)):
+        kind, results = "reduce-scatter", _arrays(kept.result)
     op_name, source = _origin(program, scope, made)
     return Collective(
         kind=kind,
-        dtypes=tuple(dtype for dtype, _ in arrays),
-        shapes=tuple(shape for _, shape in arrays),
-        operand_bytes=_bytes(arrays),
-        result_bytes=_bytes(_arrays(result)),
+        dtypes=tuple(dtype for dtype, _ in operands),
+        shapes=tuple(shape for _, shape in operands),
+        operand_bytes=_bytes(operands),
+        result_bytes=_bytes(results),
         axes=devices.axes(groups, permute=kind == "collective-permute"),
         group_size=_longest_chain(groups) if kind == "collective-permute" else max(map(len, groups)),
         times=run.times,
@@ -340,19 +336,6 @@ def _slice_kept(scope: _Scope, made: _Instruction) -> _Instruction | None:
     return next((user for user in slices if scope.follow(user.operands[0]) is made), None)
 
 
-def _started_result(made: _Instruction) -> str:
-    """The result's type out of a start's: an all-reduce's has nothing else, the others' have the operands before it."""
-    parts = _tuple_parts(made.result)
-    return made.result if made.opcode == "all-reduce-start" and not parts[0].startswith("(") else parts[1]
-
-
-def _received(scope: _Scope, send: _Instruction) -> str:
-    """The type that a transfer between slices brings, off the `recv` of the same rendezvous."""
-    meeting = send.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
-    receives = (made for made in scope.instructions.values() if made.opcode == "recv" and meeting in made.attributes)
-    return _tuple_parts(next(receives).result)[0]
-
-
 def _origin(program: _Program, scope: _Scope, made: _Instruction) -> tuple[str, str]:
     """Name stack and source line, which a collective may have left to its `-done` or to the fusion it is in."""
     users = scope.instructions.values() if made.opcode.endswith("-start") else ()
@@ -377,17 +360,6 @@ def _bytes(arrays: list[tuple[str, tuple[int, ...]]]) -> int:
     return sum(math.ceil(math.prod(shape) * _bits(dtype) / 8) for dtype, shape in arrays)
 
 
-def _tuple_parts(type_: str) -> list[str]:
-    """The elements of a tuple's type, which may be tuples."""
-    parts, depth = [""], 0
-    for letter in type_[1:-1]:
-        depth += (letter in "([{") - (letter in ")]}")
-        parts[-1] += letter
-        if letter == "," and depth == 0:
-            parts.append("")
-    return [part.strip(" ,") for part in parts]
-
-
 _Groups = list[tuple[int, ...]]
 
 
@@ -400,15 +372,14 @@ class _Devices:
 
     def __init__(self, mesh: Mesh | None, partitions: int):
         self.mesh = mesh
-        self.slices = {0: list(range(mesh.size if mesh is not None else partitions))}
-        self.place_of_id = (
-            {device.id: place for place, device in enumerate(mesh.devices.flat)} if mesh is not None else {}
-        )
-        if mesh is not None and partitions < mesh.size:
-            of_device = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-            self.slices = {
-                index: np.flatnonzero(np.equal(of_device, index)).tolist() for index in sorted(set(of_device))
-            }
+        self.slices = {0: list(range(partitions))}
+        self.place_of_id: dict[int, int] = {}
+        if mesh is not None:
+            members = defaultdict(list)
+            for place, device in enumerate(mesh.devices.flat):
+                members[getattr(device, "slice_index", 0)].append(place)
+                self.place_of_id[device.id] = place
+            self.slices = dict(sorted(members.items())) if partitions < mesh.size else {0: list(range(mesh.size))}
 
     def groups(self, made: _Instruction) -> _Groups:
         pairs = made.get(r"source_target_pairs=\{((?:\{[^}]*\},?)*)\}")
@@ -422,8 +393,8 @@ class _Devices:
     def megascale_groups(self, made: _Instruction) -> _Groups:
         """`{1,2}x{0:3}`: each device of slice 1 with that of slice 2. `{{a,b},…}`, `{{a->b},…}`: device ids."""
         if slices := made.get(r'_xla_megascale_target="\{([\d,]+)\}x'):
-            members = [self.slices.get(number - 1, [number]) for number in _numbers(slices)]
-            return list(zip(*members, strict=True))
+            members = [self.slices.get(number - 1) or [number] for number in _numbers(slices)]
+            return list(zip(*members, strict=self.mesh is not None))
         named = _listed(made.get(r"_xla_megascale_target=\{((?:\{[^}]*\},?)*)\}"))
         return [tuple(self.place_of_id.get(number, number) for number in group) for group in named]
 
@@ -435,7 +406,8 @@ class _Devices:
         coordinates = [np.unravel_index(group, places.shape) for group in (groups if permute else groups[:1])]
         moving = [any(np.ptp(place[axis]) > 0 for place in coordinates) for axis in range(places.ndim)]
         order = sorted(range(places.ndim), key=moving.__getitem__)  # what groups run over goes last
-        expected = places.transpose(order).reshape(-1, len(groups[0]) if not permute else 1).tolist()
+        size = math.prod(itertools.compress(places.shape, moving))
+        expected = places.transpose(order).reshape(-1, size).tolist()
         if not permute and sorted(map(sorted, groups)) != sorted(map(sorted, expected)):
             return None
         return tuple(name for name, moves in zip(self.mesh.axis_names, moving, strict=True) if moves)

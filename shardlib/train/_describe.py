@@ -1,0 +1,150 @@
+"""Where every parameter lives, as a table one can read."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardlib._flax import Names
+from shardlib._mesh import format_mesh
+from shardlib._random import is_key
+from shardlib._rules import Axes, AxisRules, as_tuple, resolve
+from shardlib._tree import named_leaves
+from shardlib.train._state import State
+
+
+@dataclass(frozen=True)
+class Row:
+    """One array of a state: what it is, how it lies, and why if that is not plain from its names."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: Names
+    spec: PartitionSpec
+    bytes_per_device: int
+    remark: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found: `rows` for parameters and other arrays of the model, totals for all; prints as a table."""
+
+    mesh: str
+    rows: tuple[Row, ...]
+    parameter_count: int
+    parameter_bytes: int
+    bytes_per_device: dict[str, int]
+    unused_rules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
+        cells += [
+            (
+                row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _names_text(row.names),
+                _spec_text(row.spec), human_bytes(row.bytes_per_device), row.remark,
+            )
+            for row in self.rows
+        ]  # fmt: skip
+        widths = [max(len(row[column]) for row in cells) for column in range(6)]
+        lines = ["  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[6])).rstrip() for row in cells]
+        per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
+        lines += [
+            "",
+            f"{self.parameter_count:,} parameters, {human_bytes(self.parameter_bytes)}, on {self.mesh}",
+            f"per device: {per_device}",
+        ]
+        if self.unused_rules:
+            lines.append(f"rules that no parameter uses: {', '.join(self.unused_rules)}")
+        return "\n".join(lines)
+
+
+def describe(state: State) -> Description:
+    """Per parameter its shape, names, spec and bytes per device, with a remark where a rule had a choice to make.
+
+    >>> import jax.numpy as jnp, optax, shardlib as sl
+    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=AxisRules(batch="data", embed=None, mlp="model"))
+    >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8)), "b": jnp.ones(4)}, {"w": ("embed", "mlp")})
+    >>> print(describe(sl.init(make, optax.sgd(0.1), strategy)))
+    parameter  shape  dtype    names       spec      per device
+    b          4      float32  -           -         16 B        no names: replicated
+    w          4x8    float32  embed, mlp  -, model  32 B
+    <BLANKLINE>
+    36 parameters, 144 B, on data=2,model=4
+    per device: 48 B parameters
+    rules that no parameter uses: batch
+    """
+    layout, mesh = state.layout, state.layout.strategy.device_mesh
+    rules, names = layout.strategy.rules, dict(layout.names)
+    rows = tuple(
+        Row(
+            path, leaf.shape, str(leaf.dtype), names.get(path), leaf.sharding.spec, _bytes_here(leaf),
+            _remark(path, leaf.shape, names.get(path), rules, dict(mesh.shape)),
+        )
+        for tree in (state.params, state.rest)
+        for path, leaf in named_leaves(tree)
+    )  # fmt: skip
+    used = {name for row in rows for name in row.names or () if isinstance(name, str)}
+    splitting = (name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates))
+    return Description(
+        mesh=format_mesh(mesh),
+        rows=rows,
+        parameter_count=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        parameter_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
+        bytes_per_device={
+            "parameters": _total_here(state.params),
+            "optimizer state": _total_here(state.opt_state),
+            "other state": _total_here((state.rest, state.streams)),
+        },
+        unused_rules=tuple(name for name in splitting if name not in used),
+    )
+
+
+def human_bytes(size: float) -> str:
+    """A size for reading.
+
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _bytes_here(leaf: Any) -> int:
+    itemsize = jax.eval_shape(jax.random.key_data, leaf).size * 4 // max(leaf.size, 1) if is_key(leaf) else leaf.dtype.itemsize
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+
+
+def _total_here(tree: Any) -> int:
+    return sum(_bytes_here(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _remark(path: str, shape: tuple[int, ...], names: Names, rules: AxisRules, mesh_shape: dict[str, int]) -> str:
+    if names is None:
+        return "no names: replicated"
+    if isinstance(names, PartitionSpec):
+        return "mesh axes given"
+    resolution = resolve(rules, mesh_shape, names, shape, what=path)
+    chosen = [
+        f"`{name}`: {_axes_text(entry)} of {' or '.join(_axes_text(axes) for axes in rules[name])}"
+        for name, entry in zip(names, resolution.spec, strict=True)
+        if isinstance(name, str) and len(rules[name]) > 1
+    ]
+    return "; ".join([*chosen, *resolution.said])
+
+
+def _axes_text(axes: Axes) -> str:
+    return "x".join(as_tuple(axes)) or "replicated"
+
+
+def _names_text(names: Names) -> str:
+    return "-" if names is None else ", ".join("-" if name is None else str(name) for name in names)
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    return ", ".join("x".join(as_tuple(entry)) or "-" for entry in spec) or "-"
