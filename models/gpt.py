@@ -17,8 +17,8 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,12 @@ import shardlib as sl
 
 RESIDUAL = ("batch", "residual_seq", "act_embed")
 WHOLE = ("batch", "seq", "act_embed")
-STANDARD_DEVIATION = 0.02
-"""Of every initial kernel and embedding, as GPT-1 and GPT-2 have it."""
+HEADS = ("batch", "seq", "act_heads", "head_dim")
+KV_HEADS = ("batch", "seq", "act_kv_heads", "head_dim")
+HIDDEN = ("batch", "seq", "act_mlp")
+LOGITS = ("batch", "seq", "act_vocab")
+STACKED = {nnx.PARTITION_NAME: "layers"}
+STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and GPT-2 have it
 
 Rotation = tuple[jax.Array, jax.Array]
 normal = nnx.initializers.normal
@@ -67,28 +71,26 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in ("norm", "positions", "mlp"):
-            if (value := getattr(self, field)) not in (choices := get_args(hints[field])):
-                raise ValueError(f"`GPTConfig({field}={value!r})`: choose one of {', '.join(map(repr, choices))}.")
-        for field in ("layers", "width", "heads", "context", "vocab", "kv_heads", "head_dim", "hidden", "vocab_multiple"):
+        for field, hint in get_type_hints(type(self)).items():
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"`GPTConfig({field}={value!r})`: choose {' or '.join(map(repr, get_args(hint)))}.")
+            if hint in (int, int | None) and value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer.")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
-                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose other heads, or say "
-                "what the size of one head is: `head_dim=...`."
+                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose another number of "
+                "heads, or say what the size of one is: `head_dim=...`."
             )
         if self.heads % self.dims["kv_heads"]:
             raise ValueError(
-                f"`GPTConfig(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`: every key and value "
+                f"`GPTConfig(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`: each key and value "
                 "head serves equally many query heads."
             )
         if self.positions == "rotary" and self.dims["head_dim"] % 2:
-            raise ValueError(f"`positions=\"rotary\"` turns pairs; `head_dim={self.dims['head_dim']}` must be even.")
+            raise ValueError(f'`positions="rotary"` turns pairs; `head_dim={self.dims["head_dim"]}` must be even.')
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the part that is dropped: 0 or more, less than 1.")
+            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: at least 0, below 1.")
 
     @property
     def dims(self) -> dict[str, int]:
@@ -106,41 +108,41 @@ class GPTConfig:
 
 def tiny(**changes: Any) -> GPTConfig:
     """A GPT-2 for tests and first steps; it trains in seconds on a CPU."""
-    return _preset(dict(layers=2, width=64, heads=4, context=64, vocab=256), changes)
+    return replace(GPTConfig(layers=2, width=64, heads=4, context=64, vocab=256), **changes)
 
 
 def gpt1(**changes: Any) -> GPTConfig:
-    """GPT-1's layers, with a vocabulary that 128 divides and a head of its own.
+    """GPT-1's layers, with a vocabulary that splits evenly and a head of its own.
 
-    `gpt1(vocab=40_478, tied=True)` is what OpenAI published.
+    OpenAI's own is `gpt1(vocab=40_478, tied=True)`.
     """
-    return _preset(dict(layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False), changes)
+    config = GPTConfig(layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False)
+    return replace(config, **changes)
 
 
 def gpt2(**changes: Any) -> GPTConfig:
     """GPT-2, the smallest: 124 million parameters."""
-    return _preset(dict(layers=12, width=768, heads=12, context=1024, vocab=50_257), changes)
+    return replace(GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257), **changes)
 
 
 def gpt2_xl(**changes: Any) -> GPTConfig:
     """GPT-2, the largest: 1.6 billion parameters."""
-    return gpt2(**{**dict(layers=48, width=1600, heads=25), **changes})
+    return replace(gpt2(layers=48, width=1600, heads=25), **changes)
 
 
 def llama2_7b(**changes: Any) -> GPTConfig:
     """Llama 2 7B."""
-    llama = dict(norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False)
-    return _preset(dict(layers=32, width=4096, heads=32, hidden=11_008, context=4096, vocab=32_000, **llama), changes)
+    config = GPTConfig(
+        layers=32, width=4096, heads=32, hidden=11_008, context=4096, vocab=32_000,
+        norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False,
+    )  # fmt: skip
+    return replace(config, **changes)
 
 
 def llama3_8b(**changes: Any) -> GPTConfig:
-    """Llama 3 8B."""
-    new = dict(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
-    return llama2_7b(**{**new, **changes})
-
-
-def _preset(fields: dict[str, Any], changes: dict[str, Any]) -> GPTConfig:
-    return GPTConfig(**{**fields, **changes})
+    """Llama 3 8B: Llama 2 with a fourth of the key and value heads and four times the vocabulary."""
+    config = llama2_7b(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
+    return replace(config, **changes)
 
 
 def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs) -> nnx.Param:
@@ -158,18 +160,30 @@ class Projection(nnx.Module):
         outputs: tuple[str, ...],
         config: GPTConfig,
         *,
-        init: Callable[..., Any] = normal(STANDARD_DEVIATION),
+        std: float = STANDARD_DEVIATION,
         rngs: nnx.Rngs,
     ) -> None:
         self.contracted = len(inputs)
-        self.kernel = parameter(init, config, *inputs, *outputs, rngs=rngs)
+        self.kernel = parameter(normal(std), config, *inputs, *outputs, rngs=rngs)
         self.bias = parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
 
-    def __call__(self, x: jax.Array, *names: str) -> jax.Array:
-        """Multiply `x`, whose last dims are the kernel's first; `names` lay out the product."""
-        # Named before the bias is added: where the product is a sum over devices, the bias belongs to the sum, once.
-        product = sl.shard(jnp.tensordot(x, self.kernel[...].astype(x.dtype), self.contracted), *names)
+    def __call__(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
+        """Multiply `x`, whose last dims are the kernel's first, lay the product out, add the bias."""
+        # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
+        product = lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), self.contracted), *layouts)
         return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
+
+
+def lay_out(x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
+    """Name the dims of `x` one way, then another; the gradient takes the same way back.
+
+    `RESIDUAL, WHOLE` leaves the residual stream: what was split along the sequence is gathered, its gradient summed and
+    scattered. `WHOLE, RESIDUAL` returns to it: a sum over devices is scattered, its gradient gathered. Both names are
+    said although the second decides, lest the partitioner carry one side's layout over to the other.
+    """
+    for names in layouts:
+        x = sl.shard(x, *names)
+    return x
 
 
 class Norm(nnx.Module):
@@ -197,18 +211,16 @@ class Attention(nnx.Module):
         self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
         self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.output = Projection(("heads", "head_dim"), ("embed",), config, init=_returning(config), rngs=rngs)
+        self.output = Projection(("heads", "head_dim"), ("embed",), config, std=_returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, rotation: Rotation | None) -> jax.Array:
-        x_BSD = sl.shard(x_BSD, *WHOLE)
-        q_BSHK = self.query(x_BSD, "batch", "seq", "act_heads", "head_dim")
-        k_BSGK = self.key(x_BSD, "batch", "seq", "act_kv_heads", "head_dim")
-        v_BSGK = self.value(x_BSD, "batch", "seq", "act_kv_heads", "head_dim")
+        x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
+        q_BSHK, k_BSGK, v_BSGK = self.query(x_BSD, HEADS), self.key(x_BSD, KV_HEADS), self.value(x_BSD, KV_HEADS)
         if rotation is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, rotation), rotate(k_BSGK, rotation)
         # Query head h attends with key head h // (H / G), so a device that holds whole groups needs nobody else's.
         y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
-        return self.output(sl.shard(y_BSHK, "batch", "seq", "act_heads", "head_dim"), *RESIDUAL)
+        return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
 
 
 class MLP(nnx.Module):
@@ -217,16 +229,16 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
         self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
-        self.down = Projection(("mlp",), ("embed",), config, init=_returning(config), rngs=rngs)
+        self.down = Projection(("mlp",), ("embed",), config, std=_returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = sl.shard(x_BSD, *WHOLE)
-        h_BSF = self.up(x_BSD, "batch", "seq", "act_mlp")
+        x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
+        h_BSF = self.up(x_BSD, HIDDEN)
         if self.gate is None:
             h_BSF = jax.nn.gelu(h_BSF, approximate=True)
         else:
-            h_BSF *= jax.nn.silu(self.gate(x_BSD, "batch", "seq", "act_mlp"))
-        return self.down(h_BSF, *RESIDUAL)
+            h_BSF *= jax.nn.silu(self.gate(x_BSD, HIDDEN))
+        return self.down(h_BSF, WHOLE, RESIDUAL)
 
 
 class Block(nnx.Module):
@@ -246,11 +258,9 @@ class Block(nnx.Module):
         return self._add(x_BSD, self.mlp, self.mlp_norm, _fold_in(key, 1))
 
     def _add(self, x_BSD: jax.Array, half: Callable[..., jax.Array], norm: Norm, key: jax.Array | None) -> jax.Array:
-        # The norm's output is named as part of the residual stream although the half, which wants it whole, renames it
-        # at once: the pair is where the sequence is gathered and its gradient scattered, before the norm's own gradient.
-        y_BSD = half(sl.shard(norm(x_BSD), *RESIDUAL) if self.norm_first else x_BSD)
+        y_BSD = half(norm(x_BSD) if self.norm_first else x_BSD)
         x_BSD = x_BSD + self.dropout(y_BSD, rngs=key)
-        return sl.shard(x_BSD if self.norm_first else norm(x_BSD), *RESIDUAL)
+        return lay_out(x_BSD if self.norm_first else norm(x_BSD), RESIDUAL)
 
 
 class GPT(nnx.Module):
@@ -271,7 +281,7 @@ class GPT(nnx.Module):
 
         # All blocks are one block whose parameters have a leading dim `layers`: compiled once, whatever the depth.
         @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        @nnx.vmap(transform_metadata=STACKED)
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
@@ -280,7 +290,7 @@ class GPT(nnx.Module):
         self.head = None if config.tied else parameter(init, config, "embed", "vocab", rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Logits for the token after each; `key` is for dropout, which acts until `model.eval()`, as in any NNX model."""
+        """Logits for the token after each. Dropout, which draws from `key`, acts until `model.eval()`, as all NNX's."""
         return self.logits(self.features(tokens_BS, key=key))
 
     def features(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
@@ -294,19 +304,14 @@ class GPT(nnx.Module):
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(config.layers))
         rotation = None if self.positions is not None else rotations(S, config.dims["head_dim"], config.rope_theta)
         block = sl.remat(Block.__call__, checkpoint=functools.partial(nnx.remat, prevent_cse=False))
-
-        @nnx.scan(in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def run(block_: Block, x_BSD: jax.Array, rotation: Rotation | None, key: jax.Array | None) -> jax.Array:
-            return block(block_, x_BSD, rotation, key)
-
-        x_BSD = run(self.blocks, x_BSD, rotation, keys)
-        return sl.shard(x_BSD if self.norm is None else self.norm(x_BSD), *RESIDUAL)
+        scanned = nnx.scan(block, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry, transform_metadata=STACKED)
+        x_BSD = scanned(self.blocks, x_BSD, rotation, keys)
+        return x_BSD if self.norm is None else self.norm(x_BSD)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
-        # With the table split over `vocab`, the partitioner reads on each device the rows it has, zero for the others,
-        # and adds up. The sum is named whole first, lest a split of the sequence find its way to the tokens.
-        x_BSD = sl.shard(self.embedding[...].at[tokens_BS].get(mode="promise_in_bounds"), *WHOLE)
-        x_BSD = sl.shard(x_BSD, *RESIDUAL)
+        # From a table split over `vocab` the partitioner takes the rows that are here and zeros for the others, and
+        # adds up. A token that is no row of the table is nan, which is better than another token's row.
+        x_BSD = lay_out(self.embedding[...].at[tokens_BS].get(mode="fill"), WHOLE, RESIDUAL)
         if self.positions is not None:
             x_BSD += self.positions[: tokens_BS.shape[1]]
         return x_BSD.astype(self.config.dtype or x_BSD.dtype)
@@ -314,8 +319,7 @@ class GPT(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """The head: embedding rows, transposed, where it is tied. Rows beyond the vocabulary get the least number."""
         kernel_DV = self.embedding[...].T if self.head is None else self.head[...]
-        logits_BSV = sl.shard(x_BSD, *WHOLE) @ kernel_DV.astype(x_BSD.dtype)
-        logits_BSV = sl.shard(logits_BSV, "batch", "seq", "act_vocab")
+        logits_BSV = lay_out(lay_out(x_BSD, RESIDUAL, WHOLE) @ kernel_DV.astype(x_BSD.dtype), LOGITS)
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
@@ -336,7 +340,12 @@ def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def token_losses(
-    model: GPT, tokens_BS: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None, *, key: jax.Array | None = None
+    model: GPT,
+    tokens_BS: jax.Array,
+    targets_BS: jax.Array,
+    mask_BS: jax.Array | None = None,
+    *,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of the tokens' cross-entropies and how many tokens it is over, both float32."""
     logits_BSV = model(tokens_BS, key=key).astype(jnp.float32)
@@ -373,7 +382,8 @@ def generate(
     tokens = jnp.concatenate([prompt, jnp.zeros((B, length), prompt.dtype)], axis=1)
 
     def extend(at: jax.Array, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(structure, parameters, copy=True)  # inside the loop's trace: modules do not cross into another
+        # Put together here, since a module cannot be used inside a loop that it was made outside of.
+        model = nnx.merge(structure, parameters, copy=True)
         # Tokens after `at` are still zeros; attention is causal, so they change nothing before them.
         last_B1D = jax.lax.dynamic_slice_in_dim(model.features(tokens), at - 1, 1, axis=1)
         logits_BV = model.logits(last_B1D)[:, 0].astype(jnp.float32)
@@ -384,9 +394,9 @@ def generate(
     return jax.lax.fori_loop(start, start + length, extend, tokens)
 
 
-def _returning(config: GPTConfig) -> Callable[..., Any]:
-    # GPT-2's: 2 * layers of these products are added up in the residual stream, which should not grow with depth.
-    return normal(STANDARD_DEVIATION / math.sqrt(2 * config.layers))
+def _returning_std(config: GPTConfig) -> float:
+    # GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with the depth.
+    return STANDARD_DEVIATION / math.sqrt(2 * config.layers)
 
 
 def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:

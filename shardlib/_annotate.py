@@ -50,7 +50,7 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", us
     >>> from shardlib._mesh import make_mesh
     >>> with use(AxisRules(batch="data"), make_mesh("data=8")):
     ...     shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
-    PartitionSpec('data', None)
+    P('data', None)
     """
     if mesh is not None:
         rules.check_mesh(mesh.shape)
@@ -81,7 +81,7 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     >>> from shardlib._mesh import make_mesh
     >>> with use(AxisRules(batch="data", act_mlp="model"), make_mesh("data=2,model=4")):
     ...     shard(jnp.zeros((8, 16)), "batch", "act_mlp").sharding.spec
-    PartitionSpec('data', 'model')
+    P('data', 'model')
     """
     scope = _required_scope("shard")
     if scope.rules is None:
@@ -108,7 +108,7 @@ def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | N
     >>> from shardlib._mesh import make_mesh
     >>> with use(AxisRules(), make_mesh("data=2,model=4")):
     ...     split(jnp.zeros((8, 16)), 1, 4).sharding.spec
-    PartitionSpec(None, 'model')
+    P(None, 'model')
     """
     if _required_scope("split").rules is None:
         return x

@@ -260,7 +260,7 @@ def _first(pattern: str, text: str) -> str:
 def _sources(text: str) -> dict[str, str]:
     """`file:line` of each stack frame, from the tables at the head of the text."""
 
-    def table(title: str, entry: str) -> list[tuple[str, ...]]:
+    def table(title: str, entry: str) -> list:
         return re.findall(rf"(?m)^(\d+) {entry}", _first(rf"(?m)^{title}\n((?:\d+ .*\n)*)", text))
 
     files = dict(table("FileNames", '"(.*)"'))

@@ -8,6 +8,7 @@ traffic cross the slow one, so that is the one thing about the hardware a user i
 import collections
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -75,6 +76,27 @@ def make_mesh(
             f"`make_mesh` cannot lay `{_spell(named)}` out on {_count(devices)}: {_way_out(error)}"
         ) from error
     return Mesh(laid_out, tuple(named), axis_types=(axis_type,) * len(named))
+
+
+def simulate_devices(count: int = 8) -> None:
+    """Let JAX see `count` CPU devices and nothing else, to try any sharding on a laptop. Call it before JAX's first use.
+
+    >>> simulate_devices(8)
+    >>> len(jax.devices())
+    8
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has started: what it sees is checked below
+    found = jax.devices()
+    if len(found) != count or found[0].platform != "cpu":
+        raise ValueError(
+            f"`simulate_devices({count})` came too late, or `XLA_FLAGS` says otherwise: JAX sees {_count(found)}. Call it "
+            "before anything asks JAX for devices or arrays."
+        )
 
 
 def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ def chain(*placements: Placement) -> Placement:
     """One placement after the other.
 
     >>> chain()("w", (4,), PartitionSpec("data"))
-    PartitionSpec('data',)
+    P('data',)
     """
 
     def placed(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
@@ -40,7 +40,7 @@ def by_names(names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str
 
     >>> placement = by_names({"w": ("embed", "mlp")}, AxisRules(embed=None, mlp="model"), {"model": 4})
     >>> placement("w", (8, 16), PartitionSpec())
-    PartitionSpec(None, 'model')
+    P(None, 'model')
     """
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:

@@ -191,7 +191,7 @@ def resolve(
 
     >>> rules = AxisRules(batch="data", heads=["model", None], embed=None)
     >>> resolve(rules, {"data": 2, "model": 4}, ("batch", "heads", "embed"), (8, 6, 64)).spec
-    PartitionSpec('data', None, None)
+    P('data', None, None)
     """
     array = f"`{what}` of shape {shape}"
     if len(names) != len(shape):
@@ -261,7 +261,7 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     """The spec with every axis outside `axes` left out: what a `shard_map` manual over `axes` is told.
 
     >>> keep_axes(PartitionSpec(("data", "fsdp"), "model"), {"data", "model"})
-    PartitionSpec('data', 'model')
+    P('data', 'model')
     """
     axes = frozenset(axes)
     kept = [tuple(a for a in as_tuple(entry) if a in axes) for entry in spec]

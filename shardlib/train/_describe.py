@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from shardlib._flax import Names
 from shardlib._mesh import format_mesh
 from shardlib._random import is_key
-from shardlib._rules import Axes, AxisRules, as_tuple, resolve
+from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve
 from shardlib._tree import named_leaves
 from shardlib.train._state import State
 
@@ -74,7 +74,6 @@ def describe(state: State) -> Description:
     <BLANKLINE>
     36 parameters, 144 B, on data=2,model=4
     per device: 48 B parameters
-    rules that no parameter uses: batch
     """
     layout, mesh = state.layout, state.layout.strategy.device_mesh
     rules, names = layout.strategy.rules, dict(layout.names)
@@ -98,7 +97,7 @@ def describe(state: State) -> Description:
             "optimizer state": _total_here(state.opt_state),
             "other state": _total_here((state.rest, state.streams)),
         },
-        unused_rules=tuple(name for name in splitting if name not in used),
+        unused_rules=tuple(name for name in splitting if name not in used | {BATCH}),
     )
 
 

@@ -78,7 +78,7 @@ def init(
     >>> strategy = Strategy(mesh="data=2,model=4", rules=AxisRules(batch="data", embed=None, mlp="model"))
     >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
     >>> init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
-    PartitionSpec(None, 'model')
+    P(None, 'model')
     """
     mesh = strategy.device_mesh
     found: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
     >>> specs(model, AxisRules(embed=None, mlp="model"), sl.make_mesh("data=2,model=4"))
-    {'w': PartitionSpec(None, 'model')}
+    {'w': P(None, 'model')}
     """
     if isinstance(model, State):
         return jax.tree.map(lambda leaf: leaf.sharding.spec, model)

@@ -184,7 +184,7 @@ class Step:
     def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
         """The sum over these examples that is differentiated, with what else comes of the loss."""
         model = layout.definition.merge(params, streams, rest)
-        means = _as_means(self.loss_fn(model, batch, key))
+        means = _as_means(self.loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
         after = layout.definition.state_of(model)
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
@@ -224,7 +224,7 @@ def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
-def _as_means(out: Any) -> dict[str, Mean]:
+def _as_means(out: Any, rows: int) -> dict[str, Mean]:
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(metrics, Mapping):
         raise ValueError(
@@ -233,19 +233,20 @@ def _as_means(out: Any) -> dict[str, Mean]:
         )
     if taken := {"loss", "weight"} & metrics.keys():
         raise ValueError(f"The metric `{taken.pop()}` is the step's own; call yours something else.")
-    return {name: _as_mean(name, value) for name, value in {"loss": loss, **metrics}.items()}
+    return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
 
 
-def _as_mean(name: str, value: Any) -> Mean:
-    value = value if isinstance(value, Mean) else Mean(value, 1.0)
-    for part in (value.total, value.weight):
+def _as_mean(name: str, value: Any, rows: int) -> Mean:
+    weighted = isinstance(value, Mean)
+    for part in (value.total, value.weight) if weighted else (value,):
         if jnp.shape(part) != () or not hasattr(part, "dtype") and not isinstance(part, int | float):
             raise ValueError(
                 f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
                 "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
             )
-    total, weight = (jnp.asarray(part, jnp.float32) for part in (value.total, value.weight))
-    return Mean(total, lax.stop_gradient(weight))
+    if not weighted:  # every example weighs the same
+        return Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+    return Mean(jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,148 @@
+"""A step on many meshes against one device: the oracle of every parallelism."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardlib._batch import mean
+from shardlib._mesh import format_mesh, make_mesh, parse_axes
+from shardlib._random import is_key
+from shardlib._rules import AxisRules
+from shardlib._tree import named_leaves
+from shardlib.train._exchange import AllReduce, Exchange
+from shardlib.train._state import init
+from shardlib.train._step import train_step
+from shardlib.train._strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a mesh was from one device: the largest difference of each kind, relative as `check_step` says."""
+
+    mesh: str
+    accumulate: int
+    loss: float
+    gradients: float
+    optimizer_state: float
+    randomness: float
+
+
+def check_step(
+    make_model: Callable[[], Any],
+    optimizer: optax.GradientTransformation,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    rules: AxisRules,
+    *,
+    meshes: Iterable[str] | None = None,
+    accumulate: Sequence[int] = (1,),
+    steps: int = 2,
+    tolerance: float = 1e-5,
+    exchange: Exchange | None = None,
+) -> list[Comparison]:
+    """Run a step on each mesh, with each number of microbatches, and hold it to one device that takes the batch whole.
+
+    Compared after every step: the loss, the gradients, the optimizer's state, and what the loss function's key and the
+    model's own random streams draw. A difference counts relative to the largest entry of its array, or to a thousandth
+    of the largest entry of all arrays of its kind where that is more, since what is zero but for rounding has no scale.
+    An `AssertionError` names the mesh, the array and the difference. `meshes` are by default all ways to arrange the
+    devices along the axes that the rules mention.
+
+    >>> rules = AxisRules(batch="data", embed=None, mlp="model")
+    >>> loss = lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2)
+    >>> check_step(lambda: {"w": jnp.ones((3, 4))}, optax.adam(0.1), loss, np.ones((8, 3), "f"), rules, meshes=["data=8,model=1"])
+    ... # doctest: +ELLIPSIS
+    [Comparison(mesh='data=8,model=1', accumulate=1, loss=0.0, ...)]
+    """
+    exchange = exchange or AllReduce()
+    shapes = list(mesh_shapes(rules.axes) if meshes is None else meshes)
+    single = Strategy(mesh=make_mesh(dict.fromkeys(rules.axes, 1), devices=jax.devices()[:1]), rules=rules)
+    expected = _run(make_model, optimizer, loss_fn, batch, single, steps)
+    comparisons = []
+    for shape, count in itertools.product(shapes, accumulate):
+        size = int(np.prod(list(parse_axes(shape).values())))
+        mesh = make_mesh(shape, devices=jax.devices()[:size])
+        strategy = Strategy(mesh=mesh, rules=rules, accumulate=count, exchange=exchange)
+        found = _run(make_model, optimizer, loss_fn, batch, strategy, steps)
+        where = f"on the mesh `{format_mesh(mesh)}` with accumulate={count}"
+        differences = {kind: _difference(kind, found, expected, tolerance, where) for kind in expected[0]}
+        comparisons.append(Comparison(format_mesh(mesh), count, **differences))
+    return comparisons
+
+
+def mesh_shapes(axes: Sequence[str], devices: int | None = None) -> list[str]:
+    """Every way to arrange all devices along the axes.
+
+    >>> mesh_shapes(["data", "model"], devices=4)
+    ['data=1,model=4', 'data=2,model=2', 'data=4,model=1']
+    """
+    count = len(jax.devices()) if devices is None else devices
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    sizes = (sizes for sizes in itertools.product(divisors, repeat=len(axes)) if np.prod(sizes) == count)
+    return [",".join(f"{axis}={size}" for axis, size in zip(axes, these, strict=True)) for these in sizes]
+
+
+def _run(
+    make_model: Any, optimizer: Any, loss_fn: Any, batch: Any, strategy: Strategy, steps: int
+) -> list[dict[str, dict[str, np.ndarray]]]:
+    def drawing(model: Any, batch: Any, rng: jax.Array) -> Any:
+        out = loss_fn(model, batch, rng)
+        loss, metrics = out if isinstance(out, tuple) else (out, {})
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        drawn = jax.random.uniform(jax.random.fold_in(rng, 0xD1CE), (rows,))
+        return loss, {**metrics, "drawn by the key": mean(jnp.sum(drawn**2), rows)}
+
+    state = init(make_model, optax.chain(_remember_gradients(), optimizer), strategy)
+    step = train_step(drawing, strategy)
+    records = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        gradients, opt_state = jax.device_get(state.opt_state)
+        metrics = jax.device_get(metrics)
+        streams = {path: _words(leaf) for path, leaf in named_leaves(state.streams)}
+        records.append(
+            {
+                "loss": {name: value for name, value in metrics.items() if name != "drawn by the key"},
+                "gradients": dict(named_leaves(gradients)),
+                "optimizer_state": dict(named_leaves(opt_state)),
+                "randomness": {"rng": metrics["drawn by the key"], **streams},
+            }
+        )
+    return records
+
+
+def _words(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def _remember_gradients() -> optax.GradientTransformation:
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda gradients, state, params=None: (gradients, gradients)
+    )
+
+
+def _difference(kind: str, found: Any, expected: Any, tolerance: float, where: str) -> float:
+    largest = 0.0
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        theirs = {path: np.asarray(leaf, np.float64) for path, leaf in theirs[kind].items() if np.size(leaf)}
+        scale = max((np.abs(leaf).max() for leaf in theirs.values()), default=0.0)
+        for path, leaf in theirs.items():
+            difference = np.abs(np.asarray(ours[kind][path], np.float64) - leaf).max()
+            relative = difference / (max(np.abs(leaf).max(), 1e-3 * scale) or 1.0)
+            if not relative <= tolerance:
+                raise AssertionError(
+                    f"{kind.replace('_', ' ')} `{path}` of step {step} {where} differs from one device by {relative:.1e}, "
+                    f"which is more than {tolerance:.0e}: {_sample(ours[kind][path])} against {_sample(leaf)}."
+                )
+            largest = max(largest, float(relative))
+    return largest
+
+
+def _sample(leaf: Any) -> str:
+    return np.array2string(np.ravel(np.asarray(leaf, np.float64))[:3], precision=6, separator=", ")

@@ -1,0 +1,465 @@
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlib._hlo import Collective, collectives, summary
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@functools.cache
+def devices_of(machine, slices=1):
+    if machine == "cpu":
+        return jax.devices("cpu")[:8]
+    if machine == "gpu":
+        options = {"target_config": H200, "topology": "1x1x8"}
+        return topologies.get_topology_desc(platform="cuda", topology_name="h200", **options).devices
+    return topologies.get_topology_desc(platform="tpu", topology_name=machine, num_slices=slices).devices
+
+
+def mesh_of(machine, slices=1, **axes):
+    return Mesh(np.array(devices_of(machine, slices)).reshape(tuple(axes.values())), tuple(axes))
+
+
+MACHINES = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("gpu", marks=pytest.mark.gpu_compiler),
+]
+
+
+@pytest.fixture(params=MACHINES)
+def mesh(request):
+    return mesh_of(request.param, a=2, b=2, c=2)
+
+
+ROWS = P(("a", "b", "c"))
+BLOCK = (512, 1024)  # of one device
+BYTES = 4 * math.prod(BLOCK)
+
+
+def array(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def manual(f, mesh, arguments=1, more=()):
+    """The collectives of `f`, compiled as manual over all axes and given a block of rows on each device."""
+    specs = (ROWS,) * arguments + (P(),) * len(more)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=ROWS, check_vma=False)
+    rows = array(mesh, (8 * BLOCK[0], BLOCK[1]), ROWS)
+    scalars = [jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh, P())) for dtype in more]
+    return collectives(jax.jit(mapped).lower(*[rows] * arguments, *scalars).compile(), mesh)
+
+
+def shift(x, axes, size):
+    return jax.lax.ppermute(x, axes, [(place, (place + 1) % size) for place in range(size)])
+
+
+@pytest.mark.parametrize(
+    "f, kind, axes, group_size, result_bytes",
+    [
+        (lambda x: jax.lax.psum(x, "b"), "all-reduce", ("b",), 2, BYTES),
+        (lambda x: jax.lax.psum(x, ("a", "c")), "all-reduce", ("a", "c"), 4, BYTES),
+        (lambda x: jax.lax.psum(x, ("a", "b", "c")), "all-reduce", ("a", "b", "c"), 8, BYTES),
+        (lambda x: jax.lax.all_gather(x, "b", tiled=True), "all-gather", ("b",), 2, 2 * BYTES),
+        (lambda x: jax.lax.all_gather(x, ("a", "c"), tiled=True), "all-gather", ("a", "c"), 4, 4 * BYTES),
+        (lambda x: jax.lax.psum_scatter(x, "b", tiled=True), "reduce-scatter", ("b",), 2, BYTES // 2),
+        (lambda x: jax.lax.psum_scatter(x, ("a", "c"), tiled=True), "reduce-scatter", ("a", "c"), 4, BYTES // 4),
+        (lambda x: jax.lax.all_to_all(x, "b", 0, 1, tiled=True), "all-to-all", ("b",), 2, BYTES),
+        (lambda x: jax.lax.all_to_all(x, ("a", "b"), 0, 1, tiled=True), "all-to-all", ("a", "b"), 4, BYTES),
+        (lambda x: shift(x, "b", 2), "collective-permute", ("b",), 2, BYTES),
+        (lambda x: shift(x, ("a", "b"), 4), "collective-permute", ("a", "b"), 4, BYTES),
+    ],
+)
+def test_one_collective(mesh, f, kind, axes, group_size, result_bytes):
+    [found] = manual(f, mesh)
+    assert (found.kind, found.axes, found.group_size) == (kind, axes, group_size)
+    assert (found.operand_bytes, found.result_bytes) == (BYTES, result_bytes)
+    assert sum(map(math.prod, found.shapes)) == math.prod(BLOCK)
+    assert kind == "all-to-all" or found.shapes == (BLOCK,)  # which some compilers cut up or reshape
+    assert set(found.dtypes) == {"f32"}
+    assert (found.times, found.times_known, found.conditional) == (1, True, False)
+    assert found.op_name.startswith("jit(") and "/shard_map/" in found.op_name
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", found.source)
+
+
+def test_mesh_in_another_device_order():
+    devices = np.array(jax.devices()).reshape(2, 2, 2).transpose(2, 0, 1)
+    [found] = manual(lambda x: jax.lax.psum(x, ("a", "c")), Mesh(devices, ("a", "b", "c")))
+    assert found.axes == ("a", "c")
+
+
+def test_axes_of_size_one_are_not_named():
+    mesh = mesh_of("cpu", a=2, b=1, c=4)
+    assert manual(lambda x: jax.lax.psum(x, "b"), mesh) == ()
+    assert [found.axes for found in manual(lambda x: jax.lax.psum(x, ("a", "b")), mesh)] == [("a",)]
+
+
+def test_without_a_mesh_there_are_no_axes():
+    mesh = mesh_of("cpu", a=2, b=2, c=2)
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    [found] = collectives(jax.jit(mapped).lower(jnp.zeros(8)).compile().as_text())
+    assert (found.kind, found.axes, found.group_size, found.shapes) == ("all-reduce", None, 2, ((1,),))
+
+
+def test_scan(mesh):
+    def body(x, _):
+        gathered = jnp.tanh(jax.lax.all_gather(x, "b", tiled=True))
+        return jax.lax.psum_scatter(gathered, "b", tiled=True), None
+
+    found = manual(lambda x: jax.lax.scan(body, x, None, length=5)[0], mesh)
+    assert summary(found) == "all-gather over b: 5 x 4.0 MiB\nreduce-scatter over b: 5 x 4.0 MiB"
+    assert [one.times for one in found] == [5, 5]
+
+
+def test_nested_scans(mesh):
+    def inner(x, _):
+        return jnp.tanh(jax.lax.psum(x, ("a", "b"))), None
+
+    def outer(x, _):
+        return shift(jax.lax.scan(inner, x, None, length=3)[0], "c", 2), None
+
+    found = manual(lambda x: jax.lax.psum(jax.lax.scan(outer, x, None, length=5)[0], "c"), mesh)
+    assert {(one.kind, one.axes): (one.times, one.times_known, one.operand_bytes) for one in found} == {
+        ("all-reduce", ("a", "b")): (15, True, BYTES),
+        ("collective-permute", ("c",)): (5, True, BYTES),
+        ("all-reduce", ("c",)): (1, True, BYTES),
+    }
+
+
+def test_loop_with_another_start_and_step(mesh):
+    def body(carry):
+        i, x = carry
+        return i - 3, jnp.tanh(jax.lax.psum(x, "a"))
+
+    [found] = manual(lambda x: jax.lax.while_loop(lambda carry: carry[0] >= 2, body, (11, x))[1], mesh)
+    assert (found.times, found.times_known) == (4, True)  # 11, 8, 5, 2
+
+
+def test_loops_of_unknown_length_count_once(mesh):
+    def until_small(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(jax.lax.psum(x, "a")), x)
+
+    def as_often_as_told(x, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: jnp.tanh(jax.lax.psum(x, "a")), x)
+
+    for found in [*manual(until_small, mesh), *manual(as_often_as_told, mesh, more=[jnp.int32])]:
+        assert (found.kind, found.axes, found.times, found.times_known) == ("all-reduce", ("a",), 1, False)
+        assert "unknown" in summary([found])
+
+
+def test_every_branch_of_a_conditional_counts(mesh):
+    def choose(x, which):
+        branches = [lambda x: jax.lax.psum(x, "a"), lambda x: jax.lax.psum(2 * x, ("b", "c")), lambda x: x]
+        return jax.lax.switch(which, branches, x)
+
+    found = manual(choose, mesh, more=[jnp.int32])
+    assert sorted((one.kind, one.axes) for one in found) == [("all-reduce", ("a",)), ("all-reduce", ("b", "c"))]
+    assert all(one.conditional for one in found)
+
+
+def test_combined_all_reduces(mesh):
+    found = manual(lambda x, y: jax.lax.psum(x, "b") + jnp.sum(jax.lax.psum(y[:100], "b")), mesh, arguments=2)
+    assert {(one.kind, one.axes) for one in found} == {("all-reduce", ("b",))}
+    assert sum(one.operand_bytes for one in found) == BYTES + 100 * BLOCK[1] * 4
+    if mesh.devices.flat[0].platform == "cpu":
+        assert [sorted(one.shapes) for one in found] == [[(100, BLOCK[1]), BLOCK]]
+
+
+def test_automatic_partitioner(mesh):
+    def product(w, x):
+        return jnp.matmul(x, w, precision="highest")
+
+    def compiled(w_spec, x_spec, out_spec):
+        w, x = array(mesh, (1024, 512), w_spec), array(mesh, (2048, 1024), x_spec)
+        return jax.jit(product, out_shardings=NamedSharding(mesh, out_spec)).lower(w, x).compile()
+
+    tensor = collectives(compiled(P("b"), P(("a", "c"), "b"), P(("a", "c"))), mesh)
+    assert [(one.kind, one.axes, one.shapes) for one in tensor] == [("all-reduce", ("b",), ((512, 512),))]
+    stored_sharded = collectives(compiled(P(("a", "c")), P(("a", "c")), P(("a", "c"))), mesh)
+    assert [(one.kind, one.axes) for one in stored_sharded] == [("all-gather", ("a", "c"))]
+    assert stored_sharded[0].operand_bytes == 4 * 256 * 512
+    assert stored_sharded[0].result_bytes == 4 * 1024 * 512
+
+
+@pytest.mark.tpu_compiler
+def test_asynchronous_and_fused_on_tpu():
+    """Gathers that overlap with products, and scatters fused from an all-reduce of rows padded to whole tiles."""
+    mesh = mesh_of("v5e:4x4", data=4, model=4)
+
+    def gradients(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ jax.lax.all_gather(w, "data", tiled=True))
+            return jnp.sum(h.astype(jnp.float32))
+
+        return jax.grad(loss)(weights)
+
+    rows = P(("data", "model"))
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(P("data"), rows), out_specs=P("data"), check_vma=False)
+    weights = [array(mesh, (2048, 2048), P("data"), jnp.bfloat16)] * 4
+    compiled = jax.jit(mapped).lower(weights, array(mesh, (16 * 512, 2048), rows, jnp.bfloat16)).compile()
+    assert "async_collective_fusion" in compiled.as_text() and "%all-reduce-scatter" in compiled.as_text()
+
+    found = collectives(compiled, mesh)
+    assert {one.axes for one in found} == {("data",)} and {one.group_size for one in found} == {4}
+    gathers = [one for one in found if one.kind == "all-gather"]
+    assert [(one.shapes, one.result_bytes) for one in gathers] == [(((512, 2048),), 2 * 2048 * 2048)] * 4
+    scatters = [one for one in found if one.kind == "reduce-scatter"]
+    assert [one.operand_bytes == 4 * one.result_bytes for one in scatters] == [True] * 4
+    assert all(2048 <= one.shapes[0][0] < 2048 + 4 * 32 for one in scatters)
+    # What padding put on the wrong device is then passed on, a few rows.
+    others = [one for one in found if one not in gathers and one not in scatters]
+    assert all(one.kind == "collective-permute" and one.operand_bytes < 2**18 for one in others)
+
+
+@pytest.mark.tpu_compiler
+def test_between_slices_of_tpus():
+    mesh = mesh_of("v5e:2x2", slices=2, slice=2, data=4)
+
+    def found(f):
+        rows = P(("slice", "data"))
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        compiled = jax.jit(mapped).lower(array(mesh, (8 * BLOCK[0], BLOCK[1]), rows)).compile()
+        return {
+            (one.kind, one.axes, one.group_size, one.operand_bytes, one.result_bytes)
+            for one in collectives(compiled, mesh)
+        }
+
+    assert found(lambda x: jax.lax.psum(x, "data")) == {("all-reduce", ("data",), 4, BYTES, BYTES)}
+    assert found(lambda x: jax.lax.psum(x, ("slice", "data"))) == {
+        ("reduce-scatter", ("data",), 4, BYTES, BYTES // 4),
+        ("all-reduce", ("slice",), 2, BYTES // 4, BYTES // 4),
+        ("all-gather", ("data",), 4, BYTES // 4, BYTES),
+    }
+    gather = found(lambda x: jax.lax.all_gather(x, "slice", tiled=True))
+    assert gather == {("all-gather", ("slice",), 2, BYTES, 2 * BYTES)}
+    swap = found(lambda x: jax.lax.ppermute(x, "slice", [(0, 1), (1, 0)]))
+    assert swap == {("collective-permute", ("slice",), 2, BYTES, BYTES)}
+    exchange = found(lambda x: jax.lax.all_to_all(x, "slice", 0, 0, tiled=True))
+    assert exchange == {("all-to-all", ("slice",), 2, BYTES, BYTES)}
+
+
+def text_of(*entry, computations="", result="f32[64,512]{1,0}"):
+    """A program as compilers write it, of the lines of its entry computation."""
+    lines = "\n".join(f"  {line}" for line in ("%p = f32[64,512]{1,0} parameter(0)", *entry))
+    signature = f"ENTRY %main (p: f32[64,512]) -> {result} {{"
+    return f"HloModule jit_f, is_scheduled=true, num_partitions=8\n\n{computations}\n{signature}\n{lines}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    "groups, axes",
+    [
+        ("{{0,2},{1,3},{4,6},{5,7}}", ("b",)),
+        ("{{2,0},{3,1},{6,4},{7,5}}", ("b",)),
+        ("{{0,1,4,5},{2,3,6,7}}", ("a", "c")),
+        ("{}", ("a", "b", "c")),
+        ("{{0,3},{1,2},{4,7},{5,6}}", None),
+        ("{{0,1,2},{3,4,5}}", None),
+        ("[4,2]<=[8]", ("c",)),
+        ("[2,4]<=[8]", ("b", "c")),
+        ("[4,2]<=[2,4]T(1,0)", ("a",)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("b",)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ("a", "c")),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b'}", ("b",)),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ("a", "c")),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("b", "c")),
+        ("mesh['axis_0'=8] {'axis_0':(1)2}", ("a",)),
+        ("mesh['axis_0'=8] {'axis_0':(2)2}", ("b",)),
+        ("mesh['axis_0'=8] {'axis_0':(2)4}", ("b", "c")),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", ("c",)),
+        ("mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'y'}", ("a", "b")),
+    ],
+)
+def test_spellings_of_groups(groups, axes):
+    mesh = mesh_of("cpu", a=2, b=2, c=2)
+    attributes = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
+    [found] = collectives(text_of(f"ROOT %psum = f32[64,512]{{1,0}} all-reduce(%p), {attributes}"), mesh)
+    assert found == Collective(
+        "all-reduce", ("f32",), ((64, 512),), 131072, 131072, axes, 8 if groups == "{}" else found.group_size
+    )
+    assert axes is None or found.group_size == 2 ** len(axes)
+
+
+def test_devices_alone_and_permutes():
+    alone = "%a = f32[64,512]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"
+    still = "%s = f32[64,512]{1,0} collective-permute(%p), channel_id=2, source_target_pairs={{0,0},{1,1}}"
+    chain = "%c = f32[64,512]{1,0} collective-permute(%p), channel_id=3, source_target_pairs={{0,2},{2,4},{4,6},{1,3}}"
+    [found] = collectives(text_of(alone, still, chain), mesh_of("cpu", a=2, b=2, c=2))
+    assert (found.kind, found.axes, found.group_size) == ("collective-permute", ("a", "b"), 4)
+
+
+# From here on, what compilers wrote, shortened.
+
+GPU = [
+    (
+        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}), (f32[128,512]{1,0}, f32[512,128]{1,0})) all-gather-start(%p, %q),"
+        " channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}, use_global_device_ids=true",
+        '%d = (f32[128,512]{1,0}, f32[512,128]{1,0}) all-gather-done(%s), metadata={op_name="jit(f)/all_gather"}',
+        Collective("all-gather", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 524288, ("b",), 2),
+    ),
+    (
+        "%s = ((f32[64,512]{1,0}), f32[32,512]{1,0}) reduce-scatter-start(%p), channel_id=1,"
+        " replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, dimensions={0}, to_apply=%region_0.0",
+        '%d = f32[32,512]{1,0} reduce-scatter-done(%s), metadata={op_name="jit(f)/reduce_scatter"}',
+        Collective("reduce-scatter", ("f32",), ((64, 512),), 131072, 65536, ("a",), 2),
+    ),
+    (
+        "%s = (f32[64,512]{1,0}, f32[256,128]{1,0}) all-reduce-start(%p, %q), channel_id=1, replica_groups=[4,2]<=[8],"
+        " use_global_device_ids=true, to_apply=%region_0.0",
+        "%d = (f32[64,512]{1,0}, f32[256,128]{1,0}) all-reduce-done(%s)",
+        Collective("all-reduce", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 262144, ("c",), 2),
+    ),
+    (
+        "%s = (f32[64,512]{1,0}, f32[64,512]{1,0}) collective-permute-start(%p), channel_id=1,"
+        " source_target_pairs={{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}",
+        '%d = f32[64,512]{1,0} collective-permute-done(%s), metadata={op_name="jit(f)/ppermute"}',
+        Collective("collective-permute", ("f32",), ((64, 512),), 131072, 131072, ("b",), 2),
+    ),
+    (
+        "%s = ((f32[64,512]{1,0}), f32[64,512]{1,0}) collective-broadcast-start(%p), channel_id=1,"
+        " replica_groups={{0,2},{1,3},{4,6},{5,7}}",
+        '%d = f32[64,512]{1,0} collective-broadcast-done(%s), metadata={op_name="jit(f)/pbroadcast"}',
+        Collective("collective-broadcast", ("f32",), ((64, 512),), 131072, 131072, ("b",), 2),
+    ),
+    (
+        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, /*index=5*/s64[2]{0}),"
+        " f32[256,128]{1,0}) ragged-all-to-all-start(%p, %q, %i, %i, %i, /*index=5*/%i), channel_id=1,"
+        " replica_groups={{0,2},{1,3},{4,6},{5,7}}",
+        "%d = f32[256,128]{1,0} ragged-all-to-all-done(%s)",
+        Collective("ragged-all-to-all", ("f32",), ((64, 512),), 131072, 131072, ("b",), 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("start, done, expected", GPU, ids=[expected.kind for *_, expected in GPU])
+def test_started_on_gpu(start, done, expected):
+    operands = ("%q = f32[256,128]{1,0} parameter(1)", "%i = s64[2]{0} parameter(2)")
+    [found] = collectives(text_of(*operands, start, done), mesh_of("cpu", a=2, b=2, c=2))
+    assert found.op_name == (re.findall(r'op_name="(.*)"', done) or [""])[0]
+    assert {**vars(found), "op_name": ""} == vars(expected)
+
+
+WRAPPED = """
+%wrapped (param_0: bf16[256,2048]) -> bf16[2048,2048] {
+  %param_0 = bf16[256,2048]{1,0:T(8,128)(2,1)} parameter(0)
+  %tuple.27 = (bf16[256,2048]{1,0:T(8,128)(2,1)}) tuple(%param_0)
+  %get-tuple-element.19 = bf16[256,2048]{1,0:T(8,128)(2,1)} get-tuple-element(%tuple.27), index=0
+  ROOT %all-gather.12 = bf16[2048,2048]{1,0:T(8,128)(2,1)} all-gather(%get-tuple-element.19), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(f)/all_gather"}
+}, execution_thread="sparsecore"
+"""
+
+
+@pytest.mark.parametrize(
+    "start, update, done",
+    [
+        ("custom-call-start(), called_computations={%wrapped}", "custom-call-update(%s)", "custom-call-done(%u)"),
+        ('call-start(%p), async_execution_thread="sparsecore", to_apply=%wrapped', "copy(%p)", "call-done(%s)"),
+        ("async-start(%p), calls=%wrapped", "async-update(%s), calls=%wrapped", "async-done(%u), calls=%wrapped"),
+    ],
+)
+def test_wrapped_in_a_computation(start, update, done):
+    started = "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, (s32[8192]{0:T(1024)}))"
+    entry = (f"%s = {started} {start}", f"%u = {started} {update}", f"%d = bf16[2048,2048]{{1,0}} {done}")
+    assert collectives(text_of(*entry, computations=WRAPPED)) == (
+        Collective("all-gather", ("bf16",), ((256, 2048),), 2**20, 2**23, None, 8, op_name="jit(f)/all_gather"),
+    )
+
+
+CHAIN = """
+%fused_computation.19 (param_0.37: bf16[512,2048]) -> (bf16[512,2048], bf16[2048,2048], s32[2], u32[]) {
+  %param_0.37 = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.17 = bf16[2048,2048]{1,0:T(8,128)(2,1)} all-gather(%param_0.37), channel_id=1, \
+replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.1 = (bf16[512,2048]{1,0}, bf16[2048,2048]{1,0}, s32[2]{0:S(4)}, u32[]{:S(2)}) \
+custom-call(%all-gather.17), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.30 (param_0.40: bf16[512,2048], param_1.44: bf16[2048,2048]) -> (bf16[512,2048]) {
+  %param_0.40 = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.19 = bf16[2048,2048]{1,0:T(8,128)(2,1)S(1)} all-gather(%param_0.40), channel_id=1, \
+replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %tuple.8 = (bf16[2048,2048]{1,0:T(8,128)(2,1)S(1)}) tuple(%all-gather.19)
+}
+
+%fused_computation.23 (param_0.47: bf16[512,2048]) -> bf16[2048,2048] {
+  %param_0.47 = bf16[512,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.25 = bf16[2048,2048]{1,0:T(8,128)(2,1)} all-gather(%param_0.47), channel_id=1, \
+replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.3 = bf16[2048,2048]{1,0} custom-call(%all-gather.25), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter (input: bf16[2048,2048]) -> bf16[528,2048] {
+  %input = bf16[2048,2048]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %constant.20 = bf16[] constant(0)
+  %pad = bf16[2112,2048]{1,0:T(8,128)(2,1)} pad(%input, %constant.20), padding=0_64x0_0
+  %all-reduce.4 = bf16[2112,2048]{1,0:T(8,128)(2,1)} all-reduce(%pad), channel_id=2, \
+replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%region_0.0.clone
+  %partition-id.6 = u32[] partition-id()
+  %constant.22 = u32[] constant(0)
+  ROOT %dynamic-slice.9 = bf16[528,2048]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.4, %partition-id.6, \
+%constant.22), dynamic_slice_sizes={528,2048}
+}
+"""
+
+
+def test_fused_on_tpu():
+    entry = [
+        "%start = (bf16[512,2048]{1,0}) fusion(%p), kind=kCustom, calls=%fused_computation.19",
+        "%step = (bf16[512,2048]{1,0}) fusion(%start), kind=kOutput, calls=%async_collective_fusion.30",
+        "%done = bf16[2048,2048]{1,0} fusion(%step), kind=kCustom, calls=%fused_computation.23",
+        "%scatter = bf16[528,2048]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter, "
+        'metadata={op_name="jit(f)/reduce_scatter"}',
+    ]
+    assert collectives(text_of(*entry, computations=CHAIN)) == (
+        Collective("all-gather", ("bf16",), ((512, 2048),), 2**21, 2**23, None, 4),
+        Collective(
+            "reduce-scatter", ("bf16",), ((2112, 2048),), 8650752, 2162688, None, 4, op_name="jit(f)/reduce_scatter"
+        ),
+    )
+
+
+def test_between_slices_without_a_mesh():
+    attributes = 'frontend_attributes={_xla_host_transfer_rendezvous="psum.7_0",_xla_megascale_target="{1,2}x{0:3}"'
+    attributes += ',_xla_megascale_transfer_type="ALL_REDUCE"}'
+    send = f"%send = (f32[64,512]{{1,0}}, u32[], token[]) send(%p, %token), channel_id=2, {attributes}"
+    receive = f"%recv = (f32[64,512]{{1,0}}, u32[], token[]) recv(%token), channel_id=1, {attributes}"
+    [found] = collectives(text_of("%token = token[] after-all()", send, receive))
+    assert found == Collective("all-reduce", ("f32",), ((64, 512),), 131072, 131072, None, 2)
+
+
+def test_what_is_no_program():
+    with pytest.raises(ValueError, match="as_text"):
+        collectives("no program")
+
+
+def test_summary_adds_up_alike_and_sorts_by_bytes():
+    gather = Collective("all-gather", ("bf16",), ((512,),), 1024, 4096, ("data",), 4, times=6)
+    reduce = Collective("all-reduce", ("f32",), ((2**20,),), 2**22, 2**22, None, 8, conditional=True)
+    assert summary([gather, reduce, gather]).splitlines() == [
+        "all-reduce over groups of 8: 1 x 4.0 MiB in a branch",
+        "all-gather over data: 12 x 4.0 KiB",
+    ]

@@ -1,0 +1,84 @@
+"""The house: who may import whom, what `import shardlib` costs, and docstrings that are true."""
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shardlib"
+
+# Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
+ORDER = """
+_tree _mesh _hlo
+_rules rules _placement _annotate _reshard _remat _random _batch _flax
+train._exchange train._strategy train._state train._describe train._varying train._step train
+testing._traces testing._compare testing
+""".split()
+
+MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
+ALLOWED = {"flax": {"_flax"}, "orbax": {"train._checkpoint"}, "chex": set()}
+
+
+def imports(module):
+    """Every import of a module, as (line, dotted name)."""
+    for node in ast.walk(ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def room(name):
+    return name.removesuffix(".__init__").removesuffix("__init__")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "__init__"])
+def test_imports_go_up(module):
+    here = ORDER.index(room(module))
+    for line, name in imports(module):
+        parts = name.split(".")
+        if parts[0] == "shardlib":
+            target = next(r for r in (".".join(parts[1:k]) for k in range(len(parts), 0, -1)) if r in ORDER)
+            assert ORDER.index(target) < here, f"shardlib/{module}:{line} imports {name}, which lies below it"
+        assert not name.startswith("jax._src"), f"shardlib/{module}:{line} imports {name}, which is private"
+        assert module in ALLOWED.get(parts[0], {module}), f"shardlib/{module}:{line} imports {name}"
+        assert parts[0] not in ("models", "examples", "tests", "benchmarks"), f"shardlib/{module}:{line} imports {name}"
+
+
+def test_the_surface_is_reexports_alone():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    assert all(isinstance(node, ast.ImportFrom) for node in tree.body[1:])
+
+
+def test_import_loads_what_annotations_need_and_no_more():
+    heavy = ("orbax", "grain", "tensorstore", "chex", "hypothesis")
+    code = f"import sys, shardlib; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
+
+
+def test_import_sets_nothing():
+    code = "import jax; a = dict(jax.config.values); import os; e = dict(os.environ); import shardlib; " \
+        "print(a == dict(jax.config.values) and e == dict(os.environ))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples(module):
+    name = ".".join(["shardlib", *room(module).split(".")]).rstrip(".")
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_every_public_name_is_documented_by_an_example_or_a_docstring():
+    import shardlib
+    import shardlib.testing
+
+    public = [getattr(m, n) for m in (shardlib, shardlib.testing) for n in vars(m) if not n.startswith("_")]
+    assert [thing for thing in public if not (thing.__doc__ or "").strip()] == []

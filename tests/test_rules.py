@@ -1,0 +1,134 @@
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib._rules import check_spec, keep_axes, resolve, spec_axes
+
+MESH = {"data": 2, "model": 4}
+
+
+def spec(rules, names, shape, **kwargs):
+    return resolve(rules, MESH, names, shape, **kwargs).spec
+
+
+def test_a_name_becomes_its_axis_and_a_tuple_splits_over_both():
+    rules = sl.AxisRules(batch=("data", "model"), embed=None, mlp="model")
+    assert spec(rules, ("batch", "embed"), (8, 4)) == P(("data", "model"), None)
+    assert spec(rules, ("embed", "mlp"), (4, 8)) == P(None, "model")
+    assert spec(rules, (None, P.UNCONSTRAINED), (4, 8)) == P(None, P.UNCONSTRAINED)
+
+
+def test_the_first_candidate_that_is_free_and_divides_wins():
+    rules = sl.AxisRules(a=["model", "data", None], b=["model", "data"])
+    assert spec(rules, ("a",), (8,)) == P("model")
+    assert spec(rules, ("a",), (6,)) == P("data")
+    assert spec(rules, ("a",), (5,)) == P(None)
+    assert spec(rules, ("a", "b"), (8, 8)) == P("model", "data")
+
+
+def test_rules_are_immutable_ordered_hashable_and_survive_pickling():
+    rules = sl.AxisRules(b="data", a=["model", None]).indivisible(a="pad")
+    assert list(rules) == ["b", "a"]
+    assert hash(rules) == hash(sl.AxisRules(b="data", a=["model", None]).indivisible(a="pad"))
+    assert rules != sl.AxisRules(b="data", a=["model", None])
+    assert pickle.loads(pickle.dumps(rules)) == rules
+    with pytest.raises(TypeError):
+        rules["a"] = None
+    with pytest.raises(AttributeError):
+        rules.a = None
+    assert eval(repr(rules), {"AxisRules": sl.AxisRules}) == rules
+
+
+def test_union_right_wins_and_a_known_name_yields_to_a_rule_on_either_side():
+    known = sl.AxisRules.knowing("mlp")
+    assert (known | sl.AxisRules(mlp="model"))["mlp"] == ("model",)
+    assert (sl.AxisRules(mlp="model") | known)["mlp"] == ("model",)
+    assert (sl.AxisRules(mlp="model") | sl.AxisRules(mlp=None))["mlp"] == (None,)
+
+
+@pytest.mark.parametrize("left", [sl.rules.data, sl.rules.fsdp])
+@pytest.mark.parametrize("right", [sl.rules.tensor, sl.rules.tensor_sequence])
+def test_presets_unite_in_either_order(left, right):
+    assert dict(left | right) == dict(right | left)
+
+
+def test_manual_axes_leave_the_batch_and_nothing_else():
+    rules = sl.AxisRules(batch=("data", "model"), experts="data")
+    assert spec(rules, ("batch",), (4,), manual=frozenset({"data"})) == P("model")
+    with pytest.raises(ValueError, match="`experts`=8.*`data`, which is manual"):
+        spec(rules, ("experts",), (8,), manual=frozenset({"data"}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "padded"), [("replicate", P(None), 6), ("drop", P("data"), 6), ("pad", P(("data", "model")), 8)]
+)
+def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
+    rules = sl.AxisRules(a=("data", "model")).indivisible(a=policy)
+    found = resolve(rules, MESH, ("a",), (6,), what="w")
+    assert (found.spec, found.padded_shape) == (expected, (padded,))
+    assert "`a`=6, of `w`" in found.said[0]
+    assert "`data`=2x`model`=4 does not divide 6" in found.said[0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "names", "shape", "message"),
+    [
+        (dict(a="modle"), ("a",), (8,), "rule for `a` uses the mesh axis `modle`; the mesh has `data=2`, `model=4`"),
+        (dict(a="model", b="model"), ("a", "b"), (8, 8), "`b` and `a`, two dims of `w` of shape \\(8, 8\\), both map to the mesh axis `model`"),
+        (dict(a="model"), ("a",), (6,), "dim 0, `a`=6, of `w`.*`model`=4 does not divide 6"),
+        (dict(a="model"), ("a",), (8, 8), "has 2 dims and was given 1 names"),
+        (dict(heads="model"), ("haeds",), (8,), "Unknown name `haeds`.*Did you mean `heads`.*know `heads`"),
+        (dict(a="model"), (3,), (8,), "was given the name 3"),
+    ],
+)
+def test_errors_name_the_array_the_name_the_axis_and_the_sizes(rules, names, shape, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(sl.AxisRules(**rules), MESH, names, shape, what="w")
+
+
+@pytest.mark.parametrize("value", [3, ("data", 1), ("data", "data"), [], [["data"]]])
+def test_malformed_rules_are_refused(value):
+    with pytest.raises(ValueError, match="rule for `a`"):
+        sl.AxisRules(a=value)
+
+
+def test_policies_are_refused_for_unknown_names_and_unknown_policies():
+    with pytest.raises(ValueError, match="Unknown name `b`"):
+        sl.AxisRules(a=None).indivisible(b="pad")
+    with pytest.raises(ValueError, match="policies are `error`"):
+        sl.AxisRules(a=None).indivisible("shrug")
+
+
+@pytest.mark.parametrize(
+    ("literal", "shape", "message"),
+    [
+        (P("x"), (8,), "names the axis `x`"),
+        (P("data", "data"), (8, 8), "uses the axis `data` twice"),
+        (P("model"), (6,), "splits dim 0 of .* into 4, which does not divide 6"),
+        (P(None, "data"), (8,), "1 dims and was given"),
+    ],
+)
+def test_literal_specs_are_held_to_the_same_rules(literal, shape, message):
+    with pytest.raises(ValueError, match=message):
+        check_spec(MESH, literal, shape)
+
+
+axes = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "data")])
+
+
+@given(st.lists(st.tuples(st.lists(axes, min_size=1, max_size=3, unique=True), st.integers(1, 16)), min_size=1, max_size=3))
+def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
+    rules = sl.AxisRules({f"n{i}": candidates for i, (candidates, _) in enumerate(dims)})
+    shape = tuple(size for _, size in dims)
+    try:
+        found = spec(rules, tuple(f"n{i}" for i in range(len(dims))), shape)
+    except ValueError as error:
+        assert "does not divide" in str(error) or "both map to" in str(error)  # noqa: PT017
+        return
+    check_spec(MESH, found, shape)
+    assert all(entry in candidates for entry, (candidates, _) in zip(found, dims, strict=True))
+    assert set(spec_axes(keep_axes(found, {"data"}))) <= {"data"}
