@@ -339,33 +339,21 @@ def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
-def token_losses(
-    model: GPT,
-    tokens_BS: jax.Array,
-    targets_BS: jax.Array,
-    mask_BS: jax.Array | None = None,
-    *,
-    key: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of the tokens' cross-entropies and how many tokens it is over, both float32."""
-    logits_BSV = model(tokens_BS, key=key).astype(jnp.float32)
-    targets_BS = sl.shard(targets_BS, "batch", "seq")
-    # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
-    # token. Indexing with the targets would gather the logits.
-    logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
-    is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
-    losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
-    weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
-    return (losses_BS * weights_BS).sum(), weights_BS.sum()
-
-
-def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> Any:
-    """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps.
+def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.Mean:
+    """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps, in float32.
 
     `batch["tokens"]` is `[B, S + 1]`; `batch["mask"]`, which may be absent, is `[B, S]` and speaks of the targets.
     """
     tokens = batch["tokens"]
-    return sl.mean(*token_losses(model, tokens[:, :-1], tokens[:, 1:], batch.get("mask"), key=rng))
+    logits_BSV = model(tokens[:, :-1], key=rng).astype(jnp.float32)
+    targets_BS = sl.shard(tokens[:, 1:], "batch", "seq")
+    # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
+    # token at a time. Indexing with the targets would gather the logits.
+    logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
+    is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+    losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
+    weights_BS = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(losses_BS)
+    return sl.mean((losses_BS * weights_BS).sum(), weights_BS.sum())
 
 
 @functools.partial(nnx.jit, static_argnames="length")

@@ -55,7 +55,9 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", us
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     scope = Scope(rules, remat, set() if used is None else used)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), _scope(scope):
+    # Inside a trace the mesh cannot be set again, and need not be where it is in force already.
+    in_force = mesh is None or jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    with contextlib.nullcontext() if in_force else jax.set_mesh(mesh), _scope(scope):
         yield scope
 
 

@@ -269,15 +269,6 @@ def _sources(text: str) -> dict[str, str]:
     return {key: places.get(place, "") for key, place in table("StackFrames", r"\{file_location_id=(\d+)")}
 
 
-_MEGASCALE_KINDS = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
-
-
 def _collective(
     program: _Program, devices: "_Devices", scope: _Scope, made: _Instruction, run: _Run
 ) -> Collective | None:
@@ -285,7 +276,8 @@ def _collective(
     if kind in KINDS and not _is_continued(scope, made):
         groups = devices.groups(made)
     elif made.opcode == "send" and (transfer := made.get(r'_xla_megascale_transfer_type="(\w+)"')):
-        kind, groups = _MEGASCALE_KINDS[transfer], devices.megascale_groups(made)
+        kind = "collective-permute" if transfer == "ONE_TO_ONE" else transfer.lower().replace("_", "-")
+        groups = devices.megascale_groups(made)
     else:
         return None
     operands = [array for name in made.operands for array in _arrays(scope.instructions[name].result)]

@@ -9,6 +9,7 @@ implementation, so `jax.random`, `nnx.Dropout` and the rest simply work.
 `jax.random.split(key, n)` with as many keys as rows may mean one key per example or just n streams (two rows, two
 streams). So a row key holds two keys, which differ only after such a split: `stream`, counted by position, used by
 draws that have a row per example, and `example`, counted by the example's global number, used by all other draws.
+What remains ambiguous is a draw without rows from one of n streams where there are n rows here: it differs by device.
 """
 
 import functools

@@ -297,9 +297,7 @@ def test_spellings_of_groups(groups, axes):
     mesh = mesh_of("cpu", a=2, b=2, c=2)
     attributes = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
     [found] = collectives(text_of(f"ROOT %psum = f32[64,512]{{1,0}} all-reduce(%p), {attributes}"), mesh)
-    assert found == Collective(
-        "all-reduce", ("f32",), ((64, 512),), 131072, 131072, axes, 8 if groups == "{}" else found.group_size
-    )
+    assert (found.kind, found.shapes, found.axes) == ("all-reduce", ((64, 512),), axes)
     assert axes is None or found.group_size == 2 ** len(axes)
 
 

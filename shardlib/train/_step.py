@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -239,7 +240,7 @@ def _as_means(out: Any, rows: int) -> dict[str, Mean]:
 def _as_mean(name: str, value: Any, rows: int) -> Mean:
     weighted = isinstance(value, Mean)
     for part in (value.total, value.weight) if weighted else (value,):
-        if jnp.shape(part) != () or not hasattr(part, "dtype") and not isinstance(part, int | float):
+        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or jnp.shape(part) != ():
             raise ValueError(
                 f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
                 "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."

@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib._random import is_row_key, plain_keys, row_keys
+
+KEY = jax.random.key(7)
+PARTS = [(4, 0, 1), (4, 4, 1), (2, 0, 4), (4, 1, 2), (2, 3, 4)]  # rows, first example, stride
+
+
+def both(f, rows, start, stride):
+    """What f draws for all eight examples, cut to these, and what it draws for these alone."""
+    whole = f(row_keys(KEY, 8, 0, 1), 8)
+    return np.asarray(whole)[start::stride][:rows], np.asarray(f(row_keys(KEY, rows, start, stride), rows))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key, n: jax.random.bernoulli(key, 0.3, (n, 5, 3)),
+        lambda key, n: jax.random.normal(jax.random.fold_in(key, 3), (n, 5)),
+        lambda key, n: jax.random.normal(jax.random.split(key)[1], (n, 5)),  # two streams, also where there are two rows
+        lambda key, n: jax.vmap(jax.random.normal)(jax.random.split(key, n)),  # one key per example
+        lambda key, n: jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 1), (3,)))(jax.random.split(key, n)),
+        lambda key, n: jax.random.randint(key, (n,), 0, 100),
+        lambda key, n: jnp.full(n, jax.random.normal(key)),
+    ],
+)
+def test_examples_draw_the_same_wherever_they_are(draw, part):
+    whole, here = both(draw, *part)
+    np.testing.assert_array_equal(whole, here)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part[0] != 2])
+def test_what_has_no_row_per_example_is_the_same_everywhere(part):
+    # `permutation` splits its key in two: with two rows that would be taken for one key per example (see the module).
+    whole, here = both(lambda key, n: jax.random.permutation(key, 5)[None].repeat(n, 0), *part)
+    np.testing.assert_array_equal(whole, here)
+
+
+def test_different_examples_streams_and_splits_draw_differently():
+    key = row_keys(KEY, 4, 0, 1)
+    draws = [jax.random.normal(k, (4,)) for k in (key, jax.random.fold_in(key, 0), jax.random.fold_in(key, 1), *jax.random.split(key))]
+    values = np.concatenate(draws)
+    assert len(np.unique(values)) == values.size
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 6))
+def test_bits_look_uniform(seed, start):
+    bits = jax.random.uniform(row_keys(jax.random.key(seed), 64, start, 3), (64, 64))
+    assert abs(float(bits.mean()) - 0.5) < 0.03  # 6 standard deviations
+    assert abs(float(jnp.corrcoef(bits[0], bits[1])[0, 1])) < 0.7
+
+
+def test_any_shape_of_keys_any_implementation_and_back():
+    for base in (KEY, jax.random.split(KEY, 3), jax.random.key(0, impl="rbg")):
+        keys = row_keys(base, 4, 2, 1)
+        assert is_row_key(keys)
+        assert not is_row_key(base)
+        assert keys.shape == base.shape
+        np.testing.assert_array_equal(jax.random.key_data(plain_keys(keys)), jax.random.key_data(base))
+        assert row_keys(keys, 8, 0, 1).dtype == row_keys(base, 8, 0, 1).dtype
+    assert plain_keys(KEY) is KEY
+    assert jax.random.split(row_keys(KEY, 4, 0, 1), (2, 3)).shape == (2, 3)
+
+
+def test_row_keys_go_through_scan_checkpoint_and_grad():
+    def noisy(x, key):
+        return jnp.sum(x * jax.random.normal(key, (4,)))
+
+    def loss(x, key):
+        step = jax.checkpoint(lambda c, k: (c + noisy(x, k), None))
+        return jax.lax.scan(step, 0.0, jax.random.split(key, 3))[0]
+
+    key = row_keys(KEY, 4, 0, 1)
+    gradient = jax.jit(jax.grad(loss))(jnp.ones(4), key)
+    expected = sum(jax.random.normal(k, (4,)) for k in jax.random.split(key, 3))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -1,0 +1,429 @@
+"""The step against one device: values, gradients, randomness; and what it refuses."""
+
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib import testing
+
+RULES = sl.AxisRules(batch="data", seq=None, embed=None, act_embed=None, mlp="model", act_mlp="model")
+LECUN = nnx.initializers.lecun_normal()
+RANDOM = np.random.RandomState(0)
+BATCH = {
+    "x": RANDOM.randn(16, 3, 8).astype(np.float32),
+    "mask": (RANDOM.rand(16, 3) > 0.6).astype(np.float32),  # very unevenly many tokens per device
+}
+STRATEGY = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs, dropout=0.0):
+        self.up = nnx.Linear(8, 16, kernel_init=sl.logical(LECUN, "embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(16, 8, kernel_init=sl.logical(LECUN, "mlp", "embed"), rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x):
+        x = sl.shard(x, "batch", "seq", "act_embed")
+        return self.down(self.dropout(sl.shard(nnx.gelu(self.up(x)), "batch", "seq", "act_mlp")))
+
+
+def masked_loss(model, batch, rng):
+    error = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1)
+    return sl.mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
+
+
+def plain_loss(model, batch, rng):
+    return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
+
+
+def make(**kwargs):
+    return lambda: MLP(nnx.Rngs(0), **kwargs)
+
+
+def run(make_model, loss_fn, strategy=STRATEGY, batch=BATCH, optimizer=None, steps=1):
+    state = sl.init(make_model, optimizer or optax.sgd(0.1), strategy)
+    step = sl.train_step(loss_fn, strategy)
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("loss_fn", [masked_loss, plain_loss])
+def test_the_step_equals_one_device(loss_fn):
+    testing.check_step(make(), optax.adamw(1e-2), loss_fn, BATCH, RULES, accumulate=(1, 2))
+
+
+def test_stock_dropout_is_the_same_on_every_mesh_and_accumulation():
+    compared = testing.check_step(make(dropout=0.5), optax.sgd(0.1), masked_loss, BATCH, RULES, accumulate=(1, 2), steps=3)
+    assert all(comparison.randomness == 0 for comparison in compared)
+
+
+def test_dropout_differs_between_examples_and_steps():
+    def loss(model, batch, rng):
+        kept = model.dropout(jnp.ones((2, 64))) > 0
+        everyone = sl.gather_batch(kept).astype(jnp.float32)
+        same = jnp.mean(everyone[:, None] == everyone[None], where=~jnp.eye(16, dtype=bool)[..., None])
+        return plain_loss(model, batch, rng), {"same": same, "first": jnp.sum(everyone * 2.0 ** (jnp.arange(64) % 20))}
+
+    strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
+    state, step = sl.init(make(dropout=0.5), optax.sgd(0.0), strategy), sl.train_step(loss, strategy)
+    drawn = []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        assert 0.4 < metrics["same"] < 0.6, "two examples agree by chance alone"
+        drawn.append(float(metrics["first"]))
+    assert len(set(drawn)) == 3
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_rules_any_mesh_any_accumulation(data):
+    axes = ["data", "model", "other"]
+    weights = st.sampled_from([None, "model", "other", ["model", None], ["other", "model", None]])
+    mlp = data.draw(weights, "mlp")
+    embed = data.draw(st.sampled_from([None, ["other", None], ["model", "other", None]]), "embed")
+    batch = data.draw(st.sampled_from(["data", ("data", "pod")]), "batch")
+    axes += ["pod"] * (batch != "data")
+    shape = data.draw(st.sampled_from(testing.mesh_shapes(axes)), "mesh")
+    rules = sl.AxisRules(batch=batch, seq=None, act_embed=None, embed=embed, mlp=[*(mlp if isinstance(mlp, list) else [mlp]), None],
+                         act_mlp=data.draw(st.sampled_from([None, ["model", None]]), "act_mlp"))  # fmt: skip
+    rules |= sl.AxisRules.knowing() if axes else rules
+    loss = data.draw(st.sampled_from([masked_loss, plain_loss]), "loss")
+    accumulate = data.draw(st.sampled_from([1, 2]), "accumulate")
+    with_axes = rules | sl.AxisRules(unused=tuple(axes))
+    testing.check_step(make(dropout=data.draw(st.sampled_from([0.0, 0.3]))), optax.adam(1e-2), loss, BATCH, with_axes,
+                       meshes=[shape], accumulate=[accumulate], steps=1)  # fmt: skip
+
+
+def test_a_psum_inside_the_loss_is_exact():
+    def by_global_count(model, batch, rng):
+        """Divides by the number of tokens everywhere, itself: every device returns the loss of the whole batch."""
+        error = jnp.sum(jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1) * batch["mask"])
+        axes = ("data",) if jax.sharding.get_abstract_mesh().manual_axes else ()
+        return lax.psum(error, axes) / lax.psum(batch["mask"].sum(), axes) if axes else error / batch["mask"].sum()
+
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES)
+    (ours, metrics), (theirs, expected) = run(make(), by_global_count, strategy), run(make(), masked_loss, strategy)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    chex.assert_trees_all_close(ours.params, theirs.params, rtol=1e-5, atol=1e-7)
+
+
+def test_user_code_with_an_unvarying_carry_is_accepted():
+    def loss(model, batch, rng):
+        total, _ = lax.scan(lambda c, row: (c + jnp.sum(model(row[None]) ** 2), None), jnp.zeros(()), batch["x"])
+        return sl.mean(total, batch["x"].size)
+
+    testing.check_step(make(), optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], steps=1)
+
+
+def test_a_contrastive_loss_sees_the_whole_batch():
+    def loss(model, batch, rng):
+        ours = model(batch["x"]).reshape(batch["x"].shape[0], -1)
+        everyone = sl.gather_batch(ours)
+        logits = ours @ everyone.T
+        rows = sl.gather_batch(batch["number"])
+        here = jnp.argmax(batch["number"][:, None] == rows[None], -1)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, here))
+
+    batch = {**BATCH, "number": np.arange(16, dtype=np.int32)}
+    testing.check_step(make(), optax.sgd(0.1), loss, batch, RULES, steps=1)
+    # A microbatch is a batch of its own, of the same examples on every mesh.
+    meshes = ["data=1,model=8", "data=8,model=1", "data=2,model=4"]
+    losses = []
+    for mesh in meshes:
+        strategy = sl.Strategy(mesh=mesh, rules=RULES, accumulate=2)
+        losses.append(float(run(make(), loss, strategy, batch)[1]["loss"]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+def test_a_statistic_of_the_whole_batch_is_not_a_mean_of_means():
+    def loss(model, batch, rng):
+        y = model(batch["x"])
+        return jnp.sum(sl.batch_mean(y, (0, 1)) ** 2) + sl.batch_mean(jnp.mean(y**2, (1, 2)))
+
+    testing.check_step(make(), optax.sgd(0.1), loss, BATCH, RULES, steps=1)
+
+
+class WithNorm(nnx.Module):
+    def __init__(self, rngs, axis_name=None):
+        self.mlp, self.norm = MLP(rngs), nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.mlp(x))
+
+
+def test_batch_norm_needs_the_data_axes_and_says_so():
+    with pytest.raises(ValueError, match="from the examples at hand: `norm/mean`, `norm/var`.*axis_name"):
+        run(lambda: WithNorm(nnx.Rngs(0)), plain_loss)
+    whole, _ = run(lambda: WithNorm(nnx.Rngs(0)), plain_loss, sl.Strategy(mesh="data=1,model=8", rules=RULES, manual=()))
+    split, _ = run(lambda: WithNorm(nnx.Rngs(0), "data"), plain_loss, sl.Strategy(mesh="data=4,model=2", rules=RULES))
+    chex.assert_trees_all_close(jax.device_get(split.rest), jax.device_get(whole.rest), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(split.params), jax.device_get(whole.params), rtol=1e-4, atol=1e-6)
+    assert float(jnp.abs(split.rest["norm"]["mean"]).max()) > 0
+
+
+def test_linen_state_is_kept_when_the_loss_writes_it_back():
+    module = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False, axis_name="data")])
+    plain = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
+
+    def loss(variables, batch, rng):
+        y, updates = module.apply(variables, batch["x"], mutable=["batch_stats"])
+        variables.update(updates)
+        return jnp.mean((y - batch["x"]) ** 2)
+
+    state, _ = run(lambda: plain.init(jax.random.key(0), jnp.ones((2, 3, 8))), loss)
+    assert float(jnp.abs(state.rest["batch_stats"]["layers_1"]["mean"]).max()) > 0
+    assert state.params["batch_stats"]["layers_1"]["mean"] is None
+
+
+def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
+    """Clipping, Muon-like and factored optimizers would be silently wrong on shards."""
+    def make_tree():
+        key = jax.random.key(0)
+        return sl.annotate({"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16, 8))},
+                           {"w": ("embed", "mlp"), "v": ("mlp", "embed")})  # fmt: skip
+
+    def loss(model, batch, rng):
+        return jnp.mean((jnp.tanh(batch["x"] @ model["w"]) @ model["v"] - batch["x"]) ** 2)
+
+    for optimizer in (
+        optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2)),
+        optax.contrib.muon(1e-2),
+        optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    ):
+        testing.check_step(make_tree, optimizer, loss, BATCH, RULES, meshes=["data=2,model=4", "data=8,model=1"])
+
+
+def test_fsdp_by_annotation_leaves_its_axis_to_the_partitioner():
+    rules = sl.rules.fsdp | sl.AxisRules(seq=None, act_embed=None, mlp=None)
+    strategy = sl.Strategy(mesh="data=2,fsdp=4", rules=rules)
+    assert (strategy.data_axes, strategy.batch_axes) == (("data",), ("data", "fsdp"))
+    testing.check_step(make(dropout=0.3), optax.adam(1e-2), masked_loss, BATCH, rules, accumulate=(1, 2))
+    state = sl.init(make(), optax.adam(1e-2), strategy)
+    assert state.params["up"]["kernel"].sharding.spec == P("fsdp", None)
+
+
+def test_a_parameter_split_over_a_data_axis_is_not_reduced_over_it():
+    """One weight per device, as with experts: the loss uses the local one, and its gradient stays local."""
+    rules = sl.AxisRules(batch="data", experts="data", embed=None)
+    strategy = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
+
+    def loss(model, batch, rng):
+        assert model["own"].shape == (1, 8), "inside the step a device sees its own"
+        return jnp.mean((batch["x"] * model["own"][0] + model["shared"]) ** 2)
+
+    make_tree = lambda: sl.annotate({"own": jnp.ones((8, 8)), "shared": jnp.ones(8)}, {"own": ("experts", "embed")})  # noqa: E731
+    state, _ = run(make_tree, loss, strategy)
+    x = BATCH["x"].reshape(8, -1, 8)
+    own = jax.grad(lambda own: jnp.mean((x * own[:, None] + 1) ** 2))(jnp.ones((8, 8)))
+    np.testing.assert_allclose(state.params["own"], 1 - 0.1 * own, rtol=1e-5)
+    assert state.params["own"].sharding.spec == P("data", None)
+
+
+def test_a_plain_jit_with_annotations_alone_is_the_same_step():
+    optimizer = optax.adamw(1e-2)
+    state = sl.init(make(), optimizer, sl.Strategy(mesh="data=4,model=2", rules=RULES))
+    definition = state.layout.definition
+
+    @jax.jit
+    def plain(params, opt_state, batch):
+        def loss(params):
+            out = masked_loss(definition.merge(params, state.streams, state.rest), batch, None)
+            return out.total / out.weight
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    strategy = state.layout.strategy
+    with strategy.scope():
+        batch = jax.device_put(BATCH, jax.NamedSharding(strategy.device_mesh, P("data")))
+        params, _, value = plain(state.params, state.opt_state, batch)
+    expected, metrics = run(make(), masked_loss, strategy, optimizer=optimizer)
+    np.testing.assert_allclose(value, metrics["loss"], rtol=1e-5)
+    chex.assert_trees_all_close(params, expected.params, rtol=1e-5, atol=1e-6)
+
+
+def test_rules_that_lay_activations_out_otherwise_do_not_change_the_loss():
+    losses = [float(run(make(), masked_loss, sl.Strategy(mesh="data=2,model=4", rules=rules))[1]["loss"])
+              for rules in (RULES, RULES | sl.AxisRules(seq=None, act_mlp=None), RULES | sl.AxisRules(mlp=None))]  # fmt: skip
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def test_the_state_is_a_fixed_point_exists_once_and_the_step_is_traced_once():
+    loss = testing.count_traces(masked_loss)
+    state = sl.init(make(dropout=0.1), optax.adamw(1e-2), STRATEGY)
+    step = sl.train_step(loss, STRATEGY)
+    after, _ = step(state, BATCH)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(lambda: state), after)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, after)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the old state is donated"
+    traces = loss.count
+    after, _ = step(after, BATCH)
+    step(sl.init(make(dropout=0.1), state.layout.optimizer, STRATEGY), BATCH)
+    assert loss.count == traces
+    assert int(after.step) == 2
+
+
+def test_metrics_are_means_over_everything():
+    def loss(model, batch, rng):
+        count = batch["mask"].sum()
+        return masked_loss(model, batch, rng), {"masked": sl.mean(count, batch["mask"].size), "plain": jnp.mean(batch["x"])}
+
+    _, metrics = run(make(), loss)
+    np.testing.assert_allclose(metrics["masked"], BATCH["mask"].mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["plain"], BATCH["x"].mean(), rtol=1e-5)
+    assert metrics["weight"] == BATCH["mask"].sum()
+
+
+def test_a_batch_of_which_nothing_counts_changes_nothing():
+    state, metrics = run(make(), masked_loss, batch={**BATCH, "mask": np.zeros((16, 3), np.float32)})
+    expected = sl.init(make(), optax.sgd(0.1), STRATEGY)
+    assert metrics["loss"] == 0
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected.params))
+
+
+def test_low_precision_gradients_are_summed_in_float32():
+    """1 + 2**-9 summed 64 times over in bfloat16 would stay far from the sum."""
+    strategy = sl.Strategy(mesh="data=1", rules=sl.AxisRules(batch="data"), accumulate=64)
+    x = np.full((64, 1), 1 + 2**-7, np.float32)
+    state = sl.init(lambda: {"w": jnp.zeros(1, jnp.bfloat16)}, optax.sgd(1.0), sl_on_one(strategy))
+    seen = {}
+
+    def loss(model, batch, rng):
+        return jnp.mean(batch @ model["w"].astype(jnp.float32)) * 1.0
+
+    def keep(gradients, state, params=None):
+        seen["dtype"] = gradients["w"].dtype
+        return gradients, state
+
+    del keep, seen
+    step = sl.train_step(loss, state.layout.strategy)
+    state, _ = step(state, x)
+    assert float(state.params["w"][0]) == -float(jnp.bfloat16(1 + 2**-7))
+
+
+def sl_on_one(strategy):
+    mesh = sl.make_mesh("data=1", devices=jax.devices()[:1])
+    return sl.Strategy(mesh=mesh, rules=strategy.rules, accumulate=strategy.accumulate)
+
+
+def test_steps_may_be_compiled_into_a_larger_program():
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES)
+    state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
+    with strategy.scope():
+        twice = jax.jit(lambda s, b: step(step(s, b)[0], b)[1]["loss"])(state, BATCH)
+    _, metrics = run(make(), masked_loss, strategy, steps=2)
+    np.testing.assert_allclose(twice, metrics["loss"], rtol=1e-6)
+
+
+def test_unused_rules_are_reported():
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES | sl.AxisRules(heads="model", act_heads="model"))
+    state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
+    step(state, BATCH)
+    assert step.unused_rules == ("heads", "act_heads")
+    assert sl.describe(sl.init(make(), None, strategy)).unused_rules == ("act_mlp", "heads", "act_heads")
+
+
+def test_strategies_are_values():
+    again = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
+    assert (again, hash(again)) == (STRATEGY, hash(STRATEGY))
+    assert eval(repr(STRATEGY), {"Strategy": sl.Strategy, "AxisRules": sl.AxisRules, "AllReduce": sl.AllReduce}) == STRATEGY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(mesh="data=8", rules=RULES), "rule for `mlp` uses the mesh axis `model`; the mesh has `data=8`.*`model=1`"),
+        (dict(mesh="data=4,model=2", rules=RULES, accumulate=0), "accumulate=0"),
+        (dict(mesh="data=4,model=2", rules=RULES, remat="half"), "remat='half'.*'none', 'full'"),
+        (dict(mesh="data=4,model=2", rules=RULES, manual=("model",)), "`model` does not split the batch"),
+        (dict(mesh="data=4,model=2", rules={"batch": "data"}), "takes `AxisRules`; got dict"),
+        (dict(mesh="data=-1,model=-1", rules=RULES), "-1"),
+        (dict(mesh=sl.make_mesh("data=4,model=2", axis_type=AxisType.Explicit), rules=RULES), "explicit axes"),
+    ],
+)
+def test_strategies_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sl.Strategy(**arguments)
+
+
+@pytest.mark.parametrize("mesh", ["data=4,model=1", "data=16,model=1"])
+def test_a_mesh_of_other_size_than_the_devices_is_refused(mesh):
+    with pytest.raises(ValueError, match="devices"):
+        sl.init(make(), None, sl.Strategy(mesh=mesh, rules=RULES))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": BATCH["x"][:12], "mask": BATCH["mask"][:12]}, "batch of 12 examples.*`data=4` and `accumulate=2`: use a multiple of 8"),
+        ({"x": BATCH["x"], "mask": BATCH["mask"][:8]}, "`mask` has 8, `x` has shape .16, 3, 8."),
+        ({**BATCH, "scale": np.float32(1)}, "`mask` has 16, `scale` has shape .."),
+        ({}, "holds no arrays"),
+    ],
+)
+def test_batches_that_do_not_split_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        run(make(), masked_loss, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (lambda x: x, "`loss` of `loss_fn` is an array of shape .2, 3, 8..*sl.mean"),
+        (lambda x: None, "`loss` of `loss_fn` is None"),
+        (lambda x: (jnp.sum(x), jnp.sum(x)), "second part is an array of shape .*sl.mean\\(total, weight\\)"),
+        (lambda x: sl.mean(jnp.sum(x), jnp.ones(3)), "is an array of shape .3,."),
+        (lambda x: (jnp.sum(x), {"loss": jnp.sum(x)}), "metric `loss` is the step's own"),
+    ],
+)
+def test_losses_that_return_something_else_are_refused(out, message):
+    with pytest.raises(ValueError, match=message):
+        run(make(), lambda model, batch, rng: out(model(batch["x"])))
+
+
+def test_a_loss_that_changes_the_structure_of_the_state_is_refused():
+    def loss(model, batch, rng):
+        model.sow = nnx.Intermediate(jnp.ones(3))
+        return plain_loss(model, batch, rng)
+
+    with pytest.raises(ValueError, match="changed the structure of the model's state: .*`sow`|`1/sow`"):
+        run(make(), loss)
+
+
+def test_a_state_of_another_strategy_or_without_optimizer_is_refused():
+    state = sl.init(make(), optax.sgd(0.1), sl.Strategy(mesh="data=8,model=1", rules=RULES))
+    with pytest.raises(ValueError, match="state was made for .*data=8.*step is for .*data=4"):
+        sl.train_step(plain_loss, STRATEGY)(state, BATCH)
+    with pytest.raises(ValueError, match="no optimizer"):
+        sl.train_step(plain_loss, STRATEGY)(sl.init(make(), None, STRATEGY), BATCH)
+
+
+def test_remat_changes_what_is_kept_and_nothing_else():
+    class Rematerialized(MLP):
+        def __call__(self, x):
+            return sl.remat(lambda mlp, x: MLP.__call__(mlp, x), checkpoint=nnx.remat)(self, x)
+
+    found = []
+    for remat in ("none", "full"):
+        strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES, remat=remat)
+        state, step = sl.init(lambda: Rematerialized(nnx.Rngs(0)), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
+        with warnings.catch_warnings():
+            tanh = step.lower(state, jax.device_put(BATCH)).compile().as_text().count(" tanh(")
+        found.append((tanh, jax.device_get(step(state, BATCH)[0].params)))
+    assert found[1][0] > found[0][0], "the activation is computed again in the backward pass"
+    chex.assert_trees_all_close(found[0][1], found[1][1], rtol=1e-6)
