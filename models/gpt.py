@@ -303,9 +303,11 @@ class GPT(nnx.Module):
         x_BSD = self.dropout(x_BSD, rngs=_fold_in(key, config.layers))
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(config.layers))
         rotation = None if self.positions is not None else rotations(S, config.dims["head_dim"], config.rope_theta)
-        block = sl.remat(Block.__call__, checkpoint=functools.partial(nnx.remat, prevent_cse=False))
-        scanned = nnx.scan(block, in_axes=(0, nnx.Carry, None, 0), out_axes=nnx.Carry, transform_metadata=STACKED)
-        x_BSD = scanned(self.blocks, x_BSD, rotation, keys)
+        # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be closed over by `jax.jit`.
+        checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
+        block = sl.remat(Block.__call__, checkpoint=checkpoint)
+        axes = {"in_axes": (0, nnx.Carry, None, 0), "out_axes": nnx.Carry, "transform_metadata": STACKED}
+        x_BSD = nnx.scan(block, **axes, graph_updates=False)(self.blocks, x_BSD, rotation, keys)
         return x_BSD if self.norm is None else self.norm(x_BSD)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
@@ -364,14 +366,12 @@ def generate(
 
     For a first look at a trained model: without a cache of keys and values, each token costs a pass over all of them.
     """
-    structure, parameters = nnx.split(nnx.view(model, deterministic=True))
+    model = nnx.view(model, deterministic=True)
     B, start = prompt.shape
     greedy = temperature == 0
     tokens = jnp.concatenate([prompt, jnp.zeros((B, length), prompt.dtype)], axis=1)
 
     def extend(at: jax.Array, tokens: jax.Array) -> jax.Array:
-        # Put together here, since a module cannot be used inside a loop that it was made outside of.
-        model = nnx.merge(structure, parameters, copy=True)
         # Tokens after `at` are still zeros; attention is causal, so they change nothing before them.
         last_B1D = jax.lax.dynamic_slice_in_dim(model.features(tokens), at - 1, 1, axis=1)
         logits_BV = model.logits(last_B1D)[:, 0].astype(jnp.float32)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from models import gpt
@@ -28,27 +29,30 @@ VARIANTS = {
     "no_bias": replace(SMALL, bias=False),
     "post_norm_rotary": replace(LLAMA, norm_first=False),
 }
-PRESETS = {
-    "data": sl.rules.data,
-    "tensor": sl.rules.data | sl.rules.tensor,
-    "tensor_sequence": sl.rules.data | sl.rules.tensor_sequence,
-}
+RULES = {"tensor": sl.rules.data | sl.rules.tensor, "tensor_sequence": sl.rules.data | sl.rules.tensor_sequence}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-every_preset = pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
 
 
-def make(config, seed=0):
+def make(config):
     """A model in which no parameter is at a value, such as zero, that would hide a mistake."""
-    model = jax.jit(lambda: nnx.split(gpt.GPT(config, rngs=nnx.Rngs(seed))))
-    structure, params = model()
-    leaves, treedef = jax.tree.flatten(params)
-    generator = np.random.default_rng(seed)
-    leaves = [leaf + 0.2 * generator.standard_normal(leaf.shape).astype(np.float32) for leaf in leaves]
-    return nnx.merge(structure, jax.tree.unflatten(treedef, leaves))
+    structure, shapes = abstract(config)
+    generator = np.random.default_rng(0)
+
+    def value(path, leaf):
+        centre = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(centre + 0.2 * generator.standard_normal(leaf.shape), leaf.dtype)
+
+    return nnx.merge(structure, jax.tree.map_with_path(value, shapes))
 
 
-def tokens_of(config, rows=4, length=16, seed=1):
-    return np.random.default_rng(seed).integers(0, config.vocab, (rows, length), dtype=np.int32)
+@functools.cache
+def abstract(config):
+    structure, shapes = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+    return structure, nnx.to_pure_dict(shapes)
+
+
+def tokens_of(config, rows=4, length=16):
+    return np.random.default_rng(1).integers(0, config.vocab, (rows, length), dtype=np.int32)
 
 
 @functools.cache
@@ -59,6 +63,14 @@ def mesh_of(kind):
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+@nnx.jit
+def call(model, tokens, key=None):
+    return model(tokens, key=key)
+
+
+loss = nnx.jit(gpt.loss)
 
 
 # The reference: one example, one head at a time, in float64.
@@ -160,7 +172,7 @@ def test_presets_have_as_many_parameters_as_the_papers_say(config, count):
 def test_logits_equal_the_definitions(config):
     model, tokens = make(config), tokens_of(config)
     with sl.unsharded():
-        logits = nnx.jit(gpt.GPT.__call__)(model, tokens)
+        logits = call(model, tokens)
     np.testing.assert_allclose(logits[..., : config.vocab], reference(model, tokens), rtol=1e-4, atol=1e-4)
 
 
@@ -170,7 +182,6 @@ def test_a_token_changes_nothing_before_it(config):
     changed = tokens.copy()
     changed[:, 9] = (changed[:, 9] + 1) % config.vocab
     with sl.unsharded():
-        call = nnx.jit(gpt.GPT.__call__)
         before, after = call(model, tokens), call(model, changed)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert (before[:, 9:] != after[:, 9:]).any((0, 2)).all()
@@ -181,17 +192,24 @@ def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
     model, batch = make(config), {"tokens": tokens_of(config, length=17)}
     assert model.embedding.shape[0] == 40
     with sl.unsharded():
-        assert (jax.nn.softmax(model(batch["tokens"][:, :-1]))[..., 37:] == 0).all()
-        gradient = nnx.grad(lambda model: gpt.loss(model, batch).total)(model)
-    assert (gradient["embedding"][...][37:] == 0).all()
-    assert (gradient["embedding"][...][:37] != 0).any(1).all()
+        assert (jax.nn.softmax(call(model, batch["tokens"][:, :-1]))[..., 37:] == 0).all()
+        gradient = nnx.jit(nnx.grad(lambda model: gpt.loss(model, batch).total))(model)["embedding"][...]
+    assert (gradient[37:] == 0).all()
+    assert (gradient[:37] != 0).any(1).all()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_model_may_be_closed_over(remat):
+    model, tokens = make(SMALL), tokens_of(SMALL)
+    with sl.use(RULES["tensor"], mesh_of("cpu"), remat=remat):
+        assert jax.eval_shape(lambda tokens: model(tokens), tokens).shape == (4, 16, 40)
 
 
 def test_a_token_that_is_no_row_is_nan():
     model, tokens = make(SMALL), tokens_of(SMALL)
     tokens[0, 3] = 40
     with sl.unsharded():
-        assert jnp.isnan(model(tokens)[0, 3]).all()
+        assert jnp.isnan(call(model, tokens)[0, 3]).all()
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
@@ -199,13 +217,13 @@ def test_scanned_blocks_equal_a_loop_over_layers(config):
     model, tokens = make(replace(config, layers=3)), tokens_of(config)
     structure, params = nnx.split(model.blocks)
     with sl.unsharded():
-        x = model._embed(tokens)
-        rotation = (
-            gpt.rotations(16, config.dims["head_dim"], config.rope_theta) if config.positions == "rotary" else None
-        )
+        x, rotation = model._embed(tokens), None
+        if config.positions == "rotary":
+            rotation = gpt.rotations(16, config.dims["head_dim"], config.rope_theta)
         for layer in range(3):
-            x = nnx.merge(structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params))(x, rotation, None)
-        np.testing.assert_allclose(model.features(tokens), model.norm(x), rtol=1e-5, atol=1e-5)
+            block = nnx.merge(structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params))
+            x = nnx.jit(gpt.Block.__call__)(block, x, rotation, None)
+        np.testing.assert_allclose(call(model, tokens), model.logits(model.norm(x)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", [SMALL, VARIANTS["padded"]], ids=["gpt2", "padded"])
@@ -213,9 +231,9 @@ def test_loss_equals_optax(config):
     model, tokens = make(config), tokens_of(config, length=17)
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
     with sl.unsharded():
-        logits = model(tokens[:, :-1])[..., : config.vocab]
+        logits = call(model, tokens[:, :-1])[..., : config.vocab]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        whole, masked = gpt.loss(model, {"tokens": tokens}), gpt.loss(model, {"tokens": tokens, "mask": mask})
+        whole, masked = loss(model, {"tokens": tokens}), loss(model, {"tokens": tokens, "mask": mask})
     np.testing.assert_allclose(whole.total, losses.sum(), rtol=1e-5)
     np.testing.assert_allclose(masked.total, (losses * mask).sum(), rtol=1e-5)
     assert (whole.weight, masked.weight) == (64, mask.sum())
@@ -224,43 +242,39 @@ def test_loss_equals_optax(config):
 def test_loss_is_float32_where_the_model_is_bfloat16():
     model, batch = make(replace(SMALL, dtype=jnp.bfloat16)), {"tokens": tokens_of(SMALL, length=17)}
     with sl.unsharded():
-        assert model(batch["tokens"][:, :-1]).dtype == jnp.bfloat16
-        found = gpt.loss(model, batch)
-        expected = gpt.loss(make(SMALL), batch)
+        assert jax.eval_shape(model, batch["tokens"][:, :-1]).dtype == jnp.bfloat16
+        found, expected = loss(model, batch), loss(make(SMALL), batch)
     assert found.total.dtype == jnp.float32
     np.testing.assert_allclose(found.total, expected.total, rtol=0.02)
 
 
-def test_dropout_needs_a_key_until_eval_and_costs_nothing_at_rate_zero():
+def test_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
     config = replace(SMALL, dropout=0.5)
     model, tokens, key = make(config), tokens_of(config), jax.random.key(0)
     with sl.unsharded():
         with pytest.raises(ValueError, match="rngs"):
-            model(tokens)
-        once, again, other = (model(tokens, key=k) for k in (key, key, jax.random.key(1)))
+            call(model, tokens)
+        once, again, other = (call(model, tokens, k) for k in (key, key, jax.random.key(1)))
         np.testing.assert_array_equal(once, again)
         assert (once != other).any()
-        np.testing.assert_array_equal(nnx.view(model, deterministic=True)(tokens), make(SMALL)(tokens))
-        traced = jax.make_jaxpr(lambda: make_plain(SMALL)(tokens, key=key))()
-    assert "random_bits" not in str(traced)
+        plain = call(make(SMALL), tokens)
+        assert "random_bits" not in str(jax.make_jaxpr(lambda key: make(SMALL)(tokens, key=key))(key))
+        assert "random_bits" in str(jax.make_jaxpr(lambda key: make(config)(tokens, key=key))(key))
+        model.eval()
+        np.testing.assert_array_equal(call(model, tokens), plain)
 
 
-def make_plain(config):
-    return nnx.merge(*nnx.split(make(config)), copy=True)
-
-
-def test_dropout_differs_by_layer_and_place():
-    config = replace(SMALL, dropout=0.5, layers=3)
-    structure, params = nnx.split(gpt.GPT(config, rngs=nnx.Rngs(0)))
+def test_dropout_draws_anew_in_every_layer_and_place(monkeypatch):
     keys = []
 
     def watch(key, p, shape, **_):
         jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
         return jnp.ones(shape, bool)
 
-    with sl.unsharded(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "bernoulli", watch)
-        nnx.merge(structure, params)(tokens_of(config), key=jax.random.key(0)).block_until_ready()
+    monkeypatch.setattr(jax.random, "bernoulli", watch)
+    config = replace(SMALL, dropout=0.5, layers=3)
+    with sl.unsharded():
+        jax.block_until_ready(call(make(config), tokens_of(config), jax.random.key(0)))
     jax.effects_barrier()
     assert len(set(keys)) == len(keys) == 1 + 2 * 3
 
@@ -270,11 +284,11 @@ def test_generate_continues_the_prompt():
     model, prompt = make(config), tokens_of(config, rows=2, length=5)
     with sl.unsharded():
         tokens = gpt.generate(model, prompt, 6, jax.random.key(0), 0.0)
-        logits = nnx.view(model, deterministic=True)(tokens)
-        drawn = gpt.generate(model, prompt, 6, jax.random.key(0))
-        assert (drawn != gpt.generate(model, prompt, 6, jax.random.key(1))).any()
+        logits = call(nnx.view(model, deterministic=True), tokens)
+        drawn = [gpt.generate(model, prompt, 6, jax.random.key(seed), 1.0) for seed in range(2)]
     np.testing.assert_array_equal(tokens[:, :5], prompt)
     np.testing.assert_array_equal(tokens[:, 5:], logits.argmax(-1)[:, 4:-1])
+    assert (drawn[0] != drawn[1]).any()
     assert not model.dropout.deterministic
 
 
@@ -310,104 +324,94 @@ def test_a_sequence_longer_than_the_context_is_refused():
 # How it is laid out.
 
 
-@functools.cache
-def split_up(config):
-    structure, params = nnx.split(make(config))
-    return structure, nnx.to_pure_dict(params)
-
-
-def value_and_grad(config, params, batch):
+def value_and_grad(structure, params, batch):
     def mean_loss(params):
-        found = gpt.loss(nnx.merge(split_up(config)[0], params), batch)
+        found = gpt.loss(nnx.merge(structure, params), batch)
         return found.total / found.weight
 
     return jax.value_and_grad(mean_loss)(params)
 
 
-@every_preset
-@pytest.mark.parametrize("config", [SMALL, VARIANTS["gpt1"], LLAMA], ids=["gpt2", "gpt1", "llama"])
-def test_loss_and_gradients_on_a_mesh_equal_those_without(config, rules):
+@pytest.mark.parametrize("config", [VARIANTS["gpt1"], SMALL, LLAMA], ids=["gpt1", "gpt2", "llama"])
+def test_loss_and_gradients_on_a_mesh_equal_those_without(config):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
-    batch, params = {"tokens": tokens_of(config, length=17), "mask": mask}, split_up(config)[1]
-    compute = jax.jit(functools.partial(value_and_grad, config))
+    batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), mesh_of("cpu")
+    structure, params = abstract(config)[0], nnx.to_pure_dict(nnx.state(model))
+    compute = jax.jit(functools.partial(value_and_grad, structure))
     with sl.unsharded():
         expected = compute(params, batch)
-    mesh = mesh_of("cpu")
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sl.specs(make(config), rules, mesh))
-    with sl.use(rules, mesh):
-        found = compute(jax.device_put(params, shardings), batch)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    for rules in RULES.values():
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sl.specs(model, rules, mesh))
+        with sl.use(rules, mesh):
+            found = compute(jax.device_put(params, shardings), batch)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
 @every_variant
-def test_every_dim_of_every_parameter_has_a_name_and_tensor_rules_split_all_large_ones(config):
+def test_every_dim_has_a_known_name_and_tensor_rules_split_every_matrix(config):
     model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         names = variable.get_metadata()["out_sharding"]
         assert len(names) == variable.ndim and set(names) <= set(sl.rules.vocabulary), path
-    specs = sl.specs(model, PRESETS["tensor"], mesh_of("cpu"))
-    whole = [path for path, spec in nnx.traversals.flatten_mapping(specs).items() if "model" not in spec]
-    replicated = ("norm", "positions", "output", "down")
-    assert all(any(part in name for part in replicated for name in path) for path in whole), whole
-    assert all(path[-1] != "kernel" for path in whole)
+        assert (names[0] == "layers") is (path[0] == "blocks"), path
+    specs = sl.specs(model, RULES["tensor"], mesh_of("cpu"))
+    for path, spec in jax.tree.leaves_with_path(specs):
+        if path[-1].key in ("kernel", "embedding", "head"):
+            assert "model" in spec, path
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_program_does_not_grow_with_depth(remat):
     def lines(layers):
         config = replace(LLAMA, layers=layers, dropout=0.1)
-        params, batch = split_up(config)[1], {"tokens": tokens_of(config, length=17)}
-
-        def loss(params, key):
-            return gpt.loss(nnx.merge(split_up(config)[0], params), batch, key).total
-
-        with sl.use(PRESETS["tensor"], mesh_of("cpu"), remat=remat):
-            return jax.jit(jax.grad(loss)).lower(params, jax.random.key(0)).as_text().count("\n")
+        (structure, params), batch = abstract(config), {"tokens": tokens_of(config, length=17)}
+        total = lambda params, key: gpt.loss(nnx.merge(structure, params), batch, key).total  # noqa: E731
+        with sl.use(RULES["tensor"], mesh_of("cpu"), remat=remat):
+            return jax.jit(jax.grad(total)).lower(params, jax.random.key(0)).as_text().count("\n")
 
     assert lines(2) == lines(7)
 
 
-def compiled(config, rules, mesh):
-    """Loss and gradients of one device's examples, as in the train step: manual over `data`, automatic over `model`."""
-    model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
-    structure, shapes = nnx.split(model)
-    shapes, specs = nnx.to_pure_dict(shapes), sl.specs(model, rules, mesh)
-    P = jax.sharding.PartitionSpec
+STREAM = (4, 128, 256)
+
+
+def big(preset, **changes):
+    if preset is gpt.llama3_8b:
+        changes |= {"kv_heads": 4, "hidden": 512}
+    return preset(layers=3, width=256, heads=8, context=128, vocab=1000, vocab_multiple=128, **changes)
+
+
+def compiled_collectives(config, rules, kind):
+    """Of loss and gradients on each device's examples: as in the train step, manual over `data` alone."""
+    (structure, shapes), mesh = abstract(config), mesh_of(kind)
+    specs = sl.specs(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), rules, mesh)
 
     def local(params, tokens):
-        return jax.grad(lambda params: gpt.loss(nnx.merge(structure, params), {"tokens": tokens}).total)(params)
+        total = lambda params: gpt.loss(nnx.merge(structure, params), {"tokens": tokens}).total  # noqa: E731
+        return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(total)(params))
 
     def program(params, tokens):
-        local_gradients = jax.shard_map(
-            lambda params, tokens: jax.tree.map(lambda leaf: leaf[None], local(params, tokens)),
-            in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}, check_vma=False,
-        )  # fmt: skip
-        return local_gradients(params, tokens)
+        manual = {"in_specs": (P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
+        return jax.shard_map(local, **manual)(params, tokens)
 
     place = functools.partial(NamedSharding, mesh)
     params = jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(spec)), shapes, specs)
     tokens = jax.ShapeDtypeStruct((8, 129), jnp.int32, sharding=place(P("data")))
-    out = jax.tree.map(lambda spec: place(P("data", *spec)), specs)
+    out = place(P("data")), jax.tree.map(lambda spec: place(P("data", *spec)), specs)
     with sl.use(rules, mesh):
-        return jax.jit(program, out_shardings=out).lower(params, tokens).compile()
-
-
-BIG = {"layers": 3, "width": 256, "heads": 8, "context": 128, "vocab": 1000, "vocab_multiple": 128}
-STREAM = (4, 128, 256)
+        return collectives(jax.jit(program, out_shardings=out).lower(params, tokens).compile(), mesh)
 
 
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("tpu", marks=pytest.mark.tpu_compiler)])
 def test_tensor_parallelism_is_megatrons(preset, kind):
     """Two all-reduces per layer and direction; one each for the embedding and the head; three numbers per token."""
-    config = preset(**{**BIG, **({"kv_heads": 4, "hidden": 512} if preset is gpt.llama3_8b else {})})
-    found = collectives(compiled(config, PRESETS["tensor"], mesh_of(kind)), mesh_of(kind))
+    found = compiled_collectives(big(preset), RULES["tensor"], kind)
     assert {(one.kind, one.axes) for one in found} == {("all-reduce", ("model",))}, summary(found)
-    of_stream = [one.times for one in found if STREAM in one.shapes]
-    assert sorted(of_stream) == [1, 1, 3, 3, 3, 3], summary(found)
+    assert sorted(one.times for one in found if STREAM in one.shapes) == [1, 1, 3, 3, 3, 3], summary(found)
     per_token = [shape for one in found for shape in one.shapes if shape != STREAM]
     assert per_token == [(4, 128)] * 3, summary(found)
-    if kind == "tpu":  # a CPU sums the gradients of query, key and value, and of gate and up, after reducing each
+    if kind == "tpu":  # a CPU adds up the gradients through query, key and value only after it has reduced each
         assert all(one.shapes.count(STREAM) <= 1 for one in found), summary(found)
 
 
@@ -415,16 +419,14 @@ def test_tensor_parallelism_is_megatrons(preset, kind):
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 def test_sequence_parallelism_is_megatrons(preset):
     """Each of those all-reduces is a reduce-scatter where it was, and an all-gather on the way back."""
-    config = preset(
-        **{**BIG, **({"kv_heads": 4, "hidden": 512} if preset is gpt.llama3_8b else {})}, dtype=jnp.bfloat16
-    )
-    found = collectives(compiled(config, PRESETS["tensor_sequence"], mesh_of("tpu")), mesh_of("tpu"))
+    found = compiled_collectives(big(preset, dtype=jnp.bfloat16), RULES["tensor_sequence"], "tpu")
     assert {one.axes for one in found} == {("model",)}, summary(found)
-    scatters = [one.times for one in found if one.kind == "reduce-scatter" and one.shapes == (STREAM,)]
-    gathers = [one.times for one in found if one.kind == "all-gather" and one.shapes == ((4, 32, 256),)]
-    assert sorted(scatters) == sorted(gathers) == [1, 1, 3, 3, 3, 3], summary(found)
-    # Beside them: norms and biases, applied to parts of the sequence, get gradients that are summed, once for all layers;
-    # so do positions, of which each device has a part.
-    others = [one for one in found if one.times == 1 and one.shapes not in ((STREAM,), ((4, 32, 256),))]
-    assert {one.kind for one in others} <= {"all-reduce", "all-gather"}, summary(found)
-    assert all(math.prod(shape) <= 128 * 256 for one in others for shape in one.shapes), summary(found)
+    scatters = [one for one in found if one.kind == "reduce-scatter" and one.shapes == (STREAM,)]
+    gathers = [one for one in found if one.kind == "all-gather" and one.shapes == ((4, 32, 256),)]
+    for expected in (scatters, gathers):
+        assert sorted(one.times for one in expected) == [1, 1, 3, 3, 3, 3], summary(found)
+    # Beside them: three numbers per token; the gradients of norms and biases, which are applied to parts of the
+    # sequence, summed once for all layers; those of positions, of which each device has made a part, gathered.
+    for other in set(found) - {*scatters, *gathers}:
+        assert other.times == 1 and other.kind in ("all-reduce", "all-gather"), summary(found)
+        assert all(math.prod(shape) < 128 * 256 for shape in other.shapes), summary(found)

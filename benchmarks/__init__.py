@@ -1,0 +1,1 @@
+"""One claim per file: `python -m benchmarks.NAME --json` prints one line of JSON last."""

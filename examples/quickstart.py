@@ -1,0 +1,102 @@
+"""Train a byte-level GPT on eight simulated devices, then run the very same model on another mesh.
+
+    python examples/quickstart.py
+
+The text is the source of the Python installation that runs this, so there is nothing to download.
+"""
+
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import shardlib as sl
+from models import gpt
+
+CONTEXT, BATCH, STEPS = 64, 32, 240
+RULES = sl.rules.data | sl.rules.tensor
+
+
+def corpus() -> np.ndarray:
+    """The modules of Python's standard library, as bytes."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+
+
+def batches(text: np.ndarray, seed: int = 0):
+    """Random windows of the text, each one token longer than the context: the last is only a target."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(text) - CONTEXT - 1, BATCH)
+        yield {"tokens": np.stack([text[s : s + CONTEXT + 1] for s in starts]).astype(np.int32)}
+
+
+def train(strategy: sl.Strategy, text: np.ndarray, steps: int) -> tuple[sl.State, list[float]]:
+    """A run: a strategy goes in, a state and its losses come out. Nothing below knows about devices."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, STEPS)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    state = sl.init(lambda: gpt.GPT(gpt.tiny(), rngs=nnx.Rngs(0)), optimizer, strategy)
+    if steps == STEPS:
+        print(sl.describe(state), "\n\ncompiling the step ...", flush=True)
+    step, losses = sl.train_step(gpt.loss, strategy), []
+    started = time.time()
+    for number, batch in zip(range(steps), batches(text), strict=False):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        progress(number + 1, steps, losses, time.time() - started)
+    return state, losses
+
+
+def progress(done: int, steps: int, losses: list[float], seconds: float) -> None:
+    """A bar that rewrites its line on a terminal, and now and then a line elsewhere."""
+    bar = "█" * (30 * done // steps) + "·" * (30 - 30 * done // steps)
+    loss = sum(losses[-10:]) / len(losses[-10:])
+    line = f"{bar} {done}/{steps}  loss {loss:.3f}  {seconds:4.0f} s"
+    if sys.stdout.isatty():
+        print("\r" + line, end="\n" if done == steps else "", flush=True)
+    elif done % max(steps // 6, 1) == 0:
+        print(line, flush=True)
+
+
+def sample(state: sl.State, prompt: str) -> str:
+    """What the model writes after `prompt`, drawn on the mesh that it was trained on."""
+    tokens = jnp.array([list(prompt.encode())])
+    rows = jax.device_count()  # the batch is split over the data axes like any other
+    model = nnx.view(state.model, deterministic=True)
+    with state.layout.strategy.scope():
+        written = gpt.generate(model, jnp.repeat(tokens, rows, 0), CONTEXT - tokens.shape[1], jax.random.key(0), 0.7)
+    return bytes(np.asarray(written[0]).astype(np.uint8)).decode(errors="replace")
+
+
+def main() -> None:
+    """The tour."""
+    sl.simulate_devices(8)
+    text = corpus()
+    print(f"The text: {len(text) / 2**20:.1f} MiB of Python's own source.\n")
+
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=RULES)
+    print(sl.describe_mesh(strategy.device_mesh), "\n")
+    state, losses = train(strategy, text, STEPS)
+
+    other = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
+    print(f"\nThe same model on {other.mesh}, in two microbatches. Nothing but the strategy has changed:")
+    _, again = train(other, text, 10)
+    print("  step   " + "  ".join(f"{n:6d}" for n in (1, 4, 7, 10)))
+    for where, values in ((strategy.mesh, losses), (other.mesh, again)):
+        print(f"  loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
+    np.testing.assert_allclose(again, losses[:10], rtol=1e-3)
+
+    print(f"\nA sample, after {STEPS} steps:\n")
+    print("    " + sample(state, "def __init__(self").replace("\n", "\n    "))
+
+
+if __name__ == "__main__":
+    main()
