@@ -294,7 +294,7 @@ class GPT(nnx.Module):
         return self.logits(self.features(tokens_BS, key=key))
 
     def features(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """What the head reads: the residual stream after the last block."""
+        """What the head reads: the residual stream after the last block, whole."""
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(f"A sequence of {S} tokens does not fit `GPTConfig(context={config.context})`.")
@@ -308,7 +308,7 @@ class GPT(nnx.Module):
         block = sl.remat(Block.__call__, checkpoint=checkpoint)
         axes = {"in_axes": (0, nnx.Carry, None, 0), "out_axes": nnx.Carry, "transform_metadata": STACKED}
         x_BSD = nnx.scan(block, **axes, graph_updates=False)(self.blocks, x_BSD, rotation, keys)
-        return x_BSD if self.norm is None else self.norm(x_BSD)
+        return lay_out(x_BSD if self.norm is None else self.norm(x_BSD), RESIDUAL, WHOLE)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
         # From a table split over `vocab` the partitioner takes the rows that are here and zeros for the others, and
@@ -321,7 +321,7 @@ class GPT(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """The head: embedding rows, transposed, where it is tied. Rows beyond the vocabulary get the least number."""
         kernel_DV = self.embedding[...].T if self.head is None else self.head[...]
-        logits_BSV = lay_out(lay_out(x_BSD, RESIDUAL, WHOLE) @ kernel_DV.astype(x_BSD.dtype), LOGITS)
+        logits_BSV = lay_out(x_BSD @ kernel_DV.astype(x_BSD.dtype), LOGITS)
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)

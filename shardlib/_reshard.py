@@ -176,9 +176,7 @@ class Step(NamedTuple):
     """One move between layouts: a collective over groups of devices, or a slice of what each device has."""
 
     kind: str  # HLO's name
-    pieces: tuple[Piece, ...]  # the group, in the order of its members
-    dim: int  # that is gathered, sliced, scattered, or split before an all-to-all; -1 for none
-    to_dim: int  # split after an all-to-all
+    pieces: tuple[Piece, ...]  # what the groups run over, in the order of their members
     before: Layout
     after: Layout
     received: int  # elements that a device receives
@@ -191,188 +189,153 @@ def plan(
 
     >>> P = PartitionSpec
     >>> [step.kind for step in plan(P("x", "y"), P(None, "x"), {"x": 2, "y": 4}, (8, 8))]
-    ['all-gather', 'collective-permute', 'all-gather']
+    ['collective-permute', 'all-gather']
     """
     (start, partial), (end, _) = (_entries(spec, len(shape)) for spec in (source, to))
     # An axis of one device splits nothing. Major axes that stay where they are need no part in the search, nor do axes
     # that are used neither here nor there.
-    start, end = ([[axis for axis in axes if mesh_shape[axis] > 1] for axes in entries] for entries in (start, end))
+    start, end = ([[axis for axis in entry if mesh_shape[axis] > 1] for entry in tiles] for tiles in (start, end))
     left = list(shape)
     for dim, (here, there) in enumerate(zip(start, end, strict=True)):
         while here and there and here[0] == there[0]:
             left[dim] //= mesh_shape[here.pop(0)]
             there.pop(0)
     used = {*itertools.chain(*start, *end), *partial}
-    axes = {axis: size for axis, size in mesh_shape.items() if size > 1 and axis in used}  # every process in one order
-    whole = {axis: (Piece(axis, 1, size),) for axis, size in axes.items()}
-    cut = {axis: whole[axis] if axis in partial else _cut(axis, axes) for axis in axes}
-    plans = []
-    for parts in (whole, cut) if cut != whole else (whole,):
-        before, after = (
-            tuple(tuple(p for axis in entry for p in parts[axis]) for entry in tiles) for tiles in (start, end)
-        )
-        sums = frozenset(p for axis in partial & axes.keys() for p in parts[axis])
-        pieces = tuple(itertools.chain(*parts.values()))
-        plans.append(_search(Layout(before, sums), Layout(after), pieces, tuple(left)))
-    return min(plans)[1]
+    sizes = {axis: size for axis, size in mesh_shape.items() if size > 1 and axis in used}
+    cut = {axis: (Piece(axis, 1, size),) if axis in partial else _cut(axis, sizes) for axis, size in sizes.items()}
+    before, after = (tuple(tuple(p for axis in entry for p in cut[axis]) for entry in tiles) for tiles in (start, end))
+    sums = frozenset(cut[axis][0] for axis in partial & cut.keys())
+    return _search(Layout(before, sums), Layout(after), tuple(itertools.chain(*cut.values())), tuple(left))
 
 
-def _cut(axis: str, axes: Mapping[str, int]) -> tuple[Piece, ...]:
-    """An axis in digits that can move one by one: the minor one is as large as what it has more than another axis."""
-    size = axes[axis]
-    strides = [1, size]
-    for other in sorted({size // math.gcd(size, other) for other in axes.values()}):
-        if strides[-2] < other < size and other % strides[-2] == 0:
-            strides.insert(-1, other)
+def _cut(axis: str, sizes: Mapping[str, int]) -> tuple[Piece, ...]:
+    """An axis in digits that can move one by one: a minor one is as large as what it has more than another axis."""
+    strides = [1, sizes[axis]]
+    for stride in sorted({sizes[axis] // math.gcd(sizes[axis], size) for size in sizes.values()}):
+        if strides[-2] < stride < sizes[axis] and stride % strides[-2] == 0:
+            strides.insert(-1, stride)
     return tuple(Piece(axis, minor, major // minor) for minor, major in itertools.pairwise(strides))[::-1]
 
 
-def _search(
-    start: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[int, ...]
-) -> tuple[Any, tuple[Step, ...]]:
-    """The cheapest way from layout to layout, with its cost: Dijkstra's algorithm."""
-    order = itertools.count()  # ties go to what was found first, never to a comparison of layouts
-    queue: list[Any] = [((0, 0, 0), next(order), start, ())]
+def _search(start: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> tuple[Step, ...]:
+    """The cheapest way from layout to layout: A*, for a device must still receive what it has less than at the end."""
+    # Ties go to what was found first: every process of a run must find the same way.
+    found = itertools.count()
+    queue: list[Any] = [((0, 0, 0), next(found), 0, start, ())]
     done = set()
     while queue:
-        (received, collectives, steps), _, layout, path = heapq.heappop(queue)
+        (_, collectives, steps), _, received, layout, path = heapq.heappop(queue)
         if layout == end:
-            return (received, collectives, steps), path
+            return path
         if layout in done:
             continue
         done.add(layout)
-        for step in _steps(layout, pieces, shape):
+        for step in _steps(layout, end, pieces, shape):
             if step.after not in done:
-                cost = (received + step.received, collectives + (step.kind != "slice"), steps + 1)
-                heapq.heappush(queue, (cost, next(order), step.after, (*path, step)))
-    raise AssertionError(f"no way from {start} to {end}")  # gathering everything and slicing always is one
+                total = received + step.received
+                lacking = max(0, _local(end, shape) - _local(step.after, shape))
+                cost = (total + lacking, collectives + (step.kind != "slice"), steps + 1)
+                heapq.heappush(queue, (cost, next(found), total, step.after, (*path, step)))
+    raise AssertionError(f"no way from {start} to {end}")  # there always is one: sum and gather everything, and slice
 
 
-def _steps(layout: Layout, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> Iterator[Step]:
-    """Every step from a layout. Only the most minor axes of a dim can leave it, and only as such can others come."""
+def _steps(layout: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> Iterator[Step]:
+    """Every step from a layout. Only the most minor pieces of a dim can leave it, and only as such can others come."""
     tiles, partial = layout
+    local, dims = _local(layout, shape), range(len(shape))
     placed = {*itertools.chain(*tiles)}
-    absent = [piece for piece in pieces if piece not in placed and piece not in partial]
     summed = [piece for piece in pieces if piece in partial]
-    local = math.prod(shape) // _size(placed)
 
-    def added(tiles: Tiles, dim: int, group: tuple[Piece, ...]) -> Tiles | None:
-        entry = tiles[dim] + group
-        return None if shape[dim] % _size(entry) else (*tiles[:dim], entry, *tiles[dim + 1 :])
+    def fits(tiles: Tiles) -> bool:
+        return all(size % _size(entry) == 0 for size, entry in zip(shape, tiles, strict=True))
 
-    for dim, entry in enumerate(tiles):
-        for piece in absent:
-            if after := added(tiles, dim, (piece,)):
-                yield Step("slice", (piece,), dim, -1, layout, Layout(after, partial), 0)
-        for group in _ordered_subsets(summed):
-            if after := added(tiles, dim, group):
-                received = local - local // _size(group)
-                yield Step("reduce-scatter", group, dim, -1, layout, Layout(after, partial - {*group}), received)
-        for kept in range(len(entry)):
-            group, size = entry[kept:], _size(entry[kept:])
-            without = (*tiles[:dim], entry[:kept], *tiles[dim + 1 :])
-            yield Step("all-gather", group, dim, -1, layout, Layout(without, partial), local * (size - 1))
-            for to_dim in (other for other in range(len(tiles)) if other != dim):
-                for ordered in itertools.permutations(group):
-                    if after := added(without, to_dim, ordered):
-                        received = local - local // size
-                        yield Step("all-to-all", ordered, dim, to_dim, layout, Layout(after, partial), received)
-    for count in range(1, len(summed) + 1):
-        for group in itertools.combinations(summed, count):
-            received = 2 * (local - local // _size(group))
-            yield Step("all-reduce", group, -1, -1, layout, Layout(tiles, partial - {*group}), received)
+    def to(kind: str, group: tuple[Piece, ...], after: Tiles, received: int) -> Step:
+        return Step(kind, group, layout, Layout(after, partial - {*group}), received)
+
+    for piece in pieces:
+        if piece not in placed and piece not in partial:
+            yield from (to("slice", (piece,), t, 0) for t in _placements((piece,), tiles, dims) if fits(t))
+    for group in _subsets(summed):
+        received = local - local // _size(group)
+        yield to("all-reduce", group, tiles, 2 * received)
+        for order in itertools.permutations(group):
+            yield from (to("reduce-scatter", order, t, received) for t in _placements(order, tiles, dims) if fits(t))
+    for kept in itertools.product(*(range(len(entry) + 1) for entry in tiles)):
+        group = tuple(itertools.chain(*(entry[k:] for entry, k in zip(tiles, kept, strict=True))))
+        if not group:
+            continue
+        without = tuple(entry[:k] for entry, k in zip(tiles, kept, strict=True))
+        yield to("all-gather", group, without, local * (_size(group) - 1))
+        others = [dim for dim in dims if without[dim] == tiles[dim]]
+        received = local - local // _size(group)
+        for order in itertools.permutations(group):
+            yield from (to("all-to-all", order, t, received) for t in _placements(order, without, others) if fits(t))
+    # Who has which tile is put right once, when tiles have the size they will have until the end or until the gathers
+    # that lead there.
     if not partial:
-        for after in _arrangements(pieces, tuple(map(_size, tiles))):
-            yield Step("collective-permute", pieces, -1, -1, layout, Layout(after), local)
+        for after in _finer(end.tiles, tuple(map(_size, tiles)), pieces):
+            yield to("collective-permute", pieces, after, local)
 
 
-def _ordered_subsets(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
-    for count in range(1, len(pieces) + 1):
-        yield from itertools.permutations(pieces, count)
+def _subsets(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
+    return itertools.chain(*(itertools.combinations(pieces, count) for count in range(1, len(pieces) + 1)))
 
 
-@functools.lru_cache(maxsize=1024)
-def _arrangements(pieces: tuple[Piece, ...], counts: tuple[int, ...]) -> tuple[Tiles, ...]:
-    """Every way to split dims into that many tiles each."""
-    if not counts:
-        return ((),)
-    return tuple(
-        (entry, *rest)
-        for entry in ((), *_ordered_subsets([*pieces]))
-        if _size(entry) == counts[0]
-        for rest in _arrangements(tuple(piece for piece in pieces if piece not in entry), counts[1:])
-    )
+def _placements(group: tuple[Piece, ...], tiles: Tiles, dims: Sequence[int]) -> Iterator[Tiles]:
+    """Every way to add pieces to the minor ends of some dims, in this order from dim to dim."""
+    for cuts in itertools.combinations_with_replacement(range(len(group) + 1), len(dims) - 1) if dims else ():
+        ends = dict(zip(dims, itertools.pairwise((0, *cuts, len(group))), strict=True))
+        yield tuple(entry + group[slice(*ends.get(dim, (0, 0)))] for dim, entry in enumerate(tiles))
+
+
+def _finer(tiles: Tiles, counts: tuple[int, ...], pieces: tuple[Piece, ...]) -> Iterator[Tiles]:
+    """Every way to go on splitting dims, with pieces that split none of them, until they are in so many tiles."""
+    if not tiles:
+        yield ()
+        return
+    free = [piece for piece in pieces if not any(piece in entry for entry in tiles)]
+    for more in ((), *itertools.chain(*map(itertools.permutations, _subsets(free)))):
+        if _size(tiles[0] + more) == counts[0]:
+            left = tuple(piece for piece in pieces if piece not in tiles[0] + more)
+            yield from ((tiles[0] + more, *rest) for rest in _finer(tiles[1:], counts[1:], left))
 
 
 def _size(pieces: Iterable[Piece]) -> int:
     return math.prod(piece.size for piece in pieces)
 
 
+def _local(layout: Layout, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) // _size(itertools.chain(*layout.tiles))
+
+
 def _take(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax.Array:
-    """Take one step on what a device has. Manual over every axis of the step; shapes are local."""
-    pieces, dim = step.pieces, step.dim
+    """Take one step on what a device has. Runs manual over every axis of the step; shapes are local.
+
+    Collectives gather and split along one dim. Where several dims take part, digits move to and from that one locally.
+    """
+    pieces = step.pieces
+    axes, index = tuple(dict.fromkeys(piece.axis for piece in pieces)), _indices(step.pieces, mesh_shape)
+    groups = {"axis_name": axes, "axis_index_groups": _groups(pieces, index)}
+    leaves, comes = (
+        next((dim for dim, entry in enumerate(layout.tiles) if pieces[0] in entry), -1)
+        for layout in (step.before, step.after)
+    )
     match step.kind:
         case "slice":
-            size = shard.shape[dim] // _size(pieces)
-            index = _rank(pieces, {piece.axis: lax.axis_index(piece.axis) for piece in pieces})
-            return lax.dynamic_slice_in_dim(shard, index * size, size, dim)
+            size = shard.shape[comes] // _size(pieces)
+            number = _number(pieces, {axis: lax.axis_index(axis) for axis in axes})
+            return lax.dynamic_slice_in_dim(shard, number * size, size, comes)
         case "all-gather":
-            return lax.all_gather(shard, **_groups(pieces, mesh_shape), axis=dim, tiled=True)
+            shard = lax.all_gather(shard, axis=leaves, tiled=True, **groups)
+            return _from_one_dim(shard, leaves, pieces, step.before.tiles)
         case "all-to-all":
-            shard = lax.all_to_all(
-                shard, **_groups(pieces, mesh_shape), split_axis=step.to_dim, concat_axis=dim, tiled=True
-            )
-            # What came is in the order of the members, which may differ from the order in which they split `dim`.
-            order = sorted(range(len(pieces)), key=lambda k: step.before.tiles[dim].index(pieces[k]))
-            return _reordered(shard, dim, [piece.size for piece in pieces], order)
+            shard = _to_one_dim(shard, comes, pieces, step.after.tiles)
+            shard = lax.all_to_all(shard, split_axis=comes, concat_axis=leaves, tiled=True, **groups)
+            return _from_one_dim(shard, leaves, pieces, step.before.tiles)
         case "all-reduce":
-            return lax.psum(shard, **_groups(pieces, mesh_shape))
+            return lax.psum(shard, **groups)
         case "reduce-scatter":
-            return lax.psum_scatter(shard, **_groups(pieces, mesh_shape), scatter_dimension=dim, tiled=True)
+            shard = _to_one_dim(shard, comes, pieces, step.after.tiles)
+            return lax.psum_scatter(shard, scatter_dimension=comes, tiled=True, **groups)
         case _:
-            axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
-            return lax.ppermute(shard, axes, _pairs(step, axes, mesh_shape))
-
-
-def _reordered(shard: jax.Array, dim: int, sizes: list[int], order: list[int]) -> jax.Array:
-    """Put the blocks along a dim, numbered by digits of these sizes, into another order of the digits."""
-    if order == sorted(order):
-        return shard
-    split = [*shard.shape[:dim], *sizes, shard.shape[dim] // math.prod(sizes), *shard.shape[dim + 1 :]]
-    axes = [*range(dim), *(dim + k for k in order), *range(dim + len(order), len(split))]
-    return shard.reshape(split).transpose(axes).reshape(shard.shape)
-
-
-def _groups(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[str, Any]:
-    """What `jax.lax` is told to run a collective over some pieces: axes, and groups within them if any is cut."""
-    if all(piece.size == mesh_shape[piece.axis] for piece in pieces):
-        return {"axis_name": tuple(piece.axis for piece in pieces)}
-    axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
-    index = _indices(axes, mesh_shape)
-    rest = {axis: index[axis].copy() for axis in axes}
-    for axis, stride, size in pieces:
-        rest[axis] -= index[axis] // stride % size * stride
-    order = np.lexsort((_rank(pieces, index), *rest.values()))
-    return {"axis_name": axes, "axis_index_groups": order.reshape(-1, _size(pieces)).tolist()}
-
-
-def _pairs(step: Step, axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Who sends to whom: devices that have what they want keep it, and others get it from one that has no use for it."""
-    index = _indices(axes, mesh_shape)
-    has, wants = (_rank(tuple(itertools.chain(*tiles)), index) for tiles in (step.before.tiles, step.after.tiles))
-    [stays], [moves] = np.nonzero(has == wants), np.nonzero(has != wants)
-    senders, receivers = (moves[np.argsort(tile[moves], kind="stable")] for tile in (has, wants))
-    return [*zip(stays.tolist(), stays.tolist()), *zip(senders.tolist(), receivers.tolist())]
-
-
-def _indices(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The index along each axis of every device, in the order in which JAX counts devices over several axes."""
-    return dict(zip(axes, np.indices([mesh_shape[axis] for axis in axes]).reshape(len(axes), -1)))
-
-
-def _rank(pieces: tuple[Piece, ...], index: Mapping[str, Any]) -> Any:
-    """The number of a device among those along some pieces, the first of them major."""
-    rank = 0
-    for axis, stride, size in pieces:
-        rank = rank * size + index[axis] // stride % size
-    return rank
+            return lax.ppermute(shard, axes, _pairs(step, index))

@@ -290,6 +290,9 @@ def test_generate_continues_the_prompt():
     np.testing.assert_array_equal(tokens[:, 5:], logits.argmax(-1)[:, 4:-1])
     assert (drawn[0] != drawn[1]).any()
     assert not model.dropout.deterministic
+    with sl.use(RULES["tensor_sequence"], mesh_of("cpu")):
+        shorter = gpt.generate(model, prompt, 3, jax.random.key(0), 0.0)
+    np.testing.assert_array_equal(shorter, tokens[:, :8])
 
 
 # What is wrong with a configuration is said.

@@ -158,28 +158,26 @@ class Step:
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
         microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def microbatch(carry: Any, scanned: Any) -> tuple[Any, Any]:
-            summed, rest = carry
+        def microbatch(rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
             index, examples = scanned
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
             loss = partial(self._total, layout, streams=keys(streams), rest=keys(rest), key=keys(key), batch=examples)
             (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-            summed = jax.tree.map(lambda s, g, spec: _laid_out(g.astype(jnp.float32) + s, spec), summed, gradient, specs)
-            return (summed, rest), (means, streams_after)
+            gradient = jax.tree.map(lambda g, spec: _laid_out(g.astype(jnp.float32), spec), gradient, specs)
+            return gradient, means, streams_after, rest
 
-        zeros = jax.tree.map(lambda p, spec: _laid_out(jnp.zeros(p.shape, jnp.float32), spec), params, specs)
-        self._check_rest(microbatch, (zeros, rest), (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
+        self._check_rest(microbatch, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
         with jax.named_scope("loss"):
-            (summed, rest), (means, streams_after) = _scan(microbatch, (zeros, rest), (jnp.arange(count), microbatches), count)
+            summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count)
 
         # One division by the weight of the whole batch, before the exchange: contributions add up to the gradient.
-        totals = jax.tree.map(lambda x: lax.psum(jnp.sum(x, 0), axes) if axes else jnp.sum(x, 0), means)
-        metrics = {name: _divided(of.total, of.weight) for name, of in totals.items()}
-        contributions = jax.tree.map(lambda s: _divided(s, totals["loss"].weight), summed)
+        totals = lax.psum(means, axes) if axes else means
+        metrics = {name: of.total * _inverse(of.weight) for name, of in totals.items()}
+        each = _inverse(totals["loss"].weight)
+        contributions = jax.tree.map(lambda g: g * each, summed)
         with jax.named_scope("exchange"):
             gradient = exchange_gradients(self.strategy.exchange, contributions, specs, axes)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        streams = jax.tree.map(lambda x: x[-1], streams_after)  # microbatches start alike, so all end alike
         return gradient, streams, rest, metrics | {"weight": totals["loss"].weight}
 
     def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
@@ -191,24 +189,32 @@ class Step:
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
         return means["loss"].total, (means, streams, rest)
 
-    def _check_rest(self, microbatch: Any, carry: Any, scanned: Any, axes: tuple[str, ...]) -> None:
+    def _check_rest(self, microbatch: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
         """Refuse state that the loss makes from this device's examples alone."""
-        _, rest = carry
         if not axes or not jax.tree.leaves(rest):
             return
-        jaxpr = jax.make_jaxpr(lambda carry, scanned: microbatch(carry, scanned)[0][1])(carry, scanned)
-        varies = [False] * (len(jax.tree.leaves(carry)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
+        jaxpr = jax.make_jaxpr(lambda rest, scanned: microbatch(rest, scanned)[-1])(rest, scanned)
+        varies = [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
         found = varying_outputs(jaxpr, varies, axes)
         differing = [path for (path, _), differs in zip(named_leaves(rest), found, strict=True) if differs]
         if differing:
             raise ValueError(describe_varying(differing))
 
 
-def _scan(body: Any, carry: Any, scanned: Any, count: int) -> Any:
-    if count > 1:
-        return lax.scan(body, carry, scanned)
-    carry, out = body(carry, jax.tree.map(lambda x: x[0], scanned))
-    return carry, jax.tree.map(lambda x: x[None], out)
+def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int) -> tuple[Any, Any, Any, Any]:
+    """Sum what the microbatches give, in a scan; `rest` goes from each to the next, random streams start alike in all."""
+    first = partial(jax.tree.map, lambda x: x[0])
+    if count == 1:
+        return microbatch(rest, first(scanned))
+
+    def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
+        summed, rest = carry
+        *new, streams, rest = microbatch(rest, scanned)
+        return (jax.tree.map(jnp.add, summed, new), rest), streams
+
+    shapes = jax.eval_shape(microbatch, rest, first(scanned))[:2]
+    (summed, rest), streams = lax.scan(body, (jax.tree.map(jnp.zeros_like, list(shapes)), rest), scanned)
+    return (*summed, jax.tree.map(lambda x: x[-1], streams), rest)
 
 
 def _laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -220,9 +226,9 @@ def _with_row_keys(tree: Any, **where: Any) -> Any:
     return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
 
 
-def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
+def _inverse(weight: jax.Array) -> jax.Array:
     """A batch of which nothing counts has a loss and a gradient of zero, not of nan."""
-    return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+    return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
 
 
 def _as_means(out: Any, rows: int) -> dict[str, Mean]:

@@ -1,0 +1,35 @@
+"""Pages that tell the truth: every `python` block of the README and the docs runs, in order, on its page."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page, capsys):
+    namespace = {}
+    for block in re.finditer(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        line = page.read_text()[: block.start()].count("\n") + 1
+        with warnings.catch_warnings():
+            exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
+
+
+def test_what_a_page_shows_is_what_is_printed(capsys):
+    page = ROOT / "docs" / "tutorial.md"
+    test_the_blocks_of_a_page_run(page, capsys)
+    printed = capsys.readouterr().out
+    shown = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    assert shown
+    for text in shown:
+        assert text.strip() in printed
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
