@@ -9,7 +9,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -339,3 +339,71 @@ def _take(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax.Ar
             return lax.psum_scatter(shard, scatter_dimension=comes, tiled=True, **groups)
         case _:
             return lax.ppermute(shard, axes, _pairs(step, index))
+
+
+def _from_one_dim(shard: jax.Array, at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> jax.Array:
+    """From blocks along the dim `at`, numbered by pieces, to blocks along the dims that `tiles` says pieces split."""
+    order, sizes = _digits(at, pieces, tiles)
+    if order == sorted(order):
+        return shard
+    count = math.prod(sizes)
+    digits = [*shard.shape[:at], *sizes, shard.shape[at] // count, *shard.shape[at + 1 :]]
+    shape = list(shard.shape)
+    shape[at] //= count
+    for dim, entry in enumerate(tiles):
+        shape[dim] *= _size(piece for piece in entry if piece in pieces)
+    return shard.reshape(digits).transpose(order).reshape(shape)
+
+
+def _to_one_dim(shard: jax.Array, at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> jax.Array:
+    """The inverse: pieces become the major digits along the dim `at`, in their order."""
+    order, sizes = _digits(at, pieces, tiles)
+    if order == sorted(order):
+        return shard
+    own = [[piece.size for piece in entry if piece in pieces] for entry in tiles]
+    local = [size // math.prod(blocks) for size, blocks in zip(shard.shape, own, strict=True)]
+    digits = [size for blocks, rest in zip(own, local, strict=True) for size in (*blocks, rest)]
+    local[at] *= math.prod(sizes)
+    return shard.reshape(digits).transpose(np.argsort(order)).reshape(local)
+
+
+def _digits(at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> tuple[list[int], list[int]]:
+    """Where the digits of all dims are while pieces are at `at`, dim by dim as `tiles` has them; and their sizes."""
+    order = []
+    for dim, entry in enumerate(tiles):
+        order += [at + pieces.index(piece) for piece in entry if piece in pieces]
+        order.append(dim + len(pieces) * (dim >= at))
+    return order, [piece.size for piece in pieces]
+
+
+def _groups(pieces: tuple[Piece, ...], index: Mapping[str, np.ndarray]) -> list[list[int]] | None:
+    """The groups over some pieces, by the numbers of devices along their axes; None if that is all of them in order."""
+    number = _number(pieces, index)
+    if (number == np.arange(number.size)).all():
+        return None
+    rest = {axis: along.copy() for axis, along in index.items()}
+    for axis, stride, size in pieces:
+        rest[axis] -= index[axis] // stride % size * stride
+    return np.lexsort((number, *rest.values())).reshape(-1, _size(pieces)).tolist()
+
+
+def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+    """Who sends to whom: a device that has what it wants keeps it, another gets it from one that has no use for it."""
+    has, wants = (_number(tuple(itertools.chain(*tiles)), index) for tiles in (step.before.tiles, step.after.tiles))
+    [stay], [move] = np.nonzero(has == wants), np.nonzero(has != wants)
+    senders, receivers = (move[np.argsort(tile[move], kind="stable")] for tile in (has, wants))
+    return [*zip(stay.tolist(), stay.tolist(), strict=True), *zip(senders.tolist(), receivers.tolist(), strict=True)]
+
+
+def _indices(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """The index of every device along each axis, in the order in which JAX counts devices over several axes."""
+    axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
+    return dict(zip(axes, np.indices([mesh_shape[axis] for axis in axes]).reshape(len(axes), -1), strict=True))
+
+
+def _number(pieces: tuple[Piece, ...], index: Mapping[str, Any]) -> Any:
+    """The number of a device among those along some pieces, the first of them major."""
+    number = 0
+    for axis, stride, size in pieces:
+        number = number * size + index[axis] // stride % size
+    return number
