@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 import jax
-import jaxlib
 
 
 def report(name: str, figures: dict[str, Any], bounds: dict[str, float], as_json: bool) -> None:
@@ -19,7 +18,6 @@ def report(name: str, figures: dict[str, Any], bounds: dict[str, float], as_json
         machine = {
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
             "cpus": os.cpu_count(),
         }

@@ -9,6 +9,7 @@ median of the ratios; compile times likewise, tracing and lowering included.
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -63,47 +64,51 @@ def main() -> None:
     config = gpt.tiny(layers=4, width=128, heads=8, context=128)
     batch = {"tokens": np.random.default_rng(0).integers(0, config.vocab, (32, config.context + 1), dtype=np.int32)}
 
-    def make_state() -> sl.State:
-        return sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy)
+    def make_state(abstract: bool = False) -> sl.State:
+        return sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=abstract)
 
     sharding = NamedSharding(strategy.device_mesh, PartitionSpec("data"))
     placed = jax.device_put(batch, sharding)
-    ours, theirs = [], []
-    for _ in range(arguments.compilations + 1):
-        state = make_state()
-        step, (hand, params, opt_state) = sl.train_step(gpt.loss, strategy), by_hand(make_state(), strategy)
+
+    abstract = make_state(abstract=True)
+
+    def compile_ours() -> None:
         jax.clear_caches()
-        ours.append(timed(lambda: step.lower(state, placed).compile()))
+        sl.train_step(gpt.loss, strategy).lower(abstract, placed).compile()
+
+    def compile_theirs() -> None:
         jax.clear_caches()
+        hand, params, opt_state = by_hand(abstract, strategy)
         with strategy.scope():
-            theirs.append(timed(lambda: hand.lower(params, opt_state, placed).compile()))
-    compile_ratio = statistics.median(a / b for a, b in zip(ours[1:], theirs[1:], strict=True))
+            hand.lower(params, opt_state, placed).compile()
 
-    steps_ours, steps_theirs = [], []
-    for pair in range(arguments.pairs + 5):
-        def take_ours():
-            nonlocal state
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
+    ours, theirs = in_turns(compile_ours, compile_theirs, arguments.compilations, warm_up=1)
+    compile_ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    compile_seconds = statistics.median(ours)
 
-        def take_theirs():
-            nonlocal params, opt_state
-            with strategy.scope():
-                params, opt_state, loss = hand(params, opt_state, jax.device_put(batch, sharding))
-            jax.block_until_ready((params, opt_state, loss))
+    state, step = make_state(), sl.train_step(gpt.loss, strategy)
+    hand, params, opt_state = by_hand(make_state(), strategy)
 
-        # Whoever goes first may find the caches cold: take turns at that too.
-        order = ((take_ours, steps_ours), (take_theirs, steps_theirs))
-        for take, times in order if pair % 2 else reversed(order):
-            times.append(timed(take))
+    def take_ours() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    def take_theirs() -> None:
+        nonlocal params, opt_state
+        with strategy.scope():
+            params, opt_state, loss = hand(params, opt_state, jax.device_put(batch, sharding))
+        jax.block_until_ready((params, opt_state, loss))
+
+    ours, theirs = in_turns(take_ours, take_theirs, arguments.pairs, warm_up=5)
     difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, params)
     report(
         "step_overhead",
         {
-            "ratio_median": statistics.median(a / b for a, b in zip(steps_ours[5:], steps_theirs[5:], strict=True)),
+            "ratio_median": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
             "compile_ratio": compile_ratio,
-            "step_milliseconds": 1e3 * statistics.median(steps_ours[5:]),
-            "compile_seconds": statistics.median(ours[1:]),
+            "step_milliseconds": 1e3 * statistics.median(ours),
+            "compile_seconds": compile_seconds,
             "largest_difference": max(jax.tree.leaves(difference)),
             "mesh": arguments.mesh,
         },
@@ -112,11 +117,15 @@ def main() -> None:
     )
 
 
-def timed(f) -> float:
-    """Seconds that a call takes."""
-    started = time.perf_counter()
-    f()
-    return time.perf_counter() - started
+def in_turns(a: Callable[[], None], b: Callable[[], None], pairs: int, warm_up: int) -> tuple[list[float], list[float]]:
+    """Seconds of each call of two functions that take turns. Whoever goes first may find caches cold: turns at that too."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs + warm_up):
+        for which in (0, 1) if pair % 2 else (1, 0):
+            started = time.perf_counter()
+            (a, b)[which]()
+            times[which].append(time.perf_counter() - started)
+    return times[0][warm_up:], times[1][warm_up:]
 
 
 if __name__ == "__main__":

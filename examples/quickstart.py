@@ -91,7 +91,7 @@ def main() -> None:
     _, again = train(other, text, 10)
     print("  step   " + "  ".join(f"{n:6d}" for n in (1, 4, 7, 10)))
     for where, values in ((strategy.mesh, losses), (other.mesh, again)):
-        print(f"  loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
+        print("  loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
     np.testing.assert_allclose(again, losses[:10], rtol=1e-3)
 
     print(f"\nA sample, after {STEPS} steps:\n")

@@ -9,13 +9,13 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
 
@@ -44,7 +44,9 @@ def current_scope() -> Scope | None:
 
 
 @contextlib.contextmanager
-def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", used: set[str] | None = None) -> Iterator[Scope]:
+def use(
+    rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", used: set[str] | None = None
+) -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
 
     >>> from shardlib._mesh import make_mesh
@@ -92,7 +94,9 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
         return x
     mesh = _required_mesh("shard")
     scope.used.update(name for name in names if isinstance(name, str))
-    resolution = resolve(scope.rules, mesh.shape, names, x.shape, what="the annotated array", manual=frozenset(mesh.manual_axes))
+    resolution = resolve(
+        scope.rules, mesh.shape, names, x.shape, what="the annotated array", manual=frozenset(mesh.manual_axes)
+    )
     say(resolution.said)
     if resolution.padded_shape == x.shape:
         return constrain(x, resolution.spec)

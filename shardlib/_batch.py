@@ -56,16 +56,17 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     >>> gather_batch(jnp.ones((4, 2))).shape
     (4, 2)
     """
-    axes = split_axes()
-    if not axes:
+    axes, scope, mesh = split_axes(), current_scope(), jax.sharding.get_abstract_mesh()
+    if not axes or scope is None or scope.rules is None:
         return x
-    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
     names = names or (None,) * (x.ndim - 1)
     manual = frozenset(mesh.manual_axes)
     others = resolve(scope.rules, mesh.shape, names, x.shape[1:], what="the array to gather", manual=manual).spec
     split_automatically = any(axis not in manual for axis in scope.rules.batch_axes)
     return manual_over_all(
-        lambda shard: lax.all_gather(shard, axes, axis=0, tiled=True), PartitionSpec(None, *others), nest=not split_automatically
+        lambda shard: lax.all_gather(shard, axes, axis=0, tiled=True),
+        PartitionSpec(None, *others),
+        nest=not split_automatically,
     )(x)
 
 
@@ -80,11 +81,11 @@ def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
     return lax.pmean(here, axes) if axes else here
 
 
-def manual_over_all(body: Any, spec: PartitionSpec, *, nest: bool = True) -> Any:
+def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:
     """Run a collective on each device's own shard: a `shard_map` over the axes that are still automatic.
 
     A collective over a manual axis whose operand an automatic axis splits would gather the operand first and move as
-    many times the bytes. `spec` says how the automatic axes split the operand, and the result.
+    many times the bytes. `spec`, or a tree of them, says how the automatic axes split the operand, and the result.
     """
     automatic = set(jax.sharding.get_abstract_mesh().auto_axes)
     if not automatic or not nest:

@@ -50,7 +50,7 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     ('embed', 'mlp')
     """
     nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
-    leaves = nnx_variables or {path: box for path, box in named_leaves(model, is_leaf=_is_box)}
+    leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
     chosen: dict[str, Names] = {}
     for pattern, value in names.items():
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
@@ -133,7 +133,13 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _unbox(leaf: Any) -> Any:
-    return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else leaf.unbox() if _is_box(leaf) else leaf
+    return (
+        leaf.unbox(apply_constraint=False)
+        if isinstance(leaf, meta.Partitioned)
+        else leaf.unbox()
+        if _is_box(leaf)
+        else leaf
+    )
 
 
 def _box(leaf: Any, names: Any) -> Any:

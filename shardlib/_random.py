@@ -73,7 +73,7 @@ def _implementation(rows: int, base: str) -> Any:
         key = jax.random.key(value, impl=base)
         return pack(key, key, jnp.array([0, 1], jnp.uint32))
 
-    def fold_in(words: jax.Array, data: jax.Array) -> jax.Array:
+    def fold_in(words: jax.Array, data: Any) -> jax.Array:
         stream, example, where = unpack(words)
         return pack(jax.random.fold_in(stream, data), jax.random.fold_in(example, data), where)
 
@@ -83,9 +83,9 @@ def _implementation(rows: int, base: str) -> Any:
         number = where[0] + where[1] * position if shape == (rows,) else position
         # One more fold keeps the keys of a split apart from those of rows, which are folded in by number alone.
         stream, example = jax.random.fold_in(stream, 0x5EED), jax.random.fold_in(example, 0x5EED)
-        children = jax.vmap(
-            lambda p, n: pack(jax.random.fold_in(stream, p), jax.random.fold_in(example, n), where)
-        )(position, number)
+        children = jax.vmap(lambda p, n: pack(jax.random.fold_in(stream, p), jax.random.fold_in(example, n), where))(
+            position, number
+        )
         return children.reshape(*shape, words.shape[-1])
 
     def random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:

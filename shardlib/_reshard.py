@@ -243,33 +243,41 @@ def _steps(layout: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[
     """Every step from a layout. Only the most minor pieces of a dim can leave it, and only as such can others come."""
     tiles, partial = layout
     local, dims = _local(layout, shape), range(len(shape))
-    placed = {*itertools.chain(*tiles)}
-    summed = [piece for piece in pieces if piece in partial]
-
-    def fits(tiles: Tiles) -> bool:
-        return all(size % _size(entry) == 0 for size, entry in zip(shape, tiles, strict=True))
+    splitting = {*itertools.chain(*tiles)}
 
     def to(kind: str, group: tuple[Piece, ...], after: Tiles, received: int) -> Step:
         return Step(kind, group, layout, Layout(after, partial - {*group}), received)
 
+    def placed(
+        group: tuple[Piece, ...], tiles: Tiles, dims: Sequence[int]
+    ) -> Iterator[tuple[tuple[Piece, ...], Tiles]]:
+        """Every way to share out pieces over dims, with the order of the members. On a dim they come as at the end."""
+        for homes in itertools.product(dims, repeat=len(group)):
+            added = [
+                [piece for piece, home in zip(group, homes, strict=True) if home == dim] for dim in range(len(tiles))
+            ]
+            for entry, last in zip(added, end.tiles, strict=True):
+                entry.sort(key=lambda piece: (last.index(piece) if piece in last else len(last), pieces.index(piece)))
+            after = tuple(entry + tuple(more) for entry, more in zip(tiles, added, strict=True))
+            if all(size % _size(entry) == 0 for size, entry in zip(shape, after, strict=True)):
+                yield tuple(itertools.chain(*added)), after
+
     for piece in pieces:
-        if piece not in placed and piece not in partial:
-            yield from (to("slice", (piece,), t, 0) for t in _placements((piece,), tiles, dims) if fits(t))
-    for group in _subsets(summed):
+        if piece not in splitting and piece not in partial:
+            yield from (to("slice", group, after, 0) for group, after in placed((piece,), tiles, dims))
+    for group in _subsets([piece for piece in pieces if piece in partial]):
         received = local - local // _size(group)
         yield to("all-reduce", group, tiles, 2 * received)
-        for order in itertools.permutations(group):
-            yield from (to("reduce-scatter", order, t, received) for t in _placements(order, tiles, dims) if fits(t))
+        yield from (to("reduce-scatter", order, after, received) for order, after in placed(group, tiles, dims))
     for kept in itertools.product(*(range(len(entry) + 1) for entry in tiles)):
-        group = tuple(itertools.chain(*(entry[k:] for entry, k in zip(tiles, kept, strict=True))))
-        if not group:
-            continue
         without = tuple(entry[:k] for entry, k in zip(tiles, kept, strict=True))
+        if without == tiles:
+            continue
+        group = tuple(itertools.chain(*(entry[k:] for entry, k in zip(tiles, kept, strict=True))))
         yield to("all-gather", group, without, local * (_size(group) - 1))
         others = [dim for dim in dims if without[dim] == tiles[dim]]
         received = local - local // _size(group)
-        for order in itertools.permutations(group):
-            yield from (to("all-to-all", order, t, received) for t in _placements(order, without, others) if fits(t))
+        yield from (to("all-to-all", order, after, received) for order, after in placed(group, without, others))
     # Who has which tile is put right once, when tiles have the size they will have until the end or until the gathers
     # that lead there.
     if not partial:
@@ -279,13 +287,6 @@ def _steps(layout: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[
 
 def _subsets(pieces: list[Piece]) -> Iterator[tuple[Piece, ...]]:
     return itertools.chain(*(itertools.combinations(pieces, count) for count in range(1, len(pieces) + 1)))
-
-
-def _placements(group: tuple[Piece, ...], tiles: Tiles, dims: Sequence[int]) -> Iterator[Tiles]:
-    """Every way to add pieces to the minor ends of some dims, in this order from dim to dim."""
-    for cuts in itertools.combinations_with_replacement(range(len(group) + 1), len(dims) - 1) if dims else ():
-        ends = dict(zip(dims, itertools.pairwise((0, *cuts, len(group))), strict=True))
-        yield tuple(entry + group[slice(*ends.get(dim, (0, 0)))] for dim, entry in enumerate(tiles))
 
 
 def _finer(tiles: Tiles, counts: tuple[int, ...], pieces: tuple[Piece, ...]) -> Iterator[Tiles]:

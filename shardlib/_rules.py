@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -18,7 +18,7 @@ Policy: TypeAlias = Literal["error", "drop", "pad", "replicate"]
 POLICIES = ("error", "drop", "pad", "replicate")
 
 BATCH = "batch"
-"""The name of the dim of examples, the only name with a meaning to the library: the axes that split it are data axes."""
+"""The dim of examples, the one name with a meaning to the library: the axes that split it are data axes."""
 
 
 class ShardingWarning(UserWarning):
@@ -43,6 +43,10 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     """
 
     __slots__ = ("_hash", "_known", "_policies", "_rules")
+    _rules: dict[str, tuple[Axes, ...]]
+    _known: frozenset[str]
+    _policies: dict[str | None, Policy]
+    _hash: int
 
     def __init__(self, rules: Mapping[str, object] | None = None, /, **more: object) -> None:
         self._set({name: _candidates(name, value) for name, value in {**(rules or {}), **more}.items()})
@@ -95,11 +99,11 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the dim of examples."""
         if BATCH not in self.names:
-            raise ValueError(f"No rule for `{BATCH}`, the dim of examples. Add one: `rules | AxisRules(batch=\"data\")`.")
+            raise ValueError(f'No rule for `{BATCH}`, the dim of examples. Add one: `rules | AxisRules(batch="data")`.')
         candidates = self[BATCH]
         if len(candidates) > 1:
             raise ValueError(f"`{BATCH}` lists candidates {candidates}; the dim of examples takes one: write a tuple.")
-        return as_tuple(candidates[0])
+        return as_tuple(next(iter(candidates)))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -195,7 +199,9 @@ def resolve(
     """
     array = f"`{what}` of shape {shape}"
     if len(names) != len(shape):
-        raise ValueError(f"{array} has {len(shape)} dims and was given {len(names)} names {names}: name every dim once.")
+        raise ValueError(
+            f"{array} has {len(shape)} dims and was given {len(names)} names {names}: name every dim once."
+        )
     rules.check_mesh(mesh_shape)
     rules._require_known((n for n in names if isinstance(n, str)), f" for a dim of {array}")
     taken: dict[str, str] = {}
@@ -268,12 +274,14 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
 
 
-def _candidates(name: str, value: object) -> tuple[Axes, ...]:
+def _candidates(name: str, value: Any) -> tuple[Axes, ...]:
     candidates = value if isinstance(value, list) else [value]
     if not candidates:
         raise ValueError(f"The rule for `{name}` lists no candidate; write `{name}=None` for replicated.")
     for axes in candidates:
-        if not (axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(isinstance(a, str) for a in axes))):
+        if not (
+            axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(isinstance(a, str) for a in axes))
+        ):
             raise ValueError(
                 f"The rule for `{name}` holds {axes!r}; a candidate is an axis, a tuple of axes or None, and a list "
                 "holds candidates to try in turn."
@@ -311,7 +319,11 @@ def _indivisible(
         case "drop":
             while size % _product(mesh_shape, axes):
                 axes = axes[:-1]
-            return axes, size, f"{where}: {tried} does not divide {size}; split over {_listed(axes) or 'nothing'} instead."
+            return (
+                axes,
+                size,
+                f"{where}: {tried} does not divide {size}; split over {_listed(axes) or 'nothing'} instead.",
+            )
         case "pad":
             padded = math.ceil(size / _product(mesh_shape, axes)) * _product(mesh_shape, axes)
             return axes, padded, f"{where}: {tried} does not divide {size}; padded to {padded}."
@@ -319,8 +331,8 @@ def _indivisible(
             count = _product(mesh_shape, axes)
             raise ValueError(
                 f"{where}: {tried} does not divide {size}. Use a multiple of {count}, another mesh, a candidate that fits "
-                "(`[\"axis\", None]`), or say what should happen: `rules.indivisible(name=\"replicate\")`, `\"drop\"` or "
-                "`\"pad\"`."
+                '(`["axis", None]`), or say what should happen: `rules.indivisible(name="replicate")`, `"drop"` or '
+                '`"pad"`.'
             )
 
 

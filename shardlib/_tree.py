@@ -23,7 +23,9 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
 
 def map_named(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """`jax.tree.map` whose function is also given the name of each leaf's path, first."""
-    return jax.tree_util.tree_map_with_path(lambda path, *leaves: f(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: f(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf
+    )
 
 
 def _key_name(key: Any) -> str:

@@ -10,7 +10,10 @@ os.environ["TPU_LOG_DIR"] = "disabled"
 
 import pytest
 
-COMPILERS = {"tpu_compiler": ("libtpu", 'pip install -e ".[test]"'), "gpu_compiler": ("jax_plugins.xla_cuda13", 'pip install "jax[cuda13]"')}
+COMPILERS = {
+    "tpu_compiler": ("libtpu", 'pip install -e ".[test]"'),
+    "gpu_compiler": ("jax_plugins.xla_cuda13", 'pip install "jax[cuda13]"'),
+}
 
 
 def pytest_collection_modifyitems(items):

@@ -73,7 +73,9 @@ def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
             return sl.shard(x, "experts", None)
 
         with pytest.raises(ValueError, match="`experts`=4.*axis `data`, which is manual here"):
-            jax.jit(jax.shard_map(lose, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False))(X)
+            jax.jit(jax.shard_map(lose, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False))(
+                X
+            )
         with pytest.raises(ValueError, match="names the axis `data`"):
             jax.jit(jax.shard_map(lambda x: sl.split(x, 0, 2, axis="data"), in_specs=P("data"), out_specs=P("data"),
                                   axis_names={"data"}, check_vma=False))(X)  # fmt: skip
@@ -126,7 +128,10 @@ def test_remat_is_part_of_the_jit_cache_key_and_changes_the_program():
 
 
 def test_policies_are_said_aloud():
-    with sl.use(RULES.indivisible(act_mlp="replicate"), MESH), pytest.warns(sl.ShardingWarning, match="`act_mlp`=6.*replicated"):
+    with (
+        sl.use(RULES.indivisible(act_mlp="replicate"), MESH),
+        pytest.warns(sl.ShardingWarning, match="`act_mlp`=6.*replicated"),
+    ):
         assert sl.shard(jnp.zeros((8, 6)), "batch", "act_mlp").sharding.spec == P("data", None)
     with sl.use(RULES.indivisible(act_mlp="pad"), MESH), pytest.warns(sl.ShardingWarning, match="padded to 8"):
         x = np.arange(48.0, dtype=np.float32).reshape(8, 6)
@@ -144,5 +149,3 @@ def test_annotations_go_through_vmap_grad_and_scan():
         found = jax.jit(jax.grad(f))(X)
     with sl.unsharded():
         np.testing.assert_allclose(found, jax.jit(jax.grad(f))(X), rtol=1e-6)
-
-

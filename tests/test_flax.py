@@ -57,7 +57,8 @@ def test_models_that_already_carry_names_or_specs():
     literal = nnx.with_partitioning(LECUN, P("model", None))
     specs = params_specs(
         lambda: nnx.Sequential(
-            nnx.Linear(8, 8, kernel_init=with_flax, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, kernel_init=literal, rngs=nnx.Rngs(1))
+            nnx.Linear(8, 8, kernel_init=with_flax, rngs=nnx.Rngs(0)),
+            nnx.Linear(8, 8, kernel_init=literal, rngs=nnx.Rngs(1)),
         )
     )
     assert specs["layers"][0]["kernel"] == P(None, "model")
@@ -66,9 +67,14 @@ def test_models_that_already_carry_names_or_specs():
 
 def test_unknown_names_are_all_listed_with_their_parameters():
     rules = sl.AxisRules(batch="data")
-    with pytest.raises(ValueError, match=r"`embed` on `a/w`, `b/w`; `mlp` on `a/w`\. The rules know `batch`\. Add rules, .*embed=None, mlp=None"):
+    with pytest.raises(
+        ValueError,
+        match=r"`embed` on `a/w`, `b/w`; `mlp` on `a/w`\. The rules know `batch`\. Add rules, .*embed=None, mlp=None",
+    ):
         params_specs(
-            lambda: sl.annotate({k: {"w": jnp.ones((4, 4))} for k in "ab"}, {"a/w": ("embed", "mlp"), "b/w": ("embed", None)}),
+            lambda: sl.annotate(
+                {k: {"w": jnp.ones((4, 4))} for k in "ab"}, {"a/w": ("embed", "mlp"), "b/w": ("embed", None)}
+            ),
             sl.Strategy(mesh="data=8", rules=rules),
         )
 
@@ -76,7 +82,9 @@ def test_unknown_names_are_all_listed_with_their_parameters():
 def test_annotate_names_what_cannot_be_edited():
     def make():
         model = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
-        return sl.annotate(model, {r"(query|key|value)/kernel": ("embed", None, "mlp"), "out/kernel": (None, "mlp", "embed")})
+        return sl.annotate(
+            model, {r"(query|key|value)/kernel": ("embed", None, "mlp"), "out/kernel": (None, "mlp", "embed")}
+        )
 
     specs = params_specs(make)
     assert specs["query"]["kernel"] == P(None, None, "model")
@@ -87,9 +95,15 @@ def test_annotate_names_what_cannot_be_edited():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ({".*/kernle": ("embed", "mlp")}, "pattern `.*/kernle` matches no parameter. The paths are: linear/bias, linear/kernel"),
+        (
+            {".*/kernle": ("embed", "mlp")},
+            "pattern `.*/kernle` matches no parameter. The paths are: linear/bias, linear/kernel",
+        ),
         ({"linear/kernel": ("embed",)}, "`linear/kernel` of shape .8, 8. has 2 dims and was given 1 names"),
-        ({"linear/kernel": ("embed", "mlp"), "linear/k.*": ("mlp", "embed")}, "`linear/kernel` is named .* by one pattern"),
+        (
+            {"linear/kernel": ("embed", "mlp"), "linear/k.*": ("mlp", "embed")},
+            "`linear/kernel` is named .* by one pattern",
+        ),
     ],
 )
 def test_patterns_that_match_nothing_disagree_or_do_not_fit_are_refused(names, message):
@@ -127,7 +141,7 @@ def make_linen():
 
 
 def test_trainable_can_be_chosen():
-    is_up = lambda path, leaf: path == "up"  # noqa: E731
+    is_up = lambda path, leaf: path == "up"
     state = sl.init(lambda: {"up": jnp.ones(4), "down": jnp.ones(4)}, optax.sgd(0.1), STRATEGY, trainable=is_up)
     assert state.params["down"] is None
     assert state.rest["up"] is None
@@ -157,7 +171,7 @@ def test_a_model_born_sharded_equals_one_born_whole():
 
 
 def test_policies_for_parameters():
-    make = lambda: sl.annotate({"w": jnp.ones((8, 6))}, {"w": ("embed", "mlp")})  # noqa: E731
+    make = lambda: sl.annotate({"w": jnp.ones((8, 6))}, {"w": ("embed", "mlp")})
     with pytest.raises(ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model`=4 does not divide 6"):
         params_specs(make)
     strategy = sl.Strategy(mesh="data=2,model=4", rules=RULES.indivisible(mlp="replicate"))
@@ -170,7 +184,7 @@ def test_policies_for_parameters():
 
 def test_describe_says_which_candidate_won():
     rules = sl.AxisRules(batch="data", heads=["model", "data", None])
-    make = lambda: sl.annotate({"w": jnp.ones(6), "v": jnp.ones(5)}, {"[wv]": ("heads",)})  # noqa: E731
+    make = lambda: sl.annotate({"w": jnp.ones(6), "v": jnp.ones(5)}, {"[wv]": ("heads",)})
     description = sl.describe(sl.init(make, None, sl.Strategy(mesh="data=2,model=4", rules=rules)))
     remarks = {row.path: row.remark for row in description.rows}
     assert remarks["w"] == "`heads`: data of model or data or replicated"

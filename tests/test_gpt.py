@@ -138,7 +138,7 @@ def reference_rotary(config, x):
 
 
 def reference_mlp(config, params, x):
-    bias = lambda name: params[name]["bias"] if config.bias else 0  # noqa: E731
+    bias = lambda name: params[name]["bias"] if config.bias else 0
     up = x @ params["up"]["kernel"] + bias("up")
     if config.mlp == "swiglu":
         gate = x @ params["gate"]["kernel"] + bias("gate")
@@ -368,7 +368,7 @@ def test_program_does_not_grow_with_depth(remat):
     def lines(layers):
         config = replace(LLAMA, layers=layers, dropout=0.1)
         (structure, params), batch = abstract(config), {"tokens": tokens_of(config, length=17)}
-        total = lambda params, key: gpt.loss(nnx.merge(structure, params), batch, key).total  # noqa: E731
+        total = lambda params, key: gpt.loss(nnx.merge(structure, params), batch, key).total
         with sl.use(RULES["tensor"], mesh_of("cpu"), remat=remat):
             return jax.jit(jax.grad(total)).lower(params, jax.random.key(0)).as_text().count("\n")
 
@@ -390,7 +390,7 @@ def compiled_collectives(config, rules, kind):
     specs = sl.specs(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), rules, mesh)
 
     def local(params, tokens):
-        total = lambda params: gpt.loss(nnx.merge(structure, params), {"tokens": tokens}).total  # noqa: E731
+        total = lambda params: gpt.loss(nnx.merge(structure, params), {"tokens": tokens}).total
         return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(total)(params))
 
     def program(params, tokens):

@@ -23,7 +23,9 @@ def both(f, rows, start, stride):
     [
         lambda key, n: jax.random.bernoulli(key, 0.3, (n, 5, 3)),
         lambda key, n: jax.random.normal(jax.random.fold_in(key, 3), (n, 5)),
-        lambda key, n: jax.random.normal(jax.random.split(key)[1], (n, 5)),  # two streams, also where there are two rows
+        lambda key, n: jax.random.normal(
+            jax.random.split(key)[1], (n, 5)
+        ),  # two streams, also where there are two rows
         lambda key, n: jax.vmap(jax.random.normal)(jax.random.split(key, n)),  # one key per example
         lambda key, n: jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 1), (3,)))(jax.random.split(key, n)),
         lambda key, n: jax.random.randint(key, (n,), 0, 100),
@@ -44,7 +46,10 @@ def test_what_has_no_row_per_example_is_the_same_everywhere(part):
 
 def test_different_examples_streams_and_splits_draw_differently():
     key = row_keys(KEY, 4, 0, 1)
-    draws = [jax.random.normal(k, (4,)) for k in (key, jax.random.fold_in(key, 0), jax.random.fold_in(key, 1), *jax.random.split(key))]
+    draws = [
+        jax.random.normal(k, (4,))
+        for k in (key, jax.random.fold_in(key, 0), jax.random.fold_in(key, 1), *jax.random.split(key))
+    ]
     values = np.concatenate(draws)
     assert len(np.unique(values)) == values.size
 

@@ -64,7 +64,8 @@ def test_manual_axes_leave_the_batch_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected", "padded"), [("replicate", P(None), 6), ("drop", P("data"), 6), ("pad", P(("data", "model")), 8)]
+    ("policy", "expected", "padded"),
+    [("replicate", P(None), 6), ("drop", P("data"), 6), ("pad", P(("data", "model")), 8)],
 )
 def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
     rules = sl.AxisRules(a=("data", "model")).indivisible(a=policy)
@@ -78,7 +79,12 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
     ("rules", "names", "shape", "message"),
     [
         (dict(a="modle"), ("a",), (8,), "rule for `a` uses the mesh axis `modle`; the mesh has `data=2`, `model=4`"),
-        (dict(a="model", b="model"), ("a", "b"), (8, 8), "`b` and `a`, two dims of `w` of shape \\(8, 8\\), both map to the mesh axis `model`"),
+        (
+            dict(a="model", b="model"),
+            ("a", "b"),
+            (8, 8),
+            "`b` and `a`, two dims of `w` of shape \\(8, 8\\), both map to the mesh axis `model`",
+        ),
         (dict(a="model"), ("a",), (6,), "dim 0, `a`=6, of `w`.*`model`=4 does not divide 6"),
         (dict(a="model"), ("a",), (8, 8), "has 2 dims and was given 1 names"),
         (dict(heads="model"), ("haeds",), (8,), "Unknown name `haeds`.*Did you mean `heads`.*know `heads`"),
@@ -120,14 +126,16 @@ def test_literal_specs_are_held_to_the_same_rules(literal, shape, message):
 axes = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "data")])
 
 
-@given(st.lists(st.tuples(st.lists(axes, min_size=1, max_size=3, unique=True), st.integers(1, 16)), min_size=1, max_size=3))
+@given(
+    st.lists(st.tuples(st.lists(axes, min_size=1, max_size=3, unique=True), st.integers(1, 16)), min_size=1, max_size=3)
+)
 def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
     rules = sl.AxisRules({f"n{i}": candidates for i, (candidates, _) in enumerate(dims)})
     shape = tuple(size for _, size in dims)
     try:
         found = spec(rules, tuple(f"n{i}" for i in range(len(dims))), shape)
     except ValueError as error:
-        assert "does not divide" in str(error) or "both map to" in str(error)  # noqa: PT017
+        assert "does not divide" in str(error) or "both map to" in str(error)
         return
     check_spec(MESH, found, shape)
     assert all(entry in candidates for entry, (candidates, _) in zip(found, dims, strict=True))

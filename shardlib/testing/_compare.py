@@ -56,7 +56,8 @@ def check_step(
 
     >>> rules = AxisRules(batch="data", embed=None, mlp="model")
     >>> loss = lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2)
-    >>> check_step(lambda: {"w": jnp.ones((3, 4))}, optax.adam(0.1), loss, np.ones((8, 3), "f"), rules, meshes=["data=8,model=1"])
+    >>> make = lambda: {"w": jnp.ones((3, 4))}
+    >>> check_step(make, optax.adam(0.1), loss, np.ones((8, 3), "f"), rules, meshes=["data=8,model=1"])
     ... # doctest: +ELLIPSIS
     [Comparison(mesh='data=8,model=1', accumulate=1, loss=0.0, ...)]
     """
@@ -123,7 +124,8 @@ def _words(leaf: jax.Array) -> np.ndarray:
 
 def _remember_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda gradients, state, params=None: (gradients, gradients)
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (updates, updates),
     )
 
 

@@ -49,7 +49,9 @@ class Description:
             for row in self.rows
         ]  # fmt: skip
         widths = [max(len(row[column]) for row in cells) for column in range(6)]
-        lines = ["  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[6])).rstrip() for row in cells]
+        lines = [
+            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[6])).rstrip() for row in cells
+        ]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
@@ -115,7 +117,9 @@ def human_bytes(size: float) -> str:
 
 
 def _bytes_here(leaf: Any) -> int:
-    itemsize = jax.eval_shape(jax.random.key_data, leaf).size * 4 // max(leaf.size, 1) if is_key(leaf) else leaf.dtype.itemsize
+    itemsize = (
+        jax.eval_shape(jax.random.key_data, leaf).size * 4 // max(leaf.size, 1) if is_key(leaf) else leaf.dtype.itemsize
+    )
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
 
 

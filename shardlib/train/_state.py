@@ -1,6 +1,5 @@
 """The state of a run, born sharded: shapes first, then shardings, then values in place."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,7 @@ from shardlib._annotate import say
 from shardlib._flax import Definition, Names, building, take_apart
 from shardlib._placement import by_names, like_parameters, place
 from shardlib._rules import AxisRules, resolve
-from shardlib._tree import map_named, named_leaves
+from shardlib._tree import named_leaves
 from shardlib.train._strategy import Strategy
 
 
@@ -24,7 +23,7 @@ class Layout:
     """What a state is besides arrays: how to rebuild its model, its optimizer, its strategy, the names of its leaves."""
 
     definition: Definition
-    optimizer: optax.GradientTransformation | None
+    optimizer: Any
     strategy: Strategy
     names: tuple[tuple[str, Names], ...]
 
@@ -45,12 +44,12 @@ class State:
     `key` the key from which each step derives its randomness.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
     streams: Any
     rest: Any
-    key: jax.Array
+    key: Any
     layout: Layout = field(metadata={"static": True}, repr=False)
 
     @property
@@ -104,7 +103,7 @@ def init(
             leaves = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
         else:
             leaves = jax.jit(build, out_shardings=shardings)()
-    return State(*leaves, layout)
+    return State(*leaves, layout=layout)
 
 
 def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:

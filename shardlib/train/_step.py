@@ -90,7 +90,9 @@ class Step:
         if layout not in self._compiled:
             if layout.optimizer is None:
                 raise ValueError("The state has no optimizer: `sl.init(make_model, optimizer, strategy)`.")
-            if (theirs := layout.strategy).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
+            if (
+                theirs := layout.strategy
+            ).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
                 raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
             mesh = self.strategy.device_mesh
             to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
@@ -124,7 +126,9 @@ class Step:
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, data_axes = state_specs(state), self.strategy.data_axes
-        here = partial(jax.tree.map, lambda spec: keep_axes(spec, data_axes), is_leaf=lambda s: isinstance(s, PartitionSpec))
+        here = partial(
+            jax.tree.map, lambda spec: keep_axes(spec, data_axes), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
         gradients = partial(self._gradients, state.layout, specs.params)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
@@ -146,7 +150,9 @@ class Step:
 
     def _gradient_specs(self, state: State, specs: Any) -> Any:
         exchange, data_axes = self.strategy.exchange, self.strategy.data_axes
-        return jax.tree.map(lambda leaf, spec: exchange.spec(spec, leaf.shape, reduced_axes(spec, data_axes)), state.params, specs)
+        return jax.tree.map(
+            lambda leaf, spec: exchange.spec(spec, leaf.shape, reduced_axes(spec, data_axes)), state.params, specs
+        )
 
     def _gradients(
         self, layout: Layout, specs: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any

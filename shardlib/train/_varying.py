@@ -38,7 +38,11 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
         return [axes & set(_as_tuple(parameters["axis_name"]))]
     if name in _SAME_AFTER and parameters.get("axis_index_groups") is None:
         over = set(_as_tuple(parameters.get("axes", parameters.get("axis_name"))))
-        return [found - over for found in inputs] if len(inputs) == outputs else [frozenset().union(*inputs) - over] * outputs
+        return (
+            [found - over for found in inputs]
+            if len(inputs) == outputs
+            else [frozenset().union(*inputs) - over] * outputs
+        )
     if name == "scan":
         return _scan(parameters, inputs, axes)
     if name == "while":
@@ -94,5 +98,3 @@ def describe_varying(paths: Sequence[str]) -> str:
         "would differ from device to device. Compute it from the whole batch: `sl.batch_mean(x)` and `sl.gather_batch(x)`, "
         "or a layer's own option, `nnx.BatchNorm(..., axis_name=<the data axes>)`."
     )
-
-
