@@ -182,6 +182,11 @@ class Step(NamedTuple):
     received: int  # elements that a device receives
 
 
+_MOST_PIECES = (
+    5  # that axes are cut into; the search takes up to half a second for as many, and ten times that for two more
+)
+
+
 def plan(
     source: PartitionSpec, to: PartitionSpec, mesh_shape: Mapping[str, int], shape: tuple[int, ...]
 ) -> tuple[Step, ...]:
@@ -202,7 +207,10 @@ def plan(
             there.pop(0)
     used = {*itertools.chain(*start, *end), *partial}
     sizes = {axis: size for axis, size in mesh_shape.items() if size > 1 and axis in used}
-    cut = {axis: (Piece(axis, 1, size),) if axis in partial else _cut(axis, sizes) for axis, size in sizes.items()}
+    whole = {axis: (Piece(axis, 1, size),) for axis, size in sizes.items()}
+    cut = {axis: whole[axis] if axis in partial else _cut(axis, sizes) for axis in sizes}
+    if sum(map(len, cut.values())) > _MOST_PIECES:
+        cut = whole
     before, after = (tuple(tuple(p for axis in entry for p in cut[axis]) for entry in tiles) for tiles in (start, end))
     sums = frozenset(cut[axis][0] for axis in partial & cut.keys())
     return _search(Layout(before, sums), Layout(after), tuple(itertools.chain(*cut.values())), tuple(left))
@@ -242,7 +250,7 @@ def _search(start: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[
 def _steps(layout: Layout, end: Layout, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> Iterator[Step]:
     """Every step from a layout. Only the most minor pieces of a dim can leave it, and only as such can others come."""
     tiles, partial = layout
-    local, dims = _local(layout, shape), range(len(shape))
+    local, dims = _local(layout, shape), [dim for dim, here in enumerate(tiles) if here or end.tiles[dim]]
     splitting = {*itertools.chain(*tiles)}
 
     def to(kind: str, group: tuple[Piece, ...], after: Tiles, received: int) -> Step:
