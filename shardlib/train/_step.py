@@ -176,24 +176,27 @@ class Step:
         with jax.named_scope("loss"):
             summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count)
 
-        # One division by the weight of the whole batch, before the exchange: contributions add up to the gradient.
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * _inverse(of.weight) for name, of in totals.items()}
-        each = _inverse(totals["loss"].weight)
-        contributions = jax.tree.map(lambda g: g * each, summed)
+        if count > 1:  # a single microbatch has divided before its backward pass
+            each = _inverse(totals["loss"].weight)
+            summed = jax.tree.map(lambda g: g * each, summed)
         with jax.named_scope("exchange"):
-            gradient = exchange_gradients(self.strategy.exchange, contributions, specs, axes)
+            gradient = exchange_gradients(self.strategy.exchange, summed, specs, axes)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, streams, rest, metrics | {"weight": totals["loss"].weight}
 
     def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
-        """The sum over these examples that is differentiated, with what else comes of the loss."""
+        """What is differentiated: the sum over these examples, by the weight of the batch if this is all of it."""
         model = layout.definition.merge(params, streams, rest)
         means = _as_means(self.loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
         after = layout.definition.state_of(model)
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-        return means["loss"].total, (means, streams, rest)
+        total, weight = means["loss"].total, means["loss"].weight
+        if self.strategy.accumulate == 1:
+            total *= _inverse(lax.psum(weight, self.strategy.data_axes) if self.strategy.data_axes else weight)
+        return total, (means, streams, rest)
 
     def _check_rest(self, microbatch: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
         """Refuse state that the loss makes from this device's examples alone."""
