@@ -152,7 +152,11 @@ def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nn
 
 
 class Projection(nnx.Module):
-    """A kernel from some named dims to others, and a bias."""
+    """A kernel from some named dims to others, and a bias.
+
+    The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the product: with inputs
+    first, every backward pass would transpose every gradient.
+    """
 
     def __init__(
         self,
@@ -164,13 +168,14 @@ class Projection(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.contracted = len(inputs)
-        self.kernel = parameter(normal(std), config, *inputs, *outputs, rngs=rngs)
+        self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
         self.bias = parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
 
     def __call__(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
-        """Multiply `x`, whose last dims are the kernel's first, lay the product out, add the bias."""
+        """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out, add the bias."""
         # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
-        product = lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), self.contracted), *layouts)
+        last = tuple(range(-self.contracted, 0))
+        product = lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts)
         return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
 
 
@@ -287,7 +292,7 @@ class GPT(nnx.Module):
 
         self.blocks = blocks(rngs)
         self.norm = Norm(config, rngs=rngs) if config.norm_first else None
-        self.head = None if config.tied else parameter(init, config, "embed", "vocab", rngs=rngs)
+        self.head = None if config.tied else parameter(init, config, "vocab", "embed", rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Logits for the token after each. Dropout, which draws from `key`, acts until `model.eval()`, as all NNX's."""
@@ -319,9 +324,9 @@ class GPT(nnx.Module):
         return x_BSD.astype(self.config.dtype or x_BSD.dtype)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        """The head: embedding rows, transposed, where it is tied. Rows beyond the vocabulary get the least number."""
-        kernel_DV = self.embedding[...].T if self.head is None else self.head[...]
-        logits_BSV = lay_out(x_BSD @ kernel_DV.astype(x_BSD.dtype), LOGITS)
+        """The head: the embedding where it is tied. Rows beyond the vocabulary get the least number."""
+        kernel_VD = self.embedding[...] if self.head is None else self.head[...]
+        logits_BSV = lay_out(jnp.tensordot(x_BSD, kernel_VD.astype(x_BSD.dtype), (-1, -1)), LOGITS)
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)

@@ -16,6 +16,7 @@ from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices
 from shardlib._remat import remat as remat
+from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
 from shardlib.train._describe import Description as Description

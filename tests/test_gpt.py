@@ -98,7 +98,7 @@ def reference_row(config, params, row):
                 x = reference_norm(config, norm, x + half(x))
     if config.norm_first:
         x = reference_norm(config, params["norm"], x)
-    logits = x @ (params["embedding"].T if config.tied else params["head"])
+    logits = x @ (params["embedding"] if config.tied else params["head"]).T
     return logits[:, : config.vocab]
 
 
@@ -114,14 +114,14 @@ def reference_attention(config, params, x):
     heads_per_kv_head = config.heads // (config.kv_heads or config.heads)
     for head in range(config.heads):
         of = {"query": head, "key": head // heads_per_kv_head, "value": head // heads_per_kv_head}
-        q, k, v = (x @ params[name]["kernel"][:, at] for name, at in of.items())
+        q, k, v = (x @ params[name]["kernel"][at].T for name, at in of.items())
         if config.bias:
             q, k, v = (y + params[name]["bias"][at] for y, (name, at) in zip((q, k, v), of.items(), strict=True))
         if config.positions == "rotary":
             q, k = reference_rotary(config, q), reference_rotary(config, k)
         for i in range(length):
             weights = np.exp(k[: i + 1] @ q[i] / math.sqrt(len(q[i])))
-            out[i] += (weights / weights.sum()) @ v[: i + 1] @ params["output"]["kernel"][head]
+            out[i] += (weights / weights.sum()) @ v[: i + 1] @ params["output"]["kernel"][:, head].T
     return out + params["output"]["bias"] if config.bias else out
 
 
@@ -139,13 +139,13 @@ def reference_rotary(config, x):
 
 def reference_mlp(config, params, x):
     bias = lambda name: params[name]["bias"] if config.bias else 0
-    up = x @ params["up"]["kernel"] + bias("up")
+    up = x @ params["up"]["kernel"].T + bias("up")
     if config.mlp == "swiglu":
-        gate = x @ params["gate"]["kernel"] + bias("gate")
+        gate = x @ params["gate"]["kernel"].T + bias("gate")
         hidden = gate / (1 + np.exp(-gate)) * up
     else:
         hidden = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-    return hidden @ params["down"]["kernel"] + bias("down")
+    return hidden @ params["down"]["kernel"].T + bias("down")
 
 
 # What it computes.

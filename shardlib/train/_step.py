@@ -26,7 +26,7 @@ from shardlib._batch import Mean
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes
 from shardlib._tree import named_leaves
-from shardlib.train._exchange import exchange_gradients, reduced_axes
+from shardlib.train._exchange import exchange_gradients, inverse, reduced_axes
 from shardlib.train._state import Layout, State, state_specs
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -177,26 +177,21 @@ class Step:
             summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count)
 
         totals = lax.psum(means, axes) if axes else means
-        metrics = {name: of.total * _inverse(of.weight) for name, of in totals.items()}
-        if count > 1:  # a single microbatch has divided before its backward pass
-            each = _inverse(totals["loss"].weight)
-            summed = jax.tree.map(lambda g: g * each, summed)
+        metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
+        weight = totals["loss"].weight
         with jax.named_scope("exchange"):
-            gradient = exchange_gradients(self.strategy.exchange, summed, specs, axes)
+            gradient = exchange_gradients(self.strategy.exchange, summed, weight, specs, axes)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        return gradient, streams, rest, metrics | {"weight": totals["loss"].weight}
+        return gradient, streams, rest, metrics | {"weight": weight}
 
     def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
-        """What is differentiated: the sum over these examples, by the weight of the batch if this is all of it."""
+        """The sum over these examples that is differentiated, with what else comes of the loss."""
         model = layout.definition.merge(params, streams, rest)
         means = _as_means(self.loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
         after = layout.definition.state_of(model)
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-        total, weight = means["loss"].total, means["loss"].weight
-        if self.strategy.accumulate == 1:
-            total *= _inverse(lax.psum(weight, self.strategy.data_axes) if self.strategy.data_axes else weight)
-        return total, (means, streams, rest)
+        return means["loss"].total, (means, streams, rest)
 
     def _check_rest(self, microbatch: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
         """Refuse state that the loss makes from this device's examples alone."""
@@ -233,11 +228,6 @@ def _laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def _with_row_keys(tree: Any, **where: Any) -> Any:
     return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
-
-
-def _inverse(weight: jax.Array) -> jax.Array:
-    """A batch of which nothing counts has a loss and a gradient of zero, not of nan."""
-    return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
 
 
 def _as_means(out: Any, rows: int) -> dict[str, Mean]:
