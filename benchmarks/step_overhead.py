@@ -25,29 +25,33 @@ BOUNDS = {"ratio_median": 1.02, "compile_ratio": 1.1}
 
 
 def by_hand(state: sl.State, strategy: sl.Strategy):
-    """The step as one would write it: automatic axes alone, a mean over the whole batch, donation."""
+    """The same step as one would write it: automatic axes alone, a mean over the whole batch, donation."""
     optimizer, mesh = state.layout.optimizer, strategy.device_mesh
     graph, params, rest = nnx.split(state.model, nnx.Param, ...)
-    params = nnx.to_pure_dict(params)
-    shardings = jax.tree.map(lambda x: x.sharding, (params, state.opt_state))
-    whole = NamedSharding(mesh, PartitionSpec())
+    training = {"params": nnx.to_pure_dict(params), "opt_state": state.opt_state, "step": state.step, "key": state.key}
+    shardings = jax.tree.map(lambda x: x.sharding, training)
 
-    def step(params, opt_state, batch):
+    def step(training, batch):
+        rng = jax.random.fold_in(training["key"], training["step"])
+
         def loss_fn(params):
-            out = gpt.loss(nnx.merge(graph, params, rest), batch)
-            return out.total / out.weight
+            out = gpt.loss(nnx.merge(graph, params, rest), batch, rng)
+            return out.total / out.weight, out.weight
 
-        loss, gradients = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        params = training["params"]
+        (loss, weight), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        updates, opt_state = optimizer.update(gradients, training["opt_state"], params)
+        params = optax.apply_updates(params, updates)
+        training = training | {"params": params, "opt_state": opt_state, "step": training["step"] + 1}
+        return training, {"loss": loss, "weight": weight}
 
     compiled = jax.jit(
         step,
-        in_shardings=(*shardings, NamedSharding(mesh, PartitionSpec("data"))),
-        out_shardings=(*shardings, whole),
-        donate_argnums=(0, 1),
+        in_shardings=(shardings, NamedSharding(mesh, PartitionSpec("data"))),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
     )
-    return compiled, params, state.opt_state
+    return compiled, training
 
 
 def main() -> None:
@@ -78,16 +82,16 @@ def main() -> None:
 
     def compile_theirs() -> None:
         jax.clear_caches()
-        hand, params, opt_state = by_hand(abstract, strategy)
+        hand, training = by_hand(abstract, strategy)
         with strategy.scope():
-            hand.lower(params, opt_state, placed).compile()
+            hand.lower(training, placed).compile()
 
     ours, theirs = in_turns(compile_ours, compile_theirs, arguments.compilations, warm_up=1)
     compile_ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     compile_seconds = statistics.median(ours)
 
     state, step = make_state(), sl.train_step(gpt.loss, strategy)
-    hand, params, opt_state = by_hand(make_state(), strategy)
+    hand, training = by_hand(make_state(), strategy)
 
     def take_ours() -> None:
         nonlocal state
@@ -95,13 +99,13 @@ def main() -> None:
         jax.block_until_ready((state, metrics))
 
     def take_theirs() -> None:
-        nonlocal params, opt_state
+        nonlocal training
         with strategy.scope():
-            params, opt_state, loss = hand(params, opt_state, jax.device_put(batch, sharding))
-        jax.block_until_ready((params, opt_state, loss))
+            training, metrics = hand(training, jax.device_put(batch, sharding))
+        jax.block_until_ready((training, metrics))
 
     ours, theirs = in_turns(take_ours, take_theirs, arguments.pairs, warm_up=5)
-    difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, params)
+    difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, training["params"])
     report(
         "step_overhead",
         {

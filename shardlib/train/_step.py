@@ -169,12 +169,11 @@ class Step:
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
             loss = partial(self._total, layout, streams=keys(streams), rest=keys(rest), key=keys(key), batch=examples)
             (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-            gradient = jax.tree.map(lambda g, spec: _laid_out(g.astype(jnp.float32), spec), gradient, specs)
-            return gradient, means, streams_after, rest
+            return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), means, streams_after, rest
 
         self._check_rest(microbatch, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
         with jax.named_scope("loss"):
-            summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count)
+            summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count, specs)
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
@@ -205,7 +204,7 @@ class Step:
             raise ValueError(describe_varying(differing))
 
 
-def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int) -> tuple[Any, Any, Any, Any]:
+def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:
     """Sum what the microbatches give, in a scan; `rest` goes from each to the next, random streams start alike in all."""
     first = partial(jax.tree.map, lambda x: x[0])
     if count == 1:
@@ -213,12 +212,13 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int) -> tuple[A
 
     def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
         summed, rest = carry
-        *new, streams, rest = microbatch(rest, scanned)
-        return (jax.tree.map(jnp.add, summed, new), rest), streams
+        gradient, means, streams, rest = microbatch(rest, scanned)
+        gradient, means = jax.tree.map(jnp.add, summed, (gradient, means))
+        return ((jax.tree.map(_laid_out, gradient, specs), means), rest), streams
 
     shapes = jax.eval_shape(microbatch, rest, first(scanned))[:2]
-    (summed, rest), streams = lax.scan(body, (jax.tree.map(jnp.zeros_like, list(shapes)), rest), scanned)
-    return (*summed, jax.tree.map(lambda x: x[-1], streams), rest)
+    ((gradient, means), rest), streams = lax.scan(body, (jax.tree.map(jnp.zeros_like, shapes), rest), scanned)
+    return gradient, means, jax.tree.map(lambda x: x[-1], streams), rest
 
 
 def _laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
