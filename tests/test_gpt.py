@@ -92,10 +92,8 @@ def reference_row(config, params, row):
             (block["mlp_norm"], lambda h, block=block: reference_mlp(config, block["mlp"], h)),
         )
         for norm, half in halves:
-            if config.norm_first:
-                x = x + half(reference_norm(config, norm, x))
-            else:
-                x = reference_norm(config, norm, x + half(x))
+            x = x + half(reference_norm(config, norm, x) if config.norm_first else x)
+            x = x if config.norm_first else reference_norm(config, norm, x)
     if config.norm_first:
         x = reference_norm(config, params["norm"], x)
     logits = x @ (params["embedding"] if config.tied else params["head"]).T
@@ -335,7 +333,7 @@ def value_and_grad(structure, params, batch):
     return jax.value_and_grad(mean_loss)(params)
 
 
-@pytest.mark.parametrize("config", [VARIANTS["gpt1"], SMALL, LLAMA], ids=["gpt1", "gpt2", "llama"])
+@pytest.mark.parametrize("config", [SMALL, VARIANTS["post_norm_rotary"]], ids=["gpt2", "post_norm_rotary"])
 def test_loss_and_gradients_on_a_mesh_equal_those_without(config):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
     batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), mesh_of("cpu")
