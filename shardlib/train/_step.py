@@ -173,7 +173,9 @@ class Step:
 
         self._check_rest(microbatch, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
         with jax.named_scope("loss"):
-            summed, means, streams, rest = _accumulate(microbatch, rest, (jnp.arange(count), microbatches), count, specs)
+            summed, means, streams, rest = _accumulate(
+                microbatch, rest, (jnp.arange(count), microbatches), count, specs
+            )
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
