@@ -58,6 +58,15 @@ def is_row_key(x: Any) -> bool:
     return is_key(x) and _PREFIX in str(x.dtype)
 
 
+def rows_of(x: Any) -> int:
+    """How many examples row keys draw for.
+
+    >>> rows_of(row_keys(jax.random.key(0), 8, 0, 1))
+    8
+    """
+    return int(str(x.dtype).rsplit("/", 1)[1].rstrip(">"))
+
+
 @functools.cache
 def _implementation(rows: int, base: str) -> Any:
     size = jax.random.key_data(jax.random.key(0, impl=base)).shape[-1]

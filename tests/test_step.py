@@ -1,5 +1,6 @@
 """The step against one device: values, gradients, randomness; and what it refuses."""
 
+import dataclasses
 import warnings
 
 import chex
@@ -435,3 +436,71 @@ def test_remat_changes_what_is_kept_and_nothing_else():
         found.append((tanh, jax.device_get(step(state, BATCH)[0].params)))
     assert found[1][0] > found[0][0], "the activation is computed again in the backward pass"
     chex.assert_trees_all_close(found[0][1], found[1][1], rtol=1e-6)
+
+
+class WithMemory(nnx.Module):
+    def __init__(self, rngs, shape):
+        self.mlp, self.seen = MLP(rngs, dropout=0.5), nnx.BatchStat(jnp.zeros(shape))
+
+    def __call__(self, x):
+        return self.mlp(x)
+
+
+def test_state_drawn_for_the_examples_of_one_device_is_refused_and_other_draws_are_kept():
+    def loss(model, batch, rng):
+        model.seen[...] = model.seen[...] + jax.random.uniform(rng, model.seen.shape)
+        return plain_loss(model, batch, rng)
+
+    rows = 16 // 4 // 2
+    with pytest.raises(ValueError, match="from the examples at hand: `seen`"):
+        run(lambda: WithMemory(nnx.Rngs(0), (rows, 3)), loss)
+    state, _ = run(lambda: WithMemory(nnx.Rngs(0), (rows + 1, 3)), loss)
+    shards = [np.asarray(shard.data) for shard in state.rest["seen"].addressable_shards]
+    assert shards[0].min() > 0
+    chex.assert_trees_all_equal(*shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceScatter:
+    """What ZeRO will do, in a few lines: each device keeps the part of a gradient that it will need."""
+
+    def spec(self, parameter):
+        if not parameter.axes or (dim := self.dim(parameter)) is None:
+            return parameter.spec
+        entries = [*parameter.spec, *[None] * (len(parameter.shape) - len(parameter.spec))]
+        entries[dim] = parameter.axes
+        return P(*entries)
+
+    def dim(self, parameter):
+        free = [d for d, entry in enumerate(parameter.spec) if entry is None and parameter.shape[d] % 4 == 0]
+        return free[0] if free else None
+
+    def reduce(self, contributions, weight, parameters):
+        return [
+            (
+                lax.psum(x, p.axes)
+                if self.spec(p) == p.spec
+                else lax.psum_scatter(x, p.axes, scatter_dimension=self.dim(p), tiled=True)
+            )
+            / weight
+            for x, p in zip(contributions, parameters, strict=True)
+        ]
+
+
+def test_an_exchange_may_split_gradients_further():
+    meshes = ["data=4,model=2", "data=2,model=4"]
+    testing.check_step(make(), optax.adam(1e-2), masked_loss, BATCH, RULES, meshes=meshes, accumulate=(1, 2),
+                       exchange=ReduceScatter())  # fmt: skip
+    mesh = sl.make_mesh("data=4,model=2")
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, exchange=ReduceScatter())
+    state = sl.init(make(), optax.sgd(0.1), strategy, abstract=True)
+    found = testing.collectives(sl.train_step(masked_loss, strategy).lower(state, BATCH).compile(), mesh)
+    scattered = [one for one in found if one.kind == "reduce-scatter"]
+    assert {one.axes for one in scattered} == {("data",)}
+    kernels = 2 * 8 * 16 * 4
+    assert sum(one.operand_bytes for one in scattered) == kernels // 2, "each device its own shards"
+
+
+def test_an_exchange_that_would_never_run_is_refused():
+    with pytest.raises(ValueError, match="ReduceScatter.* would never run"):
+        sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=ReduceScatter())

@@ -8,7 +8,7 @@ there were.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,29 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib._rules import keep_axes, spec_axes
+from shardlib._tree import map_named
+
+
+class Parameter(NamedTuple):
+    """What an exchange knows of a parameter: where it is, its global shape, how it lies, and over what to reduce it."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    axes: tuple[str, ...]  # the data axes that do not split it: its gradient is a sum of contributions over these
 
 
 class Exchange(Protocol):
     """How contributions become gradients; implementations are frozen dataclasses."""
 
-    def spec(self, spec: PartitionSpec, shape: tuple[int, ...], axes: tuple[str, ...]) -> PartitionSpec:
-        """How the gradient of a parameter that is laid out as `spec`, reduced over `axes`, will be laid out."""
+    def spec(self, parameter: Parameter) -> PartitionSpec:
+        """How the gradient of a parameter will be laid out: as the parameter, or split further over its `axes`."""
         ...
 
     def reduce(
-        self, contributions: Sequence[jax.Array], weight: jax.Array, axes: Sequence[tuple[str, ...]]
+        self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
     ) -> list[jax.Array]:
-        """Sum each contribution over its axes and divide by the weight, which is the same on every device.
+        """Sum each contribution over its parameter's axes and divide by the weight, the same on every device.
 
         Shapes are local: each device's own shard, manual over all axes.
         """
@@ -39,12 +49,12 @@ class Exchange(Protocol):
 class AllReduce:
     """The exact sum, whole on every device that holds the parameter."""
 
-    def spec(self, spec: PartitionSpec, shape: tuple[int, ...], axes: tuple[str, ...]) -> PartitionSpec:
+    def spec(self, parameter: Parameter) -> PartitionSpec:
         """As the parameter."""
-        return spec
+        return parameter.spec
 
     def reduce(
-        self, contributions: Sequence[jax.Array], weight: jax.Array, axes: Sequence[tuple[str, ...]]
+        self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
     ) -> list[jax.Array]:
         """One all-reduce for all parameters that are reduced over the same axes.
 
@@ -52,8 +62,8 @@ class AllReduce:
         device waits for the weight before it goes backward.
         """
         reduced = list(contributions)
-        for group in dict.fromkeys(axes):
-            members = [i for i, those in enumerate(axes) if those == group]
+        for group in dict.fromkeys(parameter.axes for parameter in parameters):
+            members = [i for i, parameter in enumerate(parameters) if parameter.axes == group]
             if group:
                 for i, total in zip(members, lax.psum([contributions[i] for i in members], group), strict=True):
                     reduced[i] = total
@@ -61,33 +71,32 @@ class AllReduce:
         return [total * each for total in reduced]
 
 
-def exchange_gradients(
-    exchange: Exchange, gradients: Any, weight: jax.Array, specs: Any, data_axes: tuple[str, ...]
-) -> Any:
-    """Reduce every gradient over the data axes absent from its parameter's spec. Runs manual over the data axes."""
+def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> Any:
+    """Turn every device's own gradients into the batch's. Runs manual over the data axes."""
     leaves, treedef = jax.tree.flatten(gradients)
-    flat_specs = treedef.flatten_up_to(specs)
-    axes = [reduced_axes(spec, data_axes) for spec in flat_specs]
+    described = treedef.flatten_up_to(parameters)
     automatic = jax.sharding.get_abstract_mesh().auto_axes
-    inner = [keep_axes(spec, automatic) for spec in flat_specs]
     if not automatic:
-        return treedef.unflatten(exchange.reduce(leaves, weight, axes))
-    after = [exchange.spec(spec, leaf.shape, group) for spec, leaf, group in zip(flat_specs, leaves, axes, strict=True)]
+        return treedef.unflatten(exchange.reduce(leaves, weight, described))
     reduce = jax.shard_map(
-        lambda shards, weight: exchange.reduce(shards, weight, axes),
-        in_specs=(inner, PartitionSpec()),
-        out_specs=[keep_axes(spec, automatic) for spec in after],
+        lambda shards, weight: exchange.reduce(shards, weight, described),
+        in_specs=([keep_axes(parameter.spec, automatic) for parameter in described], PartitionSpec()),
+        out_specs=[keep_axes(exchange.spec(parameter), automatic) for parameter in described],
         axis_names=set(automatic),
         check_vma=False,
     )
     return treedef.unflatten(reduce(leaves, weight))
 
 
+def describe_parameters(params: Any, specs: Any, data_axes: tuple[str, ...]) -> Any:
+    """A tree of `Parameter`s, from global arrays and their specs."""
+
+    def described(path: str, leaf: Any, spec: PartitionSpec) -> Parameter:
+        return Parameter(path, leaf.shape, spec, tuple(axis for axis in data_axes if axis not in spec_axes(spec)))
+
+    return map_named(described, params, specs)
+
+
 def inverse(weight: jax.Array) -> jax.Array:
     """One over the weight; of a batch of which nothing counts zero, so that loss and gradient are zero and not nan."""
     return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
-
-
-def reduced_axes(spec: PartitionSpec, data_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The data axes over which a parameter's gradient is a sum of contributions: those that do not split it."""
-    return tuple(axis for axis in data_axes if axis not in spec_axes(spec))

@@ -26,7 +26,7 @@ from shardlib._batch import Mean
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes
 from shardlib._tree import named_leaves
-from shardlib.train._exchange import exchange_gradients, inverse, reduced_axes
+from shardlib.train._exchange import Parameter, describe_parameters, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -125,17 +125,17 @@ class Step:
             )
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        specs, data_axes = state_specs(state), self.strategy.data_axes
-        here = partial(
-            jax.tree.map, lambda spec: keep_axes(spec, data_axes), is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
-        gradients = partial(self._gradients, state.layout, specs.params)
+        specs, data_axes, exchange = state_specs(state).params, self.strategy.data_axes, self.strategy.exchange
+        parameters = describe_parameters(state.params, specs, data_axes)
+        gradients = partial(self._gradients, state.layout, parameters)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
+            before = _of_each(lambda parameter: keep_axes(parameter.spec, data_axes), parameters)
+            after = _of_each(lambda parameter: keep_axes(exchange.spec(parameter), data_axes), parameters)
             gradients = jax.shard_map(
                 gradients,
-                in_specs=(here(specs.params), same, same, same, mine),
-                out_specs=(here(self._gradient_specs(state, specs.params)), same, same, same),
+                in_specs=(before, same, same, same, mine),
+                out_specs=(after, same, same, same),
                 axis_names=set(data_axes),
                 check_vma=False,
             )
@@ -148,14 +148,8 @@ class Step:
             params = optax.apply_updates(state.params, updates)
         return State(state.step + 1, params, opt_state, streams, rest, state.key, state.layout), metrics
 
-    def _gradient_specs(self, state: State, specs: Any) -> Any:
-        exchange, data_axes = self.strategy.exchange, self.strategy.data_axes
-        return jax.tree.map(
-            lambda leaf, spec: exchange.spec(spec, leaf.shape, reduced_axes(spec, data_axes)), state.params, specs
-        )
-
     def _gradients(
-        self, layout: Layout, specs: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+        self, layout: Layout, parameters: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
     ) -> tuple[Any, Any, Any, Metrics]:
         """The gradient of the whole batch's loss. Manual over the data axes: `batch` is this device's examples."""
         axes, count = self.strategy.data_axes, self.strategy.accumulate
@@ -171,7 +165,8 @@ class Step:
             (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
             return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), means, streams_after, rest
 
-        self._check_rest(microbatch, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
+        _check_same(microbatch, streams, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
+        specs = _of_each(lambda parameter: parameter.spec, parameters)
         with jax.named_scope("loss"):
             summed, means, streams, rest = _accumulate(
                 microbatch, rest, (jnp.arange(count), microbatches), count, specs
@@ -181,7 +176,7 @@ class Step:
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
         with jax.named_scope("exchange"):
-            gradient = exchange_gradients(self.strategy.exchange, summed, weight, specs, axes)
+            gradient = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, streams, rest, metrics | {"weight": weight}
 
@@ -194,16 +189,22 @@ class Step:
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
         return means["loss"].total, (means, streams, rest)
 
-    def _check_rest(self, microbatch: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
-        """Refuse state that the loss makes from this device's examples alone."""
-        if not axes or not jax.tree.leaves(rest):
-            return
-        jaxpr = jax.make_jaxpr(lambda rest, scanned: microbatch(rest, scanned)[-1])(rest, scanned)
-        varies = [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
-        found = varying_outputs(jaxpr, varies, axes)
-        differing = [path for (path, _), differs in zip(named_leaves(rest), found, strict=True) if differs]
-        if differing:
-            raise ValueError(describe_varying(differing))
+
+def _check_same(microbatch: Any, streams: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
+    """Refuse state that would differ between devices: made from the examples of one alone, or drawn for them."""
+    if not axes or not jax.tree.leaves((streams, rest)):
+        return
+    jaxpr = jax.make_jaxpr(lambda rest, scanned: microbatch(rest, scanned)[2:])(rest, scanned)
+    varies = [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
+    found = varying_outputs(jaxpr, varies, axes)
+    leaves = [*named_leaves(streams), *named_leaves(rest)]
+    differing = [path for (path, _), differs in zip(leaves, found, strict=True) if differs]
+    if differing:
+        raise ValueError(describe_varying(differing))
+
+
+def _of_each(function: Callable[[Parameter], Any], parameters: Any) -> Any:
+    return jax.tree.map(function, parameters, is_leaf=lambda leaf: isinstance(leaf, Parameter))
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:

@@ -60,6 +60,12 @@ class Strategy:
                     f"{self.rules.batch_axes}."
                 )
 
+        if not self.data_axes and self.exchange != AllReduce():
+            raise ValueError(
+                f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch and nothing else, so the "
+                "partitioner sums the gradients. Give `batch` an axis of its own in the rules, or name it: `manual=(...)`."
+            )
+
     @cached_property
     def device_mesh(self) -> Mesh:
         """The mesh, of real devices."""

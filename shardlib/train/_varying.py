@@ -9,6 +9,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib._random import is_row_key, rows_of
+
 # What makes a value the same along the axes it runs over.
 _SAME_AFTER = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
@@ -36,6 +38,10 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
     name, parameters, outputs = equation.primitive.name, equation.params, len(equation.outvars)
     if name == "axis_index":
         return [axes & set(_as_tuple(parameters["axis_name"]))]
+    if name == "random_wrap" and is_row_key(equation.outvars[0].aval):
+        return [frozenset()]  # a row key says which examples are here, and is the same stream everywhere
+    if name in ("random_bits", "random_split") and is_row_key(equation.invars[0].aval):
+        return [inputs[0] | axes if parameters["shape"][:1] == (rows_of(equation.invars[0].aval),) else inputs[0]]
     if name in _SAME_AFTER and parameters.get("axis_index_groups") is None:
         over = set(_as_tuple(parameters.get("axes", parameters.get("axis_name"))))
         return (
