@@ -8,6 +8,11 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # with libtpu installed and no TPU, do not ask the metadata server for one
 os.environ["TPU_LOG_DIR"] = "disabled"
 
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it guards one machine's TPUs; several processes may compile at once
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
+    "CUDA_VISIBLE_DEVICES", "-1"
+)  # compile for GPUs, do not look for any
+
 import pytest
 
 COMPILERS = {
