@@ -11,8 +11,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -89,26 +87,6 @@ def test_dropout_differs_between_examples_and_steps():
         assert 0.4 < metrics["same"] < 0.6, "two examples agree by chance alone"
         drawn.append(float(metrics["first"]))
     assert len(set(drawn)) == 3
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_rules_any_mesh_any_accumulation(data):
-    axes = ["data", "model", "other"]
-    weights = st.sampled_from([None, "model", "other", ["model", None], ["other", "model", None]])
-    mlp = data.draw(weights, "mlp")
-    embed = data.draw(st.sampled_from([None, ["other", None], ["model", "other", None]]), "embed")
-    batch = data.draw(st.sampled_from(["data", ("data", "pod")]), "batch")
-    axes += ["pod"] * (batch != "data")
-    shape = data.draw(st.sampled_from(testing.mesh_shapes(axes)), "mesh")
-    act_mlp = data.draw(st.sampled_from([None, ["model", None]]), "act_mlp")
-    mlp = [*(mlp if isinstance(mlp, list) else [mlp]), None]
-    rules = sl.AxisRules(batch=batch, seq=None, act_embed=None, embed=embed, mlp=mlp, act_mlp=act_mlp)
-    loss = data.draw(st.sampled_from([masked_loss, plain_loss]), "loss")
-    accumulate = data.draw(st.sampled_from([1, 2]), "accumulate")
-    with_axes = rules | sl.AxisRules(unused=tuple(axes))
-    testing.check_step(make(dropout=data.draw(st.sampled_from([0.0, 0.3]))), optax.adam(1e-2), loss, BATCH, with_axes,
-                       meshes=[shape], accumulate=[accumulate], steps=1)  # fmt: skip
 
 
 def test_a_psum_inside_the_loss_is_exact():
