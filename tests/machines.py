@@ -2,6 +2,9 @@
 
 import functools
 
+import jax
+from jax.experimental import topologies
+
 import shardlib as sl
 
 # What XLA's GPU compiler asks about a GPU; an H200, as NVIDIA describes it.
@@ -26,19 +29,18 @@ GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "Fal
 
 def mesh_on(platform, shape):
     """A mesh on `"cpu"`, on TPUs (`"v5e:2x4"`), or on GPUs (`"h200:1x1x8"`: slices x hosts x GPUs)."""
-    return sl.make_mesh(shape, devices=None if platform == "cpu" else devices_of(platform))
+    return sl.make_mesh(shape, devices=devices_of(platform))
 
 
 @functools.cache
-def devices_of(platform):
-    from jax.experimental import topologies
-
+def devices_of(platform, **options):
+    if platform == "cpu":
+        return jax.devices("cpu")
     kind, topology = platform.split(":")
     if kind == "h200":
-        return topologies.get_topology_desc(
-            platform="cuda", topology_name=kind, target_config=H200, topology=topology
-        ).devices
-    return topologies.get_topology_desc(platform="tpu", topology_name=platform).devices
+        options |= {"target_config": H200, "topology": topology}
+        return topologies.get_topology_desc(platform="cuda", topology_name=kind, **options).devices
+    return topologies.get_topology_desc(platform="tpu", topology_name=platform, **options).devices
 
 
 def compile_for(mesh, lowered):

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from machines import mesh_on
 
 import shardlib as sl
 from models import gpt
@@ -55,14 +56,7 @@ def tokens_of(config, rows=4, length=16):
     return np.random.default_rng(1).integers(0, config.vocab, (rows, length), dtype=np.int32)
 
 
-@functools.cache
-def mesh_of(kind):
-    devices = jax.devices()
-    if kind == "tpu":
-        from jax.experimental import topologies
-
-        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+MESH = mesh_on("cpu", "data=2,model=4")
 
 
 @nnx.jit
@@ -199,7 +193,7 @@ def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_model_may_be_closed_over(remat):
     model, tokens = make(SMALL), tokens_of(SMALL)
-    with sl.use(RULES["tensor"], mesh_of("cpu"), remat=remat):
+    with sl.use(RULES["tensor"], MESH, remat=remat):
         assert jax.eval_shape(lambda tokens: model(tokens), tokens).shape == (4, 16, 40)
 
 
@@ -288,7 +282,7 @@ def test_generate_continues_the_prompt():
     np.testing.assert_array_equal(tokens[:, 5:], logits.argmax(-1)[:, 4:-1])
     assert (drawn[0] != drawn[1]).any()
     assert not model.dropout.deterministic
-    with sl.use(RULES["tensor_sequence"], mesh_of("cpu")):
+    with sl.use(RULES["tensor_sequence"], MESH):
         shorter = gpt.generate(model, prompt, 3, jax.random.key(0), 0.0)
     np.testing.assert_array_equal(shorter, tokens[:, :8])
 
@@ -336,7 +330,7 @@ def value_and_grad(structure, params, batch):
 @pytest.mark.parametrize("config", [SMALL, VARIANTS["post_norm_rotary"]], ids=["gpt2", "post_norm_rotary"])
 def test_loss_and_gradients_on_a_mesh_equal_those_without(config):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
-    batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), mesh_of("cpu")
+    batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), MESH
     structure, params = abstract(config)[0], nnx.to_pure_dict(nnx.state(model))
     compute = jax.jit(functools.partial(value_and_grad, structure))
     with sl.unsharded():
@@ -355,7 +349,7 @@ def test_every_dim_has_a_known_name_and_tensor_rules_split_every_matrix(config):
         names = variable.get_metadata()["out_sharding"]
         assert len(names) == variable.ndim and set(names) <= set(sl.rules.vocabulary), path
         assert (names[0] == "layers") is (path[0] == "blocks"), path
-    specs = sl.specs(model, RULES["tensor"], mesh_of("cpu"))
+    specs = sl.specs(model, RULES["tensor"], MESH)
     for path, spec in jax.tree.leaves_with_path(specs):
         if path[-1].key in ("kernel", "embedding", "head"):
             assert "model" in spec, path
@@ -367,7 +361,7 @@ def test_program_does_not_grow_with_depth(remat):
         config = replace(LLAMA, layers=layers, dropout=0.1)
         (structure, params), batch = abstract(config), {"tokens": tokens_of(config, length=17)}
         total = lambda params, key: gpt.loss(nnx.merge(structure, params), batch, key).total
-        with sl.use(RULES["tensor"], mesh_of("cpu"), remat=remat):
+        with sl.use(RULES["tensor"], MESH, remat=remat):
             return jax.jit(jax.grad(total)).lower(params, jax.random.key(0)).as_text().count("\n")
 
     assert lines(2) == lines(7)
@@ -384,7 +378,7 @@ def big(preset, **changes):
 
 def compiled_collectives(config, rules, kind):
     """Of loss and gradients on each device's examples: as in the train step, manual over `data` alone."""
-    (structure, shapes), mesh = abstract(config), mesh_of(kind)
+    (structure, shapes), mesh = abstract(config), mesh_on(kind, "data=2,model=4")
     specs = sl.specs(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), rules, mesh)
 
     def local(params, tokens):
@@ -404,7 +398,7 @@ def compiled_collectives(config, rules, kind):
 
 
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("tpu", marks=pytest.mark.tpu_compiler)])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler)])
 def test_tensor_parallelism_is_megatrons(preset, kind):
     """Two all-reduces per layer and direction; one each for the embedding and the head; three numbers per token."""
     found = compiled_collectives(big(preset), RULES["tensor"], kind)
@@ -412,7 +406,7 @@ def test_tensor_parallelism_is_megatrons(preset, kind):
     assert sorted(one.times for one in found if STREAM in one.shapes) == [1, 1, 3, 3, 3, 3], summary(found)
     per_token = [shape for one in found for shape in one.shapes if shape != STREAM]
     assert per_token == [(4, 128)] * 3, summary(found)
-    if kind == "tpu":  # a CPU adds up the gradients through query, key and value only after it has reduced each
+    if kind != "cpu":  # a CPU adds up the gradients through query, key and value only after it has reduced each
         assert all(one.shapes.count(STREAM) <= 1 for one in found), summary(found)
 
 
@@ -420,7 +414,7 @@ def test_tensor_parallelism_is_megatrons(preset, kind):
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 def test_sequence_parallelism_is_megatrons(preset):
     """Each of those all-reduces is a reduce-scatter where it was, and an all-gather on the way back."""
-    found = compiled_collectives(big(preset, dtype=jnp.bfloat16), RULES["tensor_sequence"], "tpu")
+    found = compiled_collectives(big(preset, dtype=jnp.bfloat16), RULES["tensor_sequence"], "v5e:2x4")
     assert {one.axes for one in found} == {("model",)}, summary(found)
     scatters = [one for one in found if one.kind == "reduce-scatter" and one.shapes == (STREAM,)]
     gathers = [one for one in found if one.kind == "all-gather" and one.shapes == ((4, 32, 256),)]

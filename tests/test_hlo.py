@@ -1,4 +1,3 @@
-import functools
 import math
 import re
 
@@ -6,46 +5,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from machines import devices_of
 
 from shardlib._hlo import Collective, collectives, summary
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
-
-@functools.cache
-def devices_of(machine, slices=1):
-    if machine == "cpu":
-        return jax.devices("cpu")[:8]
-    if machine == "gpu":
-        options = {"target_config": H200, "topology": "1x1x8"}
-        return topologies.get_topology_desc(platform="cuda", topology_name="h200", **options).devices
-    return topologies.get_topology_desc(platform="tpu", topology_name=machine, num_slices=slices).devices
-
 
 def mesh_of(machine, slices=1, **axes):
-    return Mesh(np.array(devices_of(machine, slices)).reshape(tuple(axes.values())), tuple(axes))
+    options = {} if slices == 1 else {"num_slices": slices}
+    return Mesh(np.array(devices_of(machine, **options)).reshape(tuple(axes.values())), tuple(axes))
 
 
 MACHINES = [
     "cpu",
     pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
-    pytest.param("gpu", marks=pytest.mark.gpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
 ]
 
 

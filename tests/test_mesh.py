@@ -1,7 +1,6 @@
 """Meshes: what is read, what is refused, and where devices end up, on simulated devices and on absent TPUs."""
 
 import doctest
-import functools
 import itertools
 import math
 import re
@@ -11,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
+from machines import devices_of
 
 import shardlib._mesh as mesh_module
 from shardlib._mesh import describe_mesh, format_mesh, make_mesh, parse_axes, slow_axes
@@ -284,11 +284,6 @@ def test_picture_of_one_slice_names_no_network():
 # TPUs that are not there
 
 
-@functools.cache
-def tpu(name, **options):
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-
-
 def slices_of(mesh):
     return np.vectorize(lambda device: device.slice_index, otypes=[int])(mesh.devices)
 
@@ -305,8 +300,8 @@ def slices_of(mesh):
     ],
 )
 def test_only_dcn_axes_leave_the_slice(topology, shape, dcn, slow):
-    mesh = make_mesh(shape, dcn=dcn, devices=tpu(topology, num_slices=2))
-    assert mesh.devices.size == len(set(mesh.devices.flat)) == len(tpu(topology, num_slices=2))
+    mesh = make_mesh(shape, dcn=dcn, devices=devices_of(topology, num_slices=2))
+    assert mesh.devices.size == len(set(mesh.devices.flat)) == len(devices_of(topology, num_slices=2))
     assert slow_axes(mesh) == tuple(slow)
     for axis, (name, size) in enumerate(mesh.shape.items()):
         lines = np.moveaxis(slices_of(mesh), axis, -1).reshape(-1, size)
@@ -319,10 +314,10 @@ def test_only_dcn_axes_leave_the_slice(topology, shape, dcn, slow):
 @pytest.mark.tpu_compiler
 def test_networks_of_tpus_are_never_guessed():
     with refuses("told by `dcn`", "2 slices", '`dcn="data=2"`'):
-        make_mesh("data=8,model=4", devices=tpu("v5e:4x4", num_slices=2))
+        make_mesh("data=8,model=4", devices=devices_of("v5e:4x4", num_slices=2))
     with refuses("number of slices, 1", "`data=2`", "Leave `dcn` out"):
-        make_mesh("data=4,model=4", dcn="data=2", devices=tpu("v5e:4x4"))
-    assert slow_axes(make_mesh("data=8,model=8", devices=tpu("v5p:4x4x4"))) == ()
+        make_mesh("data=4,model=4", dcn="data=2", devices=devices_of("v5e:4x4"))
+    assert slow_axes(make_mesh("data=8,model=8", devices=devices_of("v5p:4x4x4"))) == ()
 
 
 SINGLE_SLICES = {
@@ -338,7 +333,7 @@ SINGLE_SLICES = {
 @pytest.mark.parametrize("topology", SINGLE_SLICES)
 def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
     shape, options = SINGLE_SLICES[topology]
-    devices = tpu(topology, **options)
+    devices = devices_of(topology, **options)
     mesh = make_mesh(shape, devices=devices)
     plan = mesh_utils.create_device_mesh(mesh.devices.shape, devices)
     assert (mesh.devices == plan).all()
@@ -354,17 +349,17 @@ def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
     ("topology", "shape"), [("v5e:4x4", "a=2,b=8"), ("v6e:16x16", "a=64,b=4"), ("v5p:4x4x4", "a=8,b=8")]
 )
 def test_axes_that_share_a_dimension_of_the_torus(topology, shape):
-    mesh = make_mesh(shape, devices=tpu(topology))
-    plan = mesh_utils.create_device_mesh(mesh.devices.shape, tpu(topology), allow_split_physical_axes=True)
+    mesh = make_mesh(shape, devices=devices_of(topology))
+    plan = mesh_utils.create_device_mesh(mesh.devices.shape, devices_of(topology), allow_split_physical_axes=True)
     assert (mesh.devices == plan).all()
     with refuses(f"`{shape}`", "share a dimension of the torus", "`allow_split_physical_axes=True`"):
-        make_mesh(shape, devices=tpu(topology), allow_split_physical_axes=False)
+        make_mesh(shape, devices=devices_of(topology), allow_split_physical_axes=False)
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("shape", ["a=640,b=14", "a=14,b=640"])
 def test_sizes_that_some_versions_of_jax_cannot_split(shape):
-    devices = tpu("v5p:16x20x28")
+    devices = devices_of("v5p:16x20x28")
     try:
         mesh = make_mesh(shape, devices=devices)
     except ValueError as error:
@@ -376,23 +371,23 @@ def test_sizes_that_some_versions_of_jax_cannot_split(shape):
 @pytest.mark.tpu_compiler
 def test_devices_that_are_no_torus_are_refused():
     with refuses("`data=32`", "32 TPU v4 devices", "one device per chip", '`chip_config_name="megacore"`'):
-        make_mesh("data=-1", devices=tpu("v4:2x2x4"))
+        make_mesh("data=-1", devices=devices_of("v4:2x2x4"))
     with refuses("`data=6`", "fill a box of the torus"):
-        make_mesh("data=6", devices=tpu("v5e:4x4")[:6])
+        make_mesh("data=6", devices=devices_of("v5e:4x4")[:6])
 
 
 @pytest.mark.tpu_compiler
 def test_description_of_tpus():
-    large = describe_mesh(make_mesh("data=8,model=32", devices=tpu("v5e:16x16")))
+    large = describe_mesh(make_mesh("data=8,model=32", devices=devices_of("v5e:16x16")))
     assert large.splitlines()[0] == "data=8,model=32 on 256 TPU v5 lite devices"
     assert [line.split()[:2] for line in large.splitlines()[3:]] == [["data", "8"], ["model", "32"]]
     assert "x×16 y×2" in large
     assert "…" in large
     assert "│" not in large
-    hybrid = describe_mesh(make_mesh("data=4,model=2", dcn="data=2", devices=tpu("v5e:2x2", num_slices=2)))
+    hybrid = describe_mesh(make_mesh("data=4,model=2", dcn="data=2", devices=devices_of("v5e:2x2", num_slices=2)))
     assert "in 2 slices" in hybrid
     assert "slow ×2, fast ×2  x×2 y×2" in hybrid
-    four = make_mesh("data=4,model=4", dcn="data=2,model=2", devices=tpu("v5e:2x2", num_slices=4))
+    four = make_mesh("data=4,model=4", dcn="data=2,model=2", devices=devices_of("v5e:2x2", num_slices=4))
     assert slices_of(four)[::2, ::2].tolist() == [[0, 1], [2, 3]]
     assert slow_axes(four) == ("data", "model")
     assert describe_mesh(four).count("╬") == 1

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from machines import devices_of
 
 from shardlib._hlo import collectives
 from shardlib._reshard import plan, reshard
@@ -365,7 +365,7 @@ def test_integers_beside_what_is_differentiated():
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(8), jnp.arange(8)), np.ones(8))
 
 
-TPU = {
+ACCELERATED = {
     "slice": (P(), P("x", "y"), []),
     "gather": (P("x", "y"), P(), ["all-gather"]),
     "gather the minor axis": (P(("x", "y")), P("x"), ["all-gather"]),
@@ -378,26 +378,29 @@ TPU = {
 }
 
 
-@pytest.fixture(scope="module")
-def tpus():
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+@pytest.fixture(
+    params=[
+        pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+        pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+    ]
+)
+def accelerators(request):
+    return devices_of(request.param)
 
 
-@pytest.mark.tpu_compiler
-@pytest.mark.parametrize("case", TPU)
-def test_on_tpu(case, tpus):
-    source, to, expected = TPU[case]
-    mesh, shape = mesh_of(SIZES, devices=tpus), (1024, 1024)
+@pytest.mark.parametrize("case", ACCELERATED)
+def test_on_accelerators(case, accelerators):
+    source, to, expected = ACCELERATED[case]
+    mesh, shape = mesh_of(SIZES, devices=accelerators), (1024, 1024)
     found = traffic(compiled(mesh, source, to, shape), mesh)
     assert [kind for kind, _ in found] == expected
     assert found == planned(source, to, SIZES, shape)
 
 
-@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("case", PARTIAL)
-def test_partial_sums_on_tpu(case, tpus):
+def test_partial_sums_on_accelerators(case, accelerators):
     to, axes, expected = PARTIAL[case]
-    mesh = mesh_of(SIZES, AxisType.Explicit, tpus)
+    mesh = mesh_of(SIZES, AxisType.Explicit, accelerators)
     structs = [
         jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
         for shape, sharding in zip(((1024, 2048), (2048, 1024)), factors(mesh, axes)[1], strict=True)
