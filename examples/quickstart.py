@@ -21,7 +21,7 @@ from flax import nnx
 import shardlib as sl
 from models import gpt
 
-CONTEXT, BATCH, STEPS = 64, 32, 240
+CONTEXT, BATCH, STEPS = 64, 32, 500
 RULES = sl.rules.data | sl.rules.tensor
 
 
@@ -39,14 +39,17 @@ def batches(text: np.ndarray, seed: int = 0):
         yield {"tokens": np.stack([text[s : s + CONTEXT + 1] for s in starts]).astype(np.int32)}
 
 
-def train(strategy: sl.Strategy, text: np.ndarray, steps: int) -> tuple[sl.State, list[float]]:
-    """A run: a strategy goes in, a state and its losses come out. Nothing below knows about devices."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, STEPS)
+def start(strategy: sl.Strategy, steps: int) -> sl.State:
+    """A model and its optimizer, born on the mesh, for a run of so many steps."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, max(steps, 21))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
-    state = sl.init(lambda: gpt.GPT(gpt.tiny(), rngs=nnx.Rngs(0)), optimizer, strategy)
-    if steps == STEPS:
-        print(sl.describe(state), "\n\ncompiling the step ...", flush=True)
-    step, losses = sl.train_step(gpt.loss, strategy), []
+    return sl.init(lambda: gpt.GPT(gpt.tiny(), rngs=nnx.Rngs(0)), optimizer, strategy)
+
+
+def train(state: sl.State, text: np.ndarray, steps: int) -> tuple[sl.State, list[float]]:
+    """A run: a state goes in, a state and the losses come out. Nothing here knows about devices."""
+    step, losses = sl.train_step(gpt.loss, state.layout.strategy), []
+    print("compiling the step ...", flush=True)
     started = time.time()
     for number, batch in zip(range(steps), batches(text), strict=False):
         state, metrics = step(state, batch)
@@ -62,7 +65,7 @@ def progress(done: int, steps: int, losses: list[float], seconds: float) -> None
     line = f"{bar} {done}/{steps}  loss {loss:.3f}  {seconds:4.0f} s"
     if sys.stdout.isatty():
         print("\r" + line, end="\n" if done == steps else "", flush=True)
-    elif done % max(steps // 6, 1) == 0:
+    elif done % max(steps // 5, 10) == 0:
         print(line, flush=True)
 
 
@@ -76,7 +79,7 @@ def sample(state: sl.State, prompt: str) -> str:
     return bytes(np.asarray(written[0]).astype(np.uint8)).decode(errors="replace")
 
 
-def main() -> None:
+def main(steps: int = STEPS) -> None:
     """The tour."""
     sl.simulate_devices(8)
     text = corpus()
@@ -84,18 +87,20 @@ def main() -> None:
 
     strategy = sl.Strategy(mesh="data=2,model=4", rules=RULES)
     print(sl.describe_mesh(strategy.device_mesh), "\n")
-    state, losses = train(strategy, text, STEPS)
+    state = start(strategy, steps)
+    print(sl.describe(state), "\n")
+    state, losses = train(state, text, steps)
 
     other = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
-    print(f"\nThe same model on {other.mesh}, in two microbatches. Nothing but the strategy has changed:")
-    _, again = train(other, text, 10)
-    print("  step   " + "  ".join(f"{n:6d}" for n in (1, 4, 7, 10)))
+    print(f"\nThe same model on {other.mesh}, in two microbatches. Nothing but the strategy has changed:\n")
+    _, again = train(start(other, steps), text, 10)
+    print("\n    step   " + "  ".join(f"{n:6d}" for n in (1, 4, 7, 10)))
     for where, values in ((strategy.mesh, losses), (other.mesh, again)):
-        print("  loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
+        print("    loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
     np.testing.assert_allclose(again, losses[:10], rtol=1e-3)
 
-    print(f"\nA sample, after {STEPS} steps:\n")
-    print("    " + sample(state, "def __init__(self").replace("\n", "\n    "))
+    print(f"\nA sample, after {steps} steps:\n")
+    print("    " + sample(state, "    def __init__(self").replace("\n", "\n    "))
 
 
 if __name__ == "__main__":

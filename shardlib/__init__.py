@@ -23,6 +23,7 @@ from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
 from shardlib.train._exchange import AllReduce as AllReduce
 from shardlib.train._exchange import Exchange as Exchange
+from shardlib.train._exchange import Parameter as Parameter
 from shardlib.train._state import State as State
 from shardlib.train._state import init as init
 from shardlib.train._state import specs as specs

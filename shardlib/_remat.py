@@ -16,7 +16,8 @@ def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Bl
 
     `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs alone. Outside any
     strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
-    `checkpoint=nnx.remat`.
+    `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model may be closed over by
+    `jax.jit`.
 
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
