@@ -22,14 +22,12 @@ def both(f, rows, start, stride):
     "draw",
     [
         lambda key, n: jax.random.bernoulli(key, 0.3, (n, 5, 3)),
-        lambda key, n: jax.random.normal(jax.random.fold_in(key, 3), (n, 5)),
-        lambda key, n: jax.random.normal(
-            jax.random.split(key)[1], (n, 5)
-        ),  # two streams, also where there are two rows
-        lambda key, n: jax.vmap(jax.random.normal)(jax.random.split(key, n)),  # one key per example
+        lambda key, n: jax.random.bits(jax.random.fold_in(key, 3), (n, 5)),
+        lambda key, n: jax.random.bits(jax.random.split(key)[1], (n, 5)),  # two streams, also where there are two rows
+        lambda key, n: jax.vmap(jax.random.bits)(jax.random.split(key, n)),  # one key per example
         lambda key, n: jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 1), (3,)))(jax.random.split(key, n)),
         lambda key, n: jax.random.randint(key, (n,), 0, 100),
-        lambda key, n: jnp.full(n, jax.random.normal(key)),
+        lambda key, n: jnp.full(n, jax.random.bits(key)),
     ],
 )
 def test_examples_draw_the_same_wherever_they_are(draw, part):

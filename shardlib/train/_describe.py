@@ -59,7 +59,9 @@ class Description:
             f"per device: {per_device}",
         ]
         if self.unused_rules:
-            lines.append(f"rules that no parameter uses (annotations of activations may): {', '.join(self.unused_rules)}")
+            lines.append(
+                f"rules that no parameter uses (annotations of activations may): {', '.join(self.unused_rules)}"
+            )
         return "\n".join(lines)
 
 

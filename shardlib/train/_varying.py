@@ -50,7 +50,7 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
             else [frozenset().union(*inputs) - over] * outputs
         )
     if name == "scan":
-        return _scan(parameters, inputs, axes)
+        return _scan(equation, inputs, axes)
     if name == "while":
         return _while(parameters, inputs, axes)
     if name == "cond":
@@ -62,15 +62,23 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
     return [frozenset().union(*inputs)] * outputs
 
 
-def _scan(parameters: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
-    constants, carries = parameters["num_consts"], parameters["num_carry"]
+def _scan(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
+    body = equation.params["jaxpr"].jaxpr
+    # Constants, carries and what is scanned, in this order; versions of JAX count them differently. Only what is scanned,
+    # or stacked, has another rank outside than inside.
+    carries = _alike(equation.outvars, body.outvars)
+    constants = _alike(equation.invars, body.invars) - carries
     carry = inputs[constants : constants + carries]
     while True:  # to the fixed point: a carry varies if it ever does
-        found = _walk(parameters["jaxpr"].jaxpr, [*inputs[:constants], *carry, *inputs[constants + carries :]], axes)
+        found = _walk(body, [*inputs[:constants], *carry, *inputs[constants + carries :]], axes)
         grown = [old | new for old, new in zip(carry, found[:carries], strict=True)]
         if grown == carry:
             return carry + found[carries:]
         carry = grown
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
 def _while(parameters: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:

@@ -1,0 +1,56 @@
+"""What differs from device to device, by the walk and by running it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.train._varying import varying_outputs
+
+AXES = ("data", "pod")
+
+
+def later(x, same):
+    """After three turns the last of the carries has met what the first one did not."""
+    return lax.scan(lambda c, _: ((x.sum(), c[0], c[1]), None), (same, same, same), None, length=3)[0][2]
+
+
+CASES = {
+    "the examples": (lambda x, same: x.sum(), True),
+    "what all have": (lambda x, same: same * 2, False),
+    "summed over all": (lambda x, same: lax.psum(x.sum(), AXES), False),
+    "summed over some": (lambda x, same: lax.psum(x.sum(), "data"), True),
+    "summed in turn": (lambda x, same: lax.pmean(lax.pmax(x.sum(), "pod"), "data"), False),
+    "gathered": (lambda x, same: lax.all_gather(x, AXES).sum(), False),
+    "the device's number": (lambda x, same: same + lax.axis_index("pod"), True),
+    "a carry, later": (later, True),
+    "a carry that stays": (lambda x, same: lax.scan(lambda c, r: (c + 1, r), same, x)[0], False),
+    "stacked": (lambda x, same: lax.scan(lambda c, r: (c, r.sum()), same, x)[1].sum(), True),
+    "as often as": (lambda x, same: lax.while_loop(lambda c: c < x.sum(), lambda c: c + 1, same), True),
+    "a loop of all": (lambda x, same: lax.while_loop(lambda c: c < 9, lambda c: c + 1, same), False),
+    "one of two": (lambda x, same: lax.cond(x.sum() > 0, lambda s: s, lambda s: s + 1, same), True),
+    "either of two": (lambda x, same: lax.cond(same > 0, lambda s: s, lambda s: s + 1, same), False),
+    "inside a jit": (jax.jit(lambda x, same: lax.psum(x, AXES).sum()), False),
+    "inside a checkpoint": (jax.checkpoint(lambda x, same: jnp.sin(x).sum()), True),
+    "a gradient": (lambda x, same: jax.grad(lambda s: jnp.sum(s * x))(same), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_walk_says_what_running_shows(case):
+    function, varies = CASES[case]
+    mesh = sl.make_mesh("data=4,pod=2")
+    found = []
+
+    def on_each(x, same):
+        found[:] = varying_outputs(jax.make_jaxpr(function)(x, same), [True, False], AXES)
+        return function(x, same)[None]
+
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("f")
+    run = jax.shard_map(on_each, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
+    values = np.asarray(jax.jit(run)(x, jnp.float32(-7)))
+    assert found == [varies]
+    assert (len(set(values.tolist())) > 1) is varies
