@@ -49,9 +49,9 @@ def use(
 ) -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
 
-    >>> from shardlib._mesh import make_mesh
-    >>> with use(AxisRules(batch="data"), make_mesh("data=8")):
-    ...     shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(batch="data"), sl.make_mesh("data=8")):
+    ...     sl.shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
     P('data', None)
     """
     if mesh is not None:
@@ -67,8 +67,9 @@ def use(
 def unsharded() -> Iterator[None]:
     """Say that there are no rules here, on purpose: annotations check their rank and leave the array alone.
 
-    >>> with unsharded():
-    ...     shard(jnp.ones(3), "anything").shape
+    >>> import shardlib as sl
+    >>> with sl.unsharded():
+    ...     sl.shard(jnp.ones(3), "anything").shape
     (3,)
     """
     with _scope(Scope(None)):
@@ -82,9 +83,9 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     dim to the partitioner. On a mesh with explicit axes the array is resharded. Inside a `shard_map` the batch leaves
     out the axes it is split over already; any other name that would lose its axis is an error.
 
-    >>> from shardlib._mesh import make_mesh
-    >>> with use(AxisRules(batch="data", act_mlp="model"), make_mesh("data=2,model=4")):
-    ...     shard(jnp.zeros((8, 16)), "batch", "act_mlp").sharding.spec
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(batch="data", act_mlp="model"), sl.make_mesh("data=2,model=4")):
+    ...     sl.shard(jnp.zeros((8, 16)), "batch", "act_mlp").sharding.spec
     P('data', 'model')
     """
     scope = _required_scope("shard")
@@ -111,9 +112,9 @@ def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | N
     The axes are the mesh's own: the one whose size is `parts`, or all of them together. Where several would do, say
     which: `axis="model"`.
 
-    >>> from shardlib._mesh import make_mesh
-    >>> with use(AxisRules(), make_mesh("data=2,model=4")):
-    ...     split(jnp.zeros((8, 16)), 1, 4).sharding.spec
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
+    ...     sl.split(jnp.zeros((8, 16)), 1, 4).sharding.spec
     P(None, 'model')
     """
     if _required_scope("split").rules is None:
@@ -133,9 +134,9 @@ def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | N
 def replicate(x: jax.Array) -> jax.Array:
     """Lay the whole array on every device: GShard's `replicate`. Inside a `shard_map`, over its automatic axes.
 
-    >>> from shardlib._mesh import make_mesh
-    >>> with use(AxisRules(), make_mesh("data=2,model=4")):
-    ...     replicate(jnp.zeros((8, 16))).sharding.is_fully_replicated
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
+    ...     sl.replicate(jnp.zeros((8, 16))).sharding.is_fully_replicated
     True
     """
     if _required_scope("replicate").rules is None:

@@ -52,15 +52,15 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     axes that are not manual.
 
     >>> import jax.numpy as jnp
-    >>> from shardlib._mesh import make_mesh
-    >>> P, mesh = PartitionSpec, make_mesh("data=2,model=4")
+    >>> import shardlib as sl
+    >>> P, mesh = PartitionSpec, sl.make_mesh("data=2,model=4")
     >>> x = jax.device_put(jnp.zeros((8, 16)), NamedSharding(mesh, P("data", "model")))
-    >>> reshard(x, P(None, ("model", "data"))).sharding.spec
+    >>> sl.reshard(x, P(None, ("model", "data"))).sharding.spec
     P(None, ('model', 'data'))
 
     In a jitted function over automatic axes `source` says where the array comes from:
 
-    >>> step = jax.jit(lambda x: reshard(2 * x, P("model", "data"), source=P("data", "model")))
+    >>> step = jax.jit(lambda x: sl.reshard(2 * x, P("model", "data"), source=P("data", "model")))
     >>> with jax.set_mesh(mesh):
     ...     step(x).sharding.spec
     P('model', 'data')

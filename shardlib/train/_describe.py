@@ -69,9 +69,9 @@ def describe(state: State) -> Description:
     """Per parameter its shape, names, spec and bytes per device, with a remark where a rule had a choice to make.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
-    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=AxisRules(batch="data", embed=None, mlp="model"))
+    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model"))
     >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8)), "b": jnp.ones(4)}, {"w": ("embed", "mlp")})
-    >>> print(describe(sl.init(make, optax.sgd(0.1), strategy)))
+    >>> print(sl.describe(sl.init(make, optax.sgd(0.1), strategy)))
     parameter  shape  dtype    names       spec      per device
     b          4      float32  -           -         16 B        no names: replicated
     w          4x8    float32  embed, mlp  -, model  32 B

@@ -74,9 +74,9 @@ def init(
     leaves are `jax.ShapeDtypeStruct`s with shardings, to compile a step for machines that are not there.
 
     >>> import shardlib as sl
-    >>> strategy = Strategy(mesh="data=2,model=4", rules=AxisRules(batch="data", embed=None, mlp="model"))
+    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model"))
     >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
-    >>> init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
+    >>> sl.init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
     P(None, 'model')
     """
     mesh = strategy.device_mesh
@@ -114,7 +114,7 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
 
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
-    >>> specs(model, AxisRules(embed=None, mlp="model"), sl.make_mesh("data=2,model=4"))
+    >>> sl.specs(model, sl.AxisRules(embed=None, mlp="model"), sl.make_mesh("data=2,model=4"))
     {'w': P(None, 'model')}
     """
     if isinstance(model, State):

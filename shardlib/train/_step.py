@@ -44,9 +44,9 @@ def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
     mesh. Every leaf of `batch` has the examples along dim 0.
 
     >>> import shardlib as sl
-    >>> strategy = Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, optax.sgd(0.1), strategy)
-    >>> step = train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
+    >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
     >>> state, metrics = step(state, jnp.ones((16, 3)))
     >>> metrics["loss"].item()
     1.0

@@ -26,8 +26,8 @@ class Strategy:
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
       that split nothing else; an axis that splits weights too, as in `sl.rules.fsdp`, is left to the partitioner.
 
-    >>> from shardlib import rules
-    >>> Strategy(mesh="data=2,model=4", rules=rules.data | rules.tensor, accumulate=4).data_axes
+    >>> import shardlib as sl
+    >>> sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, accumulate=4).data_axes
     ('data',)
     """
 
