@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
 from shardlib._hlo import collectives
-from shardlib._reshard import plan, reshard
+from shardlib._reshard import reshard
+from shardlib._route import plan
 from shardlib._rules import as_tuple
 
 SIZES = {"x": 2, "y": 4}
@@ -196,7 +197,7 @@ def test_every_process_plans_alike():
     """Processes hash strings differently, and must run the same collectives."""
     program = textwrap.dedent("""
         from jax.sharding import PartitionSpec as P
-        from shardlib._reshard import plan
+        from shardlib._route import plan
         for source, to in [(P("x", "y"), P("y", "x")), (P("y", unreduced={"x", "z"}), P(("z", "x"))), (P(), P("y", "x"))]:
             for step in plan(source, to, {"x": 2, "y": 4, "z": 2}, (16, 16)):
                 print(step.kind, step.pieces, step.after.tiles)
