@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import sys
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ def report(name: str, figures: dict[str, Any], bounds: dict[str, float], as_json
         print(f"{key:24} {value:.4g}{bound}" if isinstance(value, float) else f"{key:24} {value}{bound}")
     if as_json:
         machine = {
+            "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
             "python": platform.python_version(),
