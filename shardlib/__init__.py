@@ -15,6 +15,7 @@ from shardlib._flax import logical as logical
 from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices
+from shardlib._random import same_everywhere as same_everywhere
 from shardlib._remat import remat as remat
 from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules

@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
 
@@ -54,13 +55,28 @@ def use(
     ...     sl.shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
     P('data', None)
     """
+    if not isinstance(rules, AxisRules) or not isinstance(mesh, Mesh | None):
+        raise ValueError(
+            f"`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got {rules!r} and {mesh!r}. For no "
+            "sharding on purpose there is `sl.unsharded()`; of a strategy, `strategy.scope()`."
+        )
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     scope = Scope(rules, remat, set() if used is None else used)
-    # Inside a trace the mesh cannot be set again, and need not be where it is in force already.
-    in_force = mesh is None or jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
-    with contextlib.nullcontext() if in_force else jax.set_mesh(mesh), _scope(scope):
+    with contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh), _scope(scope):
         yield scope
+
+
+def _mesh_in_force(mesh: Mesh) -> Any:
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError as error:  # inside a trace the mesh cannot be set, and need not be where it is in force already
+        if (here := jax.sharding.get_abstract_mesh()).shape == mesh.shape:
+            return contextlib.nullcontext()
+        raise ValueError(
+            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where it is "
+            f"`{dict(here.shape)}`: put `with sl.use(rules, mesh):` around the call of the `jax.jit`."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -89,6 +105,8 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     P('data', 'model')
     """
     scope = _required_scope("shard")
+    if not hasattr(x, "ndim"):
+        raise ValueError(f"`shard(x, *names)` names the dims of one array; got {type(x).__name__}. Map it over a tree.")
     if scope.rules is None:
         if len(names) != x.ndim:
             raise ValueError(f"An array of shape {x.shape} was given {len(names)} names {names}: name every dim once.")
@@ -148,6 +166,9 @@ def replicate(x: jax.Array) -> jax.Array:
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes must not be in it."""
     mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(x, Tracer):  # outside any trace, wherever it is now
+        whole = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+        return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), PartitionSpec(*whole)))
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
     if mesh.auto_axes:

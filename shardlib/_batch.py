@@ -43,8 +43,13 @@ def split_axes() -> tuple[str, ...]:
     """The manual axes that split the batch where this is called; empty outside a `shard_map`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     scope = current_scope()
-    if not manual or scope is None or scope.rules is None:
+    if not manual:
         return ()
+    if scope is None or scope.rules is None:
+        raise ValueError(
+            f"The whole batch was asked for inside a `shard_map` over {manual}, and no rules say which of these axes split "
+            "it. Trace it under `with sl.use(rules, mesh):`."
+        )
     return tuple(axis for axis in scope.rules.batch_axes if axis in manual)
 
 

@@ -6,6 +6,7 @@ it carries, such as running statistics. Trees of NNX modules are nested dicts; a
 with `None` where a leaf belongs to another of the three.
 """
 
+import collections
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from flax import linen, nnx
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from shardlib._tree import map_named, named_leaves
+from shardlib._tree import map_named, named_leaves, path_name
 
 Model = TypeVar("Model")
 Names = tuple[str | None, ...] | PartitionSpec | None
@@ -34,6 +35,10 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
     >>> nnx.Linear(4, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)).kernel.out_sharding
     ('embed', 'mlp')
     """
+    if strange := [name for name in names if not (name is None or isinstance(name, str))]:
+        raise ValueError(
+            f'`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got {strange[0]!r}.'
+        )
     # Eager sharding would demand a mesh with axes of these names as soon as the variable exists.
     return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=False)
 
@@ -49,10 +54,13 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     >>> params["up"]["kernel"].names
     ('embed', 'mlp')
     """
+    _refuse_modules_in_trees(model)
     nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
     leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
     chosen: dict[str, Names] = {}
     for pattern, value in names.items():
+        if not isinstance(value, tuple | PartitionSpec):
+            raise ValueError(f"`annotate` names dims by a tuple or a `PartitionSpec`; `{pattern}` has {value!r}.")
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
         if not matched:
             raise ValueError(f"The pattern `{pattern}` matches no parameter. The paths are: {', '.join(leaves)}.")
@@ -103,10 +111,21 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     """
     if _is_nnx(model):
         graph, *states = nnx.split(model, nnx.Param if trainable is None else trainable, nnx.RngState, ...)
-        names = {path: variable.get_metadata().get("out_sharding") for path, variable in _nnx_variables(model)}
+        _check_static(graph)
+        names = {
+            path: variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
+            for path, variable in _nnx_variables(model)
+        }
         params, streams, rest = (nnx.to_pure_dict(state) for state in states)
         return ModelParts(Definition(graph, trainable), params, streams, rest), names
-    names = {path: _names_of_box(leaf) for path, leaf in named_leaves(model, is_leaf=_is_box)}
+    _refuse_modules_in_trees(model)
+    found = named_leaves(model, is_leaf=_is_box)
+    names = {path: _names_of_box(leaf) for path, leaf in found}
+    if len(names) < len(found):
+        twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
+        raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
+    if strange := [path for path, leaf in found if not hasattr(_unbox(leaf), "dtype")]:
+        raise ValueError(f"`{strange[0]}` of the model is no array. Close over constants and functions instead.")
     tree = jax.tree.map(_unbox, model, is_leaf=_is_box)
     is_param = trainable or _default_trainable(tree)
     params = map_named(lambda path, leaf: leaf if is_param(path, leaf) else None, tree)
@@ -121,6 +140,44 @@ def building() -> Any:
 
 def _is_nnx(model: Any) -> bool:
     return isinstance(model, nnx.Module)
+
+
+def _refuse_modules_in_trees(model: Any) -> None:
+    if _is_nnx(model):
+        return
+    kinds = nnx.Module | nnx.Variable
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, kinds))
+    if inside := [(path, leaf) for path, leaf in found if isinstance(leaf, kinds)]:
+        raise ValueError(
+            f"The model is a {type(model).__name__} that holds NNX's `{type(inside[0][1]).__name__}` at "
+            f"`{path_name(inside[0][0])}`. Make it a module, `nnx.Dict(...)` or `nnx.List(...)`, or it loses what Flax "
+            "knows of its variables."
+        )
+
+
+def _check_static(graph: Any) -> None:
+    """A definition is part of the jit cache key; name what in it cannot be."""
+    try:
+        hash(graph)
+    except TypeError as error:
+        for name, attribute in getattr(graph, "attributes", ()):
+            value = getattr(attribute, "value", None)
+            if name == "_pytree__nodes" or _hashable(value):
+                continue
+            raise ValueError(
+                f"The module's attribute `{name}` holds a {type(value).__name__}, which Flax keeps as part of the module's "
+                "definition and which has no hash. Keep an array in a variable, `nnx.Variable(...)`, or say that it is "
+                "one, `nnx.data(...)`; make a list a tuple or an `nnx.List`, a dict an `nnx.Dict`, a dataclass frozen."
+            ) from error
+        raise
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _nnx_variables(model: Any) -> list[tuple[str, nnx.Variable]]:

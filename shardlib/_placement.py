@@ -64,7 +64,7 @@ def like_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, P
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         parts = path.split("/")
-        for start in range(len(parts)):
+        for start in range(len(parts) + 1):  # a model that is a single array has the empty path
             tail = "/".join(parts[start:])
             if shapes.get(tail) == shape:
                 return specs[tail]

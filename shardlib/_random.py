@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.extend import random as extend_random
 
 _PREFIX = "rows_of_"
+THREEFRY = "threefry2x32"
+"""The implementation of keys that draws the same for a batch of keys as for each of them alone."""
 
 
 def row_keys(keys: jax.Array, rows: int, start: Any, stride: int) -> jax.Array:
@@ -32,11 +34,16 @@ def row_keys(keys: jax.Array, rows: int, start: Any, stride: int) -> jax.Array:
     True
     """
     keys = plain_keys(keys)
+    if (base := str(jax.random.key_impl(keys))) != THREEFRY:
+        raise ValueError(
+            f"A key of the implementation `{base}` draws otherwise for a batch of keys than for each alone, so its numbers "
+            f'would depend on the mesh. Make it with `jax.random.key(seed, impl="{THREEFRY}")`, JAX\'s default.'
+        )
     words = jax.random.key_data(keys)
     where = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
     where = jnp.broadcast_to(where, (*words.shape[:-1], 2))
     packed = jnp.concatenate([words, words, where], axis=-1)
-    return jax.random.wrap_key_data(packed, impl=_implementation(rows, str(jax.random.key_impl(keys))))
+    return jax.random.wrap_key_data(packed, impl=_implementation(rows, base))
 
 
 def plain_keys(keys: jax.Array) -> jax.Array:
@@ -46,6 +53,20 @@ def plain_keys(keys: jax.Array) -> jax.Array:
     base = str(keys.dtype).split(_PREFIX, 1)[1].split("/", 1)[0]
     words = jax.random.key_data(keys)
     return jax.random.wrap_key_data(words[..., : words.shape[-1] // 2 - 1], impl=base)
+
+
+def same_everywhere(key: jax.Array) -> jax.Array:
+    """A key whose draws are the same on every device whatever their shape, for noise on weights, say.
+
+    Inside the step a draw whose first dim is as long as there are examples here draws per example, and means to. To
+    draw per example where the examples are not the first dim, draw with a key for each:
+    `jax.vmap(draw)(jax.random.split(key, examples))`.
+
+    >>> key = jax.random.key(0)
+    >>> same_everywhere(row_keys(key, 4, 8, 1)) == key
+    Array(True, dtype=bool)
+    """
+    return plain_keys(key)
 
 
 def is_key(x: Any) -> bool:

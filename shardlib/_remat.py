@@ -1,7 +1,8 @@
 """Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the strategy decides."""
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -14,6 +15,8 @@ REMATS: tuple[Remat, ...] = ("none", "full")
 def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Block], Block] = jax.checkpoint) -> Block:
     """Mark a block whose activations the strategy in force may drop and compute again in the backward pass.
 
+    Where it is called or where it is defined: it is a decorator too.
+
     `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs alone. Outside any
     strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
     `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model may be closed over by
@@ -22,8 +25,19 @@ def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Bl
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
     """
-    scope = current_scope()
-    policy = policy or (scope.remat if scope else "none")
+    if policy is not None:
+        _check(policy)
+    recomputed = checkpoint(block)
+
+    @functools.wraps(block)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()  # of the call: a block may be marked where it is defined
+        chosen = policy or (scope.remat if scope else "none")
+        return (recomputed if chosen == "full" else block)(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def _check(policy: Any) -> None:
     if policy not in REMATS:
         raise ValueError(f"`remat={policy!r}`: the policies are {', '.join(map(repr, REMATS))}.")
-    return checkpoint(block) if policy == "full" else block

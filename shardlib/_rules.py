@@ -49,6 +49,11 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     _hash: int
 
     def __init__(self, rules: Mapping[str, object] | None = None, /, **more: object) -> None:
+        if rules is not None and not isinstance(rules, Mapping):
+            raise ValueError(
+                f"`AxisRules` takes a mapping or keywords; got {rules!r}. Of Flax's pairs, in which the first that fits "
+                'wins, make candidates: `AxisRules(heads=["model", None])`.'
+            )
         self._set({name: _candidates(name, value) for name, value in {**(rules or {}), **more}.items()})
 
     def _set(
@@ -62,6 +67,9 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         self._policies = dict(policies or {})
         self._hash = hash((tuple(rules.items()), self._known, frozenset(self._policies.items())))
         return self
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self._rules, self._known, self._policies)  # hashes of text differ from process to process
 
     @classmethod
     def knowing(cls, *names: str) -> "AxisRules":
@@ -169,6 +177,10 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         named = [f"{n}={p!r}" for n, p in self._policies.items() if n is not None]
         policies = ", ".join([repr(default)] * (default is not None) + named)
         return f"AxisRules({', '.join(parts)})" + (f".indivisible({policies})" if policies else "")
+
+
+def _rebuilt(rules: Any, known: Any, policies: Any) -> AxisRules:
+    return AxisRules.__new__(AxisRules)._set(rules, known, policies)
 
 
 @dataclass(frozen=True)

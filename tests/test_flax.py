@@ -189,3 +189,41 @@ def test_describe_says_which_candidate_won():
     remarks = {row.path: row.remark for row in description.rows}
     assert remarks["w"] == "`heads`: data of model or data or replicated"
     assert remarks["v"] == "`heads`: replicated of model or data or replicated"
+
+
+def test_modules_inside_a_plain_tree_are_refused():
+    linear = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    strategy = sl.Strategy(mesh="data=8", rules=sl.AxisRules(batch="data"))
+    for make, where in ((lambda: {"l": linear()}, "`l`"), (lambda: [nnx.Param(jnp.ones(3))], "`0`")):
+        with pytest.raises(ValueError, match=f"at {where}. Make it a module, `nnx.Dict"):
+            sl.init(make, None, strategy)
+    assert sl.init(lambda: nnx.Dict(l=linear()), None, strategy).params["l"]["kernel"].shape == (8, 8)
+
+
+def test_attributes_that_cannot_be_part_of_a_definition_are_named():
+    class Model(nnx.Module):
+        def __init__(self, table):
+            self.linear, self.table = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), table()
+
+    strategy = sl.Strategy(mesh="data=8", rules=sl.AxisRules(batch="data"))
+    for table in (lambda: jnp.arange(8.0), lambda: [1, 2], lambda: {"a": 1}):
+        with pytest.raises(ValueError, match="attribute `table` holds a .*nnx.data"):
+            sl.init(lambda: Model(table), None, strategy)  # noqa: B023
+    state = sl.init(lambda: Model(lambda: nnx.data(jnp.arange(8.0))), None, strategy)
+    np.testing.assert_array_equal(state.rest["table"], np.arange(8.0))
+
+
+def test_names_are_checked_where_they_are_given():
+    with pytest.raises(ValueError, match="takes the names one by one"):
+        sl.logical(nnx.initializers.ones, ("embed", "mlp"))
+    with pytest.raises(ValueError, match="`w` has None"):
+        sl.annotate({"w": jnp.ones(3)}, {"w": None})
+    with pytest.raises(ValueError, match="Two leaves of the model are called `a/b`"):
+        sl.specs({"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, sl.AxisRules(), sl.make_mesh("data=8"))
+
+
+def test_optimizer_state_of_a_single_array_lies_as_the_array():
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model"))
+    make = lambda: sl.annotate(jnp.ones((8, 4)), {"": ("embed", "mlp")})
+    state = sl.init(make, optax.adam(0.1), strategy)
+    assert state.opt_state[0].mu.sharding.spec == state.params.sharding.spec == P(None, "model")

@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -140,3 +142,12 @@ def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
     check_spec(MESH, found, shape)
     assert all(entry in candidates for entry, (candidates, _) in zip(found, dims, strict=True))
     assert set(spec_axes(keep_axes(found, {"data"}))) <= {"data"}
+
+
+def test_rules_survive_a_pickle_into_another_process():
+    rules = sl.AxisRules(batch="data", heads=["model", None]).indivisible(heads="drop") | sl.AxisRules.knowing("seq")
+    # Made anew there, the same rules must hash as those that came from here.
+    code = "import pickle, sys, shardlib as sl; r = pickle.load(sys.stdin.buffer); print(hash(r) == hash(r | sl.AxisRules()))"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(rules), capture_output=True, check=True)
+    assert done.stdout.strip() == b"True"
+    assert pickle.loads(pickle.dumps(rules)) == rules

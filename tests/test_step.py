@@ -482,3 +482,151 @@ def test_an_exchange_may_split_gradients_further():
 def test_an_exchange_that_would_never_run_is_refused():
     with pytest.raises(ValueError, match="ReduceScatter.* would never run"):
         sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=ReduceScatter())
+
+
+def test_complex_parameters_move_as_without_the_library():
+    def make_tree():
+        return {"w": jnp.ones((8, 4)) * (1 + 1j)}
+
+    def loss(model, batch, rng):
+        return jnp.mean(jnp.abs(batch["x"] @ model["w"] - 1) ** 2)
+
+    testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], accumulate=(1, 2))
+    state, _ = run(make_tree, loss)
+    gradient = jax.grad(lambda model: loss(model, BATCH, None))(make_tree())["w"]
+    np.testing.assert_allclose(state.params["w"], make_tree()["w"] - 0.1 * gradient, rtol=1e-5)
+    with pytest.raises(ValueError, match="`loss` of `loss_fn` is complex"):
+        run(make_tree, lambda model, batch, rng: jnp.sum(model["w"]))
+
+
+def test_parameters_over_a_manual_axis_are_refused_unless_that_is_meant():
+    make_tree = lambda: sl.annotate({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, {"b": P("data")})
+    loss = lambda model, batch, rng: jnp.mean((batch["x"] @ model["w"] + model["b"]) ** 2)
+    with pytest.raises(ValueError, match=r"`b` is laid out as P\('data',\).*manual=\('data',\)"):
+        run(make_tree, loss)
+    testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], manual=())
+
+
+def test_state_made_of_a_parameter_that_differs_is_refused():
+    rules = sl.AxisRules(batch="data", experts="data")
+    strategy = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
+    make_tree = lambda: {"params": sl.annotate({"own": jnp.ones(8)}, {"own": ("experts",)}), "seen": jnp.zeros(1)}
+
+    def loss(model, batch, rng):
+        model["seen"] = model["params"]["own"] * 2
+        return jnp.mean(batch["x"] * model["params"]["own"])
+
+    with pytest.raises(ValueError, match="differ from device to device|from the examples at hand: `seen`"):
+        run(make_tree, loss, strategy)
+
+
+def test_optimizers_that_ask_for_the_loss_are_given_it():
+    optimizer = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau())
+    testing.check_step(make(), optimizer, masked_loss, BATCH, RULES, meshes=["data=4,model=2"])
+    _, metrics = run(make(), masked_loss, optimizer=optax.polyak_sgd())
+    assert np.isfinite(metrics["loss"])
+
+
+def test_weak_types_do_not_trace_a_step_twice():
+    loss = testing.count_traces(lambda model, batch, rng: jnp.mean((batch["x"] * model["s"]) ** 2))
+    state, step = sl.init(lambda: {"s": jnp.asarray(2.0)}, optax.sgd(0.1), STRATEGY), sl.train_step(loss, STRATEGY)
+    state, _ = step(state, BATCH)
+    traces = loss.count
+    step(state, BATCH)
+    assert loss.count == traces
+
+
+def test_a_state_that_was_donated_is_refused():
+    state, step = sl.init(make(), optax.sgd(0.1), STRATEGY), sl.train_step(masked_loss, STRATEGY)
+    step(state, BATCH)
+    with pytest.raises(ValueError, match="has been through a step already"):
+        step(state, BATCH)
+
+
+def test_an_array_made_outside_is_laid_out_under_a_strategy():
+    state = sl.init(make(), None, STRATEGY)
+    x = jnp.asarray(BATCH["x"])
+    with STRATEGY.scope():
+        assert sl.shard(x, "batch", "seq", "act_embed").sharding.spec == P("data", None, None)
+        found = state.model(x)
+    with sl.unsharded():
+        np.testing.assert_allclose(found, MLP(nnx.Rngs(0))(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_strategy_may_come_into_force_again_inside_its_step_but_no_other():
+    def loss(model, batch, rng):
+        with STRATEGY.scope():
+            return masked_loss(model, batch, rng)
+
+    _, metrics = run(make(), loss)
+    np.testing.assert_allclose(metrics["loss"], run(make(), masked_loss)[1]["loss"])
+    step, state = sl.train_step(masked_loss, STRATEGY), sl.init(make(), optax.sgd(0.1), STRATEGY)
+    with pytest.raises(ValueError, match="cannot come into force inside a traced function.*around the call"):
+        jax.jit(step)(state, BATCH)
+
+
+def test_the_whole_batch_needs_rules_to_know_it():
+    def loss(model, batch, rng):
+        with sl.unsharded():
+            return jnp.sum(sl.batch_mean(batch["x"], (0, 1)))
+
+    with pytest.raises(ValueError, match="no rules say which of these axes split it"):
+        run(make(), loss)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sl.Strategy(mesh={"data": 8}, rules=RULES), "takes text such as"),
+        (lambda: sl.Strategy(mesh=sl.make_mesh("data=4,model=2"), rules=RULES, dcn="data"), "for a mesh given as text"),
+        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, accumulate=2.0), "accumulate=2.0.*whole number"),
+        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, exchange=sl.AllReduce), "takes an exchange"),
+        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, manual="data"), "takes a tuple"),
+        (lambda: sl.init(MLP(nnx.Rngs(0)), None, STRATEGY), "takes a function that makes the model"),
+        (lambda: sl.init(make(), optax.adam, STRATEGY), "takes an optax transformation"),
+        (lambda: sl.init(make(), optax.sgd(0.1), "data=8"), "takes a `sl.Strategy`; got 'data=8'"),
+        (lambda: sl.init(make(), optax.sgd(0.1), STRATEGY, trainable=nnx.LoRAParam), "nothing to move.*up/kernel"),
+        (lambda: sl.train_step(STRATEGY, masked_loss), "got Strategy and function"),
+        (lambda: run(make(), masked_loss, batch={**BATCH, "n": 3}), "`n` of the batch is a int"),
+        (lambda: sl.describe(make()()), "takes the `State`"),
+        (lambda: sl.use({"batch": "data"}).__enter__(), "takes `AxisRules` and a mesh"),
+        (lambda: sl.AxisRules([("batch", "data")]), "takes a mapping or keywords"),
+        (lambda: testing.check_step(make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes="data=8"), "takes lists"),
+        (lambda: testing.check_step(make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes=[]), "no mesh"),
+    ],
+)
+def test_what_newcomers_get_wrong_is_told_plainly(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_check_step_compares_the_state_that_is_not_trained():
+    def loss(model, batch, rng):
+        axes = ("data",) if jax.sharding.get_abstract_mesh().manual_axes else ()
+        model["sum"] = lax.psum(jnp.mean(batch["x"]), axes)  # a sum where the mean was meant
+        return jnp.mean((batch["x"] * model["params"]["w"]) ** 2)
+
+    make_tree = lambda: {"params": {"w": jnp.ones(8)}, "sum": jnp.zeros(())}
+    with pytest.raises(AssertionError, match="state `sum` of step 0 on the mesh `data=4,model=2`"):
+        testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"])
+
+
+def test_describe_names_axes_that_nothing_uses():
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp=None))
+    described = sl.describe(sl.init(make(), None, strategy))
+    assert described.idle_axes == ("model",)
+    assert "along which devices repeat work: model" in str(described)
+
+
+def test_blocks_may_be_marked_where_they_are_defined():
+    @sl.remat
+    def block(x, w):
+        return jnp.tanh(x @ w)
+
+    loss = lambda model, batch, rng: jnp.mean(block(block(batch["x"], model["w"]), model["w"]) ** 2)
+    found = []
+    for remat in ("none", "full"):
+        strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES, remat=remat)
+        state = sl.init(lambda: {"w": jnp.ones((8, 8))}, optax.sgd(0.1), strategy)
+        found.append("optimization_barrier" in sl.train_step(loss, strategy).lower(state, BATCH).as_text())
+    assert found == [False, True]

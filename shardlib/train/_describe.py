@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from shardlib._flax import Names
 from shardlib._mesh import format_mesh
 from shardlib._random import is_key
-from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve
+from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._state import State
 
@@ -38,6 +38,7 @@ class Description:
     parameter_bytes: int
     bytes_per_device: dict[str, int]
     unused_rules: tuple[str, ...]
+    idle_axes: tuple[str, ...]
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
@@ -62,6 +63,8 @@ class Description:
             lines.append(
                 f"rules that no parameter uses (annotations of activations may): {', '.join(self.unused_rules)}"
             )
+        if self.idle_axes:
+            lines.append(f"mesh axes that no rule uses, along which devices repeat work: {', '.join(self.idle_axes)}")
         return "\n".join(lines)
 
 
@@ -79,6 +82,8 @@ def describe(state: State) -> Description:
     36 parameters, 144 B, on data=2,model=4
     per device: 48 B parameters
     """
+    if not isinstance(state, State):
+        raise ValueError(f"`describe` takes the `State` that `sl.init` makes; got {type(state).__name__}.")
     layout, mesh = state.layout, state.layout.strategy.device_mesh
     rules, names = layout.strategy.rules, dict(layout.names)
     rows = tuple(
@@ -102,6 +107,11 @@ def describe(state: State) -> Description:
             "other state": _total_here((state.rest, state.streams)),
         },
         unused_rules=tuple(name for name in splitting if name not in used | {BATCH}),
+        idle_axes=tuple(
+            axis
+            for axis, size in mesh.shape.items()
+            if size > 1 and axis not in {*rules.axes, *(a for row in rows for a in spec_axes(row.spec))}
+        ),
     )
 
 

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._annotate import say
 from shardlib._flax import Definition, Names, building, take_apart
 from shardlib._placement import by_names, like_parameters, place
-from shardlib._rules import AxisRules, resolve
+from shardlib._random import THREEFRY, is_key
+from shardlib._rules import AxisRules, resolve, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._strategy import Strategy
 
@@ -79,15 +80,32 @@ def init(
     >>> sl.init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
     P(None, 'model')
     """
+    if not callable(make_model) or not jax.tree_util.all_leaves([make_model]):  # an NNX module is callable, and a tree
+        raise ValueError(
+            f"`init` takes a function that makes the model, so that it can be made in place; got {type(make_model).__name__}: "
+            "`sl.init(lambda: MyModel(...), optimizer, strategy)`."
+        )
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            f"`init` takes an optax transformation, such as `optax.adam(1e-3)`, or None; got {optimizer!r}."
+        )
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"`init` takes a `sl.Strategy`; got {strategy!r}.")
     mesh = strategy.device_mesh
     found: dict[str, Any] = {}
 
     def build() -> tuple[Any, ...]:
         with building():
             parts, names = take_apart(make_model(), trainable)
+        if optimizer is not None and not jax.tree.leaves(parts.params):
+            raise ValueError(
+                f"The optimizer has nothing to move: no leaf of the model is a parameter (`trainable={trainable!r}`). "
+                f"There are: {', '.join(path for path, _ in named_leaves((parts.rest,)))}."
+            )
         found.update(definition=parts.definition, names=names)
         opt_state = optimizer.init(parts.params) if optimizer is not None else ()
-        return jnp.int32(0), parts.params, opt_state, parts.streams, parts.rest, jax.random.key(seed)
+        key = jax.random.key(seed, impl=THREEFRY)
+        return strong((jnp.int32(0), parts.params, opt_state, parts.streams, parts.rest, key))
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
@@ -95,8 +113,9 @@ def init(
         names = found["names"]
         _check_names(names, {**dict(named_leaves(params)), **dict(named_leaves(rest))}, strategy.rules)
         specs = (PartitionSpec(), *_specs(params, opt_state, streams, rest, names, strategy), PartitionSpec())
-        for path, leaf in named_leaves(params):
-            say(_remarks(path, leaf, names.get(path), strategy))
+        for path, leaf in (*named_leaves(params), *named_leaves(rest)):
+            say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
+        _check_data_axes(dict(named_leaves(specs[1], is_leaf=_is_spec)), strategy)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         layout = Layout(found["definition"], optimizer, strategy, tuple(sorted(names.items())))
         if abstract:
@@ -123,6 +142,8 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
         raise ValueError("`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` it needs neither.")
     parts, names = take_apart(model)
     _check_names(names, dict(named_leaves(parts.params)), rules)
+    for path, leaf in named_leaves(parts.params):
+        say(_remarks(path, leaf, names.get(path), rules, mesh.shape))
     return place(by_names(names, rules, mesh.shape), parts.params)
 
 
@@ -147,6 +168,23 @@ def _specs(
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
+
+
+def strong(tree: Any) -> Any:
+    """The arrays with types of their own: of a weak type, as `jnp.asarray(2.0)` has it, a step would make another."""
+    return jax.tree.map(lambda x: x if is_key(x) else jax.lax.convert_element_type(x, x.dtype), tree)
+
+
+def _check_data_axes(specs: dict[str, PartitionSpec], strategy: Strategy) -> None:
+    """Refuse parameters of which a loss would see one device's part, unless that is said to be meant."""
+    for path, spec in specs.items():
+        if strategy.manual is None and (over := [axis for axis in spec_axes(spec) if axis in strategy.data_axes]):
+            raise ValueError(
+                f"`{path}` is laid out as {spec}, and the step is manual over `{over[0]}`: the loss would see one device's "
+                "part of it. To have it gathered where it is used, leave the axis to the partitioner, `manual=()`, or "
+                "split parameters over an axis of their own, as `sl.rules.fsdp` does. If each device is meant to use its "
+                f"own part, as experts are, say so: `Strategy(manual={strategy.data_axes})`."
+            )
 
 
 def _check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules) -> None:
@@ -174,10 +212,10 @@ def _check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRul
         )
 
 
-def _remarks(path: str, leaf: Any, of_dims: Names, strategy: Strategy) -> tuple[str, ...]:
+def _remarks(path: str, leaf: Any, of_dims: Names, rules: AxisRules, mesh_shape: Any) -> tuple[str, ...]:
     if of_dims is None or isinstance(of_dims, PartitionSpec):
         return ()
-    resolution = resolve(strategy.rules, strategy.device_mesh.shape, of_dims, leaf.shape, what=path)
+    resolution = resolve(rules, mesh_shape, of_dims, leaf.shape, what=path)
     if resolution.padded_shape != leaf.shape:
         raise ValueError(
             f"`{path}` of shape {leaf.shape} is a stored parameter, and `pad` would change what an optimizer sees of it: "

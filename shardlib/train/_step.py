@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import constrain
@@ -27,7 +28,7 @@ from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes
 from shardlib._tree import named_leaves
 from shardlib.train._exchange import Parameter, describe_parameters, exchange_gradients, inverse
-from shardlib.train._state import Layout, State, state_specs
+from shardlib.train._state import Layout, State, state_specs, strong
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
 
@@ -58,12 +59,21 @@ class Step:
     """A compiled train step; make it with `train_step`."""
 
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
+        if not callable(loss_fn) or not isinstance(strategy, Strategy):
+            raise ValueError(
+                "`train_step(loss_fn, strategy)` takes a function of model, batch and key, and a `sl.Strategy`; got "
+                f"{type(loss_fn).__name__} and {type(strategy).__name__}."
+            )
         self.loss_fn, self.strategy = loss_fn, strategy
         self._used: set[str] = set()
         self._compiled: dict[Layout, Any] = {}
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take one step. `state` is donated: use the one returned."""
+        if not isinstance(state.step, Tracer) and isinstance(state.step, jax.Array) and state.step.is_deleted():
+            raise ValueError(
+                "This state has been through a step already, which put the new one in its place: use that."
+            )
         with self.strategy.scope(self._used):
             return self._jitted(state, batch)(state, jax.device_put(batch, self._batch_sharding))
 
@@ -106,6 +116,12 @@ class Step:
         strategy, leaves = self.strategy, named_leaves(batch)
         if not leaves:
             raise ValueError("The batch holds no arrays.")
+        if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
+            path, leaf = strange[0]
+            raise ValueError(
+                f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
+                "constants to the loss by closing over them."
+            )
         axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
         parts = strategy.accumulate
         for size in axes.values():
@@ -127,7 +143,7 @@ class Step:
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, data_axes, exchange = state_specs(state).params, self.strategy.data_axes, self.strategy.exchange
         parameters = describe_parameters(state.params, specs, data_axes)
-        gradients = partial(self._gradients, state.layout, parameters)
+        gradients: Any = partial(self._gradients, state.layout, parameters)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
             before = _of_each(lambda parameter: keep_axes(parameter.spec, data_axes), parameters)
@@ -144,9 +160,11 @@ class Step:
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
         with jax.named_scope("optimizer"):
-            updates, opt_state = state.layout.optimizer.update(gradient, state.opt_state, state.params)
+            optimizer = optax.with_extra_args_support(state.layout.optimizer)
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, value=metrics["loss"])
             params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, opt_state, streams, rest, state.key, state.layout), metrics
+        after = strong((state.step + 1, params, opt_state, streams, rest))
+        return State(*after, state.key, state.layout), metrics
 
     def _gradients(
         self, layout: Layout, parameters: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
@@ -158,19 +176,21 @@ class Step:
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
         microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def microbatch(rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
+        def microbatch(params: Any, rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
             index, examples = scanned
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
             loss = partial(self._total, layout, streams=keys(streams), rest=keys(rest), key=keys(key), batch=examples)
             (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), means, streams_after, rest
+            gradient = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient)
+            return gradient, means, streams_after, rest
 
-        _check_same(microbatch, streams, rest, (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches)), axes)
+        own = [parameter.axes != axes for parameter in jax.tree.leaves(parameters, is_leaf=_is_parameter)]
+        one = (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches))
+        _check_same(microbatch, params, own, streams, rest, one, axes)
+        of_rest = partial(microbatch, params)
         specs = _of_each(lambda parameter: parameter.spec, parameters)
         with jax.named_scope("loss"):
-            summed, means, streams, rest = _accumulate(
-                microbatch, rest, (jnp.arange(count), microbatches), count, specs
-            )
+            summed, means, streams, rest = _accumulate(of_rest, rest, (jnp.arange(count), microbatches), count, specs)
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
@@ -190,12 +210,14 @@ class Step:
         return means["loss"].total, (means, streams, rest)
 
 
-def _check_same(microbatch: Any, streams: Any, rest: Any, scanned: Any, axes: tuple[str, ...]) -> None:
-    """Refuse state that would differ between devices: made from the examples of one alone, or drawn for them."""
+def _check_same(
+    microbatch: Any, params: Any, own: list[bool], streams: Any, rest: Any, scanned: Any, axes: tuple[str, ...]
+) -> None:
+    """Refuse state that would differ between devices: made from the examples or parameters of one, or drawn for it."""
     if not axes or not jax.tree.leaves((streams, rest)):
         return
-    jaxpr = jax.make_jaxpr(lambda rest, scanned: microbatch(rest, scanned)[2:])(rest, scanned)
-    varies = [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
+    jaxpr = jax.make_jaxpr(lambda *inputs: microbatch(*inputs)[2:])(params, rest, scanned)
+    varies = own + [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
     found = varying_outputs(jaxpr, varies, axes)
     leaves = [*named_leaves(streams), *named_leaves(rest)]
     differing = [path for (path, _), differs in zip(leaves, found, strict=True) if differs]
@@ -204,7 +226,11 @@ def _check_same(microbatch: Any, streams: Any, rest: Any, scanned: Any, axes: tu
 
 
 def _of_each(function: Callable[[Parameter], Any], parameters: Any) -> Any:
-    return jax.tree.map(function, parameters, is_leaf=lambda leaf: isinstance(leaf, Parameter))
+    return jax.tree.map(function, parameters, is_leaf=_is_parameter)
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return isinstance(leaf, Parameter)
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:
@@ -253,6 +279,8 @@ def _as_mean(name: str, value: Any, rows: int) -> Mean:
                 f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
                 "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
             )
+        if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
+            raise ValueError(f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute value or real part.")
     if not weighted:  # every example weighs the same
         return Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
     return Mean(jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))

@@ -42,8 +42,26 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.rules, AxisRules):
             raise ValueError(f"`Strategy(rules=...)` takes `AxisRules`; got {type(self.rules).__name__}.")
-        if self.accumulate < 1:
-            raise ValueError(f"`Strategy(accumulate={self.accumulate})`: at least one microbatch makes a step.")
+        if not isinstance(self.mesh, str | Mesh):
+            raise ValueError(
+                f'`Strategy(mesh={self.mesh!r})` takes text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`.'
+            )
+        if not isinstance(self.mesh, str) and self.dcn:
+            raise ValueError(
+                f"`Strategy(dcn={self.dcn!r})` is for a mesh given as text; this one is made: `sl.make_mesh(..., dcn=...)`."
+            )
+        if not isinstance(self.dcn, str):
+            raise ValueError(
+                f'`Strategy(dcn={self.dcn!r})` takes text: `"pod"`, or `"data=2"` for a factor of an axis.'
+            )
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ValueError(
+                f"`Strategy(accumulate={self.accumulate!r})`: a whole number, at least one, of microbatches."
+            )
+        if isinstance(self.exchange, type) or not (hasattr(self.exchange, "spec") and hasattr(self.exchange, "reduce")):
+            raise ValueError(f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.AllReduce()`.")
+        if self.manual is not None and not isinstance(self.manual, tuple):
+            raise ValueError(f"`Strategy(manual={self.manual!r})` takes a tuple of axes.")
         if self.remat not in REMATS:
             raise ValueError(f"`Strategy(remat={self.remat!r})`: the policies are {', '.join(map(repr, REMATS))}.")
         axes = parse_axes(self.mesh) if isinstance(self.mesh, str) else dict(self.mesh.shape)
