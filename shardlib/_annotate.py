@@ -166,15 +166,22 @@ def replicate(x: jax.Array) -> jax.Array:
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes must not be in it."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not isinstance(x, Tracer):  # outside any trace, wherever it is now
+    if not isinstance(x, Tracer) and (devices := _mesh_outside_traces()) is not None:  # wherever it is now
         whole = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
-        return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), PartitionSpec(*whole)))
+        return jax.device_put(x, NamedSharding(devices, PartitionSpec(*whole)))
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
     if mesh.auto_axes:
         automatic = spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
         x = lax.with_sharding_constraint(x, automatic)
     return x
+
+
+def _mesh_outside_traces() -> Mesh | None:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # a function is being traced, in which an array may be concrete, a constant of it
+        return None
 
 
 def say(remarks: tuple[str, ...]) -> None:
