@@ -23,16 +23,12 @@ def test_the_blocks_of_a_page_run(page, capsys):
         line = page.read_text()[: block.start()].count("\n") + 1
         with warnings.catch_warnings():
             exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
-
-
-def test_what_a_page_shows_is_what_is_printed(capsys):
-    page = ROOT / "docs" / "tutorial.md"
-    test_the_blocks_of_a_page_run(page, capsys)
-    printed = capsys.readouterr().out
-    shown = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
-    assert shown
-    for text in shown:
-        assert text.strip() in printed
+    if page.name == "tutorial.md":  # what it shows is what was printed
+        printed = capsys.readouterr().out
+        shown = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+        assert shown
+        for text in shown:
+            assert text.strip() in printed
 
 
 def test_links_lead_somewhere():
