@@ -143,7 +143,7 @@ class Step:
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, data_axes, exchange = state_specs(state).params, self.strategy.data_axes, self.strategy.exchange
         parameters = describe_parameters(state.params, specs, data_axes)
-        gradients: Any = partial(self._gradients, state.layout, parameters)
+        gradients = partial(self._gradients, state.layout, parameters)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
             before = _of_each(lambda parameter: keep_axes(parameter.spec, data_axes), parameters)
@@ -163,8 +163,8 @@ class Step:
             optimizer = optax.with_extra_args_support(state.layout.optimizer)
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, value=metrics["loss"])
             params = optax.apply_updates(state.params, updates)
-        after = strong((state.step + 1, params, opt_state, streams, rest))
-        return State(*after, state.key, state.layout), metrics
+        params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
+        return State(state.step + 1, params, opt_state, streams, rest, state.key, state.layout), metrics
 
     def _gradients(
         self, layout: Layout, parameters: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
