@@ -149,3 +149,10 @@ def test_annotations_go_through_vmap_grad_and_scan():
         found = jax.jit(jax.grad(f))(X)
     with sl.unsharded():
         np.testing.assert_allclose(found, jax.jit(jax.grad(f))(X), rtol=1e-6)
+
+
+def test_another_mesh_of_the_same_shape_comes_into_force():
+    rules = sl.AxisRules(batch="data")
+    first, second = (sl.make_mesh("data=4", devices=devices) for devices in (jax.devices()[:4], jax.devices()[4:]))
+    with sl.use(rules, first), sl.use(rules, second):
+        assert sl.shard(np.ones(8, "f"), "batch").sharding.mesh == second
