@@ -100,7 +100,7 @@ def init(
         if optimizer is not None and not jax.tree.leaves(parts.params):
             raise ValueError(
                 f"The optimizer has nothing to move: no leaf of the model is a parameter (`trainable={trainable!r}`). "
-                f"There are: {', '.join(path for path, _ in named_leaves((parts.rest,)))}."
+                f"There are: {', '.join(path for path, _ in named_leaves(parts.rest))}."
             )
         found.update(definition=parts.definition, names=names)
         opt_state = optimizer.init(parts.params) if optimizer is not None else ()
