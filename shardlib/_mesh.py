@@ -249,7 +249,7 @@ def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[
             raise ValueError(
                 f"The `dcn` factor of an axis must divide its size; got `{name}={factor}` for `{name}={axes[name]}`."
             )
-    slices = collections.Counter(map(_slice_index, devices))
+    slices = collections.Counter(map(slice_index, devices))
     count, product, called = len(slices), math.prod(factors.values()), _slices_called(devices)
     if len(set(slices.values())) > 1:
         raise ValueError(
@@ -293,7 +293,7 @@ def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any],
             inner,
             outer,
             devices,
-            process_is_granule=not hasattr(devices[0], "slice_index"),
+            process_is_granule=[slice_index(device) for device in devices] == [device.process_index for device in devices],
             allow_split_physical_axes=split,
         )
     # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner), (outer, inner), ...
@@ -301,13 +301,17 @@ def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any],
     return np.asarray(devices, dtype=object).reshape(outer + inner).transpose(*order).reshape(*axes.values())
 
 
-def _slice_index(device: Any) -> int:
+def slice_index(device: Any) -> int:
+    """Which slice a device is in: what the fast network joins."""
     # The devices of a TPU topology that is a single slice carry no `slice_index`, and their processes share the torus.
+    # GPUs that are only compiled for are all of slice 0; those of one process are joined by NVLink.
+    if device.platform == "gpu" and type(getattr(device, "client", None)).__name__.startswith("CompileOnly"):
+        return device.process_index
     return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
 
 
 def _slices(mesh: Mesh) -> np.ndarray:
-    return np.vectorize(_slice_index, otypes=[int])(mesh.devices)
+    return np.vectorize(slice_index, otypes=[int])(mesh.devices)
 
 
 def _slices_called(devices: Iterable[Any]) -> str:

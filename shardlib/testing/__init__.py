@@ -1,8 +1,8 @@
 """Test the sharding of your own code on a laptop: one call compares a step on many meshes with one device."""
 
-from shardlib._hlo import Collective as Collective
-from shardlib._hlo import collectives as collectives
-from shardlib._hlo import summary as summary
+from shardlib._collectives import Collective as Collective
+from shardlib._collectives import collectives as collectives
+from shardlib._collectives import summary as summary
 from shardlib.testing._compare import Comparison as Comparison
 from shardlib.testing._compare import check_step as check_step
 from shardlib.testing._compare import mesh_shapes as mesh_shapes

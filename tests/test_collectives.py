@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
-from shardlib._hlo import Collective, collectives, summary
+from shardlib._collectives import Collective, collectives, summary
 
 
 def mesh_of(machine, slices=1, **axes):
@@ -76,7 +76,7 @@ def test_one_collective(mesh, f, kind, axes, group_size, result_bytes):
     assert set(found.dtypes) == {"f32"}
     assert (found.times, found.times_known, found.conditional) == (1, True, False)
     assert found.op_name.startswith("jit(") and "/shard_map/" in found.op_name
-    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", found.source)
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", found.sources[0])
 
 
 def test_mesh_in_another_device_order():
