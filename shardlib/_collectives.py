@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from shardlib._hlo import Instruction, Program, Run, Scope, arrays, first, numbers, size_bytes
 from shardlib._mesh import slice_index
+from shardlib._text import human_bytes
 
 KINDS = (
     "all-reduce",
@@ -128,17 +129,9 @@ def summary(found: Iterable[Collective]) -> str:
         over = f"groups of {one.group_size}" if one.axes is None else ", ".join(one.axes)
         note = (" in a branch" if one.conditional else "") + ("" if one.times_known else " in a loop of unknown length")
         size = max(one.operand_bytes, one.result_bytes)
-        times[size, f"{one.kind} over {over}: {{}} x {_readable(size)}{note}"] += one.times
+        times[size, f"{one.kind} over {over}: {{}} x {human_bytes(size)}{note}"] += one.times
     lines = sorted(times.items(), key=lambda item: (-item[0][0] * item[1], item[0][1]))
     return "\n".join(line.format(count) for (_, line), count in lines) or "no collectives"
-
-
-def _readable(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def _collective(

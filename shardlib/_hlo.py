@@ -172,12 +172,12 @@ def _sources(text: str) -> dict[str, str]:
     locations = table("FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
     places = {key: (files[file], f"{files[file]}:{line}") for key, file, line in locations if file in files}
     frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    parents = {key: (places.get(place), parent) for key, place, parent in frames}
+    # Some versions number parents from one more than frames: the outermost, which has none, then names itself.
+    shift = int(any(key == parent for key, _, parent in frames))
+    parents = {key: (places.get(place), str(int(parent or 0) - shift)) for key, place, parent in frames}
 
     def stack(key: str) -> Iterator[tuple[str, str]]:
-        seen: set[str] = set()  # the outermost frame is its own parent
-        while key in parents and key not in seen:
-            seen.add(key)
+        while key in parents:
             place, key = parents[key]
             if place is not None:
                 yield place

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_tree", "_mesh", "_hlo", "_collectives"),
+    *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
     *("_rules", "rules", "_placement", "_annotate", "_route", "_reshard", "_remat", "_random", "_batch", "_flax"),
     *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_step")),
     *("train", "testing._traces", "testing._compare", "testing"),

@@ -11,6 +11,7 @@ from shardlib._flax import Names
 from shardlib._mesh import format_mesh
 from shardlib._random import is_key
 from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve, spec_axes
+from shardlib._text import human_bytes, table
 from shardlib._tree import named_leaves
 from shardlib.train._state import State
 
@@ -49,10 +50,7 @@ class Description:
             )
             for row in self.rows
         ]  # fmt: skip
-        widths = [max(len(row[column]) for row in cells) for column in range(6)]
-        lines = [
-            "  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[6])).rstrip() for row in cells
-        ]
+        lines = [table(cells)]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
@@ -113,19 +111,6 @@ def describe(state: State) -> Description:
             if size > 1 and axis not in {*rules.axes, *(a for row in rows for a in spec_axes(row.spec))}
         ),
     )
-
-
-def human_bytes(size: float) -> str:
-    """A size for reading.
-
-    >>> human_bytes(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _bytes_here(leaf: Any) -> int:

@@ -1,0 +1,139 @@
+"""Compiling a step for a machine that is not there, and reading what the compiler has written about it."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib._hlo import Program
+from shardlib.planning._targets import Platform, quietly
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a program in its place in memory."""
+
+    instruction: str
+    index: tuple[int, ...]  # which part of the instruction's result
+    size: int
+    offset: int
+    type: str
+    born: int  # the first and the last instruction, by number, between which it is kept
+    dies: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of a device's memory, with all the values that use it."""
+
+    size: int
+    parameter: int | None  # which argument of the program, or none
+    what: str  # "output", "constant", "temporary"
+    color: int  # which memory: 0 is the device's own
+    aliased: bool  # an argument whose place an output takes
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of a step."""
+
+    text: str  # of the scheduled program
+    order: tuple[str, ...]  # its instructions, by the numbers that `Value.born` and `Value.dies` give
+    allocations: tuple[Allocation, ...]
+    program_bytes: int  # of the machine code, where the compiler says
+    remarks: tuple[str, ...]  # what the compiler said that a user should know
+    seconds: float
+    refusal: str = ""  # of a program that needs more memory than there is
+    analysis: Any = None  # `memory_analysis()`, of a program that was not refused
+
+    @property
+    def program(self) -> Program:
+        return Program(self.text)
+
+
+class CompilerError(ValueError):
+    """A program that a compiler refuses, for another reason than that it does not fit."""
+
+
+def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> Compiled:
+    """Compile what `lower` gave, in silence, and read the files the compiler writes about its program."""
+    started = time.perf_counter()
+    with quietly() as noise:
+        folder = noise.parent / "dump"
+        refusal, compiled = "", None
+        try:
+            compiled = lowered.compile(compiler_options={**options, "xla_dump_to": str(folder)})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise CompilerError(_shortly(str(error))) from error
+            refusal = _shortly(str(error))
+        seconds = time.perf_counter() - started
+        said = noise.read_text(errors="replace")
+        assignment = max(
+            folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None
+        )
+        if assignment is None:
+            raise CompilerError(refusal or "The compiler wrote no buffer assignment.")
+        stem = str(assignment).removesuffix("-buffer-assignment.txt")
+        order, lives = _live_ranges(Path(f"{stem}-live-range.txt").read_text())
+        allocations = _allocations(assignment.read_text(), lives)
+        text = Path(f"{stem}.txt").read_text()
+    analysis = compiled.memory_analysis() if compiled is not None else None
+    code = analysis.generated_code_size_in_bytes if analysis is not None and platform == "tpu" else 0
+    return Compiled(text, order, allocations, code, _remarks(said), seconds, refusal, analysis)
+
+
+def _shortly(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return re.sub(r"^[A-Z_]+: ", "", lines[0]) if lines else "no reason was given"
+
+
+def _remarks(said: str) -> tuple[str, ...]:
+    """What the partitioner gave up on: an array gathered whole because it knew no way from one layout to another."""
+    found = re.findall(r"Involuntary full rematerialization.*?(%[\w.-]+ = \w+\[[\d,]*\]).*?from sharding (\{.*?\}) to (?:sharding )?(\{.*?\})\s", said)
+    return tuple(
+        dict.fromkeys(f"The partitioner gathered {what} whole to go from {a} to {b}." for what, a, b in found)
+    )
+
+
+def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
+    sequence, _, ranges = text.partition("BufferLiveRange:\n")
+    ranges = ranges.partition("  Live ranges at")[0]
+    lives = {name: (int(a), int(b)) for name, a, b in re.findall(r"(?m)^    (\S+):(\d+)-(\d+)$", ranges)}
+    numbered = {int(number): name for number, name in re.findall(r"(?m)^    (\d+):(\S+)$", sequence)}
+    last = max([*numbered, *(end for _, end in lives.values())], default=0)
+    return tuple(numbered.get(number, "") for number in range(last + 1)), lives
+
+
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*)")
+_VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+
+
+def _allocations(text: str, lives: dict[str, tuple[int, int]]) -> tuple[Allocation, ...]:
+    found: list[tuple[int, str, list[Value]]] = []
+    for line in text.splitlines():
+        if match := _ALLOCATION.match(line):
+            found.append((int(match[1]), match[2], []))
+        elif found and (match := _VALUE.match(line)):
+            name, index = match[1], match[2] or ""
+            born, dies = lives.get(f"{name}{{{index}}}", (0, 0))
+            part = tuple(map(int, index.split(","))) if index else ()
+            found[-1][2].append(Value(name, part, int(match[3]), int(match[4]), match[5], born, dies))
+    return tuple(
+        Allocation(
+            size=size,
+            parameter=int(number[1]) if (number := re.search(r"\bparameter (\d+)", what)) else None,
+            what="output" if "maybe-live-out" in what or "output shape" in what
+            else "constant" if "constant" in what
+            else "thread-local" if "thread-local" in what
+            else "temporary",
+            color=int(color[1]) if (color := re.search(r"\bcolor (\d+)", what)) else 0,
+            aliased="parameter" in what and "maybe-live-out" in what,
+            values=tuple(values),
+        )
+        for size, what, values in found
+    )  # fmt: skip
