@@ -20,6 +20,9 @@ from shardlib._remat import remat as remat
 from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
+from shardlib.planning._plan import Plan as Plan
+from shardlib.planning._plan import plan as plan
+from shardlib.planning._targets import Target as Target
 from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
 from shardlib.train._exchange import AllReduce as AllReduce

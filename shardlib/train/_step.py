@@ -77,10 +77,14 @@ class Step:
         with self.strategy.scope(self._used):
             return self._jitted(state, batch)(state, jax.device_put(batch, self._batch_sharding))
 
+    def trace(self, state: State, batch: Any) -> Any:
+        """As `jax.jit(...).trace`, for shapes as for arrays."""
+        with self.strategy.scope(self._used):
+            return self._jitted(state, batch).trace(state, batch)
+
     def lower(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need not be there."""
-        with self.strategy.scope(self._used):
-            return self._jitted(state, batch).lower(state, batch)
+        return self.trace(state, batch).lower()
 
     @property
     def unused_rules(self) -> tuple[str, ...]:

@@ -1,0 +1,51 @@
+"""GPT-2 and Llama 2 as steps to plan: each function takes a mesh, and gives a step with its abstract state and batch.
+
+    python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16
+    python -m shardlib plan examples/gpt.py:gpt2_124m --target gpu:h200:1x1x8 --mesh data=8
+
+Products are taken in bfloat16; parameters, gradients and AdamW's moments are float32.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+import shardlib as sl
+from models import gpt
+
+
+def step_of(
+    config: gpt.GPTConfig, mesh: Mesh, examples: int, *, split_parameters: bool = False, **options: Any
+) -> tuple[sl.Step, sl.State, Any]:
+    """A step that trains a decoder with AdamW on so many examples at once.
+
+    The axis `data` splits examples, and parameters too where asked; an axis `model`, if there is one, is Megatron's.
+    """
+    rules = sl.rules.data
+    if "model" in mesh.shape:
+        rules = rules | sl.rules.tensor_sequence | sl.AxisRules(batch="data")
+    if split_parameters:
+        rules = rules | sl.AxisRules(embed="data")
+    strategy = sl.Strategy(mesh=mesh, rules=rules, **options)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((examples, config.context + 1), "int32")}
+    return sl.train_step(gpt.loss, strategy), state, batch
+
+
+def gpt2_124m(mesh: Mesh) -> tuple[sl.Step, sl.State, Any]:
+    """GPT-2 of 124 million parameters, half a million tokens a step."""
+    return step_of(gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128), mesh, 512, accumulate=8)
+
+
+def llama2_7b(mesh: Mesh) -> tuple[sl.Step, sl.State, Any]:
+    """Llama 2 of 7 billion parameters, a million tokens a step."""
+    return step_of(gpt.llama2_7b(dtype=jnp.bfloat16), mesh, 256, split_parameters=True, remat="full")

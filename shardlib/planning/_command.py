@@ -1,0 +1,206 @@
+"""`shardlib plan`, in two processes: one that talks to the user, and a child that may be told anything about the machine.
+
+The child sees no accelerator, writes its noise to a file, and may be taken down by a compiler without taking the message
+with it. Either a whole report is printed, or one message and exit code 2.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlib.planning._plan import plan
+from shardlib.planning._targets import COMPILE_ONLY, Target
+
+_CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
+
+_EXAMPLE = """\
+MAKE_STEP takes a mesh, and returns a step with its state and batch, which may be abstract:
+
+    def make_step(mesh):
+        strategy = sl.Strategy(mesh=mesh, rules=...)
+        state = sl.init(make_model, optimizer, strategy, abstract=True)
+        return sl.train_step(loss_fn, strategy), state, {"tokens": jax.ShapeDtypeStruct((256, 4097), "int32")}
+
+targets: tpu:v5e:16x16, tpu:v5p:4x4x8:slices=2, gpu:h200:64x1x8 (slices x hosts x GPUs), cpu:8
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 0 for a report, 1 for one that says it does not fit, 2 for a mistake."""
+    arguments = _parser().parse_args(argv)
+    if answer := os.environ.get(_CHILD):
+        return _child(arguments, Path(answer))
+    try:
+        Target(arguments.target)
+        _split(arguments.make_step)
+    except ValueError as error:
+        return _refuse(str(error))
+    with tempfile.TemporaryDirectory(prefix="shardlib-plan-") as folder:
+        return _parent(list(sys.argv[1:] if argv is None else argv), arguments, Path(folder))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m shardlib", description="Tools around shardlib.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "plan",
+        help="what a training step will do on a machine that is not there",
+        description="Compile a step with the real compiler of a machine that need not be there, and say what it will do: "
+        "whether it fits, what it sends over which network, and which lines of yours are to blame.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("make_step", metavar="MAKE_STEP", help="FILE.py:FUNCTION or MODULE:FUNCTION")
+    command.add_argument("--target", required=True, help="the machine, such as tpu:v5e:16x16 or gpu:h200:64x1x8")
+    command.add_argument("--mesh", default="data=-1", help="its axes, such as data=16,model=16 (default: data=-1)")
+    command.add_argument("--dcn", default="", help="of several slices: the axes between them, such as data or data=4")
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def _split(make_step: str) -> tuple[str, str]:
+    where, colon, function = make_step.rpartition(":")
+    if not colon or not where or not function.isidentifier():
+        raise ValueError(f"`{make_step}` names no function: write `FILE.py:FUNCTION` or `MODULE:FUNCTION`.")
+    return where, function
+
+
+def _refuse(message: str) -> int:
+    print(f"shardlib plan: {message}", file=sys.stderr)
+    return 2
+
+
+def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int:
+    target, answer = Target(arguments.target), folder / "answer.json"
+    environment = os.environ | COMPILE_ONLY | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
+    if target.platform == "cpu":
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.size}".strip()
+    noise = folder / "noise.txt"
+    with noise.open("wb") as log, _Progress(target):
+        child = subprocess.Popen([sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log)
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            return 130
+    found = json.loads(answer.read_text()) if answer.exists() else {}
+    if "report" in found:
+        print(found["report"])
+        return 0 if found["fits"] else 1
+    if "refused" in found:
+        return _refuse(found["refused"])
+    last = [line for file in (noise, *folder.glob("*/stderr.txt")) for line in file.read_text(errors="replace").splitlines()]
+    died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return _refuse(f"the compiler for `{target}` died ({died}). Its last words:\n  " + "\n  ".join(last[-12:]))
+
+
+def _child(arguments: argparse.Namespace, answer: Path) -> int:
+    try:
+        found = _answer(arguments)
+    except (ValueError, ModuleNotFoundError) as error:
+        found = {"refused": str(error)}
+    answer.write_text(json.dumps(found))
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
+    target = Target(arguments.target)
+    function = _function(*_split(arguments.make_step))
+    mesh = target.mesh(arguments.mesh, dcn=arguments.dcn)
+    made = _of_user(lambda: function(mesh), f"`{arguments.make_step}`")
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise ValueError(
+            f"`{arguments.make_step}` must return a step, its state and its batch; it returned {type(made).__name__}."
+        )
+    found = _of_user(lambda: plan(*made, target, name=function.__name__), "the step")
+    return {"report": json.dumps(found.as_dict()) if arguments.json else str(found), "fits": found.fits}
+
+
+def _function(where: str, name: str) -> Callable[..., Any]:
+    sys.path.insert(0, os.getcwd())
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.exists():
+            raise ValueError(f"There is no file `{where}`.")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent))
+        loader = spec.loader
+        _of_user(lambda: loader.exec_module(module), f"`{where}`")
+    else:
+        module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = ", ".join(f"`{n}`" for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        raise ValueError(f"`{where}` has no function `{name}`; it has {there or 'none'}.")
+    return function
+
+
+def _of_user(run: Callable[[], Any], what: str) -> Any:
+    """Run what the user wrote; what it raises, with the line that did."""
+    try:
+        return run()
+    except (ValueError, ModuleNotFoundError) as error:
+        if not _is_theirs(error):
+            raise
+        raise ValueError(f"{what} failed at {_line_of(error)}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{what} failed at {_line_of(error)}: {type(error).__name__}: {error}") from error
+
+
+def _is_theirs(error: BaseException) -> bool:
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(__file__).parent.parent not in Path(last).parents
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the user's own in a traceback."""
+    here = Path(__file__).parent.parent
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if here not in Path(frame.filename).parents and "site-packages" not in frame.filename and "importlib" not in frame.filename
+    ]
+    return frames[-1] if frames else "a line of a library"
+
+
+class _Progress:
+    """Seconds on the terminal while a compiler works; elsewhere one line."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.stopped = target, threading.Event()
+
+    def __enter__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stopped.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        started, terminal = time.monotonic(), sys.stderr.isatty()
+        if not terminal:
+            print(f"compiling for {self.target} ...", file=sys.stderr, flush=True)
+        while not self.stopped.wait(0.5):
+            if terminal:
+                seconds = time.monotonic() - started
+                print(f"\rcompiling for {self.target} ... {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,276 @@
+"""The plan of a step: compiled for a machine that is not there, and read."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from shardlib._collectives import Collective, collectives
+from shardlib._mesh import format_mesh, slow_axes
+from shardlib._text import human_bytes
+from shardlib.planning._compile import compile_apart
+from shardlib.planning._memory import Memory, attribute
+from shardlib.planning._report import report
+from shardlib.planning._targets import CHIPS, Chip, Target
+from shardlib.train._state import State, state_specs
+from shardlib.train._step import Step
+from shardlib.train._strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step will do on a machine: `memory` by kind, every one of its `collectives`, and whether it `fits`.
+
+    It prints as a report; `as_dict()` is the same for machines.
+    """
+
+    name: str
+    target: str
+    mesh: str
+    slow_axes: tuple[str, ...]
+    devices: int
+    chip: Chip
+    memory: Memory
+    collectives: tuple[Collective, ...]
+    remarks: tuple[str, ...]
+    advice: tuple[str, ...]
+    refusal: str
+    lower_seconds: float
+    compile_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory that the program needs."""
+        return not self.refusal and self.memory.total_bytes <= self.chip.usable_bytes
+
+    @property
+    def sent_bytes(self) -> dict[tuple[tuple[str, ...] | None, bool], int]:
+        """What a device sends in a step, by the mesh axes that it is sent over, and whether on the slow network."""
+        totals: dict[tuple[tuple[str, ...] | None, bool], int] = defaultdict(int)
+        for one in self.collectives:
+            totals[one.axes, one.slow] += one.total_bytes
+        return dict(totals)
+
+    def __str__(self) -> str:
+        return report(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON."""
+        usable = self.chip.usable_bytes
+        return {
+            "name": self.name,
+            "target": self.target,
+            "mesh": self.mesh,
+            "slow_axes": list(self.slow_axes),
+            "devices": self.devices,
+            "fits": self.fits,
+            "usable_bytes": None if math.isinf(usable) else int(usable),
+            "memory": {
+                "kinds": self.memory.kinds,
+                "total_bytes": self.memory.total_bytes,
+                "heap_bytes": self.memory.heap_bytes,
+                "aliased_bytes": self.memory.aliased_bytes,
+                "host_bytes": self.memory.host_bytes,
+                "largest": [dataclasses.asdict(piece) for piece in self.memory.pieces[:20]],
+            },
+            "collectives": [
+                {**dataclasses.asdict(one), "sent_bytes": one.sent_bytes, "total_bytes": one.total_bytes}
+                for one in self.collectives
+            ],
+            "sent_bytes": [
+                {"axes": None if axes is None else list(axes), "slow": slow, "bytes": sent}
+                for (axes, slow), sent in self.sent_bytes.items()
+            ],
+            "remarks": list(self.remarks),
+            "advice": list(self.advice),
+            "refusal": self.refusal,
+            "lower_seconds": self.lower_seconds,
+            "compile_seconds": self.compile_seconds,
+        }
+
+
+def plan(step: Any, state: Any, batch: Any, target: str | Target | None = None, *, name: str = "") -> Plan:
+    """Compile a step for a machine that need not be there, and say what it will do: memory, collectives, whether it fits.
+
+    `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both may be abstract
+    (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed. `target` is a machine by name (see
+    `Target`), onto which a step of ours is laid out with the axes it has; by default the devices of its mesh.
+
+    >>> import jax.numpy as jnp, optax, shardlib as sl
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> make = lambda: {"w": jnp.zeros((64, 64))}
+    >>> state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
+    >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), strategy)
+    >>> found = sl.plan(step, state, jax.ShapeDtypeStruct((16, 64), "float32"))
+    >>> found.memory.kinds["parameters"], found.memory.kinds["optimizer state"]
+    (16384, 32772)
+    """
+    machine = Target(target) if isinstance(target, str) else target
+    if isinstance(step, Step):
+        step, state = _on_target(step, state, machine)
+        mesh: Mesh | None = step.strategy.device_mesh
+    else:
+        mesh = _mesh_of((state, batch))
+        if not hasattr(step, "trace"):
+            raise ValueError(
+                f"`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got {type(step).__name__}."
+            )
+    platform, chip, options = _machine_of(mesh, machine)
+    lowered, lower_seconds = _lower(step, state, batch)
+    compiled = compile_apart(lowered, platform, options)
+    memory = attribute(compiled, platform)
+    strategy = step.strategy if isinstance(step, Step) else None
+    return Plan(
+        name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
+        target=str(machine or f"{mesh.size if mesh else 1} {chip.name} devices"),
+        mesh=format_mesh(mesh) if mesh else "one device",
+        slow_axes=slow_axes(mesh) if mesh else (),
+        devices=mesh.size if mesh else 1,
+        chip=chip,
+        memory=memory,
+        collectives=collectives(compiled.text, mesh),
+        remarks=compiled.remarks,
+        advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
+        refusal=compiled.refusal,
+        lower_seconds=lower_seconds,
+        compile_seconds=compiled.seconds,
+    )
+
+
+def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
+    """The step and its state, abstract, laid out on the target with the axes that the step's mesh has."""
+    if not isinstance(state, State):
+        raise ValueError(f"`plan` of a step of ours takes the `State` that `sl.init` makes; got {type(state).__name__}.")
+    strategy = step.strategy
+    if target is not None and not _is_of(strategy, target):
+        theirs = strategy.device_mesh
+        if theirs.size != target.size:
+            raise ValueError(
+                f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` has {target.size}. Make "
+                f"the step for a mesh of the target: `sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
+            )
+        mesh = target.mesh(format_mesh(theirs), dcn=strategy.dcn)
+        strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
+        step = Step(step.loss_fn, strategy)
+        state = dataclasses.replace(state, layout=dataclasses.replace(state.layout, strategy=strategy))
+    mesh, specs = strategy.device_mesh, state_specs(state)
+    return step, jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), state, specs
+    )
+
+
+def _is_of(strategy: Strategy, target: Target) -> bool:
+    if isinstance(strategy.mesh, str) and target.platform != "cpu":
+        return False
+    return set(strategy.device_mesh.devices.flat) == set(target.devices)
+
+
+def _mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that some array of a tree lies on."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return next((one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)), None)
+
+
+def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dict[str, Any]]:
+    """The platform, the datasheet, and the compiler's options."""
+    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
+    if target is not None:
+        if mesh is None or set(mesh.devices.flat) != set(target.devices):
+            raise ValueError(
+                f"The arrays of this step do not lie on `{target}`. A step that is not of `sl.train_step` takes shapes "
+                f"with shardings on its mesh: `jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` "
+                f"with `mesh = sl.Target({str(target)!r}).mesh(...)`."
+            )
+        return target.platform, target.chip, target.compiler_options
+    kind = device.device_kind
+    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    if chip is None:
+        known = ", ".join(f"`{chip.kind}`" for chip in CHIPS.values())
+        raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
+    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
+    return platform, chip, Target("gpu:h200:1x1x8").compiler_options if platform == "gpu" and absent else {}
+
+
+_LARGEST_CONSTANT = 2**20
+
+
+def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, float]:
+    started = time.perf_counter()
+    try:
+        with _whole_tracebacks():
+            traced = step.trace(state, batch)
+            _check_constants(traced.jaxpr.consts)
+            lowered = traced.lower()
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        reason = str(error).split("\nSee ")[0].strip().replace("\n", " ")
+        raise ValueError(
+            f"The step needs values while it is traced, and a plan has only shapes: {reason} Choose by `jnp.where` or "
+            "`jax.lax.cond`, or make what decides a constant of the step."
+        ) from error
+    return lowered, time.perf_counter() - started
+
+
+def _check_constants(constants: Any) -> None:
+    large = [one for one in constants if getattr(one, "nbytes", 0) >= _LARGEST_CONSTANT]
+    if large:
+        listed = ", ".join(f"{one.dtype}{list(one.shape)} ({human_bytes(one.nbytes)})" for one in large)
+        raise ValueError(
+            f"The step closes over concrete arrays, {listed}, which every device would hold whole as constants of its "
+            "program. Hand them in with the state or the batch, or make them inside the step."
+        )
+
+
+@contextlib.contextmanager
+def _whole_tracebacks() -> Iterator[None]:
+    """Keep enough of each traceback to find the user's line under any number of library frames."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 50)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
+    """What to change, the most promising first, where a step does not fit."""
+    kinds, advice = memory.kinds, []
+    kept = kinds["parameters"] + kinds["optimizer state"]
+    excess = human_bytes(memory.total_bytes - chip.usable_bytes)
+    if strategy is not None and strategy.remat == "none" and kinds["activations"]:
+        saved = human_bytes(kinds["activations"])
+        advice.append((kinds["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
+    working = kinds["activations"] + kinds["temporaries"]
+    largest = next((piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None)
+    where = f" The largest is {largest.type}, {human_bytes(largest.size)}, of {largest.source or 'the compiler'}." if largest else ""
+    advice.append(
+        (
+            working,
+            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: `Strategy(accumulate=...)`, "
+            f"a smaller batch, or more devices along its axis.{where}",
+        )
+    )
+    advice.append(
+        (
+            kept,
+            f"Split parameters and optimizer state, {human_bytes(kept)}, over more devices: rules such as `sl.rules.fsdp`, or "
+            "a longer axis.",
+        )
+    )
+    if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:
+        advice.append(
+            (
+                chip.hbm_bytes - chip.usable_bytes,
+                f"JAX takes {human_bytes(chip.usable_bytes)} of {human_bytes(chip.hbm_bytes)} here by default: set "
+                "`XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
+            )
+        )
+    first = f"It is {excess} too much." if memory.total_bytes > chip.usable_bytes else ""
+    return tuple(filter(None, (first, *(text for _, text in sorted(advice, key=lambda one: -one[0])))))

@@ -1,0 +1,127 @@
+"""A plan for people."""
+
+import math
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from shardlib._text import human_bytes, table
+
+_BAR = 32
+_SHOWN = 8
+
+
+def report(plan: Any) -> str:
+    """The whole report of a `Plan`."""
+    sections = [
+        _title(plan),
+        _memory(plan),
+        _largest(plan),
+        _communication(plan),
+        *(["what the compiler remarked\n" + "\n".join(f"  {one}" for one in plan.remarks)] if plan.remarks else []),
+        *(["what to change\n" + "\n".join(f"  - {one}" for one in plan.advice)] if plan.advice else []),
+        f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing was run",
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _title(plan: Any) -> str:
+    chip = plan.chip
+    each = "" if math.isinf(chip.hbm_bytes) else f", {human_bytes(chip.hbm_bytes)} each"
+    slow = f"; on the slow network: {', '.join(plan.slow_axes)}" if plan.slow_axes else ""
+    devices = f"{plan.devices} device" + ("s" if plan.devices > 1 else "")
+    return f"{plan.name} on {plan.target}: {devices}{each}\nmesh {plan.mesh}{slow}"
+
+
+def _memory(plan: Any) -> str:
+    memory, usable = plan.memory, plan.chip.usable_bytes
+    scale = max(memory.total_bytes, 1)
+    rows = [("memory per device", "", "")]
+    rows += [
+        (f"  {kind}", human_bytes(size), _bar(size / scale))
+        for kind, size in memory.kinds.items()
+        if size > 1e-4 * scale or (kind == "unattributed" and size)
+    ]
+    small = sum(size for kind, size in memory.kinds.items() if size <= 1e-4 * scale and kind != "unattributed")
+    if small:
+        rows.append(("  all else", human_bytes(small), ""))
+    rows.append(("  total", human_bytes(memory.total_bytes), _verdict(plan, usable)))
+    lines = [table(rows, right=(1,))]
+    if memory.host_bytes:
+        lines.append(f"  and {human_bytes(memory.host_bytes)} of the host's memory")
+    return "\n".join(lines)
+
+
+def _verdict(plan: Any, usable: float) -> str:
+    if math.isinf(usable):
+        return ""
+    if plan.fits:
+        return f"of {human_bytes(usable)}: fits, {1 - plan.memory.total_bytes / usable:.0%} free"
+    return f"of {human_bytes(usable)}: DOES NOT FIT" + (f" ({plan.refusal.rstrip('.')})" if plan.refusal else "")
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * _BAR * 8)
+    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def _largest(plan: Any) -> str:
+    pieces = plan.memory.pieces[:_SHOWN]
+    if not pieces:
+        return ""
+    rows = [("largest at the fullest moment", "", "", "", "")]
+    for piece in pieces:
+        rows.append(
+            (f"  {piece.type}", human_bytes(piece.size), piece.kind, _operation(piece.op_name), short(piece.source))
+        )
+    return table(rows, right=(1,))
+
+
+def _operation(op_name: str) -> str:
+    parts = [part for part in op_name.split("/") if part]
+    again = "again: " if "rematted_computation" in parts else "backward: " if "transpose(" in op_name else ""
+    return again + (parts[-1] if parts else "-")
+
+
+def short(source: str) -> str:
+    """A line of Python, from here where it is below here."""
+    file, colon, line = source.rpartition(":")
+    if not colon:
+        return source
+    try:
+        return f"{Path(file).relative_to(Path.cwd())}:{line}"
+    except ValueError:
+        parts = Path(file).parts
+        return os.sep.join(parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-3:]) + f":{line}"
+
+
+def _communication(plan: Any) -> str:
+    if not plan.collectives:
+        return "no communication"
+    lines: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    for one in plan.collectives:
+        over = "groups of " + str(one.group_size) if one.axes is None else " x ".join(one.axes)
+        note = "".join((" in a branch" * one.conditional, " in a loop of unknown length" * (not one.times_known)))
+        sources = ", ".join(dict.fromkeys(map(short, one.sources[:3]))) + (", …" if len(one.sources) > 3 else "")
+        dtypes = "/".join(dict.fromkeys(one.dtypes))
+        size = max(one.operand_bytes, one.result_bytes)
+        key = (over, "slow" if one.slow else "fast", one.kind, dtypes, size, sources + note)
+        lines[key][0] += one.times
+        lines[key][1] += one.total_bytes
+    ordered = sorted(lines.items(), key=lambda item: -item[1][1])
+    rows = [("communication per step", "network", "collective", "dtype", "times", "of", "sends", "because of")]
+    rows += [
+        (f"  {over}", network, kind, dtype, f"{times:,} x", human_bytes(size), human_bytes(sent), because)
+        for (over, network, kind, dtype, size, because), (times, sent) in ordered[: 2 * _SHOWN]
+    ]
+    if rest := ordered[2 * _SHOWN :]:
+        rows.append(
+            ("  and", "", f"{len(rest)} more", "", f"{sum(times for _, (times, _) in rest):,} x", "",
+             human_bytes(sum(sent for _, (_, sent) in rest)), "")
+        )  # fmt: skip
+    totals = sorted(plan.sent_bytes.items(), key=lambda item: -item[1])
+    for (axes, slow), sent in totals:
+        over = "other groups" if axes is None else " x ".join(axes)
+        rows.append((f"  all over {over}", "slow" if slow else "fast", "", "", "", "", human_bytes(sent), ""))
+    return table(rows, right=(4, 5, 6))
