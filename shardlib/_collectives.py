@@ -179,7 +179,7 @@ def _collective(
 def _sources(program: Program, scope: Scope, made: Instruction, source: str) -> tuple[str, ...]:
     """The line of a collective; where the compiler combined several, also those of what went into it."""
     found = [source]
-    if len(made.operands) > 1:
+    if len(made.operands) > 1 or not source:
         found += [program.origin(scope, scope.follow(name))[1] for name in made.operands]
     return tuple(dict.fromkeys(line for line in found if line))
 

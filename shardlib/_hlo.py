@@ -101,15 +101,34 @@ class Program:
             for name in names:
                 yield from self.walk(self.called(scope, made, name), inner)
 
-    def origin(self, scope: Scope, made: Instruction) -> tuple[str, str]:
-        """Name stack and source line, which an instruction may have left to its `-done` or to the fusion it is in."""
+    def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> tuple[str, str]:
+        """Name stack and source line of an instruction.
+
+        It may have left them to its `-done`, to the fusion it is in, to what is inside it, to what it is made from, or to
+        what reads it.
+        """
         users = scope.instructions.values() if made.opcode.endswith("-start") else ()
         done = (user for user in users if user.opcode.endswith("-done") and made.name in user.operands)
         around = [scope.caller] if scope.caller and scope.caller.opcode not in ("while", "conditional") else []
         for origin in itertools.chain([made], done, around):
             if name := origin.get(r'\bop_name="([^"]*)"'):
                 return name, self.sources.get(origin.get(r"\bstack_frame_id=(\d+)"), "")
-        return "", ""
+        if made.opcode == "parameter" or depth > 4:
+            return "", ""
+        inside = ()
+        if made.opcode == "fusion" and (called := made.get(r"\bcalls=%?([\w.-]+)")) in self.computations:
+            inner = self.called(scope, made, called)
+            inside = ((inner, one) for one in sorted(inner.instructions.values(), key=_says_little))
+        operands = ((scope, scope.instructions[name]) for name in made.operands if name in scope.instructions)
+        found = (self.origin(where, one, depth + 1) for where, one in itertools.chain(inside, operands))
+        return next((origin for origin in found if origin[0]), ("", "") if depth else self._origin_of_readers(scope, made))
+
+    def _origin_of_readers(self, scope: Scope, made: Instruction) -> tuple[str, str]:
+        """Of what reads an instruction, or the fusion it is in."""
+        if scope.caller is not None and scope.outer is not None and scope.caller.opcode == "fusion":
+            scope, made = scope.outer, scope.caller
+        readers = (one for one in scope.instructions.values() if made.name in one.operands)
+        return next((origin for one in readers if (origin := self.origin(scope, one, 4))[0]), ("", ""))
 
     def called(self, scope: Scope, caller: Instruction, name: str) -> Scope:
         """A computation by its name or by the attribute of the caller that has the name."""
@@ -155,6 +174,10 @@ class Program:
         state = body.root()
         unchanged = state.opcode == "tuple" and body.carried(state.operands[index]) == index
         return self.initial(outer, loop, index) if unchanged else None
+
+
+def _says_little(made: Instruction) -> tuple[bool, bool]:
+    return not made.is_root, made.opcode in ("constant", "iota", "broadcast")
 
 
 def first(pattern: str, text: str) -> str:

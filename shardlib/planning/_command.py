@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.planning._plan import plan
-from shardlib.planning._targets import COMPILE_ONLY, Target
+from shardlib.planning._targets import COMPILE_ONLY, LOUD, Target
 
 _CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
 
@@ -84,7 +84,7 @@ def _refuse(message: str) -> int:
 
 def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int:
     target, answer = Target(arguments.target), folder / "answer.json"
-    environment = os.environ | COMPILE_ONLY | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
+    environment = os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.size}".strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardlib._hlo import Program
+from shardlib._hlo import Program, first
 from shardlib.planning._targets import Platform, quietly
 
 
@@ -44,11 +44,17 @@ class Compiled:
     text: str  # of the scheduled program
     order: tuple[str, ...]  # its instructions, by the numbers that `Value.born` and `Value.dies` give
     allocations: tuple[Allocation, ...]
-    program_bytes: int  # of the machine code, where the compiler says
+    program_bytes: int  # of machine code and what its kernels set aside, where the compiler says
     remarks: tuple[str, ...]  # what the compiler said that a user should know
     seconds: float
     refusal: str = ""  # of a program that needs more memory than there is
+    stated_bytes: int | None = None  # what the compiler itself says that a device needs, where it does
     analysis: Any = None  # `memory_analysis()`, of a program that was not refused
+
+    @property
+    def heapless(self) -> bool:
+        """Whether the compiler has found out, after it laid out a heap of a few pointers, that nothing reads them."""
+        return self.analysis is not None and self.analysis.temp_size_in_bytes == 0
 
     @property
     def program(self) -> Program:
@@ -83,8 +89,34 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         allocations = _allocations(assignment.read_text(), lives)
         text = Path(f"{stem}.txt").read_text()
     analysis = compiled.memory_analysis() if compiled is not None else None
-    code = analysis.generated_code_size_in_bytes if analysis is not None and platform == "tpu" else 0
-    return Compiled(text, order, allocations, code, _remarks(said), seconds, refusal, analysis)
+    program_bytes, stated_bytes = _stated(said, analysis) if platform == "tpu" else (0, None)
+    if platform != "tpu" and analysis is not None:
+        stated_bytes = (
+            analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            + analysis.temp_size_in_bytes
+        )  # fmt: skip
+    return Compiled(text, order, allocations, program_bytes, _remarks(said), seconds, refusal, stated_bytes, analysis)
+
+
+def _stated(said: str, analysis: Any) -> tuple[int, int | None]:
+    """The TPU compiler's own account, which it logs where `LOUD` is in force: of the program alone, and of all.
+
+    `memory_analysis()` of a TPU counts fragmentation twice: its temporaries are the log's "HLO temp", which includes
+    fragmentation, and the fragmentation once more. What does not fit is decided on the former.
+    """
+    section = first(r"Program hbm requirement [\d.]+\w+:\n((?: +.*\n?)*)", said)
+    parts = {name.strip(): _size(size) for name, size in re.findall(r"(?m)^    ([\w ]+?)  +([\d.]+\w+)", section)}
+    if not parts:
+        return (analysis.generated_code_size_in_bytes if analysis is not None else 0), None
+    outside = sum(_size(size) for size in re.findall(r"(?m)^    arguments +([\d.]+\w+)", said)[:1])
+    own, shared = re.findall(r"Output size ([\d.]+\w+); shares ([\d.]+\w+)", said)[0]
+    program = sum(size for name, size in parts.items() if name != "HLO temp")
+    return program, program + parts.get("HLO temp", 0) + outside + _size(own) - _size(shared)
+
+
+def _size(text: str) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)B?", text).groups()  # type: ignore[union-attr]
+    return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
 
 
 def _shortly(error: str) -> str:

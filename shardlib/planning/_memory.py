@@ -60,6 +60,7 @@ class Memory:
     host_bytes: int
     aliased_bytes: int  # outputs that take the place of arguments, counted once, as those
     heap_bytes: int
+    stated_bytes: int | None  # the same as `total_bytes`, as the compiler itself accounts for it, where it does
 
     @property
     def total_bytes(self) -> int:
@@ -80,11 +81,13 @@ def attribute(compiled: Compiled, platform: Platform) -> Memory:
     for allocation in compiled.allocations:
         if allocation.color == _HOST:
             host_bytes += allocation.size
-        elif allocation.what == "thread-local" or (platform == "tpu" and allocation.color):
-            continue  # on the chip, or on the stack of a kernel
         elif allocation.parameter is not None:
             kinds[flow.kind_of_argument(allocation.parameter)] += allocation.size
             aliased_bytes += allocation.size * allocation.aliased
+        elif allocation.what == "thread-local" or (platform == "tpu" and allocation.color):
+            continue  # on the chip, or on the stack of a kernel
+        elif allocation.what == "temporary" and compiled.heapless:
+            continue
         elif allocation.what == "output":
             kinds["outputs"] += allocation.size
         elif allocation.what == "constant":
@@ -99,7 +102,7 @@ def attribute(compiled: Compiled, platform: Platform) -> Memory:
             pieces += found
     kinds["program"] = compiled.program_bytes
     pieces.sort(key=lambda piece: -piece.size)
-    return Memory(kinds, tuple(pieces), host_bytes, aliased_bytes, heap_bytes)
+    return Memory(kinds, tuple(pieces), host_bytes, aliased_bytes, heap_bytes, compiled.stated_bytes)
 
 
 def _fullest_moment(allocation: Allocation) -> list[Value]:
@@ -170,6 +173,9 @@ class _Flow:
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
+            if made.opcode == "while":
+                condition = self.program.called(scope, made, "condition")
+                self.scopes |= dict.fromkeys(condition.instructions, condition)
         self._origins: dict[str, tuple[str, str]] = {}
 
     def made(self, name: str) -> Instruction | None:
@@ -182,7 +188,9 @@ class _Flow:
         makers = self.makers(key)
         # Of a loop's state, what the loop writes says more than what it starts from.
         named = sorted(makers, key=lambda one: (self._is_blank(one), one))
-        op_name, source = next((found for one in named if (found := self.origin(one[0]))[0]), ("", ""))
+        origins = [self.origin(name) for one in named for name in (self.written(one), one[0])]
+        origins = [origin for origin in origins if origin[0]] or [("", "")]
+        op_name, source = next((origin for origin in origins if "jvp(" in origin[0]), origins[0])
         whole = [(name, ()) for name, _ in makers]  # of a copy that overlaps, either part
         if not self.gradients.isdisjoint([key, *makers, *whole]):
             return "gradients", op_name, source
@@ -280,6 +288,12 @@ class _Flow:
         made = self.made(name)
         if made is None:
             return None
+        if made.opcode == "recv-done":
+            return [(made.operands[0], ())]
+        if made.opcode == "recv":  # between slices: what the others sent when this device sent its own
+            meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+            others = self.scopes[name].instructions.values()
+            return [(one.operands[0], ()) for one in others if one.opcode == "send" and meeting and meeting in one.attributes]
         opcode = re.sub("-(start|update|done)$", "", made.opcode)
         if opcode in _MOVES or opcode in _REDUCTIONS:
             if opcode == "concatenate":
@@ -339,13 +353,16 @@ class _Flow:
         return {key for key in found if not self._is_argument(key)}
 
     def _is_update(self, name: str) -> bool:
-        """Whether an instruction is the optimizer's: the step says so; elsewhere, what follows the backward pass is."""
-        op_name = self.origin(name)[0]
-        if self._optimizer_named:
-            return "/optimizer/" in op_name
+        """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed after the loss is."""
         scope = self.scopes[name]
+        made = scope.instructions[name]
+        if self._optimizer_named:
+            return "/optimizer/" in self.origin(name)[0] and made.opcode not in _PLUMBING
         looped = scope.caller is not None and scope.caller.opcode != "fusion"
-        return bool(op_name) and "jvp(" not in op_name and not looped and not self._is_argument((name, ()))
+        if looped or made.opcode in _PLUMBING or self._is_blank((name, ())) or self.sources((name, ())) and not self.inside((name, ())):
+            return False
+        op_name = self.program.origin(scope, made)[0]
+        return bool(op_name) and "jvp(" not in op_name
 
     @cached_property
     def _optimizer_named(self) -> bool:
@@ -354,6 +371,20 @@ class _Flow:
     def _is_argument(self, key: Key) -> bool:
         made = self.made(key[0])
         return made is not None and made.opcode == "parameter" and self.scopes[key[0]].outer is None
+
+    def written(self, key: Key) -> str:
+        """The instruction that made a value; of one that fills a part of an array, what made the part."""
+        made = self.made(key[0])
+        inside = self.inside(key)
+        if made is not None and inside and made.opcode == "fusion":
+            return self.written(self.makers(inside[0])[0]) if self._fills(inside[0]) else key[0]
+        if made is not None and made.opcode == "dynamic-update-slice":
+            return self.makers((made.operands[1], ()))[0][0]
+        return key[0]
+
+    def _fills(self, key: Key) -> bool:
+        made = self.made(self.makers(key)[0][0])
+        return made is not None and made.opcode == "dynamic-update-slice"
 
     def _is_blank(self, key: Key) -> bool:
         """Whether a value is the same number everywhere, or counts, as what a sum starts from does."""
@@ -381,15 +412,8 @@ class _Flow:
         made, scope = self.made(name), self.scopes.get(name)
         if made is None or scope is None:
             return "", ""
-        if (own := self.program.origin(scope, made))[0] and not (made.opcode == "parameter" and scope.outer is None):
+        if not self._is_argument((name, ())) and (own := self.program.origin(scope, made))[0]:
             return own
-        if made.opcode == "fusion" and (called := made.get(r"\bcalls=%?([\w.-]+)")) in self.program.computations:
-            inner = self.program.computations[called].values()
-            ranked = sorted(inner, key=lambda one: (not one.is_root, one.opcode in ("constant", "iota", "broadcast")))
-            inner_scope = self.program.called(scope, made, called)
-            for one in ranked:
-                if one.opcode != "parameter" and (found := self.program.origin(inner_scope, one))[0]:
-                    return found
         if depth > 4 or self._is_argument((name, ())):
             return "", ""
         before = [maker for operand in made.operands for maker, _ in self.makers((operand, ()))]

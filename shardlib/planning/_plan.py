@@ -75,6 +75,7 @@ class Plan:
             "memory": {
                 "kinds": self.memory.kinds,
                 "total_bytes": self.memory.total_bytes,
+                "stated_bytes": self.memory.stated_bytes,
                 "heap_bytes": self.memory.heap_bytes,
                 "aliased_bytes": self.memory.aliased_bytes,
                 "host_bytes": self.memory.host_bytes,

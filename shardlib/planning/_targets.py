@@ -323,6 +323,8 @@ COMPILE_ONLY = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "CUDA_VISIBLE_DEVICES": "-1",
 }
+# What makes the TPU compiler log its own account of memory; for processes of our own, since it stays so.
+LOUD = {"TPU_STDERR_LOG_LEVEL": "0", "TPU_MIN_LOG_LEVEL": "0"}
 
 
 @contextlib.contextmanager

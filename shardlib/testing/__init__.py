@@ -3,6 +3,8 @@
 from shardlib._collectives import Collective as Collective
 from shardlib._collectives import collectives as collectives
 from shardlib._collectives import summary as summary
+from shardlib.testing._assert import assert_collectives as assert_collectives
+from shardlib.testing._assert import assert_memory as assert_memory
 from shardlib.testing._compare import Comparison as Comparison
 from shardlib.testing._compare import check_step as check_step
 from shardlib.testing._compare import mesh_shapes as mesh_shapes
