@@ -1,4 +1,5 @@
-"""GPT-2 and Llama 2 as steps to plan: each function takes a mesh, and gives a step with its abstract state and batch.
+"""GPT-2 and Llama 2 as steps to plan: each function takes a mesh, and gives a step with its abstract
+state and batch, and an estimate to compare.
 
     python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16
     python -m shardlib plan examples/gpt.py:gpt2_124m --target gpu:h200:1x1x8 --mesh data=8
@@ -21,10 +22,12 @@ from jax.sharding import Mesh
 import shardlib as sl
 from models import gpt
 
+Planned = tuple[sl.Step, sl.State, Any, sl.Estimate]
+
 
 def step_of(
     config: gpt.GPTConfig, mesh: Mesh, examples: int, *, split_parameters: bool = False, **options: Any
-) -> tuple[sl.Step, sl.State, Any]:
+) -> Planned:
     """A step that trains a decoder with AdamW on so many examples at once.
 
     The axis `data` splits examples, and parameters too where asked; an axis `model`, if there is one, is Megatron's.
@@ -38,14 +41,24 @@ def step_of(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
     state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
     batch = {"tokens": jax.ShapeDtypeStruct((examples, config.context + 1), "int32")}
-    return sl.train_step(gpt.loss, strategy), state, batch
+    estimate = sl.estimate(
+        config.decoder,
+        examples=examples // strategy.accumulate // mesh.shape["data"],
+        recompute=strategy.remat,
+        tensor=mesh.shape.get("model", 1),
+        sequence_parallel="model" in mesh.shape,
+        devices=mesh.shape["data"],
+        zero=3 if split_parameters else 0,
+        accumulate=strategy.accumulate,
+    )
+    return sl.train_step(gpt.loss, strategy), state, batch, estimate
 
 
-def gpt2_124m(mesh: Mesh) -> tuple[sl.Step, sl.State, Any]:
+def gpt2_124m(mesh: Mesh) -> Planned:
     """GPT-2 of 124 million parameters, half a million tokens a step."""
     return step_of(gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128), mesh, 512, accumulate=8)
 
 
-def llama2_7b(mesh: Mesh) -> tuple[sl.Step, sl.State, Any]:
+def llama2_7b(mesh: Mesh) -> Planned:
     """Llama 2 of 7 billion parameters, a million tokens a step."""
     return step_of(gpt.llama2_7b(dtype=jnp.bfloat16), mesh, 256, split_parameters=True, remat="full")

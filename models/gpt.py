@@ -105,6 +105,15 @@ class GPTConfig:
             "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
         }
 
+    @property
+    def decoder(self) -> sl.Decoder:
+        """Its shape alone, for `sl.estimate`."""
+        return sl.Decoder(
+            layers=self.layers, width=self.width, heads=self.heads, sequence=self.context, vocab=self.dims["vocab"],
+            kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
+            positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
+        )  # fmt: skip
+
 
 def tiny(**changes: Any) -> GPTConfig:
     """A GPT-2 for tests and first steps; it trains in seconds on a CPU."""

@@ -20,8 +20,16 @@ from shardlib._remat import remat as remat
 from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
+from shardlib.planning._estimate import Decoder as Decoder
+from shardlib.planning._estimate import Estimate as Estimate
+from shardlib.planning._estimate import Module as Module
+from shardlib.planning._estimate import estimate as estimate
+from shardlib.planning._estimate import zero_bytes as zero_bytes
+from shardlib.planning._memory import Memory as Memory
+from shardlib.planning._memory import Piece as Piece
 from shardlib.planning._plan import Plan as Plan
 from shardlib.planning._plan import plan as plan
+from shardlib.planning._targets import Chip as Chip
 from shardlib.planning._targets import Target as Target
 from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe

@@ -17,7 +17,7 @@ ORDER = [
     *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
     *("_rules", "rules", "_placement", "_annotate", "_route", "_reshard", "_remat", "_random", "_batch", "_flax"),
     *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_step")),
-    *("train", "planning._targets", "planning._compile", "planning._memory", "planning._report", "planning._plan"),
+    *("train", "planning._targets", "planning._estimate", "planning._compile", "planning._memory", "planning._report", "planning._plan"),
     *("planning._command", "planning", "__main__", "testing._traces", "testing._assert", "testing._compare", "testing"),
 ]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib.planning._estimate import Estimate
 from shardlib.planning._plan import plan
 from shardlib.planning._targets import COMPILE_ONLY, LOUD, Target
 
@@ -122,12 +123,21 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     function = _function(*_split(arguments.make_step))
     mesh = target.mesh(arguments.mesh, dcn=arguments.dcn)
     made = _of_user(lambda: function(mesh), f"`{arguments.make_step}`")
-    if not isinstance(made, tuple) or len(made) != 3:
+    if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, None)[3], Estimate | None):
         raise ValueError(
-            f"`{arguments.make_step}` must return a step, its state and its batch; it returned {type(made).__name__}."
+            f"`{arguments.make_step}` must return a step, its state and its batch, and may add a `sl.Estimate`; it "
+            f"returned {_kinds(made)}."
         )
-    found = _of_user(lambda: plan(*made, target, name=function.__name__), "the step")
+    step, state, batch, *estimate = made
+    found = _of_user(
+        lambda: plan(step, state, batch, target, estimate=estimate[0] if estimate else None, name=function.__name__),
+        "the step",
+    )
     return {"report": json.dumps(found.as_dict()) if arguments.json else str(found), "fits": found.fits}
+
+
+def _kinds(made: Any) -> str:
+    return f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
 
 
 def _function(where: str, name: str) -> Callable[..., Any]:

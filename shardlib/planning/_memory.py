@@ -56,6 +56,7 @@ class Memory:
     """Bytes on each device, by kind. They add up to `total_bytes`, which is what a program needs to run."""
 
     kinds: dict[str, int]
+    most: dict[str, int]  # of each kind at any moment, which need not be the fullest
     pieces: tuple[Piece, ...]  # of the heap, largest first
     host_bytes: int
     aliased_bytes: int  # outputs that take the place of arguments, counted once, as those
@@ -78,6 +79,7 @@ def attribute(compiled: Compiled, platform: Platform) -> Memory:
     flow = _Flow(compiled)
     heap_bytes = host_bytes = aliased_bytes = 0
     pieces: list[Piece] = []
+    most: dict[str, int] = defaultdict(int)
     for allocation in compiled.allocations:
         if allocation.color == _HOST:
             host_bytes += allocation.size
@@ -100,9 +102,11 @@ def attribute(compiled: Compiled, platform: Platform) -> Memory:
                 kinds[piece.kind] += piece.size
             kinds["fragmentation"] += allocation.size - sum(piece.size for piece in found)
             pieces += found
+            for kind, size in _most_of_each(allocation, flow).items():
+                most[kind] += size
     kinds["program"] = compiled.program_bytes
     pieces.sort(key=lambda piece: -piece.size)
-    return Memory(kinds, tuple(pieces), host_bytes, aliased_bytes, heap_bytes, compiled.stated_bytes)
+    return Memory(kinds, {**kinds, **most}, tuple(pieces), host_bytes, aliased_bytes, heap_bytes, compiled.stated_bytes)
 
 
 def _fullest_moment(allocation: Allocation) -> list[Value]:
@@ -122,6 +126,25 @@ def _fullest_moment(allocation: Allocation) -> list[Value]:
         if (used := _covered(alive)) > most:
             most, at = used, moment
     return [value for value in allocation.values if value.born <= at <= value.dies]
+
+
+def _most_of_each(allocation: Allocation, flow: "_Flow") -> dict[str, int]:
+    """The most bytes of each kind that are in use at one moment; what is tiny beside the whole is left out."""
+    values = [value for value in allocation.values if value.size > 1e-4 * allocation.size]
+    labels = {value: flow.label(value)[0] for value in values}
+    most: dict[str, int] = defaultdict(int)
+    for moment in {value.born for value in values}:
+        places: dict[tuple[int, int], str] = {}
+        for value in values:
+            place = (value.offset, value.size)
+            if value.born <= moment <= value.dies and places.get(place) in (None, "temporaries", "unattributed"):
+                places[place] = labels[value]
+        now: dict[str, int] = defaultdict(int)
+        for (_, size), kind in places.items():
+            now[kind] += size
+        for kind, size in now.items():
+            most[kind] = max(most[kind], size)
+    return most
 
 
 def _covered(places: Sequence[tuple[int, int]] | dict[tuple[int, int], int]) -> int:
@@ -170,6 +193,9 @@ class _Flow:
     def __init__(self, compiled: Compiled) -> None:
         self.program = compiled.program
         self.order = compiled.order
+        self.dies: dict[str, int] = defaultdict(int)  # when the last part of an instruction's result is last read
+        for value in (value for allocation in compiled.allocations for value in allocation.values):
+            self.dies[value.instruction] = max(self.dies[value.instruction], value.dies)
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
@@ -321,6 +347,8 @@ class _Flow:
                     return False
             elif before := self.upstream(one) or self.sources(one):
                 todo += before
+            elif made.opcode == "dynamic-update-slice":
+                todo += [(operand, ()) for operand in made.operands[:2]]
             elif not self._is_blank(one):
                 return False
         return of_parameters
@@ -396,10 +424,12 @@ class _Flow:
         return any(self._is_blank(one) for one in self.inside(key))
 
     def is_read_backward(self, value: Value) -> bool:
-        """Whether the last to read a value belongs to the backward pass."""
+        """Whether the last to read a value belongs to the backward pass, or copies it for one that does."""
         for moment in range(value.dies, value.born, -1):
-            if op_name := self.origin(self.order[moment])[0]:
-                return is_backward(op_name)
+            name = self.order[moment]
+            if self.origin(name)[0] and (made := self.made(name)) is not None and made.opcode not in _PLUMBING:
+                copied = [self.dies.get(name, 0)] if self.sources((name, ())) and not self.inside((name, ())) else []
+                return any(is_backward(self.origin(self.order[last])[0]) for last in (moment, *copied))
         return False
 
     def origin(self, name: str, depth: int = 0) -> tuple[str, str]:

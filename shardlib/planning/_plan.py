@@ -16,6 +16,7 @@ from shardlib._collectives import Collective, collectives
 from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
 from shardlib.planning._compile import compile_apart
+from shardlib.planning._estimate import Estimate
 from shardlib.planning._memory import Memory, attribute
 from shardlib.planning._report import report
 from shardlib.planning._targets import CHIPS, Chip, Target
@@ -41,6 +42,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     remarks: tuple[str, ...]
     advice: tuple[str, ...]
+    estimate: Estimate | None
     refusal: str
     lower_seconds: float
     compile_seconds: float
@@ -74,6 +76,7 @@ class Plan:
             "usable_bytes": None if math.isinf(usable) else int(usable),
             "memory": {
                 "kinds": self.memory.kinds,
+                "most": self.memory.most,
                 "total_bytes": self.memory.total_bytes,
                 "stated_bytes": self.memory.stated_bytes,
                 "heap_bytes": self.memory.heap_bytes,
@@ -91,18 +94,30 @@ class Plan:
             ],
             "remarks": list(self.remarks),
             "advice": list(self.advice),
+            "estimate": self.estimate and {
+                "kinds": self.estimate.kinds, "total_bytes": self.estimate.total_bytes, "flops": self.estimate.flops
+            },
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
         }
 
 
-def plan(step: Any, state: Any, batch: Any, target: str | Target | None = None, *, name: str = "") -> Plan:
+def plan(
+    step: Any,
+    state: Any,
+    batch: Any,
+    target: str | Target | None = None,
+    *,
+    estimate: Estimate | None = None,
+    name: str = "",
+) -> Plan:
     """Compile a step for a machine that need not be there, and say what it will do: memory, collectives, whether it fits.
 
     `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both may be abstract
     (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed. `target` is a machine by name (see
-    `Target`), onto which a step of ours is laid out with the axes it has; by default the devices of its mesh.
+    `Target`), onto which a step of ours is laid out with the axes it has; by default the devices of its mesh. An
+    `estimate` that was made before (`sl.estimate`) is set beside what the compiler says.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -139,6 +154,7 @@ def plan(step: Any, state: Any, batch: Any, target: str | Target | None = None, 
         collectives=collectives(compiled.text, mesh),
         remarks=compiled.remarks,
         advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
+        estimate=estimate,
         refusal=compiled.refusal,
         lower_seconds=lower_seconds,
         compile_seconds=compiled.seconds,

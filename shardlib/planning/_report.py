@@ -19,6 +19,7 @@ def report(plan: Any) -> str:
         _memory(plan),
         _largest(plan),
         _communication(plan),
+        _estimated(plan),
         *(["what the compiler remarked\n" + "\n".join(f"  {one}" for one in plan.remarks)] if plan.remarks else []),
         *(["what to change\n" + "\n".join(f"  - {one}" for one in plan.advice)] if plan.advice else []),
         f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing was run",
@@ -94,6 +95,19 @@ def short(source: str) -> str:
     except ValueError:
         parts = Path(file).parts
         return os.sep.join(parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-3:]) + f":{line}"
+
+
+def _estimated(plan: Any) -> str:
+    """The estimate that was made before, beside what the compiler has."""
+    if plan.estimate is None:
+        return ""
+    rows = [("the most at any moment", "by formula", "compiled", "error")]
+    pairs = [(kind, size, plan.memory.most[kind]) for kind, size in plan.estimate.kinds.items()]
+    for kind, guess, size in [*pairs, ("total", plan.estimate.total_bytes, plan.memory.total_bytes)]:
+        if guess or size:
+            error = f"{guess / size - 1:+.0%}" if size else "-"
+            rows.append((f"  {kind}", human_bytes(guess), human_bytes(size), error))
+    return table(rows, right=(1, 2, 3)) + f"\n  {plan.estimate.flops:.3g} FLOPs a step, on all devices"
 
 
 def _communication(plan: Any) -> str:
