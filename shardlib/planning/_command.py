@@ -120,7 +120,8 @@ def _child(arguments: argparse.Namespace, answer: Path) -> int:
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     target = Target(arguments.target)
-    function = _function(*_split(arguments.make_step))
+    where, name = _split(arguments.make_step)
+    function = _function(where, name)
     mesh = target.mesh(arguments.mesh, dcn=arguments.dcn)
     made = _of_user(lambda: function(mesh), f"`{arguments.make_step}`")
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, None)[3], Estimate | None):
@@ -130,7 +131,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     step, state, batch, *estimate = made
     found = _of_user(
-        lambda: plan(step, state, batch, target, estimate=estimate[0] if estimate else None, name=function.__name__),
+        lambda: plan(step, state, batch, target, estimate=estimate[0] if estimate else None, name=name),
         "the step",
     )
     return {"report": json.dumps(found.as_dict()) if arguments.json else str(found), "fits": found.fits}

@@ -1,0 +1,107 @@
+"""`python -m shardlib plan`, as a user types it: a report, or one message and exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+STEPS = '''
+import jax, jax.numpy as jnp, optax
+import shardlib as sl
+
+print("noise of the user's")
+
+def step_for(loss):
+    def make(mesh):
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data)
+        state = sl.init(lambda: {"w": jnp.zeros((64, 64))}, optax.adam(1e-3), strategy, abstract=True)
+        return sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, 64), "float32")
+    return make
+
+good = step_for(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2))
+choosing = step_for(lambda model, x, rng: jnp.mean(x @ model["w"]) if jnp.sum(x) > 0 else 0.0)
+
+def failing(mesh):
+    return undefined
+
+def thrifty(mesh):
+    return good(mesh)[:2]
+
+def dying(mesh):
+    import os, signal
+    os.write(2, b"F0000 check failed: the compiler's last words")
+    os.kill(os.getpid(), signal.SIGABRT)
+'''
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "steps.py"
+    path.write_text(STEPS)
+    return path
+
+
+def plan(make_step, *options):
+    bare = {key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))}
+    command = [sys.executable, "-m", "shardlib", "plan", str(make_step), *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, check=False)
+
+
+def test_a_report(steps):
+    result = plan(f"{steps}:good", "--target", "cpu:8", "--mesh", "data=8")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("good on cpu:8: 8 devices") and "noise" not in result.stdout
+    assert result.stderr == "compiling for cpu:8 ...\n"
+
+
+def test_json(steps):
+    result = plan(f"{steps}:good", "--target", "cpu:4", "--json")
+    found = json.loads(result.stdout)
+    assert found["mesh"] == "data=4" and found["memory"]["kinds"]["parameters"] == 64 * 64 * 4 and found["fits"]
+
+
+@pytest.mark.parametrize(
+    "function, options, message",
+    [
+        ("good", ["--target", "tpu:v9:4x4"], "`tpu:v9:4x4` is no target"),
+        ("good", ["--target", "cpu:8", "--mesh", "data=4"], "`data=4` is 4 devices, and `cpu:8` has 8"),
+        ("good", ["--target", "cpu:8", "--mesh", "data=8", "--dcn", "pod"], "no axis `pod`"),
+        ("good", ["--target", "cpu:6"], "16 examples does not split over `data=6`"),
+        ("nothing", ["--target", "cpu:8"], "has no function `nothing`; it has `step_for`"),
+        ("choosing", ["--target", "cpu:8"], "needs values while it is traced"),
+        ("failing", ["--target", "cpu:8"], "NameError: name 'undefined' is not defined"),
+        ("thrifty", ["--target", "cpu:8"], "must return a step, its state and its batch"),
+        ("dying", ["--target", "cpu:8"], "died (signal SIGABRT). Its last words:"),
+    ],
+)
+def test_mistakes_are_one_message(steps, function, options, message):
+    result = plan(f"{steps}:{function}", *options)
+    assert result.returncode == 2 and result.stdout == ""
+    said = result.stderr.removeprefix(f"compiling for {options[1]} ...\n")
+    assert said.startswith("shardlib plan: ") and message in said and "Traceback" not in said
+    if function == "failing":
+        assert f"steps.py:{STEPS.splitlines().index('    return undefined') + 1}: NameError" in said
+    if function == "dying":
+        assert "\n  F0000 check failed: the compiler's last words\n" in said
+
+
+def test_no_function_and_no_file(steps):
+    for make_step, message in [("nowhere.py:make", "no file `nowhere.py`"), (str(steps), "names no function")]:
+        result = plan(make_step, "--target", "cpu:8")
+        assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.tpu_compiler
+def test_the_examples_for_a_tpu():
+    result = plan("examples/gpt.py:gpt2_124m", "--target", "tpu:v5e:2x4", "--mesh", "data=2,model=4", "--json")
+    found = json.loads(result.stdout)
+    memory = found["memory"]
+    assert abs(memory["total_bytes"] / memory["stated_bytes"] - 1) < 0.01  # the compiler's own account
+    assert memory["kinds"]["unattributed"] < 0.05 * memory["total_bytes"]
+    assert found["estimate"]["kinds"]["parameters"] == pytest.approx(memory["kinds"]["parameters"], rel=0.03)  # biases are whole on every device
+    assert result.stderr.splitlines() == ["compiling for tpu:v5e:2x4 ..."]

@@ -1,0 +1,107 @@
+"""The formulas: the papers' own figures, the worked example that tutorials repeat, and a compiled program."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from models import gpt
+
+GPT1 = gpt.gpt1().decoder
+
+
+@pytest.mark.parametrize("make", [gpt.gpt1, gpt.gpt2, gpt.gpt2_xl, gpt.llama2_7b, gpt.llama3_8b])
+def test_parameters_are_those_of_the_model(make):
+    config = make()
+    model = nnx.eval_shape(lambda: _unsharded(config))
+    assert config.decoder.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def _unsharded(config):
+    with sl.unsharded():
+        return gpt.GPT(config, rngs=nnx.Rngs(0))
+
+
+def test_the_worked_example_of_every_tutorial():
+    """GPT-1 with an untied head: 147,674,112 parameters, 349,175,808 bytes of activations per sequence in 16 bits."""
+    assert GPT1.parameters == 147_674_112
+    assert GPT1.megatron_activation_bytes() == 349_175_808
+    # The tutorials' 20 bytes per parameter hold the 32-bit master twice: as parameters and in the optimizer's 12.
+    assert 20 * GPT1.parameters == 2_953_482_240
+    assert sl.zero_bytes(GPT1.parameters) == 16 * GPT1.parameters == 2_362_785_792
+    ours = sl.estimate(GPT1, examples=1)
+    assert sum(ours.kinds[kind] for kind in ("parameters", "optimizer state", "gradients")) == 16 * GPT1.parameters
+
+
+def test_zero_is_the_papers():
+    """Figure 1: 7.5 billion parameters on 64 devices."""
+    found = [sl.zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9 for stage in range(4)]
+    assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    with pytest.raises(ValueError, match="stages 0 to 3"):
+        sl.zero_bytes(1, stage=4)
+
+
+def test_megatron_is_the_papers():
+    """Table 2 of 2205.05198, per layer, in units of s b h."""
+    one = sl.Decoder(layers=1, width=1024, heads=16, sequence=2048, vocab=1)
+    unit, scores = 2048 * 1024, 5 * 16 * 2048 / 1024
+    assert one.megatron_activation_bytes() == (34 + scores) * unit
+    assert one.megatron_activation_bytes(tensor=8) == (10 + 24 / 8 + scores / 8) * unit
+    assert one.megatron_activation_bytes(tensor=8, sequence_parallel=True) == (34 / 8 + scores / 8) * unit
+    assert one.megatron_activation_bytes(tensor=8, sequence_parallel=True, recompute="selective") == 34 / 8 * unit
+    assert one.megatron_activation_bytes(recompute="full") == 2 * unit
+
+
+def test_what_is_split_is_divided():
+    whole = sl.estimate(GPT1, examples=2).kinds
+    sharded = sl.estimate(GPT1, examples=2, devices=8, zero=3).kinds
+    assert all(sharded[kind] * 8 == pytest.approx(whole[kind], rel=1e-6) for kind in list(whole)[:3])
+    assert sharded["activations"] == whole["activations"]
+    parted = sl.estimate(GPT1, examples=2, tensor=4).kinds
+    assert parted["parameters"] == whole["parameters"] // 4 and parted["activations"] < whole["activations"]
+    summed = sl.estimate(GPT1, examples=2, accumulate=2).kinds
+    assert summed["gradients"] == 2 * whole["gradients"]
+    full = sl.estimate(GPT1, examples=2, recompute="full").kinds
+    some = sl.estimate(GPT1, examples=2, recompute="selective").kinds
+    assert full["activations"] < some["activations"] < whole["activations"]
+    reading = sl.estimate(GPT1, examples=2, training=False)
+    assert list(reading.kinds) == ["parameters"] and reading.total_bytes < sl.estimate(GPT1, examples=2).total_bytes
+
+
+def test_modules_have_their_flops_and_shapes():
+    found = {module.name: module for module in GPT1.modules(examples=3)}
+    assert found["head"].flops == 2 * 3 * 512 * 768 * 40_512 and found["head"].output == (3, 512, 40_512)
+    assert found["mlp"].flops == 2 * 2 * 3 * 512 * 768 * 3072 and found["mlp"].count == 12
+    total = sl.estimate(GPT1, examples=3)
+    assert total.largest_module.name in ("embedding", "head")
+    # Six operations per parameter and token, but for the embedding, and attention's own.
+    weights = GPT1.parameters - found["embedding"].parameters
+    attention = 12 * 3 * (4 * 512 * 512 * 768)
+    assert total.flops == pytest.approx(6 * weights * 3 * 512 + 3 * attention, rel=2e-2)
+    assert "the largest module is" in str(total)
+
+
+def test_unknown_optimizers_are_named():
+    with pytest.raises(ValueError, match="known are 'sgd'"):
+        sl.estimate(GPT1, examples=1, optimizer="sdg")
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_estimate_is_near_the_compiled_program(remat):
+    """GPT-1's worked example, compiled for one TPU: what tutorials say, what ZeRO says, what is."""
+    target = sl.Target("tpu:v5e:1x1")
+    config = gpt.gpt1(dtype="bfloat16")
+    strategy = sl.Strategy(mesh=target.mesh("data=1"), rules=sl.rules.data, remat=remat)
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 513), "int32")}
+    guess = sl.estimate(config.decoder, examples=8, recompute=remat)
+    found = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, target, estimate=guess)
+    kept = sum(found.memory.most[kind] for kind in guess.kinds)
+    print(
+        f"20 bytes per parameter: {20 * GPT1.parameters:,}; ZeRO's 16: {16 * GPT1.parameters:,}; "
+        f"compiled at its fullest, with the activations of 8 sequences: {found.memory.total_bytes:,}"
+    )
+    assert sum(guess.kinds.values()) == pytest.approx(kept, rel=0.10)
+    assert guess.total_bytes == pytest.approx(found.memory.total_bytes, rel=0.25)

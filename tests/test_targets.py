@@ -1,0 +1,110 @@
+"""Machines by name: what is a machine, what is not, and what its devices are."""
+
+import math
+import os
+import sys
+
+import pytest
+
+import shardlib as sl
+from shardlib._mesh import slow_axes
+from shardlib.planning._targets import CHIPS, _require, quietly
+
+TPUS = [
+    ("tpu:v3:2x2", 8), ("tpu:v3:32x32", 2048), ("tpu:v4:2x2x2", 8), ("tpu:v5e:1x1", 1), ("tpu:v5e:16x16", 256),
+    ("tpu:v5p:4x4x8", 128), ("tpu:v5p:16x20x28", 8960), ("tpu:v6e:2x4", 8), ("tpu:7x:2x2x1", 8),
+    ("tpu:v5e:4x4:slices=4", 64),
+]  # fmt: skip
+GPUS = [
+    *(f"gpu:{name}:1x1x8" for name in ("a100", "h100", "h200", "b200")),
+    *("gpu:h200:64x1x8", "gpu:b200:2x18x4"),
+]
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("text, size", TPUS)
+def test_tpus(text, size):
+    target = sl.Target(text)
+    assert target.size == size == len(target.devices)
+    assert {device.device_kind for device in target.devices} == {target.chip.kind}
+    assert target.mesh("data=-1", dcn="data=4" if target.slices > 1 else "").devices.size == size
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("text", GPUS)
+def test_gpus(text):
+    target = sl.Target(text)
+    assert target.size == len(target.devices)
+    assert target.devices[0].device_kind == target.chip.kind
+    if target.slices > 1:
+        mesh = target.mesh(f"data={target.slices},model=-1", dcn="data")
+        assert slow_axes(mesh) == ("data",)
+        with pytest.raises(ValueError, match="dcn"):
+            target.mesh("data=-1")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tpu:v5x:4x4", "no target.*`tpu:v5e:4x4`"),
+        ("v5e:4x4", "no target.*`tpu:v5e:4x4`"),
+        ("gpu:h300:1x1x8", "`gpu:h200:1x1x8`"),
+        ("gpu:H100:1x1x8", "`gpu:h100:1x1x8`"),
+        ("tpu:v5e", "no target"),
+        ("cpu", "`cpu:8`"),
+        ("cpu:0", "`cpu:8`"),
+        (8, "`8` is no target"),
+        ("tpu:v5e:4x4x4", "v5e has 2 dims"),
+        ("tpu:v5e:16x32", "at most 256 chips.*slices=2"),
+        ("tpu:v5e:3x5", "multiple of 4"),
+        ("tpu:v5e:4x4:4", "slices=4"),
+        ("gpu:h200:8", "slices x hosts x GPUs"),
+        ("gpu:h200:1x8x8", "what NVLink joins.*`gpu:h200:8x1x8`"),
+        ("gpu:h200:1x1x16", "what NVLink joins"),
+        ("gpu:b200:1x36x4", "72 B200s"),
+    ],
+)
+def test_no_machines(text, message):
+    with pytest.raises(ValueError, match=message):
+        sl.Target(text)
+
+
+def test_a_mesh_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"`data=2,model=2` is 4 devices, and `cpu:8` has 8"):
+        sl.Target("cpu:8").mesh("data=2,model=2")
+    with pytest.raises(ValueError, match=r"`cpu:4096` needs 4096 simulated devices.*simulate_devices\(4096\)"):
+        sl.Target("cpu:4096").mesh("data=-1")
+
+
+def test_targets_are_values():
+    assert sl.Target("cpu:8") == sl.Target("cpu:8") and hash(sl.Target("cpu:8")) == hash(sl.Target("cpu:8"))
+    assert str(sl.Target("tpu:v5e:4x4")) == "tpu:v5e:4x4"
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_datasheets_are_plausible(name):
+    chip = CHIPS[name]
+    if name != "cpu":
+        assert 1e13 < chip.flops["bf16"] < 1e16 and 1e9 < chip.slow_bandwidth < chip.link_bandwidth < 1e12
+        assert 0.7 * chip.hbm_bytes < chip.usable_bytes < chip.hbm_bytes < 2**38 and chip.hbm_bandwidth < 1e13
+        assert chip.flops["f32"] <= chip.flops["bf16"] <= max(chip.flops.values())
+        assert math.isfinite(chip.hbm_bandwidth)
+
+
+def test_a_compiler_that_is_missing_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for text, extra in (("tpu:v5e:4x4", "tpu-plan"), ("gpu:h200:1x1x8", "gpu-plan")):
+        with pytest.raises(ModuleNotFoundError, match=rf'pip install "shardlib\[{extra}\]"'):
+            _require(sl.Target(text))
+
+
+def test_compilers_are_run_quietly_and_leave_nothing(capfd, monkeypatch):
+    monkeypatch.delenv("TPU_LOG_DIR")
+    before = dict(os.environ)
+    with quietly() as noise:
+        os.write(2, b"noise of a compiler\n")
+        assert os.environ["TPU_LOG_DIR"] == "disabled"
+        assert noise.read_text() == "noise of a compiler\n"
+    assert dict(os.environ) == before and not noise.exists()
+    print("seen", file=sys.stderr)
+    assert capfd.readouterr().err == "seen\n"
