@@ -88,7 +88,9 @@ def build(
     state = jax.tree.map(lambda spec, shape: array(shape, spec), specs["params"], shapes, is_leaf=_is_spec)
     moments = {name: {key: array(shapes[key], moments_spec) for key in shapes} for name in ("mean", "square")}
     step = jax.jit(mapped, donate_argnums=0)
-    devices = math.prod(mesh.shape[axis] for entry in rows_spec for axis in (entry if isinstance(entry, tuple) else (entry,)))
+    devices = math.prod(
+        mesh.shape[axis] for entry in rows_spec for axis in (entry if isinstance(entry, tuple) else (entry,))
+    )
     return step, {"params": state, "opt_state": moments}, array((devices * rows, WIDTH), rows_spec)
 
 
@@ -191,6 +193,7 @@ def _leave(x: Any) -> Any:
 
 
 _leave.defvjp(lambda x: (lax.psum(x, "model"), None), lambda _, g: (g,))
+
 
 def _tensor_parallel(mesh: Mesh, layer: Callable[[Any, Any], Any]) -> tuple[Any, Any, Any]:
     # Stored with the split dim first, so that one spec serves both.

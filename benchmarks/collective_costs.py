@@ -129,14 +129,18 @@ def plot(cores: list[int], links: dict[str, list[float]], estimates: dict[str, l
     ]
     for power in range(low, high + 1):
         at = y(10.0**power)
-        label = {-6: "1 µs", -5: "10 µs", -4: "0.1 ms", -3: "1 ms", -2: "10 ms", -1: "0.1 s", 0: "1 s"}.get(power, f"1e{power} s")
+        label = {-6: "1 µs", -5: "10 µs", -4: "0.1 ms", -3: "1 ms", -2: "10 ms", -1: "0.1 s", 0: "1 s"}.get(
+            power, f"1e{power} s"
+        )
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555">{label}</text>')
     for count in cores:
         parts.append(
             f'<text x="{x(count):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#555">{count:,}</text>'
         )
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#555">cores</text>')
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#555">cores</text>'
+    )
     for name, times in links.items():
         points = " ".join(f"{x(count):.1f},{y(time):.1f}" for count, time in zip(cores, times, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')

@@ -114,7 +114,10 @@ def main() -> None:
             mismatches, steps = mismatches + wrong, steps + 1
             kinds += [*accounts(found)]
             unattributed.append(found.memory.unattributed)
-            print(f"{machine:5} {step.name:22} {'as theory says' if not wrong else f'{wrong} MISMATCHES'}", file=sys.stderr)
+            print(
+                f"{machine:5} {step.name:22} {'as theory says' if not wrong else f'{wrong} MISMATCHES'}",
+                file=sys.stderr,
+            )
     kept, whole = [], []
     for on in ESTIMATED_ON:
         for name in DECODERS:

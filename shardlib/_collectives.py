@@ -134,9 +134,7 @@ def summary(found: Iterable[Collective]) -> str:
     return "\n".join(line.format(count) for (_, line), count in lines) or "no collectives"
 
 
-def _collective(
-    program: Program, devices: "_Devices", scope: Scope, made: Instruction, run: Run
-) -> Collective | None:
+def _collective(program: Program, devices: "_Devices", scope: Scope, made: Instruction, run: Run) -> Collective | None:
     kind = made.opcode.removesuffix("-start")
     if kind in KINDS and not _is_continued(scope, made):
         groups = devices.groups(made)

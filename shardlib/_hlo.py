@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+
 @dataclass(frozen=True)
 class Instruction:
     name: str
@@ -18,7 +19,7 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        return re.findall(r"%([\w.-]+)", self.argument)
+        return re.findall(r"%([\w.#-]+)", self.argument)
 
     def get(self, pattern: str) -> str:
         return first(pattern, self.attributes)
@@ -75,6 +76,8 @@ class Program:
             if match := _INSTRUCTION.match(line):
                 root, name, result, opcode, rest = match.groups()
                 argument, attributes, *_ = [*re.split(r"\)(?=, [a-z_]+=|$)", rest, maxsplit=1), ""]
+                for whole, parts in re.findall(r"%([\w.-]+)#([\d#]+)", argument):
+                    _take_parts(current, whole, parts.split("#"))
                 current[name] = Instruction(name, result, opcode, argument, attributes, bool(root))
             elif match := _COMPUTATION.match(line):
                 current = self.computations[match[2]] = {}
@@ -121,7 +124,9 @@ class Program:
             inside = ((inner, one) for one in sorted(inner.instructions.values(), key=_says_little))
         operands = ((scope, scope.instructions[name]) for name in made.operands if name in scope.instructions)
         found = (self.origin(where, one, depth + 1) for where, one in itertools.chain(inside, operands))
-        return next((origin for origin in found if origin[0]), ("", "") if depth else self._origin_of_readers(scope, made))
+        return next(
+            (origin for origin in found if origin[0]), ("", "") if depth else self._origin_of_readers(scope, made)
+        )
 
     def _origin_of_readers(self, scope: Scope, made: Instruction) -> tuple[str, str]:
         """Of what reads an instruction, or the fusion it is in."""
@@ -174,6 +179,29 @@ class Program:
         state = body.root()
         unchanged = state.opcode == "tuple" and body.carried(state.operands[index]) == index
         return self.initial(outer, loop, index) if unchanged else None
+
+
+def _take_parts(instructions: dict[str, Instruction], whole: str, indices: list[str]) -> None:
+    """Spell out `%whole#1`, as some dumps write a part of a tuple that no instruction of its own takes."""
+    for index in indices:
+        name = f"{whole}#{index}"
+        result = _elements(instructions[whole].result)[int(index)] if whole in instructions else ""
+        instructions.setdefault(
+            name, Instruction(name, result, "get-tuple-element", f"%{whole}", f", index={index}", False)
+        )
+        whole = name
+
+
+def _elements(type_: str) -> list[str]:
+    """The types in a tuple's."""
+    found, depth = [""], 0
+    for character in re.sub(r"/\*.*?\*/", "", type_[1:-1]):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return [element.strip() for element in found]
 
 
 def _says_little(made: Instruction) -> tuple[bool, bool]:

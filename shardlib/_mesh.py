@@ -293,7 +293,8 @@ def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any],
             inner,
             outer,
             devices,
-            process_is_granule=[slice_index(device) for device in devices] == [device.process_index for device in devices],
+            process_is_granule=[slice_index(device) for device in devices]
+            == [device.process_index for device in devices],
             allow_split_physical_axes=split,
         )
     # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner), (outer, inner), ...

@@ -28,7 +28,9 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str =
         max((len(row[k]) for row in rows if k < len(row) and (k < columns - 1 or k in right)), default=0)
         for k in range(columns)
     ]
-    return "\n".join(
-        gap.join(cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    )
+
+    def line(row: Sequence[str]) -> str:
+        cells = (cell.rjust(widths[k]) if k in right else cell.ljust(widths[k]) for k, cell in enumerate(row))
+        return gap.join(cells).rstrip()
+
+    return "\n".join(map(line, rows))

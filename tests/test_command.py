@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-STEPS = '''
+STEPS = """
 import jax, jax.numpy as jnp, optax
 import shardlib as sl
 
@@ -36,7 +36,7 @@ def dying(mesh):
     import os, signal
     os.write(2, b"F0000 check failed: the compiler's last words")
     os.kill(os.getpid(), signal.SIGABRT)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -103,5 +103,6 @@ def test_the_examples_for_a_tpu():
     memory = found["memory"]
     assert abs(memory["total_bytes"] / memory["stated_bytes"] - 1) < 0.01  # the compiler's own account
     assert memory["kinds"]["unattributed"] < 0.05 * memory["total_bytes"]
-    assert found["estimate"]["kinds"]["parameters"] == pytest.approx(memory["kinds"]["parameters"], rel=0.03)  # biases are whole on every device
+    estimated, there = found["estimate"]["kinds"]["parameters"], memory["kinds"]["parameters"]
+    assert estimated == pytest.approx(there, rel=0.03)  # biases are whole on every device
     assert result.stderr.splitlines() == ["compiling for tpu:v5e:2x4 ..."]

@@ -17,8 +17,10 @@ ORDER = [
     *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
     *("_rules", "rules", "_placement", "_annotate", "_route", "_reshard", "_remat", "_random", "_batch", "_flax"),
     *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_step")),
-    *("train", "planning._targets", "planning._estimate", "planning._compile", "planning._memory", "planning._report", "planning._plan"),
-    *("planning._command", "planning", "__main__", "testing._traces", "testing._assert", "testing._compare", "testing"),
+    "train",
+    *(f"planning.{name}" for name in ("_targets", "_estimate", "_compile", "_flow", "_memory", "_report", "_plan")),
+    *("planning._command", "planning", "__main__"),
+    *("testing._traces", "testing._assert", "testing._compare", "testing"),
 ]
 
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))

@@ -85,7 +85,9 @@ def _refuse(message: str) -> int:
 
 def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int:
     target, answer = Target(arguments.target), folder / "answer.json"
-    environment = os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
+    environment = (
+        os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
+    )
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.size}".strip()
@@ -104,7 +106,9 @@ def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int
         return 0 if found["fits"] else 1
     if "refused" in found:
         return _refuse(found["refused"])
-    last = [line for file in (noise, *folder.glob("*/stderr.txt")) for line in file.read_text(errors="replace").splitlines()]
+    last = [
+        line for file in (noise, *folder.glob("*/stderr.txt")) for line in file.read_text(errors="replace").splitlines()
+    ]
     died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return _refuse(f"the compiler for `{target}` died ({died}). Its last words:\n  " + "\n  ".join(last[-12:]))
 
@@ -142,7 +146,7 @@ def _kinds(made: Any) -> str:
 
 
 def _function(where: str, name: str) -> Callable[..., Any]:
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(Path.cwd()))
     if where.endswith(".py"):
         path = Path(where)
         if not path.exists():
@@ -158,7 +162,12 @@ def _function(where: str, name: str) -> Callable[..., Any]:
         module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
     function = getattr(module, name, None)
     if not callable(function):
-        there = ", ".join(f"`{n}`" for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        own = (
+            (other, value)
+            for other, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+        )
+        there = ", ".join(f"`{other}`" for other, value in own if callable(value))
         raise ValueError(f"`{where}` has no function `{name}`; it has {there or 'none'}.")
     return function
 
@@ -182,13 +191,13 @@ def _is_theirs(error: BaseException) -> bool:
 
 def _line_of(error: BaseException) -> str:
     """The last line of the user's own in a traceback."""
-    here = Path(__file__).parent.parent
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if here not in Path(frame.filename).parents and "site-packages" not in frame.filename and "importlib" not in frame.filename
-    ]
-    return frames[-1] if frames else "a line of a library"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "a line of a library"
+
+
+def _is_users(file: str) -> bool:
+    ours = Path(__file__).parent.parent in Path(file).parents
+    return not ours and "site-packages" not in file and "importlib" not in file
 
 
 class _Progress:

@@ -80,7 +80,9 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         seconds = time.perf_counter() - started
         said = noise.read_text(errors="replace")
         assignment = max(
-            folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None
+            folder.glob("*after_optimizations-buffer-assignment.txt"),
+            key=lambda file: file.stat().st_size,
+            default=None,
         )
         if assignment is None:
             raise CompilerError(refusal or "The compiler wrote no buffer assignment.")
@@ -126,10 +128,11 @@ def _shortly(error: str) -> str:
 
 def _remarks(said: str) -> tuple[str, ...]:
     """What the partitioner gave up on: an array gathered whole because it knew no way from one layout to another."""
-    found = re.findall(r"Involuntary full rematerialization.*?(%[\w.-]+ = \w+\[[\d,]*\]).*?from sharding (\{.*?\}) to (?:sharding )?(\{.*?\})\s", said)
-    return tuple(
-        dict.fromkeys(f"The partitioner gathered {what} whole to go from {a} to {b}." for what, a, b in found)
+    found = re.findall(
+        r"Involuntary full rematerialization.*?(%[\w.-]+ = \w+\[[\d,]*\]).*?from sharding (\{.*?\}) to (?:sharding )?(\{.*?\})\s",
+        said,
     )
+    return tuple(dict.fromkeys(f"The partitioner gathered {what} whole to go from {a} to {b}." for what, a, b in found))
 
 
 def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:

@@ -116,7 +116,9 @@ def _renamed(module: Module, name: str, count: int) -> Module:
     return Module(name, count, module.parameters, module.flops, module.output, module.kept_bytes)
 
 
-def zero_bytes(parameters: int, *, devices: int = 1, stage: int = 0, weights: int = 2, gradients: int = 2, state: int = 12) -> int:
+def zero_bytes(
+    parameters: int, *, devices: int = 1, stage: int = 0, weights: int = 2, gradients: int = 2, state: int = 12
+) -> int:
     """ZeRO's bytes per device; by default of mixed-precision Adam, whose `state` holds the 32-bit master and two moments.
 
     >>> [round(zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9, 1) for stage in range(4)]
@@ -125,7 +127,9 @@ def zero_bytes(parameters: int, *, devices: int = 1, stage: int = 0, weights: in
     if stage not in range(4):
         raise ValueError(f"`zero_bytes(stage={stage})`: ZeRO has the stages 0 to 3.")
     parts = [devices if stage >= first else 1 for first in (3, 2, 1)]
-    return sum(math.ceil(parameters * size / part) for size, part in zip((weights, gradients, state), parts, strict=True))
+    return sum(
+        math.ceil(parameters * size / part) for size, part in zip((weights, gradients, state), parts, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,9 @@ def estimate(
     shard = tensor if sequence_parallel else 1
     layers = [module for module in modules if module.count == decoder.layers]
     of_layer = sum(module.kept_bytes // (shard if "norm" in module.name else 1) for module in layers)
-    outside = sum(module.kept_bytes // (shard if "norm" in module.name else 1) for module in modules if module not in layers)
+    outside = sum(
+        module.kept_bytes // (shard if "norm" in module.name else 1) for module in modules if module not in layers
+    )
     logits = modules[-1].kept_bytes
     scores = decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
     kept = {"none": of_layer, "selective": of_layer - scores, "full": stream // shard}[recompute]

@@ -94,9 +94,8 @@ class Plan:
             ],
             "remarks": list(self.remarks),
             "advice": list(self.advice),
-            "estimate": self.estimate and {
-                "kinds": self.estimate.kinds, "total_bytes": self.estimate.total_bytes, "flops": self.estimate.flops
-            },
+            "estimate": self.estimate
+            and {"kinds": self.estimate.kinds, "total_bytes": self.estimate.total_bytes, "flops": self.estimate.flops},
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
@@ -164,7 +163,9 @@ def plan(
 def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
     """The step and its state, abstract, laid out on the target with the axes that the step's mesh has."""
     if not isinstance(state, State):
-        raise ValueError(f"`plan` of a step of ours takes the `State` that `sl.init` makes; got {type(state).__name__}.")
+        raise ValueError(
+            f"`plan` of a step of ours takes the `State` that `sl.init` makes; got {type(state).__name__}."
+        )
     strategy = step.strategy
     if target is not None and not _is_of(strategy, target):
         theirs = strategy.device_mesh
@@ -179,7 +180,9 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
         state = dataclasses.replace(state, layout=dataclasses.replace(state.layout, strategy=strategy))
     mesh, specs = strategy.device_mesh, state_specs(state)
     return step, jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), state, specs
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        state,
+        specs,
     )
 
 
@@ -266,7 +269,9 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
         advice.append((kinds["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
     working = kinds["activations"] + kinds["temporaries"]
     largest = next((piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None)
-    where = f" The largest is {largest.type}, {human_bytes(largest.size)}, of {largest.source or 'the compiler'}." if largest else ""
+    where = ""
+    if largest:
+        where = f" The largest is {largest.type}, {human_bytes(largest.size)}, of {largest.source or 'the compiler'}."
     advice.append(
         (
             working,

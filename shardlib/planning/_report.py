@@ -1,7 +1,6 @@
 """A plan for people."""
 
 import math
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,8 @@ def short(source: str) -> str:
         return f"{Path(file).relative_to(Path.cwd())}:{line}"
     except ValueError:
         parts = Path(file).parts
-        return os.sep.join(parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-3:]) + f":{line}"
+        kept = parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-3:]
+        return f"{Path(*kept)}:{line}"
 
 
 def _estimated(plan: Any) -> str:

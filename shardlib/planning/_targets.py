@@ -237,10 +237,14 @@ def _tpu(text: str, chip: Chip, shape: tuple[int, ...], more: list[str]) -> tupl
     return "tpu", chip, shape, int(match[1]) if match else 1
 
 
-def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], more: list[str]) -> tuple[Platform, Chip, tuple[int, ...], int]:
+def _gpus(
+    text: str, chip: Chip, sizes: tuple[int, ...], more: list[str]
+) -> tuple[Platform, Chip, tuple[int, ...], int]:
     slices, hosts, gpus = sizes if len(sizes) == 3 else (0, 0, 0)
     if more or 0 in (slices, hosts, gpus):
-        raise ValueError(f"`{text}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` for four hosts of 8.")
+        raise ValueError(
+            f"`{text}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` for four hosts of 8."
+        )
     if hosts * gpus > chip.largest or gpus > 8 or (hosts > 1 and chip.largest == 8):
         raise ValueError(
             f"`{text}`: a slice is what NVLink joins, at most {chip.largest} {chip.name.upper()}s"
@@ -254,7 +258,9 @@ def _unknown(text: Any, parts: list[str]) -> str:
     examples = [f"tpu:{name}:{'x'.join(['4'] * chip.torus)}" for name, chip in _TPUS.items()]
     examples += [f"gpu:{name}:1x1x8" for name in _GPUS] + ["cpu:8"]
     named = parts[1].lower().removeprefix("tpu").removeprefix("v") if len(parts) > 1 else ""
-    near = [e for e in examples if named and named in e.split(":")[1]] or difflib.get_close_matches(str(text), examples, 3)
+    near = [e for e in examples if named and named in e.split(":")[1]] or difflib.get_close_matches(
+        str(text), examples, 3
+    )
     return (
         f"`{text}` is no target. " + (f"Near it: {', '.join(f'`{e}`' for e in near[:3])}. " if near else "")
         + f"There are {', '.join(f'`tpu:{name}`' for name in _TPUS)} by the shape of a slice "
@@ -275,7 +281,9 @@ def _devices(target: Target) -> tuple[Any, ...]:
         topology = f"{target.slices}x1x{hosts * gpus}"
         options = {"target_config": target.chip.description, "topology": topology}
         with quietly():
-            return tuple(topologies.get_topology_desc(platform="cuda", topology_name=target.chip.name, **options).devices)
+            return tuple(
+                topologies.get_topology_desc(platform="cuda", topology_name=target.chip.name, **options).devices
+            )
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{shape}"
     options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
     if target.chip.name == "v4":
@@ -286,7 +294,9 @@ def _devices(target: Target) -> tuple[Any, ...]:
         try:
             return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"`{target}`: the TPU compiler knows no such slice ({str(error).splitlines()[0]})") from error
+            raise ValueError(
+                f"`{target}`: the TPU compiler knows no such slice ({str(error).splitlines()[0]})"
+            ) from error
 
 
 def _simulated(target: Target) -> tuple[Any, ...]:

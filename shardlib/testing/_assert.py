@@ -100,7 +100,8 @@ def assert_memory(
         rows += [(k, f"{at_most[k]:,}", f"{memory[k]:,}", human_bytes(memory[k] - at_most[k])) for k in over]
         pieces = [piece for piece in found.memory.pieces if piece.kind in over or "total" in over][:6]
         details = [
-            f"  {piece.type}  {human_bytes(piece.size)}  {piece.kind}  {short(piece.source) or piece.op_name}" for piece in pieces
+            f"  {piece.type}  {human_bytes(piece.size)}  {piece.kind}  {short(piece.source) or piece.op_name}"
+            for piece in pieces
         ]
         raise AssertionError(
             f"On {found.target}, {found.mesh}, a device holds more than it may.\n"
