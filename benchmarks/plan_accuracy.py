@@ -17,6 +17,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Literal
 
 from shardlib.planning._targets import COMPILE_ONLY, LOUD
 
@@ -51,7 +52,9 @@ MACHINES = {
 }
 
 LLAMA = {"layers": 8, "width": 1024, "heads": 16, "hidden": 2816, "context": 1024}
-DECODERS = {  # configuration, mesh, examples per device, what is recomputed
+DECODERS: dict[
+    str, tuple[gpt.GPTConfig, str, int, Literal["none", "full"]]
+] = {  # configuration, mesh, examples per device, what is recomputed
     "GPT-2 124M": (gpt.gpt2(vocab_multiple=128, dtype=jnp.bfloat16), "data=8", 4, "none"),
     "GPT-2 124M, recomputed": (gpt.gpt2(vocab_multiple=128, dtype=jnp.bfloat16), "data=8", 8, "full"),
     "GPT-2 124M, tensor parallel": (gpt.gpt2(vocab_multiple=128, dtype=jnp.bfloat16), "data=2,model=4", 8, "none"),

@@ -68,7 +68,7 @@ class Program:
 
     def __init__(self, text: str):
         self.partitions = int(first(r"num_partitions=(\d+)", text) or 1)
-        self.sources = _sources(text)
+        self.sources = stack_lines(text)
         self.entry = ""
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
@@ -213,7 +213,7 @@ def first(pattern: str, text: str) -> str:
     return match[1] if match else ""
 
 
-def _sources(text: str) -> dict[str, str]:
+def stack_lines(text: str) -> dict[str, str]:
     """The line of Python behind each stack frame, from the tables at the head of the text."""
 
     def table(title: str, entry: str) -> list:

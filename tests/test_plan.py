@@ -166,6 +166,20 @@ def test_a_step_for_the_devices_at_hand_is_planned_for_a_tpu():
     assert sum(one.operand_bytes for one in found.collectives) == LAYERS * MATRIX + 8
 
 
+def test_layouts_that_the_partitioner_gave_up_on_are_remarked():
+    mesh = sl.Target("cpu:8").mesh("a=2,b=2,c=2")
+    lay_out = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    @jax.jit
+    def step(state, x):
+        y = lay_out(jnp.sin(x), "a", "b")
+        return lay_out(jnp.concatenate([y, y[:, ::-1]], 1).reshape(48, 8), ("c", "a"))
+
+    found = sl.plan(step, {}, jax.ShapeDtypeStruct((16, 12), "float32", sharding=NamedSharding(mesh, P())), "cpu:8")
+    assert any("gathered f32[8,6] whole" in remark and HERE in remark for remark in found.remarks)
+    assert "what the compiler remarked" in str(found)
+
+
 def test_plain_functions_are_planned():
     mesh = sl.Target("cpu:8").mesh("data=8")
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))

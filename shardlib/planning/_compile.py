@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardlib._hlo import Program, first
+from shardlib._hlo import Program, first, stack_lines
 from shardlib.planning._targets import Platform, quietly
 
 
@@ -97,7 +97,9 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
             analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             + analysis.temp_size_in_bytes
         )  # fmt: skip
-    return Compiled(text, order, allocations, program_bytes, _remarks(said), seconds, refusal, stated_bytes, analysis)
+    return Compiled(
+        text, order, allocations, program_bytes, _remarks(said, text), seconds, refusal, stated_bytes, analysis
+    )
 
 
 def _stated(said: str, analysis: Any) -> tuple[int, int | None]:
@@ -126,13 +128,21 @@ def _shortly(error: str) -> str:
     return re.sub(r"^[A-Z_]+: ", "", lines[0]) if lines else "no reason was given"
 
 
-def _remarks(said: str) -> tuple[str, ...]:
+_INVOLUNTARY = re.compile(
+    r"Involuntary full rematerialization\. The compiler cannot go from sharding (\{[^{}]*\}) to (\{[^{}]*\}) efficiently for "
+    r"HLO operation %\S+ = (\w+\[[\d,]*\])(.*)"
+)
+
+
+def _remarks(said: str, text: str) -> tuple[str, ...]:
     """What the partitioner gave up on: an array gathered whole because it knew no way from one layout to another."""
-    found = re.findall(
-        r"Involuntary full rematerialization.*?(%[\w.-]+ = \w+\[[\d,]*\]).*?from sharding (\{.*?\}) to (?:sharding )?(\{.*?\})\s",
-        said,
+    lines = stack_lines(text)
+    found = (
+        f"The partitioner gathered {array} whole to go from {before} to {after}, because of "
+        + (lines.get(first(r"\bstack_frame_id=(\d+)", rest)) or first(r'op_name="([^"]*)"', rest) or "nothing it names")
+        for before, after, array, rest in _INVOLUNTARY.findall(said)
     )
-    return tuple(dict.fromkeys(f"The partitioner gathered {what} whole to go from {a} to {b}." for what, a, b in found))
+    return tuple(dict.fromkeys(found))
 
 
 def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:

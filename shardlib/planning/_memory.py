@@ -74,7 +74,7 @@ class Memory:
 
 def attribute(compiled: Compiled, platform: Platform) -> Memory:
     """What each byte is, of a program as its compiler laid it out."""
-    kinds = dict.fromkeys(KINDS, 0)
+    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     flow = Flow(compiled)
     heap_bytes = host_bytes = aliased_bytes = 0
     pieces: list[Piece] = []

@@ -251,7 +251,7 @@ def _check_constants(constants: Any) -> None:
 @contextlib.contextmanager
 def _whole_tracebacks() -> Iterator[None]:
     """Keep enough of each traceback to find the user's line under any number of library frames."""
-    before = jax.config.jax_traceback_in_locations_limit
+    before = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 50)
     try:
         yield
