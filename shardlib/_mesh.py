@@ -230,7 +230,10 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     if product > count:
         more = ""
         if devices[0].platform == "cpu":
-            more = f", or simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` before JAX starts"
+            more = (
+                f", simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` before JAX starts, or take "
+                "those of a machine that is not there, to plan for it: `sl.Target(...).mesh(...)`"
+            )
         raise ValueError(
             f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there are {count}. "
             f"Choose smaller sizes, make one axis -1{more}."

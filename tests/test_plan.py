@@ -236,21 +236,19 @@ def test_what_does_not_fit_is_a_finished_report():
 
 @pytest.mark.tpu_compiler
 def test_a_program_that_the_compiler_refuses():
+    """A kernel that wants more of the chip's own memory than there is: no plan, and no question of fitting."""
     from jax.experimental import pallas as pl
 
-    def wrong(x_ref, o_ref):
-        o_ref[...] = jnp.sort(x_ref[...], axis=0)  # the compiler of kernels knows no sort
-
-    def loss(model, x, rng):
-        return jnp.mean(pl.pallas_call(wrong, out_shape=jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))(x)) + jnp.sum(
-            model["w"]
-        )
-
     target = sl.Target("tpu:v5e:1x1")
-    strategy = sl.Strategy(mesh=target.mesh("data=1"), rules=sl.rules.data)
-    state = sl.init(lambda: {"w": jnp.zeros(8)}, optax.sgd(1e-3), strategy, abstract=True)
-    with pytest.raises((ValueError, NotImplementedError)):
-        sl.plan(sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"), target)
+    whole = NamedSharding(target.mesh("data=1"), P())
+    rows = jax.ShapeDtypeStruct((16384, 4096), "float32", sharding=whole)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    step = jax.jit(lambda state, x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x))
+    with pytest.raises(ValueError, match="The compiler refuses this program: .*vmem"):
+        sl.plan(step, {}, rows, target)
 
 
 def test_a_plan_is_a_value_that_prints(on_cpu):

@@ -74,8 +74,9 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         try:
             compiled = lowered.compile(compiler_options={**options, "xla_dump_to": str(folder)})
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise CompilerError(_shortly(str(error))) from error
+            # A program that is too large for the device's memory is a finding; for a chip's own, a mistake in a kernel.
+            if "RESOURCE_EXHAUSTED" not in str(error) or not re.search(r"\bhbm\b|device memory", str(error), re.I):
+                raise CompilerError(f"The compiler refuses this program: {_shortly(str(error))}") from error
             refusal = _shortly(str(error))
         seconds = time.perf_counter() - started
         said = noise.read_text(errors="replace")
