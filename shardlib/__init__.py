@@ -1,6 +1,7 @@
 """shardlib: name the dimensions of a model once, and run it on any mesh."""
 
 from shardlib import rules as rules
+from shardlib import testing as testing
 from shardlib._annotate import replicate as replicate
 from shardlib._annotate import shard as shard
 from shardlib._annotate import split as split

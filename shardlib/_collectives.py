@@ -90,7 +90,9 @@ class Collective:
         return self.sent_bytes * self.times
 
 
-def collectives(compiled_or_text: "jax.stages.Compiled | str", mesh: Mesh | None = None) -> tuple[Collective, ...]:
+def collectives(
+    compiled_or_text: "jax.stages.Compiled | Program | str", mesh: Mesh | None = None
+) -> tuple[Collective, ...]:
     """Every collective that a compiled program runs, each once, in the order of the program.
 
     `compiled_or_text` is a `jax.stages.Compiled` or its `as_text()`. With the `mesh` it was compiled for, every group
@@ -104,10 +106,12 @@ def collectives(compiled_or_text: "jax.stages.Compiled | str", mesh: Mesh | None
     >>> found.kind, found.axes, found.group_size, found.shapes, found.operand_bytes
     ('all-reduce', ('data',), 4, ((2, 256),), 2048)
     """
-    text = compiled_or_text if isinstance(compiled_or_text, str) else compiled_or_text.as_text()
-    if not text or "ENTRY " not in text:
-        raise ValueError("`compiled_or_text` must be a compiled program or its `as_text()`; found no ENTRY in it.")
-    program = Program(text)
+    program = compiled_or_text
+    if not isinstance(program, Program):
+        text = program if isinstance(program, str) else program.as_text()
+        if not text or "ENTRY " not in text:
+            raise ValueError("`compiled_or_text` must be a compiled program or its `as_text()`; found no ENTRY in it.")
+        program = Program(text)
     devices = _Devices(mesh, program.partitions)
     found = (_collective(program, devices, *place) for place in program.walk())
     return tuple(one for one in found if one is not None and one.group_size > 1)

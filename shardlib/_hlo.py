@@ -78,6 +78,7 @@ class Program:
                 argument, attributes, *_ = [*re.split(r"\)(?=, [a-z_]+=|$)", rest, maxsplit=1), ""]
                 for whole, parts in re.findall(r"%([\w.-]+)#([\d#]+)", argument):
                     _take_parts(current, whole, parts.split("#"))
+                attributes = attributes.replace("\\'", "'")
                 current[name] = Instruction(name, result, opcode, argument, attributes, bool(root))
             elif match := _COMPUTATION.match(line):
                 current = self.computations[match[2]] = {}
@@ -96,8 +97,7 @@ class Program:
                     inner = replace(run, known=False) if count is None else replace(run, times=run.times * count)
                 case "conditional":
                     inner = replace(run, conditional=True)
-                    names = re.findall(r"[\w.-]+", made.get(r"branch_computations=\{([^}]*)\}"))
-                    names = names or ["true_computation", "false_computation"]
+                    names = self.branches(scope, made)
                 case "call" | "fusion" | "async" | "custom-call":
                     called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
                     names = [called] if called else []
@@ -134,6 +134,11 @@ class Program:
             scope, made = scope.outer, scope.caller
         readers = (one for one in scope.instructions.values() if made.name in one.operands)
         return next((origin for one in readers if (origin := self.origin(scope, one, 4))[0]), ("", ""))
+
+    def branches(self, scope: Scope, conditional: Instruction) -> list[str]:
+        """The computations of a conditional, of which the k-th takes the operand after the k-th."""
+        listed = re.findall(r"[\w.-]+", conditional.get(r"branch_computations=\{([^}]*)\}"))
+        return listed or [self.called(scope, conditional, f"{which}_computation").name for which in ("true", "false")]
 
     def called(self, scope: Scope, caller: Instruction, name: str) -> Scope:
         """A computation by its name or by the attribute of the caller that has the name."""

@@ -32,6 +32,9 @@ def failing(mesh):
 def thrifty(mesh):
     return good(mesh)[:2]
 
+def leaving(mesh):
+    raise SystemExit(3)
+
 def dying(mesh):
     import os, signal
     os.write(2, b"F0000 check failed: the compiler's last words")
@@ -76,6 +79,7 @@ def test_json(steps):
         ("choosing", ["--target", "cpu:8"], "needs values while it is traced"),
         ("failing", ["--target", "cpu:8"], "NameError: name 'undefined' is not defined"),
         ("thrifty", ["--target", "cpu:8"], "must return a step, its state and its batch"),
+        ("leaving", ["--target", "cpu:8"], "ended the process"),
         ("dying", ["--target", "cpu:8"], "died (signal SIGABRT). Its last words:"),
     ],
 )
@@ -86,6 +90,8 @@ def test_mistakes_are_one_message(steps, function, options, message):
     assert said.startswith("shardlib plan: ") and message in said and "Traceback" not in said
     if function == "failing":
         assert f"steps.py:{STEPS.splitlines().index('    return undefined') + 1}: NameError" in said
+    if function == "choosing":
+        assert f"steps.py:{[line[:8] for line in STEPS.splitlines()].index('choosing') + 1}, and" in said
     if function == "dying":
         assert "\n  F0000 check failed: the compiler's last words\n" in said
 

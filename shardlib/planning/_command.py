@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._plan import plan
+from shardlib.planning._plan import line_of_user, plan
 from shardlib.planning._targets import COMPILE_ONLY, LOUD, Target
 
 _CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
@@ -85,32 +86,56 @@ def _refuse(message: str) -> int:
 
 def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int:
     target, answer = Target(arguments.target), folder / "answer.json"
-    environment = (
-        os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), _CHILD: str(answer)}
-    )
+    environment = os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
+    environment[_CHILD] = str(answer)
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.size}".strip()
     noise = folder / "noise.txt"
     with noise.open("wb") as log, _Progress(target):
         child = subprocess.Popen([sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log)
+        before = signal.signal(signal.SIGTERM, _stop)
         try:
             code = child.wait()
-        except KeyboardInterrupt:
-            child.send_signal(signal.SIGINT)
+        except (KeyboardInterrupt, _Stopped) as error:
+            child.kill()
             child.wait()
-            return 130
+            return 130 if isinstance(error, KeyboardInterrupt) else 143
+        finally:
+            signal.signal(signal.SIGTERM, before)
     found = json.loads(answer.read_text()) if answer.exists() else {}
     if "report" in found:
-        print(found["report"])
+        _print(found["report"])
         return 0 if found["fits"] else 1
     if "refused" in found:
         return _refuse(found["refused"])
     last = [
         line for file in (noise, *folder.glob("*/stderr.txt")) for line in file.read_text(errors="replace").splitlines()
     ]
-    died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return _refuse(f"the compiler for `{target}` died ({died}). Its last words:\n  " + "\n  ".join(last[-12:]))
+    died = f"died (signal {signal.Signals(-code).name})" if code < 0 else f"ended the process (exit code {code})"
+    words = ". Its last words:\n  " + "\n  ".join(last[-12:]) if last else ""
+    return _refuse(f"the step or the compiler for `{target}` {died}{words}")
+
+
+class _Stopped(Exception):  # noqa: N818  not a mistake
+    """Somebody has asked the command to end."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
+def _print(report: str) -> None:
+    """The report, also where the terminal knows no bars or stops reading."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        report.encode(encoding)
+    except UnicodeEncodeError:
+        report = re.sub("[▏-█]", "#", report).encode(encoding, "replace").decode(encoding)
+    try:
+        print(report, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _child(arguments: argparse.Namespace, answer: Path) -> int:
@@ -148,16 +173,10 @@ def _kinds(made: Any) -> str:
 def _function(where: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path.cwd()))
     if where.endswith(".py"):
-        path = Path(where)
+        path = Path(where).resolve()
         if not path.exists():
             raise ValueError(f"There is no file `{where}`.")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent))
-        loader = spec.loader
-        _of_user(lambda: loader.exec_module(module), f"`{where}`")
+        module = _of_user(lambda: _load(path), f"`{where}`")
     else:
         module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
     function = getattr(module, name, None)
@@ -176,28 +195,39 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
     """Run what the user wrote; what it raises, with the line that did."""
     try:
         return run()
-    except (ValueError, ModuleNotFoundError) as error:
-        if not _is_theirs(error):
-            raise
-        raise ValueError(f"{what} failed at {_line_of(error)}: {error}") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ValueError(f"{what} ended the process{_at(error)}: {type(error).__name__}({error}).") from error
     except Exception as error:
-        raise ValueError(f"{what} failed at {_line_of(error)}: {type(error).__name__}: {error}") from error
+        ours = Path(__file__).parent.parent in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
+        if ours and isinstance(error, ValueError | ModuleNotFoundError):
+            raise
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if ours:
+            raise ValueError(
+                f"This is a bug of shardlib, please report it: {said}\n{traceback.format_exc()}"
+            ) from error
+        raise ValueError(f"{what} failed{_at(error)}: {said}") from error
 
 
-def _is_theirs(error: BaseException) -> bool:
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(__file__).parent.parent not in Path(last).parents
+def _at(error: BaseException) -> str:
+    line = line_of_user(error)
+    return f" at {line}" if line else ""
 
 
-def _line_of(error: BaseException) -> str:
-    """The last line of the user's own in a traceback."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "a line of a library"
-
-
-def _is_users(file: str) -> bool:
-    ours = Path(__file__).parent.parent in Path(file).parents
-    return not ours and "site-packages" not in file and "importlib" not in file
+def _load(path: Path) -> Any:
+    """The module of a file: a part of its package if it is in one, else by a name that shadows no other."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").exists():
+        root, parts = root.parent, [root.name, *parts]
+    sys.path.insert(0, str(root))
+    if len(parts) > 1:
+        return importlib.import_module(".".join(parts))
+    spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Progress:

@@ -1,12 +1,16 @@
 """Compiling a step for a machine that is not there, and reading what the compiler has written about it."""
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from shardlib._hlo import Program, first, stack_lines
 from shardlib.planning._targets import Platform, quietly
@@ -56,7 +60,7 @@ class Compiled:
         """Whether the compiler has found out, after it laid out a heap of a few pointers, that nothing reads them."""
         return self.analysis is not None and self.analysis.temp_size_in_bytes == 0
 
-    @property
+    @cached_property
     def program(self) -> Program:
         return Program(self.text)
 
@@ -68,7 +72,7 @@ class CompilerError(ValueError):
 def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> Compiled:
     """Compile what `lower` gave, in silence, and read the files the compiler writes about its program."""
     started = time.perf_counter()
-    with quietly() as noise:
+    with quietly() as noise, _without_cache():
         folder = noise.parent / "dump"
         refusal, compiled = "", None
         try:
@@ -103,6 +107,19 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
     )
 
 
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Compile in fact: a program out of JAX's cache on disk comes without the files that are read here."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether to use it was decided at its first use
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def _stated(said: str, analysis: Any) -> tuple[int, int | None]:
     """The TPU compiler's own account, which it logs where `LOUD` is in force: of the program alone, and of all.
 
@@ -114,7 +131,7 @@ def _stated(said: str, analysis: Any) -> tuple[int, int | None]:
     if not parts:
         return (analysis.generated_code_size_in_bytes if analysis is not None else 0), None
     outside = sum(_size(size) for size in re.findall(r"(?m)^    arguments +([\d.]+\w+)", said)[:1])
-    own, shared = re.findall(r"Output size ([\d.]+\w+); shares ([\d.]+\w+)", said)[0]
+    own, shared = [*re.findall(r"Output size ([\d.]+\w+); shares ([\d.]+\w+)", said), ("0B", "0B")][0]
     program = sum(size for name, size in parts.items() if name != "HLO temp")
     return program, program + parts.get("HLO temp", 0) + outside + _size(own) - _size(shared)
 

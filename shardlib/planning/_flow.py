@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cached_property
 
 from shardlib._hlo import Instruction, Scope
@@ -30,12 +31,13 @@ def is_forward(op_name: str) -> bool:
 class Flow:
     """Where values come from, across loops, fusions and tuples."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, kinds_by_path: Mapping[str, str]) -> None:
+        self.kinds_by_path = kinds_by_path
         self.program = compiled.program
         self.order = compiled.order
-        self.dies: dict[str, int] = defaultdict(int)  # when the last part of an instruction's result is last read
+        self.dies: dict[Key, int] = defaultdict(int)  # when a value is last read
         for value in (value for allocation in compiled.allocations for value in allocation.values):
-            self.dies[value.instruction] = max(self.dies[value.instruction], value.dies)
+            self.dies[value.instruction, value.index] = max(self.dies[value.instruction, value.index], value.dies)
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
@@ -62,32 +64,21 @@ class Flow:
             return "gradients", op_name, source
         if self.is_copy(key):
             return "copies of parameters", op_name, source
-        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(value):
+        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(key, value):
             return "activations", op_name, source
         return "temporaries" if op_name else "unattributed", op_name, source
 
     def kind_of_argument(self, number: int) -> str:
-        """By the path of the argument that was traced: a state's parameters and optimizer state, then its other parts."""
-        path = self._path_of_argument(number)
-        if re.search(r"\bopt_state\b", path):
-            return "optimizer state"
-        if re.search(r"\bparams\b", path):
-            return "parameters"
-        return "other state" if re.split(r"\W", path)[0] == self._state_called else "inputs"
+        """What an argument of the program is to the step."""
+        return self.kinds_by_path.get(self._path_of_argument(number), "other state")
 
     @cached_property
-    def _arguments(self) -> dict[int, str]:
+    def _arguments(self) -> dict[int, Instruction]:
         entry = self.program.computations[self.program.entry].values()
-        return {int(made.argument): made.name for made in entry if made.opcode == "parameter"}
+        return {int(made.argument): made for made in entry if made.opcode == "parameter"}
 
     def _path_of_argument(self, number: int) -> str:
-        made = self.program.computations[self.program.entry][self._arguments[number]]
-        return made.get(r'\bop_name="([^"]*)"')
-
-    @cached_property
-    def _state_called(self) -> str:
-        """The name of the first argument of a step, which is its state."""
-        return re.split(r"\W", self._path_of_argument(min(self._arguments)))[0]
+        return self._arguments[number].get(r'\bop_name="([^"]*)"')
 
     # Values that are other values: the parts of tuples, the state of loops, what is inside a fusion.
 
@@ -102,7 +93,7 @@ class Flow:
             case "get-tuple-element":
                 return [(operands[0], (int(made.get(r"\bindex=(\d+)")), *index))]
             case "tuple":
-                return [(operands[index[0]], index[1:])] if index else []
+                return [(operands[index[0]], index[1:])] if index and index[0] < len(operands) else []
             case "bitcast" | "opt-barrier":
                 return [(operands[0], index)]
             case "while":
@@ -110,15 +101,15 @@ class Flow:
             case "call":
                 return [(self._root(scope, made, "to_apply"), index)]
             case "conditional":
-                listed = made.get(r"branch_computations=\{([^}]*)\}")
-                branches = re.findall(r"[\w.-]+", listed) or ["true_computation", "false_computation"]
-                return [(self._root(scope, made, branch), index) for branch in branches]
+                return [(self._root(scope, made, branch), index) for branch in self.program.branches(scope, made)]
             case "parameter" if scope.caller is not None and scope.outer is not None:
                 caller, number = scope.caller, int(made.argument)
                 if caller.opcode == "while":
                     return [(caller.operands[0], index), (self._root(scope.outer, caller, "body"), index)]
                 if caller.opcode == "conditional":
-                    return [(operand, index) for operand in caller.operands[1:]]
+                    branches = self.program.branches(scope.outer, caller)
+                    taken = [place for place, name in enumerate(branches) if name == scope.name]
+                    return [(caller.operands[place + 1], index) for place in taken]
                 return [(caller.operands[number], index)] if number < len(caller.operands) else []
         return []
 
@@ -201,28 +192,46 @@ class Flow:
     def gradients(self) -> set[Key]:
         """What the optimizer reads, and all that it was moved, summed and accumulated from."""
         found: set[Key] = set()
-        todo = [
-            (operand, ())
-            for name, scope in self.scopes.items()
-            if self._is_update(name)
-            for operand in scope.instructions[name].operands
-            if not self._is_update(operand)
-        ]
+        if not self._differentiated:
+            return found
+        for name, scope in self.scopes.items():
+            if self._is_update(name):
+                for operand in scope.instructions[name].operands:
+                    passed, ends = self._summed(operand)
+                    if any(is_backward(self.origin(end[0])[0]) for end in ends):
+                        found |= passed
+        return found
+
+    def _summed(self, name: str) -> tuple[set[Key], set[Key]]:
+        """The values that one was moved, summed and accumulated from, and those at which that ends."""
+        passed: set[Key] = set()
+        ends: set[Key] = set()
+        todo: list[Key] = [(name, ())]
         while todo:
             key = todo.pop()
             made = self.made(key[0])
-            if key in found or made is None or self._is_update(key[0]):
+            if key in passed or made is None or self._is_update(key[0]) or self._is_argument(key):
                 continue
-            found.add(key)
+            passed.add(key)
             if before := self.upstream(key) or self.sources(key):
                 todo += before
             elif made.opcode == "dynamic-update-slice":
                 todo += [(operand, ()) for operand in made.operands[:2]]
             elif made.opcode == "scatter":  # what is scattered is a gradient of activations
                 todo.append((made.operands[0], ()))
+                ends.add(key)
             elif made.opcode == "add" or (made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]):
                 todo += [(operand, ()) for operand in made.operands]
-        return {key for key in found if not self._is_argument(key)}
+                ends.add(key)
+            elif not self._is_blank(key):
+                ends.add(key)
+        return passed, ends
+
+    @cached_property
+    def _differentiated(self) -> bool:
+        return any(
+            "transpose(" in made.attributes for scope in self.scopes.values() for made in scope.instructions.values()
+        )
 
     def _is_update(self, name: str) -> bool:
         """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed after the loss is."""
@@ -270,14 +279,32 @@ class Flow:
             return all(self._is_blank(one) for one in self.makers((made.operands[0], ())))
         return any(self._is_blank(one) for one in self.inside(key))
 
-    def is_read_backward(self, value: Value) -> bool:
-        """Whether the last to read a value belongs to the backward pass, or copies it for one that does."""
-        for moment in range(value.dies, value.born, -1):
+    def is_read_backward(self, key: Key, value: Value) -> bool:
+        """Whether the last to read a value, or the result of a loop that it goes into, belongs to the backward pass."""
+        lasts = {value.dies} | {self.dies[result] for maker in self.makers(key) for result in self._becomes[maker]}
+        return any(self._read_backward_at(last, value.born) for last in lasts)
+
+    def _read_backward_at(self, last: int, born: int) -> bool:
+        for moment in range(last, born, -1):
             name = self.order[moment]
             if self.origin(name)[0] and (made := self.made(name)) is not None and made.opcode not in _PLUMBING:
-                copied = [self.dies.get(name, 0)] if self.sources((name, ())) and not self.inside((name, ())) else []
-                return any(is_backward(self.origin(self.order[last])[0]) for last in (moment, *copied))
+                # What is copied may be copied for the backward pass.
+                copied = [self.dies[name, ()]] if self.sources((name, ())) and not self.inside((name, ())) else []
+                return any(is_backward(self.origin(self.order[one])[0]) for one in (moment, *copied))
         return False
+
+    @cached_property
+    def _becomes(self) -> dict[Key, list[Key]]:
+        """The results of loops that a value made in their bodies goes into."""
+        found: dict[Key, list[Key]] = defaultdict(list)
+        for name, scope in self.scopes.items():
+            made = scope.instructions[name]
+            if made.opcode == "while":
+                root = self.made(self._root(scope, made, "body"))
+                for part, operand in enumerate(root.operands if root is not None and root.opcode == "tuple" else ()):
+                    for maker in self.makers((operand, ())):
+                        found[maker].append((name, (part,)))
+        return found
 
     def origin(self, name: str, depth: int = 0) -> tuple[str, str]:
         """The name stack and the line of an instruction, or of what is inside it, or of what it was made from."""

@@ -14,7 +14,7 @@ What the heap takes beyond the values of its fullest moment is *fragmentation*.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.planning._compile import Allocation, Compiled, Value
@@ -72,10 +72,10 @@ class Memory:
         return self.kinds["unattributed"] / max(self.total_bytes, 1)
 
 
-def attribute(compiled: Compiled, platform: Platform) -> Memory:
-    """What each byte is, of a program as its compiler laid it out."""
+def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str, str]) -> Memory:
+    """What each byte is, of a program as its compiler laid it out; arguments have kinds by the paths they were traced by."""
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
-    flow = Flow(compiled)
+    flow = Flow(compiled, kinds_by_path)
     heap_bytes = host_bytes = aliased_bytes = 0
     pieces: list[Piece] = []
     most: dict[str, int] = defaultdict(int)

@@ -3,10 +3,14 @@
 import contextlib
 import dataclasses
 import math
+import re
+import sysconfig
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -127,6 +131,10 @@ def plan(
     >>> found.memory.kinds["parameters"], found.memory.kinds["optimizer state"]
     (16384, 32772)
     """
+    if not isinstance(target, str | Target | None):
+        raise ValueError(
+            f"`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got {target!r}."
+        )
     machine = Target(target) if isinstance(target, str) else target
     if isinstance(step, Step):
         step, state = _on_target(step, state, machine)
@@ -138,9 +146,10 @@ def plan(
                 f"`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got {type(step).__name__}."
             )
     platform, chip, options = _machine_of(mesh, machine)
-    lowered, lower_seconds = _lower(step, state, batch)
+    lowered, paths, lower_seconds = _lower(step, state, batch)
     compiled = compile_apart(lowered, platform, options)
-    memory = attribute(compiled, platform)
+    memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
+    _check_host_memory(platform, memory, (state, batch))
     strategy = step.strategy if isinstance(step, Step) else None
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
@@ -150,7 +159,7 @@ def plan(
         devices=mesh.size if mesh else 1,
         chip=chip,
         memory=memory,
-        collectives=collectives(compiled.text, mesh),
+        collectives=collectives(compiled.program, mesh),
         remarks=compiled.remarks,
         advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
         estimate=estimate,
@@ -174,7 +183,8 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
                 f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` has {target.size}. Make "
                 f"the step for a mesh of the target: `sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
             )
-        mesh = target.mesh(format_mesh(theirs), dcn=strategy.dcn)
+        crossing = strategy.dcn or ",".join(slow_axes(theirs)) if target.slices > 1 else ""
+        mesh = target.mesh(format_mesh(theirs), dcn=crossing)
         strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
         step = Step(step.loss_fn, strategy)
         state = dataclasses.replace(state, layout=dataclasses.replace(state.layout, strategy=strategy))
@@ -220,31 +230,98 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
 
 
 _LARGEST_CONSTANT = 2**20
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
-def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, float]:
+def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], float]:
+    """The step ready to be compiled, and the path of each leaf of its arguments."""
     started = time.perf_counter()
     try:
         with _whole_tracebacks():
             traced = step.trace(state, batch)
-            _check_constants(traced.jaxpr.consts)
+            _check_constants(traced.jaxpr)
             lowered = traced.lower()
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        reason = str(error).split("\nSee ")[0].strip().replace("\n", " ")
-        raise ValueError(
-            f"The step needs values while it is traced, and a plan has only shapes: {reason} Choose by `jnp.where` or "
-            "`jax.lax.cond`, or make what decides a constant of the step."
-        ) from error
-    return lowered, time.perf_counter() - started
+    except Exception as error:
+        where = f" at {line}" if (line := line_of_user(error)) else ""
+        if isinstance(error, _NEEDS_VALUES) or "Shapes must be 1D sequences of concrete values" in str(error):
+            reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
+            raise ValueError(
+                f"The step needs values while it is traced{where}, and a plan has only shapes: {reason}. Choose by "
+                "`jnp.where` or `jax.lax.cond`, or make what decides a constant of the step."
+            ) from error
+        if "Unknown backend" in str(error):
+            raise ValueError(
+                f"The step calls back into Python{where}, by `jax.debug.print` or a callback, which cannot be compiled for "
+                "GPUs that are not there. Leave that out of the step that is planned."
+            ) from error
+        raise
+    return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
 
 
-def _check_constants(constants: Any) -> None:
-    large = [one for one in constants if getattr(one, "nbytes", 0) >= _LARGEST_CONSTANT]
+def line_of_user(error: BaseException) -> str:
+    """The last line in a traceback that is neither ours nor of something installed."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    installed = (Path(__file__).parent.parent, Path(sysconfig.get_paths()["stdlib"]))
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(folder in Path(frame.filename).parents for folder in installed)
+        and not frame.filename.startswith("<")
+        and "site-packages" not in frame.filename
+    ]
+    return frames[-1] if frames else ""
+
+
+def _check_constants(jaxpr: Any) -> None:
+    large = [one for one in _constants(jaxpr) if getattr(one, "nbytes", 0) >= _LARGEST_CONSTANT]
     if large:
         listed = ", ".join(f"{one.dtype}{list(one.shape)} ({human_bytes(one.nbytes)})" for one in large)
         raise ValueError(
             f"The step closes over concrete arrays, {listed}, which every device would hold whole as constants of its "
             "program. Hand them in with the state or the batch, or make them inside the step."
+        )
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a traced function and of those that it calls."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _constants(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
+    """What each argument is, by its path: a state's parameters, its optimizer's state and the rest of it; then inputs."""
+    kinds = {}
+    for number, path in enumerate(paths):
+        if number >= leaves_of_state:
+            kinds[path] = "inputs"
+        elif re.search(r"\bopt_state\b", path):
+            kinds[path] = "optimizer state"
+        else:
+            kinds[path] = "parameters" if re.search(r"\bparams\b", path) else "other state"
+    return kinds
+
+
+def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
+    asked = any(
+        getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
+        for leaf in jax.tree.leaves(arguments)
+    )
+    if platform == "gpu" and asked and not memory.host_bytes:
+        raise ValueError(
+            "Some arrays of this step lie in the host's memory (`pinned_host`), which the compiler ignores for GPUs that are "
+            "not there: it would count them as the device's. Plan for a TPU, or for the GPUs at hand."
         )
 
 
@@ -264,9 +341,10 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     kinds, advice = memory.kinds, []
     kept = kinds["parameters"] + kinds["optimizer state"]
     excess = human_bytes(memory.total_bytes - chip.usable_bytes)
-    if strategy is not None and strategy.remat == "none" and kinds["activations"]:
-        saved = human_bytes(kinds["activations"])
-        advice.append((kinds["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
+    if strategy is not None and strategy.remat == "none" and memory.most["activations"]:
+        saved = human_bytes(memory.most["activations"])
+        advice.append((memory.most["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
+    accumulate = "`Strategy(accumulate=...)`, " if strategy is not None else ""
     working = kinds["activations"] + kinds["temporaries"]
     largest = next((piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None)
     where = ""
@@ -275,7 +353,7 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     advice.append(
         (
             working,
-            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: `Strategy(accumulate=...)`, "
+            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: {accumulate}"
             f"a smaller batch, or more devices along its axis.{where}",
         )
     )
@@ -295,4 +373,5 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
             )
         )
     first = f"It is {excess} too much." if memory.total_bytes > chip.usable_bytes else ""
-    return tuple(filter(None, (first, *(text for _, text in sorted(advice, key=lambda one: -one[0])))))
+    worth = sorted((one for one in advice if one[0] > 0.01 * memory.total_bytes), key=lambda one: -one[0])
+    return tuple(filter(None, (first, *(text for _, text in worth))))

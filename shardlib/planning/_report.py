@@ -1,6 +1,7 @@
 """A plan for people."""
 
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _largest(plan: Any) -> str:
 
 
 def _operation(op_name: str) -> str:
-    parts = [part for part in op_name.split("/") if part]
+    parts = [part for part in re.split(r"/(?![^(]*\))", op_name) if part]
     again = "again: " if "rematted_computation" in parts else "backward: " if "transpose(" in op_name else ""
     return again + (parts[-1] if parts else "-")
 

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,17 +214,22 @@ class Target:
 
 def _parse(text: str) -> tuple[Platform, Chip, tuple[int, ...], int]:
     parts = text.split(":") if isinstance(text, str) else []
-    if parts[:1] == ["cpu"] and len(parts) == 2 and parts[1].isdigit() and 0 < int(parts[1]) <= _CPU.largest:
+    if (
+        parts[:1] == ["cpu"]
+        and len(parts) == 2
+        and re.fullmatch("[0-9]+", parts[1])
+        and 0 < int(parts[1]) <= _CPU.largest
+    ):
         return "cpu", _CPU, (int(parts[1]),), 1
     models = {"tpu": _TPUS, "gpu": _GPUS}.get(parts[0] if parts else "", {})
-    if len(parts) not in (3, 4) or parts[1] not in models or not re.fullmatch(r"\d+(x\d+)*", parts[2]):
+    if len(parts) not in (3, 4) or parts[1] not in models or not re.fullmatch("[0-9]+(x[0-9]+)*", parts[2]):
         raise ValueError(_unknown(text, parts))
     chip, sizes = models[parts[1]], tuple(map(int, parts[2].split("x")))
     return (_tpu if parts[0] == "tpu" else _gpus)(text, chip, sizes, parts[3:])
 
 
 def _tpu(text: str, chip: Chip, shape: tuple[int, ...], more: list[str]) -> tuple[Platform, Chip, tuple[int, ...], int]:
-    match = re.fullmatch(r"slices=([1-9]\d*)", more[0]) if more else None
+    match = re.fullmatch("slices=([1-9][0-9]*)", more[0]) if more else None
     if more and not match:
         raise ValueError(f"`{text}`: several slices are written `{':'.join(text.split(':')[:3])}:slices=4`.")
     fitting = all(size in (1, 2) or (size and size % 4 == 0) for size in shape)
@@ -340,11 +346,23 @@ LOUD = {"TPU_STDERR_LOG_LEVEL": "0", "TPU_MIN_LOG_LEVEL": "0"}
 @contextlib.contextmanager
 def quietly() -> Iterator[Path]:
     """Run a compiler without its noise: what the process writes to standard error goes into a file, whose path this gives."""
+    with _ONE_AT_A_TIME, _into_a_file() as path:
+        yield path
+
+
+_ONE_AT_A_TIME = threading.RLock()  # standard error and the environment are of the whole process
+
+
+@contextlib.contextmanager
+def _into_a_file() -> Iterator[Path]:
     before = {name: os.environ.get(name) for name in COMPILE_ONLY}
     os.environ.update({name: value for name, value in COMPILE_ONLY.items() if before[name] is None})
     with tempfile.TemporaryDirectory(prefix="shardlib-") as folder:
         path = Path(folder) / "stderr.txt"
-        kept = os.dup(2)
+        try:
+            kept = os.dup(2)
+        except OSError:  # a process may have closed it
+            kept = os.open(os.devnull, os.O_WRONLY)
         try:
             with path.open("wb") as noise:
                 os.dup2(noise.fileno(), 2)
