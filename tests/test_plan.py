@@ -1,7 +1,9 @@
 """The plan of a step: every byte has a kind, every collective a line, whatever machine it is for."""
 
+import concurrent.futures
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -201,6 +203,83 @@ def test_plain_functions_are_planned():
         sl.plan(lambda state, rows: state, state, rows)
 
 
+def plain(f, rows=ROWS, **state):
+    """The plan of a plain function of a replicated state and split rows."""
+    mesh = sl.Target("cpu:8").mesh("data=8")
+    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    state = {name: jax.ShapeDtypeStruct(shape, "float32", sharding=replicated) for name, shape in state.items()}
+    batch = jax.ShapeDtypeStruct((8 * rows, WIDTH), "float32", sharding=split)
+    return sl.plan(jax.jit(f), state, batch, "cpu:8")
+
+
+def test_without_a_derivative_there_are_no_gradients():
+    def evaluate(state, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.sort(x, axis=-1) @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, jnp.sort(x) * 2, state["params"])[0])
+
+    found = plain(evaluate, params=(LAYERS, WIDTH, WIDTH)).memory
+    assert not found.kinds["gradients"] and not found.most["gradients"] and not found.most["activations"]
+    assert found.kinds["temporaries"] >= ROWS * WIDTH * 4
+
+
+def test_what_comes_before_the_loss_is_no_gradient():
+    def step(state, x):
+        x = jnp.sort(x, axis=0)  # of the whole batch
+        return {"params": state["params"] - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["params"])}
+
+    found = plain(step, rows=8 * ROWS, params=(WIDTH, WIDTH)).memory
+    assert 0 < found.most["gradients"] <= 2 * MATRIX + 1024
+
+
+def test_arguments_are_told_apart_by_their_place():
+    def step(state, batch):  # of whose state nothing is used, and whose batch has names like a state's
+        return state["opt_state"], jnp.sin(batch["params"]), batch["opt_state"]
+
+    mesh = sl.Target("cpu:8").mesh("data=8")
+    one = jax.ShapeDtypeStruct((WIDTH,), "float32", sharding=NamedSharding(mesh, P()))
+    names = ("params", "opt_state", "other")
+    found = sl.plan(jax.jit(step), dict.fromkeys(names, one), dict.fromkeys(names, one), "cpu:8").memory.kinds
+    assert (found["parameters"], found["optimizer state"], found["inputs"]) == (0, WIDTH * 4, 2 * WIDTH * 4)
+
+
+def test_optimizers_with_branches():
+    """A conditional whose branches take different operands, each of which is one branch's alone."""
+    step, state, batch = layers_step("data=8")
+    optimizer = optax.apply_if_finite(optax.adam(1e-3), 3)
+    state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optimizer, step.strategy, abstract=True)
+    found = sl.plan(step, state, batch).memory
+    assert found.kinds["optimizer state"] >= 2 * LAYERS * MATRIX and not found.kinds["unattributed"]
+    assert LAYERS * MATRIX <= found.most["gradients"] <= 2.1 * LAYERS * MATRIX
+
+
+def test_plans_in_threads_leave_standard_error_alone(capfd):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: plain(lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH)), range(4)))
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"
+
+
+def test_a_program_in_jaxs_cache_is_compiled_all_the_same(tmp_path):
+    before = {name: jax.config.values[name] for name in CACHE}
+    for name, value in CACHE.items():
+        jax.config.update(name, value if value is not None else str(tmp_path))
+    try:
+        plans = [plain(lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH)) for _ in range(2)]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert plans[0].memory == plans[1].memory
+
+
+CACHE = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
 def test_values_that_a_plan_does_not_have():
     def choosing(model, x, rng):
         return jnp.mean(x @ model["w"][0]) if jnp.sum(x) > 0 else 0.0
@@ -215,6 +294,13 @@ def test_values_that_a_plan_does_not_have():
         sl.plan(sl.train_step(choosing, step.strategy), state, batch)
     with pytest.raises(ValueError, match=r"closes over concrete arrays, float32\[1024, 1024\] \(4.0 MiB\)"):
         sl.plan(sl.train_step(closing, step.strategy), state, batch)
+    hidden = jax.jit(lambda x: jnp.sum(x) + jnp.sum(big))
+    with pytest.raises(ValueError, match="closes over concrete arrays"):
+        sl.plan(sl.train_step(lambda model, x, rng: hidden(x @ model["w"][0]), step.strategy), state, batch)
+    with pytest.raises(ValueError, match=rf"{HERE}:\d+, and a plan has only shapes"):
+        sl.plan(sl.train_step(lambda model, x, rng: jnp.mean(x[x > 0]), step.strategy), state, batch)
+    with pytest.raises(ValueError, match=r"takes a `sl.Target` or its text.*got 3"):
+        sl.plan(step, state, batch, 3)
     with pytest.raises(ValueError, match="takes the `State` that `sl.init` makes; got dict"):
         sl.plan(step, {"w": 1}, batch)
 

@@ -198,7 +198,10 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
     except (SystemExit, KeyboardInterrupt) as error:
         raise ValueError(f"{what} ended the process{_at(error)}: {type(error).__name__}({error}).") from error
     except Exception as error:
-        ours = Path(__file__).parent.parent in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
+        last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = Path(__file__).parent.parent in last.parents and last != Path(__file__)
+        if isinstance(error, ValueError) and last == Path(__file__):
+            raise
         if ours and isinstance(error, ValueError | ModuleNotFoundError):
             raise
         said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

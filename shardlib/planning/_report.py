@@ -1,7 +1,6 @@
 """A plan for people."""
 
 import math
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def _largest(plan: Any) -> str:
 
 
 def _operation(op_name: str) -> str:
-    parts = [part for part in re.split(r"/(?![^(]*\))", op_name) if part]
+    parts = [part.rstrip(")") for part in op_name.split("/") if part]
     again = "again: " if "rematted_computation" in parts else "backward: " if "transpose(" in op_name else ""
     return again + (parts[-1] if parts else "-")
 
