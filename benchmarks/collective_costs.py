@@ -13,14 +13,9 @@ It needs the TPU compiler and no TPU: `pip install -e ".[tpu-plan]"`. A minute o
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from shardlib.planning._targets import COMPILE_ONLY, quietly
-
-os.environ.update(COMPILE_ONLY | {"JAX_PLATFORMS": "cpu"})
 
 import jax
 from jax import lax
@@ -30,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 import shardlib.testing
 from benchmarks._report import report
+from shardlib.planning._targets import quietly
 
 MIB = 2**20
 SLICES = [(2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]
@@ -84,6 +80,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, help="where to write the plot")
     arguments = parser.parse_args()
+    sl.simulate_devices(1)
     cores = [2 * math.prod(shape) for shape in SLICES]
     links = {name: [on_links(name, shape) for shape in SLICES] for name in COLLECTIVES}
     found = {name: [compiled(name, shape) for shape in SLICES] for name in COLLECTIVES}

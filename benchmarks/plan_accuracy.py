@@ -19,12 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from shardlib.planning._targets import COMPILE_ONLY, LOUD
-
-# Before any compiler is loaded: no accelerators, eight simulated devices, and the TPU compiler's own account in its log.
-os.environ.update(COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu"})
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,6 +28,7 @@ import shardlib as sl
 from benchmarks._report import report
 from benchmarks._steps import HAND_WRITTEN, HandWritten
 from models import gpt
+from shardlib.planning._targets import COMPILE_ONLY, LOUD
 
 BOUNDS = {
     "collective_mismatches": 0,
@@ -110,6 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    os.environ.update(COMPILE_ONLY | LOUD)  # before a compiler is loaded: its own account of memory in its log
+    sl.simulate_devices(8)  # and no accelerator
     mismatches, kinds, unattributed, steps = 0, [], [], 0
     for machine in MACHINES:
         for step in HAND_WRITTEN:

@@ -287,9 +287,15 @@ def _devices(target: Target) -> tuple[Any, ...]:
         topology = f"{target.slices}x1x{hosts * gpus}"
         options = {"target_config": target.chip.description, "topology": topology}
         with quietly():
-            return tuple(
-                topologies.get_topology_desc(platform="cuda", topology_name=target.chip.name, **options).devices
-            )
+            try:
+                found = topologies.get_topology_desc(platform="cuda", topology_name=target.chip.name, **options)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"`{target}`: JAX has not loaded its CUDA plugin, which without a GPU it does only where it is told to use "
+                    'the CPU: `jax.config.update("jax_platforms", "cpu")` before its first use, `sl.simulate_devices(...)`, '
+                    "or plan from the command line."
+                ) from error
+            return tuple(found.devices)
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{shape}"
     options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
     if target.chip.name == "v4":
