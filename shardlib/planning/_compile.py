@@ -147,7 +147,7 @@ def _shortly(error: str) -> str:
 
 
 _INVOLUNTARY = re.compile(
-    r"Involuntary full rematerialization\. The compiler cannot go from sharding (\{[^{}]*\}) to (\{[^{}]*\}) efficiently for "
+    r"Involuntary full rematerialization\. The compiler cannot go from sharding (\{.*?\}) to (\{.*?\}) efficiently for "
     r"HLO operation %\S+ = (\w+\[[\d,]*\])(.*)"
 )
 
