@@ -43,7 +43,6 @@ class Chip:
     devices: int = 1  # JAX devices of one chip
     torus: int = 0  # dims of the torus its links form; none where a switch joins all
     largest: int = 8  # chips of the largest slice
-    wraps: int = 0  # a dim of the torus closes where its length is a multiple of this
     description: str = field(default="", repr=False)  # of a GPU, as its compiler reads it
 
 
@@ -76,29 +75,29 @@ _TPUS = {
         "v3", "TPU v3", {"bf16": 61.5e12, "f32": 61.5e12}, 16 * GIB, 15.48 * GIB, 0.45e12,
         link_bandwidth=100e9 / 2,  # book: 100e9 for a chip's link, which its two cores share
         slow_bandwidth=25e9 / 8,  # book, first edition: 25e9 for a host of four chips
-        devices=2, torus=2, largest=1024, wraps=32,
+        devices=2, torus=2, largest=1024,
     ),
     "v4": Chip(
         "v4", "TPU v4", {"bf16": 275e12, "f32": 275e12, "s8": 275e12}, 32 * GIB, 30.75 * GIB, 1.2e12,
-        link_bandwidth=45e9, slow_bandwidth=6.25e9, torus=3, largest=4096, wraps=4,
+        link_bandwidth=45e9, slow_bandwidth=6.25e9, torus=3, largest=4096,
     ),
     "v5e": Chip(
         "v5e", "TPU v5 lite", {"bf16": 197e12, "f32": 197e12, "s8": 393e12}, 16 * GIB, 15.75 * GIB, 0.819e12,
-        link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256, wraps=16,
+        link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256,
     ),
     "v5p": Chip(
         "v5p", "TPU v5", {"bf16": 459e12, "f32": 459e12, "s8": 918e12}, 96 * GIB, 95.74 * GIB, 2.765e12,
-        link_bandwidth=90e9, slow_bandwidth=6.25e9, torus=3, largest=8960, wraps=4,
+        link_bandwidth=90e9, slow_bandwidth=6.25e9, torus=3, largest=8960,
     ),
     "v6e": Chip(
         "v6e", "TPU v6 lite", {"bf16": 918e12, "f32": 918e12, "s8": 1836e12}, 32 * GIB, 31.25 * GIB, 1.638e12,
-        link_bandwidth=90e9, slow_bandwidth=12.5e9, torus=2, largest=256, wraps=16,
+        link_bandwidth=90e9, slow_bandwidth=12.5e9, torus=2, largest=256,
     ),
     "7x": Chip(
         "7x", "TPU7x", {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12}, 96 * GIB, 94.75 * GIB, 3.69e12,
         link_bandwidth=100e9 / 2,  # 1,200 GB/s both ways over six links of a chip, which two devices share
         slow_bandwidth=12.5e9 / 2,  # 100 Gb/s of a chip
-        devices=2, torus=3, largest=9216, wraps=4,
+        devices=2, torus=3, largest=9216,
     ),
 }  # fmt: skip
 
