@@ -16,11 +16,13 @@ from shardlib._flax import logical as logical
 from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices
+from shardlib._precision import Precision as Precision
 from shardlib._random import same_everywhere as same_everywhere
 from shardlib._remat import remat as remat
 from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
+from shardlib._zero import Zero as Zero
 from shardlib.planning._estimate import Decoder as Decoder
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import Module as Module
@@ -34,7 +36,7 @@ from shardlib.planning._targets import Chip as Chip
 from shardlib.planning._targets import Target as Target
 from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
-from shardlib.train._exchange import AllReduce as AllReduce
+from shardlib.train._exchange import Exact as Exact
 from shardlib.train._exchange import Exchange as Exchange
 from shardlib.train._exchange import Parameter as Parameter
 from shardlib.train._state import State as State

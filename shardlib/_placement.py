@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from shardlib._relate import Relation
 from shardlib._rules import AxisRules, check_spec, resolve
 from shardlib._tree import map_named
 
@@ -55,19 +56,27 @@ def by_names(names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str
     return placement
 
 
-def like_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, PartitionSpec]) -> Placement:
-    """Lay out optimizer state as its parameters are: a leaf whose path ends in a parameter's, and has its shape.
+def like_parameters(relations: Mapping[str, Relation], specs: Mapping[str, PartitionSpec]) -> Placement:
+    """Lay out optimizer state as the parameters are that it follows: each dim as the dim it follows, any other whole.
 
-    Such a leaf stands where that parameter stands in a copy of the tree of parameters, whatever the copy is called.
-    Anything else (counts, factored moments) is left as it was.
+    >>> relation = Relation("part", "w", (1,))
+    >>> like_parameters({"v_col/w": relation}, {"w": PartitionSpec("data", "model")})("v_col/w", (8,), PartitionSpec())
+    P('model',)
     """
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        parts = path.split("/")
-        for start in range(len(parts) + 1):  # a model that is a single array has the empty path
-            tail = "/".join(parts[start:])
-            if shapes.get(tail) == shape:
-                return specs[tail]
-        return spec
+        relation = relations.get(path)
+        if relation is None or relation.parameter is None or not any(dim is not None for dim in relation.dims):
+            return spec
+        theirs = specs[relation.parameter]
+        if relation.kind == "same":
+            return theirs
+        taken: set[int] = set()
+        entries: list[Any] = []
+        for dim in relation.dims:
+            usable = dim is not None and dim not in taken and dim < len(theirs)
+            entries.append(theirs[dim] if usable else None)
+            taken.update(() if dim is None else (dim,))
+        return PartitionSpec(*entries)
 
     return placement

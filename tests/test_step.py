@@ -319,7 +319,7 @@ def test_strategies_are_values():
     again = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
     assert (again, hash(again)) == (STRATEGY, hash(STRATEGY))
     assert (
-        eval(repr(STRATEGY), {"Strategy": sl.Strategy, "AxisRules": sl.AxisRules, "AllReduce": sl.AllReduce})
+        eval(repr(STRATEGY), {"Strategy": sl.Strategy, "AxisRules": sl.AxisRules, "Exact": sl.Exact, "Zero": sl.Zero})
         == STRATEGY
     )
 
@@ -582,7 +582,7 @@ def test_the_whole_batch_needs_rules_to_know_it():
         (lambda: sl.Strategy(mesh={"data": 8}, rules=RULES), "takes text such as"),
         (lambda: sl.Strategy(mesh=sl.make_mesh("data=4,model=2"), rules=RULES, dcn="data"), "for a mesh given as text"),
         (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, accumulate=2.0), "accumulate=2.0.*whole number"),
-        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, exchange=sl.AllReduce), "takes an exchange"),
+        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, exchange=sl.Exact), "takes an exchange"),
         (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, manual="data"), "takes a tuple"),
         (lambda: sl.init(MLP(nnx.Rngs(0)), None, STRATEGY), "takes a function that makes the model"),
         (lambda: sl.init(make(), optax.adam, STRATEGY), "takes an optax transformation"),

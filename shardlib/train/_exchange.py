@@ -6,6 +6,8 @@ each device's own shard, and returns the gradient, laid out as `spec` says, once
 there were.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._rules import keep_axes, spec_axes
-from shardlib._tree import map_named
+from shardlib._rules import as_tuple, keep_axes
 
 
 class Parameter(NamedTuple):
@@ -24,15 +25,17 @@ class Parameter(NamedTuple):
 
     path: str
     shape: tuple[int, ...]
-    spec: PartitionSpec
-    axes: tuple[str, ...]  # the data axes that do not split it: its gradient is a sum of contributions over these
+    spec: PartitionSpec  # of the contributions to its gradient
+    axes: tuple[str, ...]  # the data axes that do not split these: its gradient is a sum over them
+    stored: PartitionSpec  # of the parameter at rest, which ZeRO may have split further than the contributions
+    reduce: Any = jnp.float32  # the dtype in which to add up
 
 
 class Exchange(Protocol):
     """How contributions become gradients; implementations are frozen dataclasses."""
 
     def spec(self, parameter: Parameter) -> PartitionSpec:
-        """How the gradient of a parameter will be laid out: as the parameter, or split further over its `axes`."""
+        """How the gradient of a parameter will be laid out: as its contributions, or split further over its `axes`."""
         ...
 
     def reduce(
@@ -46,29 +49,92 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """The exact sum, whole on every device that holds the parameter."""
+class Exact:
+    """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split that further.
+
+    What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered and is smaller than
+    that is put together into buckets of that size: ZeRO's constant buffers.
+    """
+
+    bucket_bytes: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ValueError(f"`Exact(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
 
     def spec(self, parameter: Parameter) -> PartitionSpec:
-        """As the parameter."""
-        return parameter.spec
+        """As the parameter at rest."""
+        return parameter.stored
 
     def reduce(
         self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
     ) -> list[jax.Array]:
-        """One all-reduce for all parameters that are reduced over the same axes.
+        """Scatter what is stored split further, in buckets; sum the rest, in one go for all that have the same axes.
 
         The division comes after it: there it is one more factor in the optimizer's own pass over the gradient, and no
         device waits for the weight before it goes backward.
         """
-        reduced = list(contributions)
-        for group in dict.fromkeys(parameter.axes for parameter in parameters):
-            members = [i for i, parameter in enumerate(parameters) if parameter.axes == group]
-            if group:
-                for i, total in zip(members, lax.psum([contributions[i] for i in members], group), strict=True):
+        reduced = [g.astype(parameter.reduce) for g, parameter in zip(contributions, parameters, strict=True)]
+        splits = [_scattered(parameter) for parameter in parameters]
+        for axes in dict.fromkeys(axes for _, axes in splits if axes):
+            members = [i for i, split in enumerate(splits) if split[1] == axes]
+            for bucket in _buckets(reduced, members, self.bucket_bytes):
+                parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes)
+                for i, part in zip(bucket, parts, strict=True):
+                    reduced[i] = part
+        left = [
+            tuple(axis for axis in parameter.axes if axis not in axes)
+            for parameter, (_, axes) in zip(parameters, splits, strict=True)
+        ]
+        for axes in dict.fromkeys(filter(None, left)):
+            members = [i for i, over in enumerate(left) if over == axes]
+            for bucket in _buckets(reduced, members, self.bucket_bytes):
+                for i, total in zip(bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True):
                     reduced[i] = total
         each = inverse(weight)
-        return [total * each for total in reduced]
+        return [total * each.astype(total.real.dtype) for total in reduced]
+
+
+def _scattered(parameter: Parameter) -> tuple[int, tuple[str, ...]]:
+    """The dim over which a sum is scattered, and over which axes; of one that is not, no axes."""
+    for dim, entry in enumerate(parameter.stored):
+        if axes := tuple(axis for axis in as_tuple(entry) if axis in parameter.axes):
+            return dim, axes
+    return 0, ()
+
+
+def _buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
+    """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes alone."""
+    buckets: list[list[int]] = []
+    filled: dict[Any, int] = {}
+    last: dict[Any, list[int]] = {}
+    for i in members:
+        size, dtype = arrays[i].nbytes, arrays[i].dtype
+        if dtype not in last or filled[dtype] + size > limit:
+            last[dtype], filled[dtype] = [], 0
+            buckets.append(last[dtype])
+        last[dtype].append(i)
+        filled[dtype] += size
+    return buckets
+
+
+def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Sums over `axes`, of which each device keeps its part of a dim of each array, in one collective."""
+    if len(arrays) == 1:
+        return [lax.psum_scatter(arrays[0], axes, scatter_dimension=dims[0], tiled=True)]
+    parts = math.prod(lax.axis_size(axis) for axis in axes)
+    # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
+    rows, shapes = [], []
+    for x, dim in zip(arrays, dims, strict=True):
+        shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+        moved = jnp.moveaxis(x.reshape(shape), dim, 0)
+        rows.append(moved.reshape(parts, -1))
+        shapes.append(moved.shape[1:])
+    mine = lax.psum_scatter(jnp.concatenate(rows, axis=1), axes, scatter_dimension=0, tiled=True)[0]
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    return [
+        mine[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)
+    ]
 
 
 def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> Any:
@@ -86,15 +152,6 @@ def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, pa
         check_vma=False,
     )
     return treedef.unflatten(reduce(leaves, weight))
-
-
-def describe_parameters(params: Any, specs: Any, data_axes: tuple[str, ...]) -> Any:
-    """A tree of `Parameter`s, from global arrays and their specs."""
-
-    def described(path: str, leaf: Any, spec: PartitionSpec) -> Parameter:
-        return Parameter(path, leaf.shape, spec, tuple(axis for axis in data_axes if axis not in spec_axes(spec)))
-
-    return map_named(described, params, specs)
 
 
 def inverse(weight: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The state of a run, born sharded: shapes first, then shardings, then values in place."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import say
 from shardlib._flax import Definition, Names, building, take_apart
-from shardlib._placement import by_names, like_parameters, place
+from shardlib._on_use import Held
+from shardlib._placement import Placement, by_names, like_parameters, place
+from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY, is_key
+from shardlib._relate import Relation, relate
 from shardlib._rules import AxisRules, resolve, spec_axes
-from shardlib._tree import named_leaves
+from shardlib._tree import map_named, named_leaves
+from shardlib._zero import Split, split_further
 from shardlib.train._strategy import Strategy
 
 
@@ -27,10 +32,28 @@ class Layout:
     optimizer: Any
     strategy: Strategy
     names: tuple[tuple[str, Names], ...]
+    relations: tuple[tuple[str, Relation], ...] = ()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.definition, self.optimizer, self.strategy, self.names))
+        return hash((self.definition, self.optimizer, self.strategy, self.names, self.relations))
+
+    @property
+    def named(self) -> Placement:
+        """How names lay out what has them."""
+        return by_names(dict(self.names), self.strategy.rules, self.strategy.device_mesh.shape)
+
+    def splits(self, params: Any) -> dict[str, Split]:
+        """How each parameter lies by its names, split further by ZeRO; by its path."""
+        names, strategy = dict(self.names), self.strategy
+        shape_of_mesh = strategy.device_mesh.shape
+        return {
+            path: split_further(
+                strategy.sharding, strategy.zero_axes, shape_of_mesh, leaf.shape,
+                self.named(path, leaf.shape, PartitionSpec()), names.get(path),
+            )
+            for path, leaf in named_leaves(params)
+        }  # fmt: skip
 
     def __hash__(self) -> int:  # computed once: every call of a step hashes the layout
         return self._hash
@@ -41,22 +64,25 @@ class Layout:
 class State:
     """A run between two steps: a pytree of global arrays, each with its sharding.
 
-    `params` and `rest` are the model's parameters and whatever else it carries, `streams` the random streams inside it,
-    `key` the key from which each step derives its randomness.
+    `params` are the parameters that the optimizer moves, `frozen` those that stay as they are; where one tree has a leaf,
+    the other has None. `rest` is whatever else the model carries, `streams` the random streams inside it, `key` the key
+    from which each step derives its randomness. `nonfinite` counts the steps whose gradient was not finite.
     """
 
     step: Any
     params: Any
+    frozen: Any
     opt_state: Any
     streams: Any
     rest: Any
     key: Any
+    nonfinite: Any
     layout: Layout = field(metadata={"static": True}, repr=False)
 
     @property
     def model(self) -> Any:
         """The model with this state's values, for evaluation and sampling: use it under `strategy.scope()`."""
-        return self.layout.definition.merge(self.params, self.streams, self.rest)
+        return self.layout.definition.merge(united(self.params, self.frozen), self.streams, self.rest)
 
 
 def init(
@@ -97,27 +123,40 @@ def init(
     def build() -> tuple[Any, ...]:
         with building():
             parts, names = take_apart(make_model(), trainable)
-        if optimizer is not None and not jax.tree.leaves(parts.params):
+        params, frozen = _frozen_apart(parts.params, strategy.frozen)
+        if optimizer is not None and not jax.tree.leaves(params):
             raise ValueError(
-                f"The optimizer has nothing to move: no leaf of the model is a parameter (`trainable={trainable!r}`). "
-                f"There are: {', '.join(path for path, _ in named_leaves(parts.rest))}."
+                f"The optimizer has nothing to move: no leaf of the model is a parameter (`trainable={trainable!r}`, "
+                f"`frozen={strategy.frozen!r}`). There are: "
+                f"{', '.join(path for path, _ in (*named_leaves(frozen), *named_leaves(parts.rest)))}."
             )
         found.update(definition=parts.definition, names=names)
-        opt_state = optimizer.init(parts.params) if optimizer is not None else ()
+        opt_state = optimizer.init(params) if optimizer is not None else ()
         key = jax.random.key(seed, impl=THREEFRY)
-        return strong((jnp.int32(0), parts.params, opt_state, parts.streams, parts.rest, key))
+        count = jnp.int32(0)
+        return strong((count, params, frozen, opt_state, parts.streams, parts.rest, key, count))
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
-        _, params, opt_state, streams, rest, _ = shapes
+        _, params, frozen, opt_state, streams, rest, *_ = shapes
         names = found["names"]
-        _check_names(names, {**dict(named_leaves(params)), **dict(named_leaves(rest))}, strategy.rules)
-        specs = (PartitionSpec(), *_specs(params, opt_state, streams, rest, names, strategy), PartitionSpec())
-        for path, leaf in (*named_leaves(params), *named_leaves(rest)):
+        parameters = united(params, frozen)
+        _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)
+        check_patterns("Precision(keep=...)", strategy.dtypes.keep, [path for path, _ in named_leaves(parameters)])
+        relations = relate(optimizer.init, params) if optimizer is not None else {}
+        layout = Layout(
+            found["definition"], optimizer, strategy, tuple(sorted(names.items())), tuple(sorted(relations.items()))
+        )
+        _check_relations(relations, dict(named_leaves(opt_state)), strategy)
+        for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
             say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
-        _check_data_axes(dict(named_leaves(specs[1], is_leaf=_is_spec)), strategy)
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        layout = Layout(found["definition"], optimizer, strategy, tuple(sorted(names.items())))
+        _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), strategy)
+        _check_layers(strategy, [path for path, _ in named_leaves(parameters)])
+        specs = state_specs(State(*shapes, layout=layout))
+        shardings = tuple(
+            jax.tree.map(lambda spec: NamedSharding(mesh, spec), getattr(specs, one.name))
+            for one in fields(State) if one.name != "layout"
+        )  # fmt: skip
         if abstract:
             leaves = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
         else:
@@ -150,20 +189,60 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
 def state_specs(state: State) -> State:
     """The specs of a state from its layout and shapes alone, for use while it is traced."""
     layout = state.layout
-    params, opt_state, streams, rest = _specs(
-        state.params, state.opt_state, state.streams, state.rest, dict(layout.names), layout.strategy
+    named = layout.named
+    stored = {
+        path: split.spec
+        for tree in (state.params, state.frozen)
+        for path, split in layout.splits(tree).items()
+    }
+    follow = like_parameters(dict(layout.relations), stored)
+    at_rest = lambda path, shape, spec: stored[path]
+    whole = PartitionSpec()
+    return State(
+        step=whole,
+        params=place(at_rest, state.params),
+        frozen=place(at_rest, state.frozen),
+        opt_state=place(follow, state.opt_state),
+        streams=place(named, state.streams),
+        rest=place(named, state.rest),
+        key=whole,
+        nonfinite=whole,
+        layout=layout,
     )
-    return State(PartitionSpec(), params, opt_state, streams, rest, PartitionSpec(), layout)
 
 
-def _specs(
-    params: Any, opt_state: Any, streams: Any, rest: Any, names: dict[str, Names], strategy: Strategy
-) -> tuple[Any, Any, Any, Any]:
-    named = by_names(names, strategy.rules, strategy.device_mesh.shape)
-    of_params = place(named, params)
-    shapes = {path: leaf.shape for path, leaf in named_leaves(params)}
-    follow = like_parameters(shapes, dict(named_leaves(of_params, is_leaf=_is_spec)))
-    return of_params, place(follow, opt_state), place(named, streams), place(named, rest)
+def united(params: Any, frozen: Any) -> Any:
+    """All parameters of a model: those that move, and those that do not."""
+    is_leaf = lambda leaf: leaf is None or isinstance(leaf, Held)
+    return jax.tree.map(lambda p, f: f if p is None else p, params, frozen, is_leaf=is_leaf)
+
+
+def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:
+    check_patterns("Strategy(frozen=...)", patterns, [path for path, _ in named_leaves(params)])
+    is_frozen = lambda path: any(re.fullmatch(pattern, path) for pattern in patterns)
+    return (
+        map_named(lambda path, leaf: None if is_frozen(path) else leaf, params),
+        map_named(lambda path, leaf: leaf if is_frozen(path) else None, params),
+    )
+
+
+def _check_relations(relations: dict[str, Relation], leaves: dict[str, Any], strategy: Strategy) -> None:
+    if not strategy.sharding.strict:
+        return
+    if lost := [path for path, relation in relations.items() if relation.kind in ("none", "ambiguous")]:
+        listed = "; ".join(f"`{path}` of shape {leaves[path].shape}: {relations[path].reason}" for path in lost)
+        raise ValueError(
+            f"`Zero(strict=True)`: of the optimizer's state there is what lies whole on every device, since it can be related "
+            f"to no parameter: {listed}. Choose another optimizer, or leave `strict` out."
+        )
+
+
+def _check_layers(strategy: Strategy, paths: list[str]) -> None:
+    zero = strategy.sharding
+    if zero.layers and not any(zero.group(path) for path in paths):
+        raise ValueError(
+            f"`Zero(layers={zero.layers!r})`: the pattern is found in no parameter's path. The paths are: {', '.join(paths)}."
+        )
 
 
 def _is_spec(leaf: Any) -> bool:

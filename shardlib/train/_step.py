@@ -10,6 +10,8 @@ so using one is exact, and needs no knowledge of what the step does. The contrib
 gradient are then added by the exchange, over the data axes that do not split the parameter.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -24,13 +26,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import constrain
 from shardlib._batch import Mean
+from shardlib._on_use import WHOLE, Held, evaluate_on_use
+from shardlib._placement import place
+from shardlib._precision import cast
 from shardlib._random import is_key, plain_keys, row_keys
-from shardlib._rules import BATCH, as_tuple, keep_axes
+from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
-from shardlib.train._exchange import Parameter, describe_parameters, exchange_gradients, inverse
-from shardlib.train._state import Layout, State, state_specs, strong
+from shardlib.train._exchange import Parameter, exchange_gradients, inverse
+from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
+from shardlib.train._weights import uses
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 Metrics = dict[str, jax.Array]
@@ -145,53 +151,92 @@ class Step:
             )
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        specs, data_axes, exchange = state_specs(state).params, self.strategy.data_axes, self.strategy.exchange
-        parameters = describe_parameters(state.params, specs, data_axes)
-        gradients = partial(self._gradients, state.layout, parameters)
+        specs, data_axes, exchange = state_specs(state), self.strategy.data_axes, self.strategy.exchange
+        trained, frozen = self._uses(state, state.params, False), self._uses(state, state.frozen, True)
+        gradients = partial(self._gradients, state.layout, trained, frozen)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
-            before = _of_each(lambda parameter: keep_axes(parameter.spec, data_axes), parameters)
-            after = _of_each(lambda parameter: keep_axes(exchange.spec(parameter), data_axes), parameters)
+            at_rest = lambda of: jax.tree.map(lambda use: keep_axes(use.split.spec, data_axes), of)
+            after = jax.tree.map(lambda use: keep_axes(exchange.spec(use.parameter), data_axes), trained)
             gradients = jax.shard_map(
                 gradients,
-                in_specs=(before, same, same, same, mine),
+                in_specs=(at_rest(trained), at_rest(frozen), same, same, same, mine),
                 out_specs=(after, same, same, same),
                 axis_names=set(data_axes),
                 check_vma=False,
             )
         key = jax.random.fold_in(state.key, state.step)
-        gradient, streams, rest, metrics = gradients(state.params, state.streams, state.rest, key, batch)
+        gradient, streams, rest, metrics = gradients(state.params, state.frozen, state.streams, state.rest, key, batch)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
         with jax.named_scope("optimizer"):
-            optimizer = optax.with_extra_args_support(state.layout.optimizer)
-            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params, value=metrics["loss"])
-            params = optax.apply_updates(state.params, updates)
+            gradient = jax.tree.map(constrain, gradient, specs.params)
+            params, opt_state, bad, of_gradient = self._update(state, gradient, metrics["loss"])
         params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
-        return State(state.step + 1, params, opt_state, streams, rest, state.key, state.layout), metrics
+        count = state.nonfinite + bad
+        after = State(state.step + 1, params, state.frozen, opt_state, streams, rest, state.key, count, state.layout)
+        return after, metrics | of_gradient
+
+    def _uses(self, state: State, params: Any, frozen: bool) -> Any:
+        named = place(state.layout.named, params)
+        return uses(params, named, state.layout.splits(params), self.strategy, frozen=frozen)
+
+    def _update(self, state: State, gradient: Any, loss: jax.Array) -> tuple[Any, Any, jax.Array, Metrics]:
+        """Clip and let the optimizer move the parameters. The norm is that of the whole gradient, computed once."""
+        strategy = self.strategy
+        squares = jnp.stack([_square(leaf) for leaf in jax.tree.leaves(gradient)])
+        norm, finite = jnp.sqrt(jnp.sum(squares)), jnp.isfinite(squares)
+        all_finite = jnp.all(finite)
+        metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(finite))}
+        if isinstance(strategy.clip, optax.GradientTransformation):
+            gradient = _clipped(strategy.clip, gradient, state.params)
+        elif strategy.clip is not None:
+            scale = strategy.clip / jnp.maximum(norm, strategy.clip)
+            gradient = jax.tree.map(lambda g: g * scale.astype(g.real.dtype), gradient)
+        updates, opt_state = _updated(state.layout.optimizer, gradient, state.opt_state, state.params, loss)
+        params = optax.apply_updates(state.params, updates)
+        if strategy.nonfinite == "skip":
+            new, old = (params, opt_state), (state.params, state.opt_state)
+            params, opt_state = jax.tree.map(lambda n, o: jnp.where(all_finite, n, o), new, old)
+        return params, opt_state, 1 - all_finite.astype(jnp.int32), metrics
 
     def _gradients(
-        self, layout: Layout, parameters: Any, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+        self, layout: Layout, trained: Any, fixed: Any, params: Any, frozen: Any, streams: Any, rest: Any, key: Any, batch: Any
     ) -> tuple[Any, Any, Any, Metrics]:
         """The gradient of the whole batch's loss. Manual over the data axes: `batch` is this device's examples."""
-        axes, count = self.strategy.data_axes, self.strategy.accumulate
+        axes, count, dtypes = self.strategy.data_axes, self.strategy.accumulate, self.strategy.dtypes
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
         microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+        weights = united(*(jax.tree.map(lambda use: use.weight or WHOLE, of) for of in (trained, fixed)))
+        held = jax.tree.map(lambda use, p: use.start(p), trained, params)
+        held_fixed = jax.tree.map(lambda use, p: use.start(p), fixed, frozen)
+        # The derivative is taken to what is whole, or to the zero that stands for what is not.
+        at = jax.tree.map(lambda use, p, h: h if use.weight is None else use.zero(p), trained, params, held)
 
-        def microbatch(params: Any, rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
+        def microbatch(at: Any, rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
             index, examples = scanned
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
-            loss = partial(self._total, layout, streams=keys(streams), rest=keys(rest), key=keys(key), batch=examples)
-            (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-            gradient = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient)
+            others = (keys(streams), keys(rest), keys(key), examples)
+
+            def loss(at: Any) -> Any:
+                if all(weight is WHOLE for weight in jax.tree.leaves(weights)):
+                    return self._total(layout, united(at, held_fixed), *others)
+                given = jax.tree.map(lambda use, h, a: a if use.weight is None else Held(h, a), trained, held, at)
+                fixed_given = jax.tree.map(lambda use, h: h if use.weight is None else Held(h, None), fixed, held_fixed)
+                return evaluate_on_use(partial(self._total, layout), weights, united(given, fixed_given), *others)
+
+            (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(at)
+            if count > 1:
+                gradient = jax.tree.map(lambda g: cast(g, dtypes.accumulated(g.dtype)), gradient)
             return gradient, means, streams_after, rest
 
-        own = [parameter.axes != axes for parameter in jax.tree.leaves(parameters, is_leaf=_is_parameter)]
+        parameters = jax.tree.map(lambda use: use.parameter, trained)
         one = (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches))
-        _check_same(microbatch, params, own, streams, rest, one, axes)
-        of_rest = partial(microbatch, params)
+        own = [set(spec_axes(use.named)).isdisjoint(axes) for use in jax.tree.leaves(trained)]
+        _check_same(microbatch, at, [not same for same in own], streams, rest, one, axes)
+        of_rest = partial(microbatch, at)
         specs = _of_each(lambda parameter: parameter.spec, parameters)
         with jax.named_scope("loss"):
             summed, means, streams, rest = _accumulate(of_rest, rest, (jnp.arange(count), microbatches), count, specs)
@@ -204,7 +249,7 @@ class Step:
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, streams, rest, metrics | {"weight": weight}
 
-    def _total(self, layout: Layout, params: Any, *, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
+    def _total(self, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
         """The sum over these examples that is differentiated, with what else comes of the loss."""
         model = layout.definition.merge(params, streams, rest)
         means = _as_means(self.loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
@@ -212,6 +257,38 @@ class Step:
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
         return means["loss"].total, (means, streams, rest)
+
+
+def _square(gradient: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(jnp.abs(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))))
+
+
+def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
+    state = clip.init(params)
+    if jax.tree.leaves(state):
+        raise ValueError(
+            "`Strategy(clip=...)` takes a transformation without state; this one has some. Put it into the optimizer: "
+            "`optax.chain(clip, optimizer)`."
+        )
+    return clip.update(gradient, state, params)[0]
+
+
+def _updated(optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
+    """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it wants them."""
+    extra = {"value": loss, "grad": gradient}
+    accepted = inspect.signature(optimizer.update).parameters
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
+        extra = {name: value for name, value in extra.items() if name in accepted}
+    try:
+        return optimizer.update(gradient, opt_state, params, **extra)
+    except TypeError as error:
+        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        raise ValueError(
+            f"The optimizer wants {missing[1]}, which a step has not: it gives `value`, the loss of the whole batch, and "
+            "`grad`, its gradient. Line searches, which evaluate the loss again, are not supported."
+        ) from error
 
 
 def _check_same(
@@ -235,6 +312,7 @@ def _of_each(function: Callable[[Parameter], Any], parameters: Any) -> Any:
 
 def _is_parameter(leaf: Any) -> bool:
     return isinstance(leaf, Parameter)
+
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:

@@ -3,14 +3,18 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
+import optax
 from jax.sharding import Mesh
 
 from shardlib._annotate import Remat, Scope, use
-from shardlib._mesh import make_mesh, parse_axes
+from shardlib._mesh import make_mesh, parse_axes, slow_axes
+from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
 from shardlib._rules import AxisRules
-from shardlib.train._exchange import AllReduce, Exchange
+from shardlib._zero import Zero, resolve_zero
+from shardlib.train._exchange import Exact, Exchange
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,15 @@ class Strategy:
     - `mesh`: text such as `"data=2,model=4"`, of the devices JAX has, or a `Mesh` (of devices that are not there, say).
     - `rules`: which names those axes split.
     - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`.
-    - `accumulate`: microbatches per step, whose gradients are summed in float32 and exchanged once.
+    - `zero`: ZeRO's stage, 0 to 3, one of FSDP's names (`"FULL_SHARD"`, `"SHARD_GRAD_OP"`, `"HYBRID_SHARD"`), or a
+      `Zero`: what is split over the axes of data.
+    - `accumulate`: microbatches per step, whose gradients are summed, in float32 unless `precision` says otherwise.
+    - `precision`: the dtype to compute in, `"bf16"`, or a `Precision`. What is stored are the master weights.
+    - `clip`: the global norm above which a gradient is scaled down to it, or an optax transformation without state that
+      clips otherwise: `optax.clip(1.0)` by value, `optax.adaptive_grad_clip(0.01)` adaptively.
+    - `frozen`: patterns that match the whole path of parameters which stay as they are: no gradient, no state.
+    - `nonfinite`: what happens to a step whose gradient is not finite; it is counted, and `"skip"` leaves parameters and
+      optimizer as they were.
     - `remat`: what blocks marked with `sl.remat` keep for the backward pass, `"none"` dropped or `"full"`y recomputed.
     - `exchange`: what happens to gradients between devices.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
@@ -34,9 +46,14 @@ class Strategy:
     mesh: str | Mesh
     rules: AxisRules
     dcn: str = ""
+    zero: int | str | Zero = 0
     accumulate: int = 1
+    precision: str | Precision = "float32"
+    clip: float | optax.GradientTransformation | None = None
+    frozen: tuple[str, ...] = ()
+    nonfinite: Literal["count", "skip"] = "count"
     remat: Remat = "none"
-    exchange: Exchange = field(default_factory=AllReduce)
+    exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -59,9 +76,22 @@ class Strategy:
                 f"`Strategy(accumulate={self.accumulate!r})`: a whole number, at least one, of microbatches."
             )
         if isinstance(self.exchange, type) or not (hasattr(self.exchange, "spec") and hasattr(self.exchange, "reduce")):
-            raise ValueError(f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.AllReduce()`.")
+            raise ValueError(f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.Exact()`.")
         if self.manual is not None and not isinstance(self.manual, tuple):
             raise ValueError(f"`Strategy(manual={self.manual!r})` takes a tuple of axes.")
+        if isinstance(self.frozen, str) or not all(isinstance(pattern, str) for pattern in self.frozen):
+            raise ValueError(f"`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(\".*embedding\",)`.")
+        if self.nonfinite not in ("count", "skip"):
+            raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "count" or "skip".')
+        if not (
+            self.clip is None
+            or isinstance(self.clip, optax.GradientTransformation)
+            or (type(self.clip) in (int, float) and self.clip > 0)
+        ):
+            raise ValueError(
+                f"`Strategy(clip={self.clip!r})` takes the largest global norm, above 0, or an optax transformation without "
+                "state, such as `optax.clip(1.0)`."
+            )
         if self.remat not in REMATS:
             raise ValueError(f"`Strategy(remat={self.remat!r})`: the policies are {', '.join(map(repr, REMATS))}.")
         axes = parse_axes(self.mesh) if isinstance(self.mesh, str) else dict(self.mesh.shape)
@@ -77,8 +107,15 @@ class Strategy:
                     f"`Strategy(manual={self.manual})`: `{axis}` does not split the batch; its axes are "
                     f"{self.rules.batch_axes}."
                 )
-
-        if not self.data_axes and self.exchange != AllReduce():
+        resolve_precision(self.precision)
+        zero = self.sharding
+        if zero.stage > 1 and self.exchange != Exact() and set(self.zero_axes) >= set(self.data_axes):
+            raise ValueError(
+                f"`Strategy(exchange={self.exchange})` would never run: stage {zero.stage} of ZeRO adds gradients up exactly "
+                f"over {self.zero_axes}, layer by layer, and no data axis is left. Use `zero=1`, or split over fewer axes: "
+                "`zero=sl.Zero(..., axes=(...))`."
+            )
+        if not self.data_axes and self.exchange != Exact():
             raise ValueError(
                 f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch and nothing else, so the "
                 "partitioner sums the gradients. Give `batch` an axis of its own in the rules, or name it: `manual=(...)`."
@@ -96,6 +133,26 @@ class Strategy:
             return tuple(axis for axis in self.rules.batch_axes if axis in self.manual)
         elsewhere = AxisRules({name: list(axes) for name, axes in self.rules.items() if name != "batch"}).axes
         return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
+
+    @cached_property
+    def sharding(self) -> Zero:
+        """What `zero` comes to."""
+        if isinstance(self.mesh, str):
+            crossing = tuple(part.split("=")[0].strip() for part in self.dcn.split(",") if part.strip())
+        else:
+            crossing = slow_axes(self.mesh)
+        return resolve_zero(self.zero, crossing, self.data_axes)
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """The data axes that ZeRO splits over; over the others, state is repeated."""
+        zero = self.sharding
+        return () if not zero.stage else self.data_axes if zero.axes is None else zero.axes
+
+    @property
+    def dtypes(self) -> Precision:
+        """What `precision` comes to."""
+        return resolve_precision(self.precision)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

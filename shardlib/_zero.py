@@ -1,0 +1,170 @@
+"""ZeRO: which arrays of a run are split over the axes of data, and how they are made whole and added up again.
+
+At rest everything is split, from stage 1 on: parameters, and optimizer state as its parameters are. The stage says what
+is whole during a step: of stage 1 parameters and gradients, of stage 2 parameters, of stage 3 one layer's parameters.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib._rules import keep_axes, spec_axes
+
+STAGES: dict[str, int] = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
+"""What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow one."""
+
+_LANES = 128  # the last dim of an array lies in tiles as wide as this on a TPU
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How a run is split over the axes of data.
+
+    - `stage`: 1 splits parameters and optimizer state at rest; in a step, parameters are gathered once and the summed
+      gradient is scattered. 2 also never holds a whole gradient: each layer's is scattered as soon as it is there. 3
+      also gathers each layer's parameters only while it computes, forward and again backward.
+    - `axes`: over which of the data axes; by default all of them. Over the others state is repeated.
+    - `small`: parameters of at most so many elements, per layer where layers are stacked, stay whole.
+    - `stacked`: names of dims along which layers are stacked. They are not split.
+    - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\\d+"`: parameters for which it
+      finds the same text are gathered together.
+    - `strict`: refuse an optimizer with state, other than scalars, that can be related to no parameter.
+
+    >>> Zero(3, axes=("data",)).stage
+    3
+    """
+
+    stage: int
+    axes: tuple[str, ...] | None = None
+    small: int = 2**16
+    stacked: tuple[str, ...] = ("layers",)
+    layers: str | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or not 0 <= self.stage <= 3:
+            raise ValueError(
+                f"`Zero(stage={self.stage!r})`: the stages are 0 (nothing is split), 1 (optimizer state), 2 (gradients "
+                "too) and 3 (parameters too)."
+            )
+        for field in ("axes", "stacked"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+                raise ValueError(f'`Zero({field}={value!r})` takes a tuple of names: `{field}=("data",)`.')
+        if type(self.small) is not int or self.small < 0:
+            raise ValueError(f"`Zero(small={self.small!r})` takes a number of elements, at least 0.")
+        if self.layers is not None:
+            try:
+                re.compile(self.layers)
+            except (re.error, TypeError) as error:
+                raise ValueError(f"`Zero(layers={self.layers!r})` is no regular expression: {error}.") from error
+
+    def group(self, path: str) -> str | None:
+        """The layer that a parameter belongs to by its path, if `layers` says so."""
+        found = re.search(self.layers, path) if self.layers else None
+        return found[0] if found else None
+
+
+class Split(NamedTuple):
+    """Where a parameter lies, and why no further."""
+
+    spec: PartitionSpec
+    dim: int | None = None  # the dim that is split over `axes`
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def split_further(
+    zero: Zero,
+    axes: Iterable[str],
+    mesh_shape: Mapping[str, int],
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    names: Any = None,
+) -> Split:
+    """Split a parameter over `axes` too: along the longest dim that divides, is whole so far, and stacks no layers.
+
+    The last dim comes last, unless its parts fill whole tiles of memory. What is small stays whole, and so does what no
+    dim of divides.
+
+    >>> spec = PartitionSpec(None, None, "model")
+    >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers", "embed", "mlp")).spec
+    P(None, 'data', 'model')
+    """
+    free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
+    if not free:
+        return Split(spec)
+    parts = math.prod(mesh_shape[axis] for axis in free)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    stacks = [
+        isinstance(names, tuple) and not isinstance(names, PartitionSpec) and names[dim] in zero.stacked
+        for dim in range(len(shape))
+    ]
+    elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
+    if elements <= zero.small:
+        return Split(spec, reason=f"small: {elements:,} elements")
+    open_dims = [d for d in range(len(shape)) if entries[d] is None and not stacks[d] and shape[d] % parts == 0]
+    if not open_dims:
+        over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
+        return Split(spec, reason=f"no dim that is whole divides by {over}")
+    last = len(shape) - 1
+    dim = max(open_dims, key=lambda d: (d != last or shape[d] // parts % _LANES == 0, shape[d], -d))
+    entries[dim] = free[0] if len(free) == 1 else free
+    return Split(PartitionSpec(*entries), dim, free)
+
+
+def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the layout over others."""
+    return _on_shards(lambda part: lax.all_gather(part, axes, axis=dim, tiled=True), x, spec)
+
+
+def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over `axes`, of which each device along them keeps its part of `dim`."""
+    return _on_shards(lambda part: lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True), x, spec)
+
+
+def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # Over an operand that an automatic axis splits, a collective would first gather it and move as many times the bytes.
+    automatic = jax.sharding.get_abstract_mesh().auto_axes
+    if not automatic:
+        return collective(x)
+    laid_out = keep_axes(spec, automatic)
+    return jax.shard_map(
+        collective, in_specs=laid_out, out_specs=laid_out, axis_names=set(automatic), check_vma=False
+    )(x)
+
+
+def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ...]) -> Zero:
+    """What `Strategy(zero=...)` says: a stage, one of FSDP's names, or a `Zero`; checked against the axes there are."""
+    if isinstance(value, str):
+        if value not in STAGES:
+            raise ValueError(f"`Strategy(zero={value!r})`: FSDP's names are {', '.join(STAGES)}; or give a stage, 0 to 3.")
+        within = tuple(axis for axis in data_axes if axis not in crossing)
+        if "HYBRID" in value and within in ((), data_axes):
+            raise ValueError(
+                f"`Strategy(zero={value!r})` splits within the fast network and repeats across the slow one, and of the data "
+                f"axes {data_axes} {'none stays within' if not within else 'none crosses'}. Say which cross, `dcn=\"pod\"`, "
+                f"or over which to split: `zero=sl.Zero({STAGES[value]}, axes=(...))`."
+            )
+        zero = Zero(STAGES[value], axes=within if "HYBRID" in value else None)
+    elif isinstance(value, Zero):
+        zero = value
+    elif type(value) is int:
+        zero = Zero(value)
+    else:
+        raise ValueError(f"`Strategy(zero={value!r})` takes a stage, 0 to 3, one of FSDP's names, or a `sl.Zero`.")
+    if zero.stage and not data_axes:
+        raise ValueError(
+            f"`Strategy(zero={value!r})` splits state over the axes of data, and no axis splits the batch and nothing else: "
+            "the partitioner has them all. Give `batch` an axis of its own in the rules."
+        )
+    for axis in zero.axes or ():
+        if axis not in data_axes:
+            raise ValueError(f"`Zero(axes={zero.axes})`: `{axis}` is not one of the data axes {data_axes}.")
+    return zero
