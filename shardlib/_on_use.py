@@ -11,6 +11,7 @@ turns its gradient at once into the form in which gradients are summed. What is 
 A region keeps for its backward pass what JAX would keep, except weights and what is made of weights alone.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -283,8 +284,14 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
     kept = list(dict.fromkeys(var for var in _variables(residuals) if var not in of_weights))
     again = list(dict.fromkeys(var for var in _variables(residuals) if var in of_weights))
 
+    weights = jaxpr.invars[len(plain) :]
+    reads = [next((eqn for eqn in jaxpr.eqns if var in _variables(eqn.invars)), None) for var in weights]
+
     def make(stored: list[Any]) -> list[Any]:
-        return [root.weight.whole(one, root.taken) for root, one in zip([*trained, *frozen], stored, strict=True)]
+        return [
+            _because(use, functools.partial(root.weight.whole, taken=root.taken), one)
+            for root, use, one in zip([*trained, *frozen], reads, stored, strict=True)
+        ]
 
     def evaluated(floats: Any, others: Any, stored: Any, wanted: list[Any]) -> list[Any]:
         if any(root.weight.late for root in roots):
@@ -312,8 +319,8 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
         backward = tree.unflatten([atom.val if isinstance(atom, Literal) else values[atom] for atom in residuals])
         of_floats, of_trained = backward(gradient)
         reduced = [
-            root.weight.reduced(g, one, root.taken)
-            for root, g, one in zip(trained, of_trained, stored[: len(trained)], strict=True)
+            _because(use, functools.partial(root.weight.reduced, taken=root.taken), g, one)  # type: ignore[arg-type]
+            for root, use, g, one in zip(trained, reads, of_trained, stored, strict=False)
         ]
         return of_floats, None, None, reduced
 
@@ -323,6 +330,25 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
     )
     of_smooth, of_rest = iter(results[: sum(kinds)]), iter(results[sum(kinds) :])
     return [next(of_smooth) if is_smooth else next(of_rest) for is_smooth in kinds]
+
+
+def _because(use: Any, function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """Call a function as if from the line of the equation that uses the weight, which is to blame for it."""
+    if use is None:
+        return function(*args)
+    traced = jax.make_jaxpr(function)(*args)
+    blamed = _relocated(traced.jaxpr, use.source_info.traceback)
+    return jaxpr_as_fun(ClosedJaxpr(blamed, traced.consts))(*jax.tree.leaves(args))[0]
+
+
+def _relocated(jaxpr: Jaxpr, traceback: Any) -> Jaxpr:
+    def relocated(equation: Any) -> Any:
+        inner = {k: _relocated(v, traceback) for k, v in equation.params.items() if isinstance(v, Jaxpr)}
+        return equation.replace(
+            source_info=equation.source_info.replace(traceback=traceback), params={**equation.params, **inner}
+        )
+
+    return jaxpr.replace(eqns=[relocated(equation) for equation in jaxpr.eqns])
 
 
 def _again(traced: Any, wanted: list[Any], before: int, whole: list[Any]) -> list[Any]:

@@ -4,13 +4,15 @@ At rest everything is split, from stage 1 on: parameters, and optimizer state as
 is whole during a step: of stage 1 parameters and gradients, of stage 2 parameters, of stage 3 one layer's parameters.
 """
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -19,7 +21,8 @@ from shardlib._rules import keep_axes, spec_axes
 STAGES: dict[str, int] = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
 """What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow one."""
 
-_LANES = 128  # the last dim of an array lies in tiles as wide as this on a TPU
+BUCKET_BYTES = 32 * 2**20
+"""How large one collective is about, where that can be chosen."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Zero:
     - `stacked`: names of dims along which layers are stacked. They are not split.
     - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\\d+"`: parameters for which it
       finds the same text are gathered together.
+    - `bucket_bytes`: of larger arrays, stages 1 and 2 gather one layer after the other.
     - `strict`: refuse an optimizer with state, other than scalars, that can be related to no parameter.
 
     >>> Zero(3, axes=("data",)).stage
@@ -45,6 +49,7 @@ class Zero:
     small: int = 2**16
     stacked: tuple[str, ...] = ("layers",)
     layers: str | None = None
+    bucket_bytes: int = BUCKET_BYTES
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +64,8 @@ class Zero:
                 raise ValueError(f'`Zero({field}={value!r})` takes a tuple of names: `{field}=("data",)`.')
         if type(self.small) is not int or self.small < 0:
             raise ValueError(f"`Zero(small={self.small!r})` takes a number of elements, at least 0.")
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ValueError(f"`Zero(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
         if self.layers is not None:
             try:
                 re.compile(self.layers)
@@ -88,10 +95,13 @@ def split_further(
     spec: PartitionSpec,
     names: Any = None,
 ) -> Split:
-    """Split a parameter over `axes` too: along the longest dim that divides, is whole so far, and stacks no layers.
+    """Split a parameter over `axes` too: along a dim that divides, is whole so far, and stacks no layers.
 
-    The last dim comes last, unless its parts fill whole tiles of memory. What is small stays whole, and so does what no
-    dim of divides.
+    That is the first, whose parts lie one behind the other in memory; of a parameter without names the longest, since its
+    first may be one of layers.
+
+    The last dim comes last: a TPU keeps it in tiles, and of a scatter along it, into parts that fill few tiles, it makes
+    an all-reduce of twice the bytes. What is small stays whole, and so does what no dim of divides.
 
     >>> spec = PartitionSpec(None, None, "model")
     >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers", "embed", "mlp")).spec
@@ -102,10 +112,8 @@ def split_further(
         return Split(spec)
     parts = math.prod(mesh_shape[axis] for axis in free)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    stacks = [
-        isinstance(names, tuple) and not isinstance(names, PartitionSpec) and names[dim] in zero.stacked
-        for dim in range(len(shape))
-    ]
+    named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
+    stacks = [named and names[dim] in zero.stacked for dim in range(len(shape))]
     elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
     if elements <= zero.small:
         return Split(spec, reason=f"small: {elements:,} elements")
@@ -114,19 +122,44 @@ def split_further(
         over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
         return Split(spec, reason=f"no dim that is whole divides by {over}")
     last = len(shape) - 1
-    dim = max(open_dims, key=lambda d: (d != last or shape[d] // parts % _LANES == 0, shape[d], -d))
+    dim = max(open_dims, key=lambda d: (d != last, 0 if named else shape[d], -d))
     entries[dim] = free[0] if len(free) == 1 else free
     return Split(PartitionSpec(*entries), dim, free)
 
 
-def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the layout over others."""
-    return _on_shards(lambda part: lax.all_gather(part, axes, axis=dim, tiled=True), x, spec)
+def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], limit: int = 0) -> jax.Array:
+    """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the layout over others.
+
+    Where that comes to more than `limit` bytes, piece by piece along the first dim, if that is another one.
+    """
+    collective = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
+
+    def gathered(part: jax.Array) -> jax.Array:
+        whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
+        if limit and dim and whole > limit:
+            return in_pieces(functools.partial(collective, axis=dim - 1), part)
+        return collective(part, axis=dim)
+
+    return _on_shards(gathered, x, spec)
 
 
 def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """The sum over `axes`, of which each device along them keeps its part of `dim`."""
     return _on_shards(lambda part: lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True), x, spec)
+
+
+def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """A collective for one row of an array after the other.
+
+    Collectives along any but the first dim of a large array are turned around it: GPUs would copy all of it, twice.
+    """
+
+    def put(row: jax.Array, rows: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(rows, collective(lax.dynamic_index_in_dim(x, row, keepdims=False)), row, 0)
+
+    # All of it is overwritten. Of zeros, compilers would keep one array for all that start as zeros of this shape.
+    anything = x[(0,) * x.ndim]
+    return lax.fori_loop(0, x.shape[0], put, jnp.broadcast_to(anything, (x.shape[0], *jax.eval_shape(collective, x[0]).shape)))
 
 
 def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:

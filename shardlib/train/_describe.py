@@ -13,7 +13,7 @@ from shardlib._random import is_key
 from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve, spec_axes
 from shardlib._text import human_bytes, table
 from shardlib._tree import named_leaves
-from shardlib.train._state import State
+from shardlib.train._state import State, united
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found: `rows` for parameters and other arrays of the model, totals for all; prints as a table."""
+    """What `describe` found: `rows` for parameters and other arrays of the model, totals for all; prints as a table.
+
+    `optimizer_rows` are of the optimizer's state, one for each leaf; those that lie just as their parameters do, and
+    scalars, are counted in the table and not listed.
+    """
 
     mesh: str
     rows: tuple[Row, ...]
+    optimizer_rows: tuple[Row, ...]
+    like_parameters: int
     parameter_count: int
     parameter_bytes: int
     bytes_per_device: dict[str, int]
@@ -43,14 +49,18 @@ class Description:
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
-        cells += [
-            (
-                row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _names_text(row.names),
-                _spec_text(row.spec), human_bytes(row.bytes_per_device), row.remark,
-            )
-            for row in self.rows
-        ]  # fmt: skip
+        cells += map(_cells, self.rows)
         lines = [table(cells)]
+        if self.optimizer_rows:
+            own = [row for row in self.optimizer_rows if row.remark]
+            if own:
+                lines += ["", table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)])]
+            scalars = len(self.optimizer_rows) - len(own) - self.like_parameters
+            lines += [
+                "",
+                f"optimizer state: {self.like_parameters} arrays lie as their parameters do, {scalars} are scalars"
+                + (f", {len(own)} are listed above" if own else ""),
+            ]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
@@ -83,24 +93,41 @@ def describe(state: State) -> Description:
     if not isinstance(state, State):
         raise ValueError(f"`describe` takes the `State` that `sl.init` makes; got {type(state).__name__}.")
     layout, mesh = state.layout, state.layout.strategy.device_mesh
-    rules, names = layout.strategy.rules, dict(layout.names)
+    rules, names, relations = layout.strategy.rules, dict(layout.names), dict(layout.relations)
+    splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
+    frozen = {path for path, _ in named_leaves(state.frozen)}
+
+    def remark(path: str, shape: tuple[int, ...]) -> str:
+        split = splits.get(path)
+        parts = [
+            "frozen" if path in frozen else "",
+            _remark(path, shape, names.get(path), rules, dict(mesh.shape), split is not None and split.dim is not None),
+            f"whole over data ({split.reason})" if split is not None and split.reason else "",
+        ]
+        return "; ".join(filter(None, parts))
+
+    def row(path: str, leaf: Any, remark: str) -> Row:
+        return Row(
+            path, leaf.shape, str(leaf.dtype), names.get(path), leaf.sharding.spec, _bytes_here(leaf), remark
+        )  # fmt: skip
+
     rows = tuple(
-        Row(
-            path, leaf.shape, str(leaf.dtype), names.get(path), leaf.sharding.spec, _bytes_here(leaf),
-            _remark(path, leaf.shape, names.get(path), rules, dict(mesh.shape)),
-        )
-        for tree in (state.params, state.rest)
+        row(path, leaf, remark(path, leaf.shape))
+        for tree in (united(state.params, state.frozen), state.rest)
         for path, leaf in named_leaves(tree)
-    )  # fmt: skip
+    )
+    of_optimizer = tuple(row(path, leaf, relations[path].reason) for path, leaf in named_leaves(state.opt_state))
     used = {name for row in rows for name in row.names or () if isinstance(name, str)}
     splitting = (name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates))
     return Description(
         mesh=format_mesh(mesh),
         rows=rows,
-        parameter_count=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        parameter_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
+        optimizer_rows=of_optimizer,
+        like_parameters=sum(relation.kind == "same" for relation in relations.values()),
+        parameter_count=sum(leaf.size for leaf in jax.tree.leaves((state.params, state.frozen))),
+        parameter_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.params, state.frozen))),
         bytes_per_device={
-            "parameters": _total_here(state.params),
+            "parameters": _total_here((state.params, state.frozen)),
             "optimizer state": _total_here(state.opt_state),
             "other state": _total_here((state.rest, state.streams)),
         },
@@ -124,9 +151,18 @@ def _total_here(tree: Any) -> int:
     return sum(_bytes_here(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _remark(path: str, shape: tuple[int, ...], names: Names, rules: AxisRules, mesh_shape: dict[str, int]) -> str:
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _names_text(row.names), _spec_text(row.spec),
+        human_bytes(row.bytes_per_device), row.remark,
+    )  # fmt: skip
+
+
+def _remark(
+    path: str, shape: tuple[int, ...], names: Names, rules: AxisRules, mesh_shape: dict[str, int], split: bool
+) -> str:
     if names is None:
-        return "no names: replicated"
+        return "no names" if split else "no names: replicated"
     if isinstance(names, PartitionSpec):
         return "mesh axes given"
     resolution = resolve(rules, mesh_shape, names, shape, what=path)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib._rules import as_tuple, keep_axes
+from shardlib._zero import BUCKET_BYTES, in_pieces
 
 
 class Parameter(NamedTuple):
@@ -53,10 +55,10 @@ class Exact:
     """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split that further.
 
     What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered and is smaller than
-    that is put together into buckets of that size: ZeRO's constant buffers.
+    that is put together into buckets of that size, ZeRO's constant buffers; larger stacks go one layer after the other.
     """
 
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
@@ -79,7 +81,7 @@ class Exact:
         for axes in dict.fromkeys(axes for _, axes in splits if axes):
             members = [i for i, split in enumerate(splits) if split[1] == axes]
             for bucket in _buckets(reduced, members, self.bucket_bytes):
-                parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes)
+                parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes, self.bucket_bytes)
                 for i, part in zip(bucket, parts, strict=True):
                     reduced[i] = part
         left = [
@@ -118,10 +120,14 @@ def _buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) ->
     return buckets
 
 
-def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...]) -> list[jax.Array]:
+def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int) -> list[jax.Array]:
     """Sums over `axes`, of which each device keeps its part of a dim of each array, in one collective."""
     if len(arrays) == 1:
-        return [lax.psum_scatter(arrays[0], axes, scatter_dimension=dims[0], tiled=True)]
+        ((array,), (dim,)) = arrays, dims
+        collective = partial(lax.psum_scatter, axis_name=axes, tiled=True)
+        if dim and array.nbytes > limit:
+            return [in_pieces(partial(collective, scatter_dimension=dim - 1), array)]
+        return [collective(array, scatter_dimension=dim)]
     parts = math.prod(lax.axis_size(axis) for axis in axes)
     # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
     rows, shapes = [], []

@@ -74,7 +74,8 @@ class Use:
         assert self.split.dim is not None
         with jax.named_scope("gather"):
             part = cast(stored, self._compute)
-            return gather(part, PartitionSpec(*self.named[taken:]), self.split.dim - taken, self.split.axes)
+            limit = self.strategy.sharding.bucket_bytes if not taken else 0
+            return gather(part, PartitionSpec(*self.named[taken:]), self.split.dim - taken, self.split.axes, limit)
 
 
 def uses(tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *, frozen: bool) -> Any:

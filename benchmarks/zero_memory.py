@@ -1,0 +1,103 @@
+"""The ZeRO paper's table of bytes per device, read off compiled programs.
+
+A decoder of 7.5 billion parameters, trained by Adam in mixed precision: bfloat16 copies of the parameters and bfloat16
+gradients, float32 master weights and moments; one sequence of 1,024 tokens on each device, everything recomputed, no
+accumulation. Theory, of P parameters on N devices: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. In the columns of their own:
+layers that stage 3 has gathered, activations, and everything else. Then what sums in float32 over two microbatches add.
+
+It needs the GPU's compiler and no accelerator: `pip install -e ".[gpu-plan]"`.
+
+    python -m benchmarks.zero_memory --json
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import shardlib as sl
+from benchmarks._report import report
+from models import gpt
+
+MACHINES = {1: "gpu:h200:1x1x1", 4: "gpu:h200:1x1x4", 16: "gpu:h200:2x1x8", 64: "gpu:h200:8x1x8"}
+BF16 = sl.Precision("bf16", reduce="bf16")
+CONFIG = gpt.GPTConfig(layers=36, width=4096, heads=32, context=1024, vocab=51_200)
+BOUNDS = {"worst_ratio": 1.05}
+
+
+def theory(parameters: int, devices: int, stage: int) -> float:
+    """The paper's bytes per device: parameters, gradients, and the optimizer's state with the master weights."""
+    whole, split = [(16, 0), (4, 12), (2, 14), (0, 16)][stage]
+    return parameters * (whole + split / devices)
+
+
+def compiled(target: str, stage: int, precision: sl.Precision = BF16, accumulate: int = 1) -> tuple[sl.Plan, int]:
+    """The plan of a step, and how many parameters it has."""
+    machine = sl.Target(target)
+    mesh = machine.mesh(f"data={machine.size}", dcn=f"data={machine.slices}" if machine.slices > 1 else "")
+    strategy = sl.Strategy(
+        mesh=mesh, rules=sl.rules.data, zero=stage, precision=precision, accumulate=accumulate, remat="full"
+    )
+    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adam(1e-4), strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((machine.size * accumulate, CONFIG.context + 1), "int32")}
+    found = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, machine)
+    return found, sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def columns(found: sl.Plan, stage: int) -> dict[str, float]:
+    """Bytes per device in the paper's columns, and those that it does not count."""
+    most = found.memory.kinds
+    copies = most["copies of parameters"]
+    model = most["parameters"] + most["optimizer state"] + most["gradients"] + (copies if stage < 3 else 0)
+    return {
+        "model": model,
+        "gathered": copies if stage == 3 else 0,
+        "activations": most["activations"],
+        "rest": found.memory.total_bytes - model - most["activations"] - (copies if stage == 3 else 0),
+    }
+
+
+def main() -> None:
+    """Measure, print, and with `--json` print for machines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    sl.simulate_devices(8)
+    worst, figures = 0.0, {}
+    print(f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations  rest   GB", file=sys.stderr)
+    parameters = 0
+    for devices, target in MACHINES.items():
+        for stage in range(4):
+            found, parameters = compiled(target, stage)
+            of, expected = columns(found, stage), theory(parameters, devices, stage)
+            worst = max(worst, of["model"] / expected)
+            figures[f"gb_n{devices}_stage{stage}"] = of["model"] / 1e9
+            show(devices, stage, expected, of)
+    estimated = {f"gb_n1024_stage{stage}_estimated": theory(parameters, 1024, stage) / 1e9 for stage in range(4)}
+    added: dict[str, Any] = {}
+    for stage in (1, 2):
+        found, _ = compiled(MACHINES[16], stage, sl.Precision("bf16", accumulate="float32", reduce="bf16"), accumulate=2)
+        extra = columns(found, stage)["model"] - 1e9 * figures[f"gb_n16_stage{stage}"]
+        added[f"float32_sums_add_stage{stage}_of_p"] = extra / parameters
+    report(
+        "zero_memory",
+        {"parameters": parameters, "worst_ratio": worst, **figures, **estimated, **added},
+        BOUNDS,
+        arguments.json,
+    )
+
+
+def show(devices: int, stage: int, expected: float, of: dict[str, float]) -> None:
+    """A line of the table."""
+    print(
+        f"{devices:5} {stage:5} {expected / 1e9:9.2f} {of['model'] / 1e9:9.2f} {of['model'] / expected:6.3f}   "
+        + "  ".join(f"{of[key] / 1e9:9.2f}" for key in ("gathered", "activations", "rest")),
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()
