@@ -145,7 +145,25 @@ def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], l
 
 def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """The sum over `axes`, of which each device along them keeps its part of `dim`."""
-    return _on_shards(lambda part: lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True), x, spec)
+    return _on_shards(lambda part: sum_scatter(part, dim, axes), x, spec)
+
+
+_LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
+
+
+def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """`psum_scatter`, of an array in a shape that TPUs scatter: a row for each device, of whole tiles.
+
+    Of a scatter along either of the last two dims, or of one into less than whole tiles, their compiler makes an
+    all-reduce, of twice the bytes.
+    """
+    front = jnp.moveaxis(x, dim, 0)
+    parts = math.prod(lax.axis_size(axis) for axis in axes)
+    shape = (front.shape[0] // parts, *front.shape[1:])
+    size = math.prod(shape)
+    rows = front.reshape((parts, size // _LANES, _LANES) if size % _LANES == 0 else (parts, size))
+    mine = lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(mine.reshape(shape), 0, dim)
 
 
 def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -44,6 +44,11 @@ def parameter_bytes(state):
     return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params))
 
 
+def norm_bytes(state):
+    """What adds up the gradient's norm: a number for each parameter that is split."""
+    return 4 * sum("model" in leaf.sharding.spec for leaf in jax.tree.leaves(state.params))
+
+
 def sent(found):
     """Bytes that go into all collectives of a kind over some axes, however compilers combine them."""
     total = collections.Counter()
@@ -62,13 +67,14 @@ def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform)
     over_model = [one for one in found if one.axes == ("model",)]
     if platform == "cpu":  # whose partitioner adds up the gradients of query, key and value after their all-reduce
         outside = collections.Counter(shape for one in over_model if one.times == 1 for shape in one.shapes)
-        assert outside == {(ROWS // 2, SEQ, WIDTH): 2, (ROWS // 2, SEQ): 3}, testing.summary(found)
+        norm = {(): norm_bytes(state) // 4}
+        assert outside == {(ROWS // 2, SEQ, WIDTH): 2, (ROWS // 2, SEQ): 3, **norm}, testing.summary(found)
         assert all(one.kind == "all-reduce" and len(one.axes) == 1 for one in found)
     else:
         # Beside the layers: the embedding forward; the loss's maximum, sum and target, and what it sends back into the
         # stream. And the gradient exchange, each device its own shards; with it the loss and the weight of the batch.
         assert sent(found) == {
-            ("all-reduce", "model"): (4 * LAYERS + 2) * STREAM + 3 * PER_TOKEN,
+            ("all-reduce", "model"): (4 * LAYERS + 2) * STREAM + 3 * PER_TOKEN + norm_bytes(state),
             ("all-reduce", "data"): parameter_bytes(state) + 8,
         }, testing.summary(found)
 
@@ -86,7 +92,7 @@ def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters():
     assert sent(found) == {
         ("reduce-scatter", "model"): (4 * LAYERS + 2) * STREAM,
         ("all-gather", "model"): (6 * LAYERS + 2) * STREAM + positions,
-        ("all-reduce", "model"): 3 * PER_TOKEN + stream_parameters,
+        ("all-reduce", "model"): 3 * PER_TOKEN + stream_parameters + norm_bytes(state),
         ("all-reduce", "data"): parameter_bytes(state) + 8,
     }, testing.summary(found)
 
@@ -110,7 +116,8 @@ def test_the_exchange_happens_once_and_moves_no_weight_over_the_tensor_axis(plat
     assert sum(one.operand_bytes for one in over_data) == parameter_bytes(state) + 8
     stream, per_token = STREAM // accumulate, PER_TOKEN // accumulate
     over_model = {int(np.prod(shape)) * 4 for one in found if one.axes == ("model",) for shape in one.shapes}
-    assert over_model <= {stream, per_token, stream + per_token}, "activations alone, two of them flattened into one"
+    of_activations = {stream, per_token, stream + per_token}
+    assert over_model <= of_activations | {4}, "activations, two of them flattened into one, and the gradient's norm"
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

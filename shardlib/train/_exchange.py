@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib._rules import as_tuple, keep_axes
-from shardlib._zero import BUCKET_BYTES, in_pieces
+from shardlib._zero import BUCKET_BYTES, in_pieces, sum_scatter
 
 
 class Parameter(NamedTuple):
@@ -124,10 +124,9 @@ def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], li
     """Sums over `axes`, of which each device keeps its part of a dim of each array, in one collective."""
     if len(arrays) == 1:
         ((array,), (dim,)) = arrays, dims
-        collective = partial(lax.psum_scatter, axis_name=axes, tiled=True)
         if dim and array.nbytes > limit:
-            return [in_pieces(partial(collective, scatter_dimension=dim - 1), array)]
-        return [collective(array, scatter_dimension=dim)]
+            return [in_pieces(partial(sum_scatter, dim=dim - 1, axes=axes), array)]
+        return [sum_scatter(array, dim, axes)]
     parts = math.prod(lax.axis_size(axis) for axis in axes)
     # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
     rows, shapes = [], []
@@ -136,11 +135,13 @@ def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], li
         moved = jnp.moveaxis(x.reshape(shape), dim, 0)
         rows.append(moved.reshape(parts, -1))
         shapes.append(moved.shape[1:])
-    mine = lax.psum_scatter(jnp.concatenate(rows, axis=1), axes, scatter_dimension=0, tiled=True)[0]
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    return [
-        mine[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)
-    ]
+    padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
+    mine = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
+    return [mine[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
+
+
+_TILE = 16 * 128  # a row of the buffer fills tiles of a TPU
 
 
 def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> Any:
