@@ -2,8 +2,10 @@
 
 A decoder of 7.5 billion parameters, trained by Adam in mixed precision: bfloat16 copies of the parameters and bfloat16
 gradients, float32 master weights and moments; one sequence of 1,024 tokens on each device, everything recomputed, no
-accumulation. Theory, of P parameters on N devices: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. In the columns of their own:
-layers that stage 3 has gathered, activations, and everything else. Then what sums in float32 over two microbatches add.
+accumulation. Theory, of P parameters on N devices: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. Found is what the
+compiled step holds at its fullest moment: parameters, their bfloat16 copies, gradients and optimizer state. In columns of
+their own are layers that stage 3 has gathered, activations, and the rest: logits, products within a layer and their casts.
+Then what sums in float32 over two microbatches add, as a multiple of P.
 
 It needs the GPU's compiler and no accelerator: `pip install -e ".[gpu-plan]"`.
 
@@ -48,16 +50,13 @@ def compiled(target: str, stage: int, precision: sl.Precision = BF16, accumulate
 
 
 def columns(found: sl.Plan, stage: int) -> dict[str, float]:
-    """Bytes per device in the paper's columns, and those that it does not count."""
-    most = found.memory.kinds
-    copies = most["copies of parameters"]
-    model = most["parameters"] + most["optimizer state"] + most["gradients"] + (copies if stage < 3 else 0)
-    return {
-        "model": model,
-        "gathered": copies if stage == 3 else 0,
-        "activations": most["activations"],
-        "rest": found.memory.total_bytes - model - most["activations"] - (copies if stage == 3 else 0),
-    }
+    """Bytes per device at the fullest moment, in the paper's columns and in those that it does not count."""
+    kinds = found.memory.kinds
+    copies = kinds["copies of parameters"]
+    model = kinds["parameters"] + kinds["optimizer state"] + kinds["gradients"] + (copies if stage < 3 else 0)
+    gathered = copies if stage == 3 else 0
+    rest = found.memory.total_bytes - model - gathered - kinds["activations"]
+    return {"model": model, "gathered": gathered, "activations": kinds["activations"], "rest": rest}
 
 
 def main() -> None:
@@ -67,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sl.simulate_devices(8)
     worst, figures = 0.0, {}
-    print(f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations  rest   GB", file=sys.stderr)
+    print(f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations       rest   GB", file=sys.stderr)
     parameters = 0
     for devices, target in MACHINES.items():
         for stage in range(4):

@@ -19,6 +19,7 @@ from shardlib._mesh import simulate_devices as simulate_devices
 from shardlib._precision import Precision as Precision
 from shardlib._random import same_everywhere as same_everywhere
 from shardlib._remat import remat as remat
+from shardlib._remat import zero3_layer as zero3_layer
 from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
@@ -32,6 +33,7 @@ from shardlib.planning._memory import Memory as Memory
 from shardlib.planning._memory import Piece as Piece
 from shardlib.planning._plan import Plan as Plan
 from shardlib.planning._plan import plan as plan
+from shardlib.planning._prices import Price as Price
 from shardlib.planning._targets import Chip as Chip
 from shardlib.planning._targets import Target as Target
 from shardlib.train._describe import Description as Description

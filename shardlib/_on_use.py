@@ -332,18 +332,23 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
     return [next(of_smooth) if is_smooth else next(of_rest) for is_smooth in kinds]
 
 
-def _because(use: Any, function: Callable[..., jax.Array], *args: Any) -> jax.Array:
-    """Call a function as if from the line of the equation that uses the weight, which is to blame for it."""
+def _because(use: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
+    """Call a function as if from the line of an equation, which is to blame for it; `deep`, for what it calls too."""
     if use is None:
         return function(*args)
-    traced = jax.make_jaxpr(function)(*args)
-    blamed = _relocated(traced.jaxpr, use.source_info.traceback)
-    return jaxpr_as_fun(ClosedJaxpr(blamed, traced.consts))(*jax.tree.leaves(args))[0]
+    traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    blamed = _relocated(traced.jaxpr, use.source_info.traceback, deep)
+    results = jaxpr_as_fun(ClosedJaxpr(blamed, traced.consts))(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def _relocated(jaxpr: Jaxpr, traceback: Any) -> Jaxpr:
+def _relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
     def relocated(equation: Any) -> Any:
-        inner = {k: _relocated(v, traceback) for k, v in equation.params.items() if isinstance(v, Jaxpr)}
+        inner = {
+            name: _relocated(value, traceback, deep)
+            for name, value in equation.params.items()
+            if deep and isinstance(value, Jaxpr)
+        }
         return equation.replace(
             source_info=equation.source_info.replace(traceback=traceback), params={**equation.params, **inner}
         )
@@ -431,26 +436,26 @@ def _scan(stretch: _Stretch, inputs: list[Entry]) -> list[Entry]:
     before = [_made_whole(value) for value in before]
     scanned = [value if not _is_weight(value) or _stack(value) is not None else _made_whole(value) for value in scanned]
 
-    def step(carry: list[Any], scanned_now: Any) -> tuple[list[Any], list[Any]]:
+    def step(constants_now: list[Any], carry: list[Any], scanned_now: Any) -> tuple[list[Any], list[Any]]:
         plain, held = scanned_now
         rest = iter(plain)
         now = dict(zip(roots, (_Root(r.weight, h, r.taken + 1) for r, h in zip(roots, held, strict=True)), strict=True))
         layer = [_replaced(value, now) if _is_weight(value) else next(rest) for value in scanned]
-        within = [*before[:constants], *carry, *layer]
+        within = [*constants_now, *carry, *layer]
         if _has_layers(body.jaxpr, list(map(_is_weight, within))):
             outputs = _evaluate(body.jaxpr, body.consts, within)
         else:
             outputs = _use_entries(lambda values: jaxpr_as_fun(body)(*values), within)
         return outputs[:carries], outputs[carries:]
 
-    carry, stacked = lax.scan(
-        step,
-        before[constants:],
-        ([value for value in scanned if not _is_weight(value)], [root.held for root in roots]),
-        length=equation.params["length"],
-        reverse=equation.params["reverse"],
-        unroll=equation.params["unroll"],
-    )
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+
+    def scan(before: list[Any], plain: list[Any], held: list[Held]) -> Any:
+        constants_now, carry = before[:constants], before[constants:]
+        return lax.scan(functools.partial(step, constants_now), carry, (plain, held), **options)
+
+    plain = [value for value in scanned if not _is_weight(value)]
+    carry, stacked = _because(equation, scan, before, plain, [root.held for root in roots], deep=False)
     return _picked(stretch, [*carry, *stacked])
 
 

@@ -132,7 +132,11 @@ def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], l
 
     Where that comes to more than `limit` bytes, piece by piece along the first dim, if that is another one.
     """
-    collective = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
+
+    def collective(part: jax.Array, axis: int) -> jax.Array:
+        for name in reversed(axes):
+            part = lax.all_gather(part, name, axis=axis, tiled=True)
+        return part
 
     def gathered(part: jax.Array) -> jax.Array:
         whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
@@ -162,8 +166,9 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     shape = (front.shape[0] // parts, *front.shape[1:])
     size = math.prod(shape)
     rows = front.reshape((parts, size // _LANES, _LANES) if size % _LANES == 0 else (parts, size))
-    mine = lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)
-    return jnp.moveaxis(mine.reshape(shape), 0, dim)
+    for name in axes:  # one after the other, the fast networks first: each is a dim of a torus, or a network, of its own
+        rows = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
 
 def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

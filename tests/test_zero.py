@@ -68,11 +68,13 @@ def next_token(model, batch, rng):
     return sl.mean(jnp.sum(losses * batch["mask"]), batch["mask"].sum())
 
 
-@pytest.mark.parametrize(("stage", "remat"), [(1, "none"), (2, "none"), (3, "none"), (3, "full")])
-def test_every_stage_is_one_device(stage, remat):
+@pytest.mark.parametrize(
+    ("stage", "remat", "accumulate"), [(1, "none", (2,)), (2, "none", (1, 2)), (3, "none", (1, 2)), (3, "full", (1,))]
+)
+def test_every_stage_is_one_device(stage, remat, accumulate):
     compared = testing.check_step(
         decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage, small=0), remat=remat,
-        meshes=["data=8,model=1", "data=4,model=2"], accumulate=(1, 2),
+        meshes=["data=8,model=1", "data=4,model=2"], accumulate=accumulate,
     )  # fmt: skip
     assert all(comparison.randomness == 0 for comparison in compared)
 
@@ -137,9 +139,7 @@ def test_training_curves_are_one_devices(optimizer, stage):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-# What cannot take these parameters, and why.
-CANNOT: dict[str, str] = {}
-TRAINABLE = {n: o for n, o in public_optimizers().items() if n not in UNTRAINABLE and n not in CANNOT}
+TRAINABLE = {name: optimizer for name, optimizer in public_optimizers().items() if name not in UNTRAINABLE}
 SHAPES = {"w": (16, 8), "square": (16, 16), "b": (8,)}
 AT_ONCE = 20
 # Of whole numbers, whose means are exact in any order, so that no optimizer can amplify their rounding.
@@ -195,3 +195,162 @@ def test_every_optimizer_moves_split_parameters_as_one_device(name):
         if relation.kind == "same":
             leaf, parameter = opt_state[path], state.params[name][relation.parameter]
             assert leaf.sharding.shard_shape(leaf.shape) == parameter.sharding.shard_shape(parameter.shape)
+
+
+MESH = {"data": 4, "model": 2, "pod": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "names", "dim"),
+    [
+        ((8, 16, 4), P(), ("embed", "heads", "head_dim"), 0),  # the first that divides
+        ((6, 16, 4), P(), ("embed", "heads", "head_dim"), 1),
+        ((6, 6, 4), P(), ("embed", "heads", "head_dim"), 2),  # the last one last
+        ((8, 4), P("model"), ("mlp", "embed"), 1),  # not what `model` splits
+        ((4, 8, 12), P(), ("layers", "embed", "mlp"), 1),  # nor a dim of layers
+        ((4, 6, 8), P(), None, 0),  # unnamed: the longest but for the last, which would be of layers
+        ((4, 8, 16), P(), None, 1),
+        ((8, 8, 4), P(), None, 0),
+        ((3, 8), P(), None, 1),
+        ((8,), P(), ("embed",), 0),
+    ],
+)
+def test_which_dim_is_split(shape, spec, names, dim):
+    split = split_further(sl.Zero(1, small=0), ("data",), MESH, shape, spec, names)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    entries[dim] = "data"
+    assert split == (P(*entries), dim, ("data",), "")
+
+
+@pytest.mark.parametrize(
+    ("zero", "axes", "shape", "spec", "names", "reason"),
+    [
+        (sl.Zero(1), ("data",), (256, 256), P(), None, "small: 65,536 elements"),
+        (sl.Zero(1, small=64), ("data",), (99, 8, 8), P(), ("layers", "embed", "mlp"), "small: 64 elements"),
+        (sl.Zero(1, small=0), ("data",), (6, 10), P(), None, "no dim that is whole divides by `data=4`"),
+        (sl.Zero(1, small=0), ("data",), (8, 6), P("model"), None, "no dim that is whole divides by `data=4`"),
+        (sl.Zero(1, small=0), ("data",), (8, 6), P(), ("layers", "embed"), "no dim that is whole divides by `data=4`"),
+        (sl.Zero(1, small=0), ("data", "model"), (4, 4), P(), None, "divides by `data=4` x `model=2`"),
+        (sl.Zero(1, small=0), ("data",), (), P(), None, "no dim that is whole divides"),
+        (sl.Zero(1, small=0), ("pod",), (8, 8), P(), None, ""),  # an axis of one device splits nothing
+        (sl.Zero(1, small=0), ("data",), (8, 8), P("data"), None, ""),  # split over it already
+        (sl.Zero(0, small=0), (), (8, 8), P(), None, ""),
+    ],
+)
+def test_what_stays_as_it_is_and_why(zero, axes, shape, spec, names, reason):
+    split = split_further(zero, axes, MESH, shape, spec, names)
+    assert split[:3] == (spec, None, ())
+    assert split.reason.endswith(reason) if reason else split.reason == ""
+
+
+def test_what_is_one_element_larger_than_small_is_split_over_all_axes_that_are_free():
+    zero = sl.Zero(1, small=63, stacked=("stage",))
+    assert split_further(zero, ("data",), MESH, (4, 8, 8), P(), ("stage", "a", "b")).dim == 1
+    split = split_further(zero, ("pod", "data", "model"), MESH, (8, 8), P(), None)
+    assert split == (P(("data", "model"), None), 0, ("data", "model"), "")
+    assert split_further(zero, ("data", "model"), MESH, (8, 8), P("model"), None).spec == P("model", "data")
+
+
+def mlp():
+    return sl.annotate(
+        {"in": normal(0, 16, 32), "bias": normal(1, 32), "layers": normal(2, 2, 32, 32), "out": normal(3, 32, 16)},
+        {"in": ("embed", "mlp"), "bias": ("mlp",), "layers": ("layers", "mlp", "embed"), "out": ("mlp", "embed")},
+    )
+
+
+def residuals(model, x):
+    y = jnp.tanh(x @ model["in"] + model["bias"])
+    y, _ = lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), y, model["layers"])
+    return y @ model["out"] - x
+
+
+def fit(model, x, rng):
+    return jnp.mean(residuals(model, x) ** 2)
+
+
+def trained(loss=fit, optimizer=None, make=mlp, batches=(X,), **options):
+    """The state before and after some steps, on the host, and the metrics of the last."""
+    strategy = sl.Strategy(**{"mesh": "data=8,model=1", "rules": RULES, **options})
+    state, step = sl.init(make, optimizer or optax.sgd(0.1), strategy), sl.train_step(loss, strategy)
+    before = jax.device_get(state)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return before, state, metrics
+
+
+FULL = sl.Zero(3, small=0)
+
+
+def test_what_is_frozen_is_split_at_rest_stays_as_it_is_and_has_no_state():
+    frozen = ("bias", "lay.*")
+    before, state, _ = trained(optimizer=optax.adam(1e-2), zero=FULL, frozen=frozen, batches=[X, X])
+    assert (state.params["bias"], state.params["layers"], state.frozen["in"], state.frozen["out"]) == (None,) * 4
+    chex.assert_trees_all_equal(jax.device_get(state.frozen), before.frozen)
+    assert state.frozen["bias"].sharding.spec == P("data")
+    assert state.frozen["layers"].sharding.spec == P(None, "data", None)
+    assert not any({"bias", "layers"} & set(path.split("/")) for path, _ in named_leaves(state.opt_state))
+    for name in ("in", "out"):
+        assert not np.any(np.asarray(state.params[name]) == before.params[name])
+    chex.assert_trees_all_equal(state.model["layers"], before.frozen["layers"])
+
+
+def test_frozen_layers_pass_gradients_on():
+    testing.check_step(mlp, optax.adam(1e-2), fit, X, RULES, zero=FULL, frozen=("layers", "bias"),
+                       meshes=["data=4,model=2"], accumulate=(2,))  # fmt: skip
+
+
+def test_a_frozen_pattern_that_matches_nothing_is_refused():
+    strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES, frozen=("out", "embed"))
+    with pytest.raises(ValueError, match="frozen=...*`embed` matches no parameter. The paths are: bias, in, layers, out"):
+        sl.init(mlp, optax.sgd(0.1), strategy)
+
+
+CLIPS = {
+    "global norm": (0.05, optax.clip_by_global_norm(0.05)),
+    "a norm that is not reached": (1e3, optax.identity()),
+    "by value": (optax.clip(1e-3), optax.clip(1e-3)),
+    "adaptive": (optax.adaptive_grad_clip(1e-2), optax.adaptive_grad_clip(1e-2)),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_is_that_of_the_whole_gradient(clip, stage):
+    ours, optaxs = CLIPS[clip]
+    before, state, metrics = trained(optimizer=optax.sgd(1.0), mesh="data=4,model=2", zero=sl.Zero(stage, small=0), clip=ours)
+    gradient = jax.grad(fit)(before.params, X, None)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
+    assert metrics["grad_norm"] > 0.1
+    clipped, _ = optaxs.update(gradient, optaxs.init(before.params), before.params)
+    if clip != "a norm that is not reached":
+        assert optax.tree.norm(clipped) < 0.9 * optax.tree.norm(gradient)
+    chex.assert_trees_all_close(state.params, jax.tree.map(jnp.subtract, before.params, clipped), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_with_state_is_refused():
+    with pytest.raises(ValueError, match="clip=....*without state.*optax.chain"):
+        trained(clip=optax.adaptive_grad_clip(0.1)._replace(init=optax.trace(0.9).init))
+
+
+PRECISIONS = {
+    (stage, precision): sl.Precision("bf16", keep=("bias",), reduce=precision)
+    for stage, precision in [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bf16"), (3, "bf16")]
+}
+
+
+@cache
+def in_bfloat16(stage, reduce):
+    seen = {}
+
+    def loss(model, x, rng):
+        seen.update({name: (leaf.dtype, leaf.shape) for name, leaf in model.items()})
+        return jnp.mean(residuals(model, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    precision = sl.Precision("bf16", keep=("bias",), reduce=reduce)
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES, zero=sl.Zero(stage, small=0), precision=precision)
+    state, step = sl.init(mlp, optax.adam(1e-2), strategy), sl.train_step(loss, strategy)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    return losses, state, seen

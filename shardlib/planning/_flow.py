@@ -184,6 +184,8 @@ class Flow:
                 todo += before
             elif made.opcode == "dynamic-update-slice":
                 todo += [(operand, ()) for operand in made.operands[:2]]
+            elif made.opcode == "broadcast":
+                todo.append((made.operands[0], ()))
             elif not self._is_blank(one):
                 return False
         return of_parameters

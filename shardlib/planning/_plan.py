@@ -22,6 +22,7 @@ from shardlib._text import human_bytes
 from shardlib.planning._compile import compile_apart
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._memory import Memory, attribute
+from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.planning._targets import CHIPS, Chip, Target
 from shardlib.train._state import State, state_specs
@@ -46,6 +47,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     remarks: tuple[str, ...]
     advice: tuple[str, ...]
+    prices: tuple[Price, ...]
     estimate: Estimate | None
     refusal: str
     lower_seconds: float
@@ -98,6 +100,7 @@ class Plan:
             ],
             "remarks": list(self.remarks),
             "advice": list(self.advice),
+            "zero": [dataclasses.asdict(price) for price in self.prices],
             "estimate": self.estimate
             and {"kinds": self.estimate.kinds, "total_bytes": self.estimate.total_bytes, "flops": self.estimate.flops},
             "refusal": self.refusal,
@@ -162,6 +165,7 @@ def plan(
         collectives=collectives(compiled.program, mesh),
         remarks=compiled.remarks,
         advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
+        prices=prices(state, strategy) if strategy is not None else (),
         estimate=estimate,
         refusal=compiled.refusal,
         lower_seconds=lower_seconds,
@@ -360,8 +364,13 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     advice.append(
         (
             kept,
-            f"Split parameters and optimizer state, {human_bytes(kept)}, over more devices: rules such as `sl.rules.fsdp`, or "
-            "a longer axis.",
+            f"Split parameters and optimizer state, {human_bytes(kept)}, over more devices: "
+            + (
+                f"`Strategy(zero={strategy.sharding.stage + 1})`, "
+                if strategy is not None and strategy.data_axes and strategy.sharding.stage < 3
+                else ""
+            )
+            + "rules such as `sl.rules.fsdp`, or a longer axis.",
         )
     )
     if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:

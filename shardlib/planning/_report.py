@@ -18,6 +18,7 @@ def report(plan: Any) -> str:
         _memory(plan),
         _largest(plan),
         _communication(plan),
+        _prices(plan),
         _estimated(plan),
         *(["what the compiler remarked\n" + "\n".join(f"  {one}" for one in plan.remarks)] if plan.remarks else []),
         *(["what to change\n" + "\n".join(f"  - {one}" for one in plan.advice)] if plan.advice else []),
@@ -108,6 +109,18 @@ def _estimated(plan: Any) -> str:
             error = f"{guess / size - 1:+.0%}" if size else "-"
             rows.append((f"  {kind}", human_bytes(guess), human_bytes(size), error))
     return table(rows, right=(1, 2, 3)) + f"\n  {plan.estimate.flops:.3g} FLOPs a step, on all devices"
+
+
+def _prices(plan: Any) -> str:
+    if not plan.prices:
+        return ""
+    rows = [("ZeRO, by formula", "sends per step", "holds beside what is at rest", "")]
+    rows += [
+        (f"  stage {one.stage}", human_bytes(one.sent_bytes), human_bytes(one.held_bytes)
+         + (" and a layer" if one.stage == 3 else ""), "this step" if one.chosen else "")
+        for one in plan.prices
+    ]  # fmt: skip
+    return table(rows, right=(1,))
 
 
 def _communication(plan: Any) -> str:

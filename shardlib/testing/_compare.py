@@ -71,14 +71,15 @@ def check_step(
     shapes = list(mesh_shapes(rules.axes) if meshes is None else meshes)
     if not shapes or not rules.axes:
         raise ValueError("`check_step` has no mesh to compare: no rule mentions an axis, or `meshes` is empty.")
-    alone = {name: value for name, value in options.items() if name not in ("exchange", "dcn")}
+    alone = {name: value for name, value in options.items() if name not in ("exchange", "dcn", "zero")}
     single = Strategy(mesh=make_mesh(dict.fromkeys(rules.axes, 1), devices=jax.devices()[:1]), rules=rules, **alone)
     expected = _run(make_model, optimizer, loss_fn, batch, single, steps, trainable)
     comparisons = []
     for shape, count in itertools.product(shapes, accumulate):
         sizes = parse_axes(shape).values()
         mesh = make_mesh(shape, devices=None if -1 in sizes else jax.devices()[: math.prod(sizes)])
-        strategy = Strategy(mesh=mesh, rules=rules, accumulate=count, **options)
+        on = shape if options.get("dcn") else mesh
+        strategy = Strategy(mesh=on, rules=rules, accumulate=count, **options)
         found = _run(make_model, optimizer, loss_fn, batch, strategy, steps, trainable)
         where = f"on the mesh `{format_mesh(mesh)}` with accumulate={count}"
         differences = {kind: _difference(kind, found, expected, tolerance, where) for kind in expected[0]}

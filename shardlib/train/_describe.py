@@ -51,22 +51,20 @@ class Description:
         cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
         cells += map(_cells, self.rows)
         lines = [table(cells)]
-        if self.optimizer_rows:
-            own = [row for row in self.optimizer_rows if row.remark]
-            if own:
-                lines += ["", table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)])]
-            scalars = len(self.optimizer_rows) - len(own) - self.like_parameters
-            lines += [
-                "",
-                f"optimizer state: {self.like_parameters} arrays lie as their parameters do, {scalars} are scalars"
-                + (f", {len(own)} are listed above" if own else ""),
-            ]
+        own = [row for row in self.optimizer_rows if row.remark]
+        if own:
+            lines += ["", table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)])]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
             f"{self.parameter_count:,} parameters, {human_bytes(self.parameter_bytes)}, on {self.mesh}",
             f"per device: {per_device}",
         ]
+        if self.optimizer_rows:
+            scalars = len(self.optimizer_rows) - len(own) - self.like_parameters
+            said = [f"{self.like_parameters} lie as their parameters do", f"{scalars} scalar" + "s" * (scalars != 1)]
+            said += [f"{len(own)} listed above"] if own else []
+            lines.append(f"arrays of the optimizer: {', '.join(said)}")
         if self.unused_rules:
             lines.append(
                 f"rules that no parameter uses (annotations of activations may): {', '.join(self.unused_rules)}"

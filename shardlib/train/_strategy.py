@@ -134,20 +134,24 @@ class Strategy:
         elsewhere = AxisRules({name: list(axes) for name, axes in self.rules.items() if name != "batch"}).axes
         return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
 
+    @property
+    def crossing(self) -> tuple[str, ...]:
+        """The axes that cross the slow network."""
+        if isinstance(self.mesh, str):
+            return tuple(part.split("=")[0].strip() for part in self.dcn.split(",") if part.strip())
+        return slow_axes(self.mesh)
+
     @cached_property
     def sharding(self) -> Zero:
         """What `zero` comes to."""
-        if isinstance(self.mesh, str):
-            crossing = tuple(part.split("=")[0].strip() for part in self.dcn.split(",") if part.strip())
-        else:
-            crossing = slow_axes(self.mesh)
-        return resolve_zero(self.zero, crossing, self.data_axes)
+        return resolve_zero(self.zero, self.crossing, self.data_axes)
 
-    @property
+    @cached_property
     def zero_axes(self) -> tuple[str, ...]:
-        """The data axes that ZeRO splits over; over the others, state is repeated."""
+        """The data axes that ZeRO splits over, those on the fast network first; over the others, state is repeated."""
         zero = self.sharding
-        return () if not zero.stage else self.data_axes if zero.axes is None else zero.axes
+        axes = () if not zero.stage else self.data_axes if zero.axes is None else zero.axes
+        return tuple(sorted(axes, key=lambda axis: axis in self.crossing))
 
     @property
     def dtypes(self) -> Precision:
