@@ -66,7 +66,10 @@ def main() -> None:
     arguments = parser.parse_args()
     sl.simulate_devices(8)
     worst, figures = 0.0, {}
-    print(f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations       rest   GB", file=sys.stderr)
+    print(
+        f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations       rest   GB",
+        file=sys.stderr,
+    )
     parameters = 0
     for devices, target in MACHINES.items():
         for stage in range(4):
@@ -78,7 +81,9 @@ def main() -> None:
     estimated = {f"gb_n1024_stage{stage}_estimated": theory(parameters, 1024, stage) / 1e9 for stage in range(4)}
     added: dict[str, Any] = {}
     for stage in (1, 2):
-        found, _ = compiled(MACHINES[16], stage, sl.Precision("bf16", accumulate="float32", reduce="bf16"), accumulate=2)
+        found, _ = compiled(
+            MACHINES[16], stage, sl.Precision("bf16", accumulate="float32", reduce="bf16"), accumulate=2
+        )
         extra = columns(found, stage)["model"] - 1e9 * figures[f"gb_n16_stage{stage}"]
         added[f"float32_sums_add_stage{stage}_of_p"] = extra / parameters
     report(

@@ -48,7 +48,7 @@ def step_of(
         tensor=mesh.shape.get("model", 1),
         sequence_parallel="model" in mesh.shape,
         devices=mesh.shape["data"],
-        zero=3 if split_parameters else 0,
+        zero=3 if split_parameters else strategy.sharding.stage,
         accumulate=strategy.accumulate,
     )
     return sl.train_step(gpt.loss, strategy), state, batch, estimate
@@ -62,3 +62,8 @@ def gpt2_124m(mesh: Mesh) -> Planned:
 def llama2_7b(mesh: Mesh) -> Planned:
     """Llama 2 of 7 billion parameters, a million tokens a step."""
     return step_of(gpt.llama2_7b(dtype=jnp.bfloat16), mesh, 256, split_parameters=True, remat="full")
+
+
+def llama2_7b_zero3(mesh: Mesh) -> Planned:
+    """The same under stage 3 of ZeRO: gathered and scattered layer by layer, in bfloat16, and not by the partitioner."""
+    return step_of(gpt.llama2_7b(), mesh, 256, zero=3, precision="bf16", remat="full")

@@ -86,6 +86,13 @@ class _Root:
     held: Held
     taken: int
 
+    def whole(self, stored: Any) -> jax.Array:
+        return self.weight.whole(stored, self.taken)
+
+    def reduced(self, gradient: jax.Array, stored: Any) -> jax.Array:
+        assert self.weight.reduced is not None
+        return self.weight.reduced(gradient, stored, self.taken)
+
     def at(self, index: int) -> "_Root":
         return _Root(self.weight, jax.tree.map(lambda x: x[index], self.held), self.taken + 1)
 
@@ -225,9 +232,7 @@ def _resolve(value: Entry, whole: dict[_Root, Any]) -> Any:
     if isinstance(value, _Root):
         return whole[value]
     if isinstance(value, _Derived):
-        return value.equation.primitive.bind(
-            *(_resolve(one, whole) for one in value.inputs), **value.equation.params
-        )
+        return value.equation.primitive.bind(*(_resolve(one, whole) for one in value.inputs), **value.equation.params)
     return value
 
 
@@ -263,7 +268,9 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
             whole = dict(zip([*trained, *frozen], [*trained_whole, *frozen_whole], strict=True))
             outputs = body([next(of_floats) if is_smooth else next(of_others) for is_smooth in smooth], whole)
             kinds[:] = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in outputs]
-            return tuple([x for x, is_smooth in zip(outputs, kinds, strict=True) if is_smooth == want] for want in (True, False))
+            return tuple(
+                [x for x, is_smooth in zip(outputs, kinds, strict=True) if is_smooth == want] for want in (True, False)
+            )
 
         out, backward, aux = jax.vjp(run, floats, trained_whole, has_aux=True)
         residuals, tree = jax.tree.flatten(backward)
@@ -289,8 +296,7 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
 
     def make(stored: list[Any]) -> list[Any]:
         return [
-            _because(use, functools.partial(root.weight.whole, taken=root.taken), one)
-            for root, use, one in zip([*trained, *frozen], reads, stored, strict=True)
+            _because(use, root.whole, one) for root, use, one in zip([*trained, *frozen], reads, stored, strict=True)
         ]
 
     def evaluated(floats: Any, others: Any, stored: Any, wanted: list[Any]) -> list[Any]:
@@ -319,7 +325,7 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
         backward = tree.unflatten([atom.val if isinstance(atom, Literal) else values[atom] for atom in residuals])
         of_floats, of_trained = backward(gradient)
         reduced = [
-            _because(use, functools.partial(root.weight.reduced, taken=root.taken), g, one)  # type: ignore[arg-type]
+            _because(use, root.reduced, g, one)
             for root, use, g, one in zip(trained, reads, of_trained, stored, strict=False)
         ]
         return of_floats, None, None, reduced

@@ -36,9 +36,11 @@ class Precision:
             if value is None and field == "compute":
                 continue
             try:
-                name = jnp.dtype(NAMES.get(value, value)).name
+                name = jnp.dtype(NAMES.get(str(value), value)).name
             except TypeError as error:
-                raise ValueError(f"`Precision({field}={value!r})` takes the name of a dtype, such as `bf16`.") from error
+                raise ValueError(
+                    f"`Precision({field}={value!r})` takes the name of a dtype, such as `bf16`."
+                ) from error
             if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
                 raise ValueError(f"`Precision({field}={value!r})`: a dtype of floating-point numbers, such as `bf16`.")
             object.__setattr__(self, field, name)
@@ -76,7 +78,9 @@ def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> 
     paths = list(paths)
     for pattern in patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
-            raise ValueError(f"`{what}`: the pattern `{pattern}` matches no parameter. The paths are: {', '.join(paths)}.")
+            raise ValueError(
+                f"`{what}`: the pattern `{pattern}` matches no parameter. The paths are: {', '.join(paths)}."
+            )
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

@@ -18,7 +18,13 @@ from jax.sharding import PartitionSpec
 
 from shardlib._rules import keep_axes, spec_axes
 
-STAGES: dict[str, int] = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
+STAGES: dict[str, int] = {
+    "NO_SHARD": 0,
+    "SHARD_GRAD_OP": 2,
+    "FULL_SHARD": 3,
+    "HYBRID_SHARD": 3,
+    "_HYBRID_SHARD_ZERO2": 2,
+}
 """What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow one."""
 
 BUCKET_BYTES = 32 * 2**20
@@ -27,7 +33,7 @@ BUCKET_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Zero:
-    """How a run is split over the axes of data.
+    r"""How a run is split over the axes of data.
 
     - `stage`: 1 splits parameters and optimizer state at rest; in a step, parameters are gathered once and the summed
       gradient is scattered. 2 also never holds a whole gradient: each layer's is scattered as soon as it is there. 3
@@ -35,7 +41,7 @@ class Zero:
     - `axes`: over which of the data axes; by default all of them. Over the others state is repeated.
     - `small`: parameters of at most so many elements, per layer where layers are stacked, stay whole.
     - `stacked`: names of dims along which layers are stacked. They are not split.
-    - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\\d+"`: parameters for which it
+    - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\d+"`: parameters for which it
       finds the same text are gathered together.
     - `bucket_bytes`: of larger arrays, stages 1 and 2 gather one layer after the other.
     - `strict`: refuse an optimizer with state, other than scalars, that can be related to no parameter.
@@ -166,7 +172,9 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     shape = (front.shape[0] // parts, *front.shape[1:])
     size = math.prod(shape)
     rows = front.reshape((parts, size // _LANES, _LANES) if size % _LANES == 0 else (parts, size))
-    for name in axes:  # one after the other, the fast networks first: each is a dim of a torus, or a network, of its own
+    for (
+        name
+    ) in axes:  # one after the other, the fast networks first: each is a dim of a torus, or a network, of its own
         rows = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
@@ -178,11 +186,15 @@ def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
     """
 
     def put(row: jax.Array, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(rows, collective(lax.dynamic_index_in_dim(x, row, keepdims=False)), row, 0)
+        return lax.dynamic_update_index_in_dim(
+            rows, collective(lax.dynamic_index_in_dim(x, row, keepdims=False)), row, 0
+        )
 
     # All of it is overwritten. Of zeros, compilers would keep one array for all that start as zeros of this shape.
     anything = x[(0,) * x.ndim]
-    return lax.fori_loop(0, x.shape[0], put, jnp.broadcast_to(anything, (x.shape[0], *jax.eval_shape(collective, x[0]).shape)))
+    return lax.fori_loop(
+        0, x.shape[0], put, jnp.broadcast_to(anything, (x.shape[0], *jax.eval_shape(collective, x[0]).shape))
+    )
 
 
 def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -191,21 +203,23 @@ def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if not automatic:
         return collective(x)
     laid_out = keep_axes(spec, automatic)
-    return jax.shard_map(
-        collective, in_specs=laid_out, out_specs=laid_out, axis_names=set(automatic), check_vma=False
-    )(x)
+    return jax.shard_map(collective, in_specs=laid_out, out_specs=laid_out, axis_names=set(automatic), check_vma=False)(
+        x
+    )
 
 
 def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ...]) -> Zero:
     """What `Strategy(zero=...)` says: a stage, one of FSDP's names, or a `Zero`; checked against the axes there are."""
     if isinstance(value, str):
         if value not in STAGES:
-            raise ValueError(f"`Strategy(zero={value!r})`: FSDP's names are {', '.join(STAGES)}; or give a stage, 0 to 3.")
+            raise ValueError(
+                f"`Strategy(zero={value!r})`: FSDP's names are {', '.join(STAGES)}; or give a stage, 0 to 3."
+            )
         within = tuple(axis for axis in data_axes if axis not in crossing)
         if "HYBRID" in value and within in ((), data_axes):
             raise ValueError(
                 f"`Strategy(zero={value!r})` splits within the fast network and repeats across the slow one, and of the data "
-                f"axes {data_axes} {'none stays within' if not within else 'none crosses'}. Say which cross, `dcn=\"pod\"`, "
+                f'axes {data_axes} {"none stays within" if not within else "none crosses"}. Say which cross, `dcn="pod"`, '
                 f"or over which to split: `zero=sl.Zero({STAGES[value]}, axes=(...))`."
             )
         zero = Zero(STAGES[value], axes=within if "HYBRID" in value else None)

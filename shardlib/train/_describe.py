@@ -49,11 +49,14 @@ class Description:
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
-        cells += map(_cells, self.rows)
+        cells += [_cells(row) for row in self.rows]
         lines = [table(cells)]
         own = [row for row in self.optimizer_rows if row.remark]
         if own:
-            lines += ["", table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)])]
+            lines += [
+                "",
+                table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)]),
+            ]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
@@ -149,7 +152,7 @@ def _total_here(tree: Any) -> int:
     return sum(_bytes_here(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
     return (
         row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _names_text(row.names), _spec_text(row.spec),
         human_bytes(row.bytes_per_device), row.remark,

@@ -138,7 +138,7 @@ def init(
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
-        _, params, frozen, opt_state, streams, rest, *_ = shapes
+        _, params, frozen, opt_state, _, rest, *_ = shapes
         names = found["names"]
         parameters = united(params, frozen)
         _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)
@@ -190,14 +190,13 @@ def state_specs(state: State) -> State:
     """The specs of a state from its layout and shapes alone, for use while it is traced."""
     layout = state.layout
     named = layout.named
-    stored = {
-        path: split.spec
-        for tree in (state.params, state.frozen)
-        for path, split in layout.splits(tree).items()
-    }
+    stored = {path: split.spec for tree in (state.params, state.frozen) for path, split in layout.splits(tree).items()}
     follow = like_parameters(dict(layout.relations), stored)
-    at_rest = lambda path, shape, spec: stored[path]
     whole = PartitionSpec()
+
+    def at_rest(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        return stored[path]
+
     return State(
         step=whole,
         params=place(at_rest, state.params),
@@ -213,13 +212,17 @@ def state_specs(state: State) -> State:
 
 def united(params: Any, frozen: Any) -> Any:
     """All parameters of a model: those that move, and those that do not."""
-    is_leaf = lambda leaf: leaf is None or isinstance(leaf, Held)
-    return jax.tree.map(lambda p, f: f if p is None else p, params, frozen, is_leaf=is_leaf)
+    return jax.tree.map(
+        lambda p, f: f if p is None else p, params, frozen, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held)
+    )
 
 
 def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:
     check_patterns("Strategy(frozen=...)", patterns, [path for path, _ in named_leaves(params)])
-    is_frozen = lambda path: any(re.fullmatch(pattern, path) for pattern in patterns)
+
+    def is_frozen(path: str) -> bool:
+        return any(re.fullmatch(pattern, path) for pattern in patterns)
+
     return (
         map_named(lambda path, leaf: None if is_frozen(path) else leaf, params),
         map_named(lambda path, leaf: leaf if is_frozen(path) else None, params),

@@ -156,7 +156,7 @@ class Step:
         gradients = partial(self._gradients, state.layout, trained, frozen)
         if data_axes:
             mine, same = PartitionSpec(data_axes), PartitionSpec()
-            at_rest = lambda of: jax.tree.map(lambda use: keep_axes(use.split.spec, data_axes), of)
+            at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, data_axes))
             after = jax.tree.map(lambda use: keep_axes(exchange.spec(use.parameter), data_axes), trained)
             gradients = jax.shard_map(
                 gradients,
@@ -201,7 +201,16 @@ class Step:
         return params, opt_state, 1 - all_finite.astype(jnp.int32), metrics
 
     def _gradients(
-        self, layout: Layout, trained: Any, fixed: Any, params: Any, frozen: Any, streams: Any, rest: Any, key: Any, batch: Any
+        self,
+        layout: Layout,
+        trained: Any,
+        fixed: Any,
+        params: Any,
+        frozen: Any,
+        streams: Any,
+        rest: Any,
+        key: Any,
+        batch: Any,
     ) -> tuple[Any, Any, Any, Metrics]:
         """The gradient of the whole batch's loss. Manual over the data axes: `batch` is this device's examples."""
         axes, count, dtypes = self.strategy.data_axes, self.strategy.accumulate, self.strategy.dtypes
@@ -312,7 +321,6 @@ def _of_each(function: Callable[[Parameter], Any], parameters: Any) -> Any:
 
 def _is_parameter(leaf: Any) -> bool:
     return isinstance(leaf, Parameter)
-
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:

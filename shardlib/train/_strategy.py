@@ -80,7 +80,9 @@ class Strategy:
         if self.manual is not None and not isinstance(self.manual, tuple):
             raise ValueError(f"`Strategy(manual={self.manual!r})` takes a tuple of axes.")
         if isinstance(self.frozen, str) or not all(isinstance(pattern, str) for pattern in self.frozen):
-            raise ValueError(f"`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(\".*embedding\",)`.")
+            raise ValueError(
+                f'`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(".*embedding",)`.'
+            )
         if self.nonfinite not in ("count", "skip"):
             raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "count" or "skip".')
         if not (
