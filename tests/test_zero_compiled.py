@@ -1,0 +1,103 @@
+"""What each stage of ZeRO sends and holds, in programs of the compilers of machines that are not there."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from machines import mesh_on
+
+import shardlib as sl
+from shardlib import testing
+
+PLATFORMS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+LAYERS, WIDTH, HIDDEN = 4, 256, 1024
+RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", layers=None)
+NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
+BYTES = 2 * LAYERS * WIDTH * HIDDEN * 4
+
+
+def make():
+    shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
+    return sl.annotate({name: jnp.ones(shape) for name, shape in shapes.items()}, NAMES)
+
+
+def loss(model, x, rng):
+    layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)
+    return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
+
+
+def planned(platform, shape, zero, accumulate=1):
+    mesh = mesh_on(platform, shape)
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=zero, accumulate=accumulate)
+    state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
+    batch = jax.ShapeDtypeStruct((16 * accumulate, WIDTH), "float32")
+    with jax.default_matmul_precision("highest"):  # lest a TPU send float32 as bfloat16
+        return sl.plan(sl.train_step(loss, strategy), state, batch)
+
+
+def sent(plan, axis):
+    """Bytes over an axis by kind, but for sums of a few numbers."""
+    total = collections.Counter()
+    for one in plan.collectives:
+        if one.axes == (axis,) and one.sent_bytes > 1024:
+            total[one.kind] += one.total_bytes
+    return dict(total)
+
+
+def moved(size, devices):
+    return size * (devices - 1) // devices
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)])
+def test_a_stage_sends_what_the_paper_says(platform, stage, accumulate, gathers, scatters):
+    sends = {
+        ("all-gather", "data"): gathers * moved(BYTES, 8),
+        ("reduce-scatter", "data"): scatters * moved(BYTES, 8),
+    }
+    found = planned(platform, "pod=1,data=8,model=1", stage, accumulate)
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_beside_a_tensor_axis_each_device_sends_its_own_shards(platform, stage):
+    found = planned(platform, "pod=1,data=4,model=2", stage)
+    gathers = 2 if stage == 3 else 1
+    assert sent(found, "data") == {
+        "all-gather": gathers * moved(BYTES // 2, 4), "reduce-scatter": moved(BYTES // 2, 4)
+    }  # fmt: skip
+    assert sent(found, "model") == sent(planned(platform, "pod=1,data=4,model=2", 0), "model")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulate):
+    found = planned(platform, "pod=2,data=4,model=1", sl.Zero(3, axes=("data",)), accumulate)
+    sends = {
+        ("all-gather", "data"): 2 * accumulate * moved(BYTES, 4),
+        ("reduce-scatter", "data"): accumulate * moved(BYTES, 4),
+        ("all-reduce", "pod"): 2 * moved(BYTES // 4, 2),
+    }
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+
+
+@pytest.mark.parametrize("platform", [PLATFORMS[0], PLATFORMS[2]])  # a TPU keeps arrays as small as these on the chip
+def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
+    kinds = {stage: planned(platform, "pod=1,data=8,model=1", stage).memory for stage in (0, 1, 2, 3)}
+    assert kinds[0].kinds["parameters"] == BYTES and kinds[0].kinds["optimizer state"] >= 2 * BYTES
+    for stage in (1, 2, 3):
+        assert kinds[stage].kinds["parameters"] == BYTES // 8
+        assert 2 * BYTES // 8 <= kinds[stage].kinds["optimizer state"] < 2 * BYTES // 8 + 1024
+    assert kinds[1].most["copies of parameters"] >= BYTES <= kinds[2].most["copies of parameters"]
+    layer = BYTES // LAYERS
+    # Stage 2 holds a layer's gradients before they are scattered, and all shards; stage 3 one layer's weights as well.
+    assert kinds[2].most["gradients"] <= BYTES // 8 + 2 * layer < BYTES
+    assert kinds[3].most["copies of parameters"] <= 2 * layer
+    assert kinds[1].heap_bytes - kinds[3].heap_bytes > BYTES
