@@ -43,7 +43,7 @@ def by_hand(state: sl.State, strategy: sl.Strategy):
         updates, opt_state = optimizer.update(gradients, training["opt_state"], params)
         params = optax.apply_updates(params, updates)
         training = training | {"params": params, "opt_state": opt_state, "step": training["step"] + 1}
-        return training, {"loss": loss, "weight": weight}
+        return training, {"loss": loss, "weight": weight, "grad_norm": optax.global_norm(gradients)}
 
     compiled = jax.jit(
         step,

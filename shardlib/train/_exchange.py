@@ -8,7 +8,7 @@ there were.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._rules import as_tuple, keep_axes
+from shardlib._rules import as_tuple, keep_axes, spec_axes
 from shardlib._zero import BUCKET_BYTES, in_pieces, sum_scatter
 
 
@@ -144,21 +144,38 @@ def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], li
 _TILE = 16 * 128  # a row of the buffer fills tiles of a TPU
 
 
-def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> Any:
-    """Turn every device's own gradients into the batch's. Runs manual over the data axes."""
+def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> tuple[Any, jax.Array]:
+    """Turn every device's own gradients into the batch's, and the square of the norm of each. Manual over the data axes."""
     leaves, treedef = jax.tree.flatten(gradients)
     described = treedef.flatten_up_to(parameters)
-    automatic = jax.sharding.get_abstract_mesh().auto_axes
-    if not automatic:
-        return treedef.unflatten(exchange.reduce(leaves, weight, described))
-    reduce = jax.shard_map(
-        lambda shards, weight: exchange.reduce(shards, weight, described),
-        in_specs=([keep_axes(parameter.spec, automatic) for parameter in described], PartitionSpec()),
-        out_specs=[keep_axes(exchange.spec(parameter), automatic) for parameter in described],
-        axis_names=set(automatic),
-        check_vma=False,
-    )
-    return treedef.unflatten(reduce(leaves, weight))
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def exchanged(shards: list[jax.Array], weight: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        reduced = exchange.reduce(shards, weight, described)
+        return reduced, _squares(reduced, [spec_axes(exchange.spec(parameter)) for parameter in described], mesh.shape)
+
+    if mesh.auto_axes:
+        exchanged = jax.shard_map(
+            exchanged,
+            in_specs=([keep_axes(parameter.spec, mesh.auto_axes) for parameter in described], PartitionSpec()),
+            out_specs=(
+                [keep_axes(exchange.spec(parameter), mesh.auto_axes) for parameter in described], PartitionSpec()
+            ),
+            axis_names=set(mesh.auto_axes),
+            check_vma=False,
+        )  # fmt: skip
+    reduced, squares = exchanged(leaves, weight)
+    return treedef.unflatten(reduced), squares
+
+
+def _squares(shards: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> jax.Array:
+    """The square of the norm of each array, of which each device has the shard that `axes` split off; in one sum."""
+    every = tuple(dict.fromkeys(axis for of in axes for axis in of if mesh_shape[axis] > 1))
+    # What an array is not split over, each device along it has: it is counted so often.
+    again = [math.prod(mesh_shape[axis] for axis in every if axis not in of) for of in axes]
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in shards]
+    own = [jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32) / n for x, n in zip(wide, again, strict=True)]
+    return lax.psum(jnp.stack(own), every) if every else jnp.stack(own)
 
 
 def inverse(weight: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from shardlib._precision import cast
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
-from shardlib.train._exchange import Parameter, exchange_gradients, inverse
+from shardlib.train._exchange import Exact, Parameter, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -161,17 +161,19 @@ class Step:
             gradients = jax.shard_map(
                 gradients,
                 in_specs=(at_rest(trained), at_rest(frozen), same, same, same, mine),
-                out_specs=(after, same, same, same),
+                out_specs=(after, same, same, same, same),
                 axis_names=set(data_axes),
                 check_vma=False,
             )
         key = jax.random.fold_in(state.key, state.step)
-        gradient, streams, rest, metrics = gradients(state.params, state.frozen, state.streams, state.rest, key, batch)
+        every = (state.params, state.frozen, state.streams, state.rest)
+        gradient, squares, streams, rest, metrics = gradients(*every, key, batch)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
         with jax.named_scope("optimizer"):
-            gradient = jax.tree.map(constrain, gradient, specs.params)
-            params, opt_state, bad, of_gradient = self._update(state, gradient, metrics["loss"])
+            if not isinstance(exchange, Exact):  # which may leave a gradient otherwise than its parameter is at rest
+                gradient = jax.tree.map(constrain, gradient, specs.params)
+            params, opt_state, bad, of_gradient = self._update(state, gradient, squares, metrics["loss"])
         params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
         count = state.nonfinite + bad
         after = State(state.step + 1, params, state.frozen, opt_state, streams, rest, state.key, count, state.layout)
@@ -181,10 +183,11 @@ class Step:
         named = place(state.layout.named, params)
         return uses(params, named, state.layout.splits(params), self.strategy, frozen=frozen)
 
-    def _update(self, state: State, gradient: Any, loss: jax.Array) -> tuple[Any, Any, jax.Array, Metrics]:
+    def _update(
+        self, state: State, gradient: Any, squares: jax.Array, loss: jax.Array
+    ) -> tuple[Any, Any, jax.Array, Metrics]:
         """Clip and let the optimizer move the parameters. The norm is that of the whole gradient, computed once."""
         strategy = self.strategy
-        squares = jnp.stack([_square(leaf) for leaf in jax.tree.leaves(gradient)])
         norm, finite = jnp.sqrt(jnp.sum(squares)), jnp.isfinite(squares)
         all_finite = jnp.all(finite)
         metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(finite))}
@@ -211,8 +214,8 @@ class Step:
         rest: Any,
         key: Any,
         batch: Any,
-    ) -> tuple[Any, Any, Any, Metrics]:
-        """The gradient of the whole batch's loss. Manual over the data axes: `batch` is this device's examples."""
+    ) -> tuple[Any, jax.Array, Any, Any, Metrics]:
+        """The gradient of the whole batch's loss, and the square of its norm by parameter. Manual over the data axes: `batch` is this device's examples."""
         axes, count, dtypes = self.strategy.data_axes, self.strategy.accumulate, self.strategy.dtypes
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0
@@ -254,9 +257,9 @@ class Step:
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
         with jax.named_scope("exchange"):
-            gradient = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
+            gradient, squares = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        return gradient, streams, rest, metrics | {"weight": weight}
+        return gradient, squares, streams, rest, metrics | {"weight": weight}
 
     def _total(self, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
         """The sum over these examples that is differentiated, with what else comes of the loss."""
@@ -266,10 +269,6 @@ class Step:
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
         return means["loss"].total, (means, streams, rest)
-
-
-def _square(gradient: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(jnp.abs(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))))
 
 
 def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
