@@ -29,7 +29,8 @@ WHOLE = "whole"
 
 # Cheap: done again wherever the result is used, if all that goes in is weights.
 _CHEAP = {
-    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "slice", "squeeze", "transpose",
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "slice", "squeeze",
+    "stop_gradient", "transpose",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._rules import keep_axes, spec_axes
+from shardlib._rules import as_tuple, keep_axes, spec_axes
 
 STAGES: dict[str, int] = {
     "NO_SHARD": 0,
@@ -123,13 +123,15 @@ def split_further(
     elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
     if elements <= zero.small:
         return Split(spec, reason=f"small: {elements:,} elements")
-    open_dims = [d for d in range(len(shape)) if entries[d] is None and not stacks[d] and shape[d] % parts == 0]
+    whole = [all(mesh_shape[axis] == 1 for axis in as_tuple(entry)) for entry in entries]
+    open_dims = [d for d in range(len(shape)) if whole[d] and not stacks[d] and shape[d] % parts == 0]
     if not open_dims:
         over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
         return Split(spec, reason=f"no dim that is whole divides by {over}")
     last = len(shape) - 1
     dim = max(open_dims, key=lambda d: (d != last, 0 if named else shape[d], -d))
-    entries[dim] = free[0] if len(free) == 1 else free
+    here = (*free, *as_tuple(entries[dim]))
+    entries[dim] = here[0] if len(here) == 1 else here
     return Split(PartitionSpec(*entries), dim, free)
 
 

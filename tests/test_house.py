@@ -19,7 +19,10 @@ ORDER = [
     *("_random", "_batch", "_flax", "_precision", "_zero"),
     *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_weights", "_step")),
     "train",
-    *(f"planning.{name}" for name in ("_targets", "_estimate", "_compile", "_flow", "_memory", "_prices", "_report", "_plan")),
+    *(
+        f"planning.{name}"
+        for name in ("_targets", "_estimate", "_compile", "_flow", "_memory", "_prices", "_report", "_plan")
+    ),
     *("planning._command", "planning", "__main__"),
     *("testing._traces", "testing._assert", "testing._compare", "testing"),
 ]

@@ -117,7 +117,7 @@ def test_the_exchange_happens_once_and_moves_no_weight_over_the_tensor_axis(plat
     stream, per_token = STREAM // accumulate, PER_TOKEN // accumulate
     over_model = {int(np.prod(shape)) * 4 for one in found if one.axes == ("model",) for shape in one.shapes}
     of_activations = {stream, per_token, stream + per_token}
-    assert over_model <= of_activations | {norm_bytes(state)}, "activations, two of them flattened into one, and the gradient's norm"
+    assert over_model <= of_activations | {norm_bytes(state)}, "activations and the gradient's norm"
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

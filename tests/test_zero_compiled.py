@@ -55,7 +55,9 @@ def moved(size, devices):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)])
+@pytest.mark.parametrize(
+    "stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)]
+)
 def test_a_stage_sends_what_the_paper_says(platform, stage, accumulate, gathers, scatters):
     sends = {
         ("all-gather", "data"): gathers * moved(BYTES, 8),

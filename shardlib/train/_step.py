@@ -215,7 +215,10 @@ class Step:
         key: Any,
         batch: Any,
     ) -> tuple[Any, jax.Array, Any, Any, Metrics]:
-        """The gradient of the whole batch's loss, and the square of its norm by parameter. Manual over the data axes: `batch` is this device's examples."""
+        """The gradient of the whole batch's loss, and the square of its norm by parameter.
+
+        Manual over the data axes: `batch` is this device's examples.
+        """
         axes, count, dtypes = self.strategy.data_axes, self.strategy.accumulate, self.strategy.dtypes
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0

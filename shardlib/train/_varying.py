@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib._on_use import scan_parts
 from shardlib._random import is_row_key, rows_of
 
 # What makes a value the same along the axes it runs over.
@@ -49,6 +50,8 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
             if len(inputs) == outputs
             else [frozenset().union(*inputs) - over] * outputs
         )
+    if name == "optimization_barrier":  # each is what it was
+        return inputs
     if name == "scan":
         return _scan(equation, inputs, axes)
     if name == "while":
@@ -64,10 +67,7 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
 
 def _scan(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
     body = equation.params["jaxpr"].jaxpr
-    # Constants, carries and what is scanned, in this order; versions of JAX count them differently. Only what is scanned,
-    # or stacked, has another rank outside than inside.
-    carries = _alike(equation.outvars, body.outvars)
-    constants = _alike(equation.invars, body.invars) - carries
+    constants, carries = scan_parts(equation)
     carry = inputs[constants : constants + carries]
     while True:  # to the fixed point: a carry varies if it ever does
         found = _walk(body, [*inputs[:constants], *carry, *inputs[constants + carries :]], axes)
@@ -75,10 +75,6 @@ def _scan(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> 
         if grown == carry:
             return carry + found[carries:]
         carry = grown
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
 def _while(parameters: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
