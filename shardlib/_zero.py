@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardlib._rules import as_tuple, keep_axes, spec_axes
@@ -188,9 +189,10 @@ def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
     """
 
     def put(row: jax.Array, rows: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(
-            rows, collective(lax.dynamic_index_in_dim(x, row, keepdims=False)), row, 0
-        )
+        made = collective(lax.dynamic_index_in_dim(x, row, keepdims=False))
+        # As it is numbered: else compilers lay all rows out as the collective gives one, and turn all of them later.
+        made = with_layout_constraint(made, Layout(tuple(range(made.ndim))))
+        return lax.dynamic_update_index_in_dim(rows, made, row, 0)
 
     # All of it is overwritten. Of zeros, compilers would keep one array for all that start as zeros of this shape.
     anything = x[(0,) * x.ndim]

@@ -73,11 +73,10 @@ MESHES = ["data=8,model=1", "data=4,model=2"]
 @pytest.mark.parametrize(
     ("stage", "remat", "meshes", "accumulate"),
     [
-        (1, "none", MESHES, (2,)),
-        (2, "none", MESHES, (1,)),
-        (2, "none", MESHES[1:], (2,)),
-        (3, "none", MESHES, (1, 2)),
-        (3, "full", MESHES[1:], (2,)),
+        (1, "none", MESHES[1:], (1, 2)),
+        (2, "none", MESHES[1:], (1, 2)),
+        (3, "none", MESHES, (2,)),
+        (3, "full", MESHES[1:], (1,)),
     ],
 )
 def test_every_stage_is_one_device(stage, remat, meshes, accumulate):
@@ -181,7 +180,7 @@ def moved(group):
     strategy = sl.Strategy(mesh="data=8", rules=DATA, zero=sl.Zero(1, small=0))
     state, step = sl.init(make, together, strategy), sl.train_step(linear, strategy)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # it is not what is tested: compile fast
     def alone(params, opt_state, batch):
         value, gradients = jax.value_and_grad(linear)(params, batch, None)
         updates, opt_state = together.update(gradients, opt_state, params, value=value)

@@ -4,6 +4,7 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from machines import mesh_on
@@ -103,3 +104,28 @@ def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
     assert kinds[2].most["gradients"] <= BYTES // 8 + 2 * layer < BYTES
     assert kinds[3].most["copies of parameters"] <= 2 * layer
     assert kinds[1].heap_bytes - kinds[3].heap_bytes > BYTES
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
+    mesh = mesh_on(platform, "pod=1,data=8,model=1")
+    small = 2**16
+    exchange = sl.Exact(bucket_bytes=small) if stage == 1 else sl.Exact()
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=sl.Zero(stage, bucket_bytes=small), exchange=exchange)
+    state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
+    with jax.default_matmul_precision("highest"):
+        found = sl.plan(sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32"))
+    sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+    assert {one.times for one in found.collectives if one.sent_bytes > 1024} == {LAYERS}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_layer_by_layer_it_is_one_device(stage):
+    options = {"zero": sl.Zero(stage, bucket_bytes=2**16)}
+    if stage == 1:
+        options["exchange"] = sl.Exact(bucket_bytes=2**16)
+    x = np.random.RandomState(0).randn(16, WIDTH).astype("f")
+    meshes = ["pod=1,data=8,model=1"]
+    testing.check_step(make, optax.sgd(1e-6), loss, x, RULES, meshes=meshes, **options)
