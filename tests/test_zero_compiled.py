@@ -118,7 +118,7 @@ def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
         found = sl.plan(sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32"))
     sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
-    assert {one.times for one in found.collectives if one.sent_bytes > 1024} == {LAYERS}
+    assert max(one.sent_bytes for one in found.collectives) <= moved(BYTES // LAYERS, 8), "at most a layer at a time"
 
 
 @pytest.mark.parametrize("stage", [1, 2])
