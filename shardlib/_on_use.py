@@ -237,11 +237,7 @@ def _resolve(value: Entry, whole: dict[_Root, Any]) -> Any:
     return value
 
 
-def _region(stretch: _Stretch, inputs: list[Entry]) -> list[Any]:
-    return _use_entries(stretch, inputs)
-
-
-def _use_entries(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> list[Any]:
+def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> list[Any]:
     """Call a function of arrays, the weights among its inputs whole for the time of the call."""
     roots = list(dict.fromkeys(root for value in inputs for root in _roots(value)))
     plain = [value for value in inputs if not _is_weight(value)]
@@ -292,8 +288,9 @@ def _use(body: Callable[[list[Any], dict[_Root, Any]], list[Any]], plain: list[A
     kept = list(dict.fromkeys(var for var in _variables(residuals) if var not in of_weights))
     again = list(dict.fromkeys(var for var in _variables(residuals) if var in of_weights))
 
-    weights = jaxpr.invars[len(plain) :]
-    reads = [next((eqn for eqn in jaxpr.eqns if var in _variables(eqn.invars)), None) for var in weights]
+    reads = [
+        next((eqn for eqn in jaxpr.eqns if var in _variables(eqn.invars)), None) for var in jaxpr.invars[len(plain) :]
+    ]
 
     def make(stored: list[Any]) -> list[Any]:
         return [
@@ -452,7 +449,7 @@ def _scan(stretch: _Stretch, inputs: list[Entry]) -> list[Entry]:
         if _has_layers(body.jaxpr, list(map(_is_weight, within))):
             outputs = _evaluate(body.jaxpr, body.consts, within)
         else:
-            outputs = _use_entries(lambda values: jaxpr_as_fun(body)(*values), within)
+            outputs = _region(lambda values: jaxpr_as_fun(body)(*values), within)
         return outputs[:carries], outputs[carries:]
 
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}

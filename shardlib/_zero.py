@@ -175,9 +175,8 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     shape = (front.shape[0] // parts, *front.shape[1:])
     size = math.prod(shape)
     rows = front.reshape((parts, size // _LANES, _LANES) if size % _LANES == 0 else (parts, size))
-    for (
-        name
-    ) in axes:  # one after the other, the fast networks first: each is a dim of a torus, or a network, of its own
+    # One after the other, the fast networks first: each axis is a dim of a torus, or a network, of its own.
+    for name in axes:
         rows = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
