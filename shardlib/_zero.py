@@ -92,6 +92,7 @@ class Split(NamedTuple):
     dim: int | None = None  # the dim that is split over `axes`
     axes: tuple[str, ...] = ()
     reason: str = ""
+    layer: int = 0  # elements, of one layer where layers are stacked
 
 
 def split_further(
@@ -114,26 +115,26 @@ def split_further(
     >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers", "embed", "mlp")).spec
     P(None, 'data', 'model')
     """
-    free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
-    if not free:
-        return Split(spec)
-    parts = math.prod(mesh_shape[axis] for axis in free)
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
     named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
     stacks = [named and names[dim] in zero.stacked for dim in range(len(shape))]
     elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
+    free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
+    if not free:
+        return Split(spec, layer=elements)
+    parts = math.prod(mesh_shape[axis] for axis in free)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
     if elements <= zero.small:
-        return Split(spec, reason=f"small: {elements:,} elements")
+        return Split(spec, reason=f"small: {elements:,} elements", layer=elements)
     whole = [all(mesh_shape[axis] == 1 for axis in as_tuple(entry)) for entry in entries]
     open_dims = [d for d in range(len(shape)) if whole[d] and not stacks[d] and shape[d] % parts == 0]
     if not open_dims:
         over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
-        return Split(spec, reason=f"no dim that is whole divides by {over}")
+        return Split(spec, reason=f"no dim that is whole divides by {over}", layer=elements)
     last = len(shape) - 1
     dim = max(open_dims, key=lambda d: (d != last, 0 if named else shape[d], -d))
     here = (*free, *as_tuple(entries[dim]))
     entries[dim] = here[0] if len(here) == 1 else here
-    return Split(PartitionSpec(*entries), dim, free)
+    return Split(PartitionSpec(*entries), dim, free, layer=elements)
 
 
 def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], limit: int = 0) -> jax.Array:
@@ -159,6 +160,11 @@ def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], l
 def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """The sum over `axes`, of which each device along them keeps its part of `dim`."""
     return _on_shards(lambda part: sum_scatter(part, dim, axes), x, spec)
+
+
+def total(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over `axes`, on every device."""
+    return _on_shards(lambda part: lax.psum(part, axes), x, spec)
 
 
 _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU

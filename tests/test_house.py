@@ -15,7 +15,7 @@ PACKAGE = ROOT / "shardlib"
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
     *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
-    *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_on_use", "_remat"),
+    *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
     *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_weights", "_step")),
     "train",

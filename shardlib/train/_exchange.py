@@ -56,13 +56,19 @@ class Exact:
 
     What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered and is smaller than
     that is put together into buckets of that size, ZeRO's constant buffers; larger stacks go one layer after the other.
+
+    With `overlap`, a layer's gradients go as soon as they are there, in the backward pass of the last microbatch, and a
+    machine may go on with the next layer meanwhile. That pass is then compiled apart from those before.
     """
 
     bucket_bytes: int = BUCKET_BYTES
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             raise ValueError(f"`Exact(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
+        if type(self.overlap) is not bool:
+            raise ValueError(f"`Exact(overlap={self.overlap!r})` takes True or False.")
 
     def spec(self, parameter: Parameter) -> PartitionSpec:
         """As the parameter at rest."""

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import say
 from shardlib._flax import Definition, Names, building, take_apart
-from shardlib._on_use import Held
 from shardlib._placement import Placement, by_names, like_parameters, place
 from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY, is_key
+from shardlib._region import Held
 from shardlib._relate import Relation, relate
 from shardlib._rules import AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves

@@ -26,13 +26,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import constrain
 from shardlib._batch import Mean
-from shardlib._on_use import WHOLE, Held, evaluate_on_use
+from shardlib._on_use import WHOLE, evaluate_on_use
 from shardlib._placement import place
-from shardlib._precision import cast
 from shardlib._random import is_key, plain_keys, row_keys
+from shardlib._region import Held
 from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
-from shardlib.train._exchange import Exact, Parameter, exchange_gradients, inverse
+from shardlib.train._exchange import Exact, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -219,48 +219,68 @@ class Step:
 
         Manual over the data axes: `batch` is this device's examples.
         """
-        axes, count, dtypes = self.strategy.data_axes, self.strategy.accumulate, self.strategy.dtypes
+        axes, count = self.strategy.data_axes, self.strategy.accumulate
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
         microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
-        weights = united(*(jax.tree.map(lambda use: use.weight or WHOLE, of) for of in (trained, fixed)))
-        held = jax.tree.map(lambda use, p: use.start(p), trained, params)
-        held_fixed = jax.tree.map(lambda use, p: use.start(p), fixed, frozen)
-        # The derivative is taken to what is whole, or to the zero that stands for what is not.
-        at = jax.tree.map(lambda use, p, h: h if use.weight is None else use.zero(p), trained, params, held)
+        wholes = partial(jax.tree.map, lambda use, p: use.start(p))
+        held, fixed_held = wholes(trained, params), wholes(fixed, frozen)
+        fixed_given = jax.tree.map(lambda use, h: Held(h, None) if use.late else h, fixed, fixed_held)
 
-        def microbatch(at: Any, rest: Any, scanned: Any) -> tuple[Any, Any, Any, Any]:
-            index, examples = scanned
+        def inputs(rest: Any, index: Any, examples: Any) -> Any:
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
-            others = (keys(streams), keys(rest), keys(key), examples)
+            return keys(streams), keys(rest), keys(key), examples
 
-            def loss(at: Any) -> Any:
-                if all(weight is WHOLE for weight in jax.tree.leaves(weights)):
-                    return self._total(layout, united(at, held_fixed), *others)
-                given = jax.tree.map(lambda use, h, a: a if use.weight is None else Held(h, a), trained, held, at)
-                fixed_given = jax.tree.map(lambda use, h: h if use.weight is None else Held(h, None), fixed, held_fixed)
-                return evaluate_on_use(partial(self._total, layout), weights, united(given, fixed_given), *others)
-
-            (_, (means, streams_after, rest)), gradient = jax.value_and_grad(loss, has_aux=True)(at)
-            if count > 1:
-                gradient = jax.tree.map(lambda g: cast(g, dtypes.accumulated(g.dtype)), gradient)
-            return gradient, means, streams_after, rest
-
-        parameters = jax.tree.map(lambda use: use.parameter, trained)
         one = (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches))
-        own = [set(spec_axes(use.named)).isdisjoint(axes) for use in jax.tree.leaves(trained)]
-        _check_same(microbatch, at, [not same for same in own], streams, rest, one, axes)
-        of_rest = partial(microbatch, at)
-        specs = _of_each(lambda parameter: parameter.spec, parameters)
+        _check_same(partial(self._total, layout), inputs, trained, fixed, rest, one, axes)
+
+        uses, treedef = jax.tree.flatten(trained)
+        pairs = list(zip(uses, treedef.flatten_up_to(params), treedef.flatten_up_to(held), strict=True))
+        sums = [jax.new_ref(use.sums(p, h)) if count > 1 else None for use, p, h in pairs]
+
+        def microbatch(last: bool, rest: Any, scanned: Any) -> tuple[list[Any], Any, Any, Any]:
+            """What one gives; of a gradient that it adds to the sums, None."""
+            weights = [use.weight(last) for use in uses]
+            # The derivative is taken to what is whole, or to the zero that stands for what is not.
+            at = [
+                h if weight is None else jnp.float32(0) if weight.adds else use.zero(p)
+                for weight, (use, p, h) in zip(weights, pairs, strict=True)
+            ]
+            described = united(
+                treedef.unflatten([weight or WHOLE for weight in weights]),
+                jax.tree.map(lambda use: use.weight(last) or WHOLE, fixed),
+            )
+
+            def loss(at: list[Any]) -> Any:
+                others = inputs(rest, *scanned)
+                if all(weight is WHOLE for weight in jax.tree.leaves(described)):
+                    return self._total(layout, united(treedef.unflatten(at), fixed_held), *others)
+                given = [
+                    a if weight is None else Held(h, a, before)
+                    for weight, a, before, (_, _, h) in zip(weights, at, sums, pairs, strict=True)
+                ]
+                given = united(treedef.unflatten(given), fixed_given)
+                return evaluate_on_use(partial(self._total, layout), described, given, *others)
+
+            (_, (means, streams, after)), gradient = jax.value_and_grad(loss, has_aux=True)(at)
+            adds = [weight is not None and weight.adds for weight in weights]
+            return [None if added else g for added, g in zip(adds, gradient, strict=True)], means, streams, after
+
         with jax.named_scope("loss"):
-            summed, means, streams, rest = _accumulate(of_rest, rest, (jnp.arange(count), microbatches), count, specs)
+            peeled = count == 1 or any(use.overlapped for use in uses)
+            gradient, means, streams, rest = _accumulate(
+                microbatch, rest, (jnp.arange(count), microbatches), count, peeled
+            )
+            gradient = [s[...] if g is None else g for g, s in zip(gradient, sums, strict=True)]
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
+        parameters = jax.tree.map(lambda use: use.parameter, trained)
         with jax.named_scope("exchange"):
-            gradient, squares = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
+            gradient = treedef.unflatten(gradient)
+            gradient, squares = exchange_gradients(self.strategy.exchange, gradient, weight, parameters)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, squares, streams, rest, metrics | {"weight": weight}
 
@@ -303,48 +323,48 @@ def _updated(optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: j
 
 
 def _check_same(
-    microbatch: Any, params: Any, own: list[bool], streams: Any, rest: Any, scanned: Any, axes: tuple[str, ...]
+    total: Any, inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, axes: tuple[str, ...]
 ) -> None:
     """Refuse state that would differ between devices: made from the examples or parameters of one, or drawn for it."""
+    index, examples = scanned
+    streams = inputs(rest, index, examples)[0]
     if not axes or not jax.tree.leaves((streams, rest)):
         return
-    jaxpr = jax.make_jaxpr(lambda *inputs: microbatch(*inputs)[2:])(params, rest, scanned)
-    varies = own + [False] * (len(jax.tree.leaves(rest)) + 1) + [True] * len(jax.tree.leaves(scanned[1]))
-    found = varying_outputs(jaxpr, varies, axes)
+
+    def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
+        return total(united(params, frozen), *inputs(rest, index, examples))[1][1:]
+
+    whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
+    jaxpr = jax.make_jaxpr(after)(*whole, rest, examples)
+    own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in jax.tree.leaves((trained, fixed))]
+    varies = own + [False] * len(jax.tree.leaves(rest)) + [True] * len(jax.tree.leaves(examples))
     leaves = [*named_leaves(streams), *named_leaves(rest)]
+    found = varying_outputs(jaxpr, varies, axes)
     differing = [path for (path, _), differs in zip(leaves, found, strict=True) if differs]
     if differing:
         raise ValueError(describe_varying(differing))
 
 
-def _of_each(function: Callable[[Parameter], Any], parameters: Any) -> Any:
-    return jax.tree.map(function, parameters, is_leaf=_is_parameter)
+def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, peeled: bool) -> tuple[list[Any], Any, Any, Any]:
+    """Sum what the microbatches give; `rest` goes from each to the next, random streams start alike in all.
 
+    All in a scan, or all but the last, which is `peeled`.
+    """
 
-def _is_parameter(leaf: Any) -> bool:
-    return isinstance(leaf, Parameter)
+    def body(rest: Any, scanned: Any) -> tuple[Any, Any]:
+        gradient, means, streams, rest = microbatch(False, rest, scanned)
+        found.append(gradient)
+        return rest, (means, streams)
 
-
-def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, specs: Any) -> tuple[Any, Any, Any, Any]:
-    """Sum what the microbatches give, in a scan; `rest` goes from each to the next, random streams start alike in all."""
-    first = partial(jax.tree.map, lambda x: x[0])
-    if count == 1:
-        return microbatch(rest, first(scanned))
-
-    def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
-        summed, rest = carry
-        gradient, means, streams, rest = microbatch(rest, scanned)
-        gradient, means = jax.tree.map(jnp.add, summed, (gradient, means))
-        return ((jax.tree.map(_laid_out, gradient, specs), means), rest), streams
-
-    shapes = jax.eval_shape(microbatch, rest, first(scanned))[:2]
-    ((gradient, means), rest), streams = lax.scan(body, (jax.tree.map(jnp.zeros_like, shapes), rest), scanned)
-    return gradient, means, jax.tree.map(lambda x: x[-1], streams), rest
-
-
-def _laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    automatic = jax.sharding.get_abstract_mesh().auto_axes
-    return constrain(x, keep_axes(spec, automatic)) if automatic else x
+    found: list[Any] = []
+    loops = count - peeled
+    if loops:
+        rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:loops], scanned))
+        gradient, means, streams = found[-1], jax.tree.map(jnp.sum, means), jax.tree.map(lambda x: x[-1], streams)
+    if peeled:
+        gradient, of_last, streams, rest = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
+        means = jax.tree.map(jnp.add, means, of_last) if loops else of_last
+    return gradient, means, streams, rest
 
 
 def _with_row_keys(tree: Any, **where: Any) -> Any:

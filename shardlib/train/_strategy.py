@@ -111,13 +111,13 @@ class Strategy:
                 )
         resolve_precision(self.precision)
         zero = self.sharding
-        if zero.stage > 1 and self.exchange != Exact() and set(self.zero_axes) >= set(self.data_axes):
+        if zero.stage > 1 and not isinstance(self.exchange, Exact) and set(self.zero_axes) >= set(self.data_axes):
             raise ValueError(
                 f"`Strategy(exchange={self.exchange})` would never run: stage {zero.stage} of ZeRO adds gradients up exactly "
                 f"over {self.zero_axes}, layer by layer, and no data axis is left. Use `zero=1`, or split over fewer axes: "
                 "`zero=sl.Zero(..., axes=(...))`."
             )
-        if not self.data_axes and self.exchange != Exact():
+        if not self.data_axes and not isinstance(self.exchange, Exact):
             raise ValueError(
                 f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch and nothing else, so the "
                 "partitioner sums the gradients. Give `batch` an axis of its own in the rules, or name it: `manual=(...)`."

@@ -1,5 +1,6 @@
 """What a step makes of a parameter: in which form it starts, when it is whole, and where its gradient is added up."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlib._on_use import Weight
+from shardlib._annotate import constrain
 from shardlib._precision import cast
-from shardlib._rules import spec_axes
+from shardlib._region import Weight
+from shardlib._rules import as_tuple, keep_axes, spec_axes
 from shardlib._tree import map_named
-from shardlib._zero import Split, gather, scatter
-from shardlib.train._exchange import Parameter
+from shardlib._zero import Split, gather, scatter, total
+from shardlib.train._exchange import Exact, Parameter
 from shardlib.train._strategy import Strategy
 
 
@@ -29,42 +31,99 @@ class Use:
     strategy: Strategy
     frozen: bool
 
+    @property
+    def late(self) -> bool:
+        """Whether it is made whole where it is used."""
+        return self.split.dim is not None and self.strategy.sharding.stage == 3
+
+    @property
+    def scattered(self) -> bool:
+        """Whether its gradient is scattered in every backward pass."""
+        return not self.frozen and self.split.dim is not None and self.strategy.sharding.stage >= 2
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether its gradient is exchanged in the last backward pass."""
+        exchange = self.strategy.exchange
+        large = self.split.layer > self.strategy.sharding.small
+        return isinstance(exchange, Exact) and exchange.overlap and large and not (self.scattered or self.frozen)
+
     @cached_property
     def parameter(self) -> Parameter:
         """What the exchange is told of it. What is scattered in the backward pass comes to the exchange in parts."""
-        spec = self.split.spec if self.weight is not None else self.named
-        axes = tuple(axis for axis in self.strategy.data_axes if axis not in spec_axes(spec))
-        return Parameter(self.path, self.shape, spec, axes, self.split.spec, self.strategy.dtypes.reduced(self.dtype))
+        exchanged = self.scattered or self.overlapped
+        done = () if not exchanged else self.split.axes if self.split.dim is not None else self.axes
+        return Parameter(
+            self.path, self.shape, self.split.spec if exchanged else self.named,
+            tuple(axis for axis in self.axes if axis not in done), self.split.spec,
+            self.strategy.dtypes.reduced(self.dtype),
+        )  # fmt: skip
 
-    @cached_property
-    def weight(self) -> Weight | None:
-        """How it is made whole where it is used, or None: it is whole all through the step."""
-        stage, dim = self.strategy.sharding.stage, self.split.dim
-        if dim is None or stage < (3 if self.frozen else 2):
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The data axes over which its gradient is a sum."""
+        return tuple(axis for axis in self.strategy.data_axes if axis not in spec_axes(self.named))
+
+    def weight(self, last: bool) -> Weight | None:
+        """How it is made whole and its gradient reduced, in the last microbatch or one before; None: as it is."""
+        adds = not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
+        if not (self.late or self.scattered or adds or (last and self.overlapped)):
             return None
 
-        def whole(stored: Any, taken: int) -> jax.Array:
-            return self._gathered(stored, taken) if stage == 3 else stored
-
-        def reduced(gradient: jax.Array, stored: Any, taken: int) -> jax.Array:
-            with jax.named_scope("exchange"):
-                wire = cast(gradient, self.strategy.dtypes.reduced(self.dtype))
-                return scatter(wire, PartitionSpec(*self.named[taken:]), dim - taken, self.split.axes)
+        def reduced(taken: int, gradient: jax.Array) -> jax.Array:
+            if self.scattered or (last and self.overlapped):
+                gradient = self._exchanged(gradient, taken)
+            return self._laid_out(cast(gradient, self._summed), taken) if adds else gradient
 
         return Weight(
-            self.path, self.shape, self._compute, whole, None if self.frozen else reduced,
-            stacked=dim, group=self.strategy.sharding.group(self.path), late=stage == 3,
+            self.path, self.whole.shape, self.whole.dtype,
+            whole=self._gathered if self.late else None, reduced=None if self.frozen else reduced,
+            stacked=len(self.shape) if self.split.dim is None else self.split.dim,
+            group=self.strategy.sharding.group(self.path) if self.late else None, adds=adds,
         )  # fmt: skip
 
     def start(self, stored: jax.Array) -> jax.Array:
         """What is held of it all through the step."""
-        if self.weight is not None and self.strategy.sharding.stage == 3:
+        if self.late:
             return stored
         return cast(stored, self._compute) if self.split.dim is None else self._gathered(stored, 0)
 
     def zero(self, stored: jax.Array) -> jax.Array:
-        """The zero that stands for it where its gradient comes in parts."""
-        return jnp.zeros(stored.shape, self.strategy.dtypes.reduced(self.dtype))
+        """The zero that stands for it where its gradient comes reduced."""
+        return jnp.zeros(stored.shape, self.parameter.reduce)
+
+    def sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
+        """The sum of its gradients, before any: of a device's own, or scattered."""
+        return self._laid_out(jnp.zeros((stored if self.scattered else whole).shape, self._summed), 0)
+
+    @property
+    def _summed(self) -> Any:
+        dtypes = self.strategy.dtypes
+        return dtypes.accumulated(dtypes.reduced(self.dtype) if self.scattered else self._compute)
+
+    def _exchanged(self, gradient: jax.Array, taken: int) -> jax.Array:
+        wire, spec = cast(gradient, self.parameter.reduce), PartitionSpec(*self.named[taken:])
+        with jax.named_scope("exchange"):
+            if self.split.dim is not None:
+                return scatter(wire, spec, self.split.dim - taken, self.split.axes)
+            return total(wire, spec, self.axes)
+
+    def _laid_out(self, x: jax.Array, taken: int) -> jax.Array:
+        automatic = jax.sharding.get_abstract_mesh().auto_axes
+        spec = self.split.spec if self.scattered else self.named
+        return constrain(x, keep_axes(PartitionSpec(*spec[taken:]), automatic)) if automatic else x
+
+    @cached_property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """What the model gets of it: whole but for what its names split over the data axes."""
+        sizes = [
+            math.prod(
+                self.strategy.device_mesh.shape[axis] for axis in as_tuple(entry) if axis in self.strategy.data_axes
+            )
+            for entry in (*self.named, *[None] * (len(self.shape) - len(self.named)))
+        ]
+        local = tuple(size // parts for size, parts in zip(self.shape, sizes, strict=True))
+        return jax.ShapeDtypeStruct(local, self._compute)
 
     @property
     def _compute(self) -> Any:
