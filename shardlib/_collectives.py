@@ -63,6 +63,7 @@ class Collective:
     op_name: str = ""  # JAX's name stack
     sources: tuple[str, ...] = ()  # "file:line" of the user's code; several where collectives were combined
     slow: bool = False  # between slices, over the slow network
+    overlapped: bool = False  # between its start and its end, as they are scheduled, the device multiplies matrices
 
     @property
     def sent_bytes(self) -> int:
@@ -175,6 +176,7 @@ def _collective(program: Program, devices: "_Devices", scope: Scope, made: Instr
         op_name=op_name,
         sources=_sources(program, scope, made, source),
         slow=devices.cross_slices(groups),
+        overlapped=_is_overlapped(program, scope, made),
     )
 
 
@@ -194,6 +196,32 @@ def _is_continued(scope: Scope, made: Instruction) -> bool:
     targets = {user.get(r'custom_call_target="AsyncCollective(\w+)"') for user in users}
     part_of_chain = scope.name.startswith("async_collective_fusion") or "chain_id=" in made.attributes
     return "Start" not in targets and ("Done" in targets or part_of_chain)
+
+
+def _is_overlapped(program: Program, scope: Scope, made: Instruction) -> bool:
+    """Whether matrices are multiplied between the start and the end of a collective, as they are scheduled."""
+    if scope.caller is not None and scope.outer is not None:
+        targets = {one.get(r'custom_call_target="AsyncCollective(\w+)"') for one in scope.instructions.values()}
+        if scope.caller.opcode.endswith("-start") or "Start" in targets:
+            scope, made = scope.outer, scope.caller
+    if not (made.opcode.endswith("-start") or made.opcode in ("send", "fusion")):
+        return False
+    continued = {made.name}
+    for one in itertools.islice(itertools.dropwhile(lambda one: one is not made, scope.instructions.values()), 1, None):
+        if program.multiplies(scope, one):
+            return True
+        if continued.intersection(one.operands):
+            if one.opcode.endswith("-done") or _is_end(program, scope, one):
+                return False
+            continued.add(one.name)
+    return False
+
+
+def _is_end(program: Program, scope: Scope, made: Instruction) -> bool:
+    """Whether it is the fusion of a TPU that ends a collective which was woven into others."""
+    inside = (program.called(scope, made, name) for name in program.calls(scope, made) if made.opcode == "fusion")
+    ends = 'custom_call_target="AsyncCollectiveDone"'
+    return any(ends in one.attributes for inner in inside for one in inner.instructions.values())
 
 
 def _slice_kept(scope: Scope, made: Instruction) -> Instruction | None:

@@ -89,20 +89,34 @@ class Program:
         scope = scope or Scope(self.entry, self.computations[self.entry])
         for made in scope.instructions.values():
             yield scope, made, run
-            names, inner = [], run
-            match made.opcode.removesuffix("-start"):
+            inner = run
+            match made.opcode:
                 case "while":
                     count = self.trip_count(scope, made)
-                    names = ["body"]
                     inner = replace(run, known=False) if count is None else replace(run, times=run.times * count)
                 case "conditional":
                     inner = replace(run, conditional=True)
-                    names = self.branches(scope, made)
-                case "call" | "fusion" | "async" | "custom-call":
-                    called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
-                    names = [called] if called else []
-            for name in names:
+            for name in self.calls(scope, made):
                 yield from self.walk(self.called(scope, made, name), inner)
+
+    def calls(self, scope: Scope, made: Instruction) -> list[str]:
+        """The computations that an instruction runs, by name or by the attribute that has the name."""
+        match made.opcode.removesuffix("-start"):
+            case "while":
+                return ["body"]
+            case "conditional":
+                return self.branches(scope, made)
+            case "call" | "fusion" | "async" | "custom-call":
+                called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
+                return [called] if called else []
+        return []
+
+    def multiplies(self, scope: Scope, made: Instruction) -> bool:
+        """Whether an instruction, or anything that it runs, is a product of matrices."""
+        if made.opcode in ("dot", "convolution") or made.get(r'custom_call_target="(__cu(?:blas|dnn))'):
+            return True
+        inside = (self.called(scope, made, name) for name in self.calls(scope, made))
+        return any(self.multiplies(inner, one) for inner in inside for one in inner.instructions.values())
 
     def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> tuple[str, str]:
         """Name stack and source line of an instruction.

@@ -148,18 +148,20 @@ def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any
     def make(stored: list[Any]) -> list[Any]:
         return [because(reader, root.whole, one) for root, reader, one in zip(roots, readers, stored, strict=True)]
 
+    def at_once(floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
+        floats, others, stored = _in_one_go(floats, others, stored)
+        return [*floats, *others, *make(stored)]
+
     @jax.custom_vjp
     def used(floats: Any, others: Any, stored: Any, zeros: Any) -> Any:
         del zeros
-        floats, others, stored = _in_one_go(floats, others, stored)
-        return _parted(jaxpr_as_fun(traced)(*floats, *others, *make(stored)))[:2]
+        return _parted(jaxpr_as_fun(traced)(*at_once(floats, others, stored)))[:2]
 
     def forwards(*primals: Any) -> Any:
         perturbed = [x.perturbed for x in primals[0]]
         floats, others, stored = jax.tree.map(lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value"))
         there, back = _derivative(traced, perturbed, len(trained), floats, others, shapes)
-        floats, others, stored = _in_one_go(floats, others, stored)
-        results, kept = there(*floats, *others, *make(stored))
+        results, kept = there(*at_once(floats, others, stored))
         return _parted(results)[:2], (jax.tree_util.Partial(back, kept), stored)
 
     def backwards(saved: Any, gradients: Any) -> Any:

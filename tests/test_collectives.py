@@ -1,4 +1,5 @@
 import math
+import dataclasses
 import re
 
 import jax
@@ -335,6 +336,43 @@ def test_started_on_gpu(start, done, expected):
     assert {**vars(found), "op_name": ""} == vars(expected)
 
 
+PRODUCT = """
+%product (param_0: f32[64,512], param_1: f32[512,512]) -> f32[64,512] {
+  %param_0 = f32[64,512]{1,0} parameter(0)
+  %param_1 = f32[512,512]{1,0} parameter(1)
+  ROOT %dot.1 = f32[64,512]{1,0} dot(%param_0, %param_1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (s32[], f32[64,512], f32[512,512])) -> (s32[], f32[64,512], f32[512,512]) {
+  %state = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) parameter(0)
+  %x = f32[64,512]{1,0} get-tuple-element(%state), index=1
+  %w = f32[512,512]{1,0} get-tuple-element(%state), index=2
+  %y = f32[64,512]{1,0} fusion(%x, %w), kind=kCustom, calls=%product
+  ROOT %next = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) tuple(%state, %y, %w)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "between, expected",
+    [
+        ([], False),
+        (["%e = f32[64,512]{1,0} exponential(%p)"], False),
+        (["%m = f32[64,512]{1,0} fusion(%p, %w), kind=kCustom, calls=%product"], True),
+        (["%m = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"], True),
+        (['%m = f32[64,512]{1,0} custom-call(%p, %w), custom_call_target="__cublas$gemm"'], True),
+        (['%m = f32[64,512]{1,0} custom-call(%p), custom_call_target="Sharding"'], False),
+        (["%l = (s32[], f32[64,512], f32[512,512]) while(%t), condition=%body, body=%body"], True),
+    ],
+)
+def test_what_is_computed_between_start_and_end(between, expected):
+    start, done, _ = GPU[1]
+    after = "%n = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    state = "%t = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) tuple(%w, %p, %w)"
+    entry = ["%w = f32[512,512]{1,0} parameter(1)", state, start, *between, done, after]
+    assert [one.overlapped for one in collectives(text_of(*entry, computations=PRODUCT))] == [expected]
+
+
 WRAPPED = """
 %wrapped (param_0: bf16[256,2048]) -> bf16[2048,2048] {
   %param_0 = bf16[256,2048]{1,0:T(8,128)(2,1)} parameter(0)
@@ -354,12 +392,14 @@ replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(f)/all_gather"
         ("async-start(%p), calls=%wrapped", "async-update(%s), calls=%wrapped", "async-done(%u), calls=%wrapped"),
     ],
 )
-def test_wrapped_in_a_computation(start, update, done):
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_wrapped_in_a_computation(start, update, done, overlapped):
     started = "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, (s32[8192]{0:T(1024)}))"
-    entry = (f"%s = {started} {start}", f"%u = {started} {update}", f"%d = bf16[2048,2048]{{1,0}} {done}")
-    assert collectives(text_of(*entry, computations=WRAPPED)) == (
-        Collective("all-gather", ("bf16",), ((256, 2048),), 2**20, 2**23, None, 8, op_name="jit(f)/all_gather"),
-    )
+    product = ["%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf"] if overlapped else []
+    entry = (f"%s = {started} {start}", *product, f"%u = {started} {update}", f"%d = bf16[2048,2048]{{1,0}} {done}")
+    expected = Collective("all-gather", ("bf16",), ((256, 2048),), 2**20, 2**23, None, 8, op_name="jit(f)/all_gather")
+    found = collectives(text_of(*entry, computations=WRAPPED))
+    assert found == (dataclasses.replace(expected, overlapped=overlapped),)
 
 
 CHAIN = """
@@ -399,7 +439,12 @@ replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%region_0.0.clon
 """
 
 
-def test_fused_on_tpu():
+@pytest.mark.parametrize("woven", [False, True])
+def test_fused_on_tpu(woven):
+    computations = CHAIN
+    if woven:
+        product = "  %conv = bf16[512,2048]{1,0} convolution(%param_0.40, %param_1.44), dim_labels=bf_io->bf\n"
+        computations = computations.replace("  ROOT %tuple.8", f"{product}  ROOT %tuple.8")
     entry = [
         "%start = (bf16[512,2048]{1,0}) fusion(%p), kind=kCustom, calls=%fused_computation.19",
         "%step = (bf16[512,2048]{1,0}) fusion(%start), kind=kOutput, calls=%async_collective_fusion.30",
@@ -407,8 +452,8 @@ def test_fused_on_tpu():
         "%scatter = bf16[528,2048]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter, "
         'metadata={op_name="jit(f)/reduce_scatter"}',
     ]
-    assert collectives(text_of(*entry, computations=CHAIN)) == (
-        Collective("all-gather", ("bf16",), ((512, 2048),), 2**21, 2**23, None, 4),
+    assert collectives(text_of(*entry, computations=computations)) == (
+        Collective("all-gather", ("bf16",), ((512, 2048),), 2**21, 2**23, None, 4, overlapped=woven),
         Collective(
             "reduce-scatter", ("bf16",), ((2112, 2048),), 8650752, 2162688, None, 4, op_name="jit(f)/reduce_scatter"
         ),

@@ -66,6 +66,12 @@ class Plan:
             totals[one.axes, one.slow] += one.total_bytes
         return dict(totals)
 
+    @property
+    def overlapped_fraction(self) -> float:
+        """How much of what a device sends is under way while it multiplies matrices, as the compiler has scheduled it."""
+        overlapped = sum(one.total_bytes for one in self.collectives if one.overlapped)
+        return overlapped / max(1, sum(one.total_bytes for one in self.collectives))
+
     def __str__(self) -> str:
         return report(self)
 
@@ -98,6 +104,7 @@ class Plan:
                 {"axes": None if axes is None else list(axes), "slow": slow, "bytes": sent}
                 for (axes, slow), sent in self.sent_bytes.items()
             ],
+            "overlapped_fraction": self.overlapped_fraction,
             "remarks": list(self.remarks),
             "advice": list(self.advice),
             "zero": [dataclasses.asdict(price) for price in self.prices],

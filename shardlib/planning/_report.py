@@ -151,4 +151,7 @@ def _communication(plan: Any) -> str:
     for (axes, slow), sent in totals:
         over = "other groups" if axes is None else " x ".join(axes)
         rows.append((f"  all over {over}", "slow" if slow else "fast", "", "", "", "", human_bytes(sent), ""))
-    return table(rows, right=(4, 5, 6))
+    return (
+        table(rows, right=(4, 5, 6))
+        + f"\n  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as it is scheduled"
+    )

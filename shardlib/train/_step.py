@@ -237,7 +237,7 @@ class Step:
 
         uses, treedef = jax.tree.flatten(trained)
         pairs = list(zip(uses, treedef.flatten_up_to(params), treedef.flatten_up_to(held), strict=True))
-        sums = [jax.new_ref(use.sums(p, h)) if count > 1 else None for use, p, h in pairs]
+        sums: list[Any] = [jax.new_ref(use.sums(p, h)) if count > 1 else None for use, p, h in pairs]
 
         def microbatch(last: bool, rest: Any, scanned: Any) -> tuple[list[Any], Any, Any, Any]:
             """What one gives; of a gradient that it adds to the sums, None."""
@@ -268,11 +268,17 @@ class Step:
             return [None if added else g for added, g in zip(adds, gradient, strict=True)], means, streams, after
 
         with jax.named_scope("loss"):
-            peeled = count == 1 or any(use.overlapped for use in uses)
-            gradient, means, streams, rest = _accumulate(
-                microbatch, rest, (jnp.arange(count), microbatches), count, peeled
-            )
-            gradient = [s[...] if g is None else g for g, s in zip(gradient, sums, strict=True)]
+            scanned = (jnp.arange(count), microbatches)
+            last = jax.tree.map(lambda x: x[-1], scanned)
+            if count == 1:
+                gradient, means, streams, rest = microbatch(True, rest, last)
+            elif any(use.overlapped for use in uses):
+                _, before, _, rest = _accumulate(partial(microbatch, False), rest, scanned, count - 1)
+                gradient, means, streams, rest = microbatch(True, rest, last)
+                means = jax.tree.map(jnp.add, before, means)
+            else:
+                gradient, means, streams, rest = _accumulate(partial(microbatch, False), rest, scanned, count)
+            gradient = [of[...] if g is None else g for g, of in zip(gradient, sums, strict=True)]
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
@@ -345,26 +351,17 @@ def _check_same(
         raise ValueError(describe_varying(differing))
 
 
-def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, peeled: bool) -> tuple[list[Any], Any, Any, Any]:
-    """Sum what the microbatches give; `rest` goes from each to the next, random streams start alike in all.
-
-    All in a scan, or all but the last, which is `peeled`.
-    """
+def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int) -> tuple[list[Any], Any, Any, Any]:
+    """Sum what microbatches give, in a scan; `rest` goes from each to the next, random streams start alike in all."""
 
     def body(rest: Any, scanned: Any) -> tuple[Any, Any]:
-        gradient, means, streams, rest = microbatch(False, rest, scanned)
-        found.append(gradient)
+        gradient, means, streams, rest = microbatch(rest, scanned)
+        gradients.append(gradient)
         return rest, (means, streams)
 
-    found: list[Any] = []
-    loops = count - peeled
-    if loops:
-        rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:loops], scanned))
-        gradient, means, streams = found[-1], jax.tree.map(jnp.sum, means), jax.tree.map(lambda x: x[-1], streams)
-    if peeled:
-        gradient, of_last, streams, rest = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
-        means = jax.tree.map(jnp.add, means, of_last) if loops else of_last
-    return gradient, means, streams, rest
+    gradients: list[Any] = []
+    rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:count], scanned))
+    return gradients[-1], jax.tree.map(jnp.sum, means), jax.tree.map(lambda x: x[-1], streams), rest
 
 
 def _with_row_keys(tree: Any, **where: Any) -> Any:
