@@ -170,6 +170,8 @@ def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any
         gradients, stored = _in_one_go(gradients, stored)
         of_floats, of_trained = back(make(stored), gradients)
         reduced = [root.reduced(g, reader) for root, g, reader in zip(trained, of_trained, readers, strict=False)]
+        # Lest whole gradients wait: what comes before in the computation, and after this, waits for them to be reduced.
+        of_floats, reduced = _in_one_go(of_floats, reduced)
         return of_floats, None, None, reduced
 
     used.defvjp(forwards, backwards, symbolic_zeros=True)
