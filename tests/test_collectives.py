@@ -1,5 +1,5 @@
-import math
 import dataclasses
+import math
 import re
 
 import jax

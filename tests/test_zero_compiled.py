@@ -17,6 +17,7 @@ PLATFORMS = [
     pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
     pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
 ]
+OFF_THE_CHIP = [PLATFORMS[0], PLATFORMS[2]]  # a TPU keeps arrays as small as these on it
 LAYERS, WIDTH, HIDDEN = 4, 256, 1024
 RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", layers=None)
 NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
@@ -33,9 +34,9 @@ def loss(model, x, rng):
     return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
 
 
-def planned(platform, shape, zero, accumulate=1):
+def planned(platform, shape, zero, accumulate=1, **options):
     mesh = mesh_on(platform, shape)
-    strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=zero, accumulate=accumulate)
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=zero, accumulate=accumulate, **options)
     state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
     batch = jax.ShapeDtypeStruct((16 * accumulate, WIDTH), "float32")
     with jax.default_matmul_precision("highest"):  # lest a TPU send float32 as bfloat16
@@ -69,6 +70,48 @@ def test_a_stage_sends_what_the_paper_says(platform, stage, accumulate, gathers,
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_exchange_that_overlaps_sends_as_much_once_a_step_and_a_layer_at_a_time(platform, stage):
+    found = planned(platform, "pod=1,data=8,model=1", stage, 2, exchange=sl.Exact(overlap=True))
+    sends = {("all-reduce", "data"): 2 * moved(BYTES, 8)}
+    if stage:
+        sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+    sums = [one for one in found.collectives if one.kind in ("all-reduce", "reduce-scatter") and one.sent_bytes > 1024]
+    assert max(one.operand_bytes for one in sums) <= BYTES // LAYERS
+    if platform.startswith("h200") and stage:
+        assert sum(one.total_bytes for one in sums if one.overlapped) > sum(one.total_bytes for one in sums) / 2
+        after = planned(platform, "pod=1,data=8,model=1", stage, 2)
+        assert not any(one.overlapped for one in after.collectives if one.kind != "all-gather")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_stage_2_scatters_a_weight_that_is_used_twice_once(platform):
+    def tied(model, x, rng):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ model["table"], model["layers"])
+        return jnp.mean((x @ model["table"].T) ** 2)
+
+    make = lambda: {"table": jnp.ones((WIDTH, WIDTH)), "layers": jnp.ones((1, WIDTH, WIDTH))}
+    strategy = sl.Strategy(mesh=mesh_on(platform, "pod=1,data=8,model=1"), rules=RULES, zero=sl.Zero(2, small=0))
+    state = sl.init(make, optax.sgd(1e-3), strategy, abstract=True)
+    with jax.default_matmul_precision("highest"):
+        found = sl.plan(sl.train_step(tied, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32"))
+    size = 2 * WIDTH * WIDTH * 4
+    sends = {("all-gather", "data"): moved(size, 8), ("reduce-scatter", "data"): moved(size, 8)}
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+
+
+@pytest.mark.parametrize("platform", OFF_THE_CHIP)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_of_gradients_are_added_up_in_place(platform, stage):
+    options = {"exchange": sl.Exact(bucket_bytes=2**16)} if stage == 1 else {}
+    found = planned(platform, "pod=1,data=8,model=1", sl.Zero(stage, bucket_bytes=2**16), 2, **options)
+    layer = BYTES // LAYERS
+    sums = BYTES if stage == 1 else BYTES // 8
+    assert sums <= found.memory.most["gradients"] < sums + 3 * layer
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_beside_a_tensor_axis_each_device_sends_its_own_shards(platform, stage):
     found = planned(platform, "pod=1,data=4,model=2", stage)
@@ -91,7 +134,7 @@ def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulat
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
-@pytest.mark.parametrize("platform", [PLATFORMS[0], PLATFORMS[2]])  # a TPU keeps arrays as small as these on the chip
+@pytest.mark.parametrize("platform", OFF_THE_CHIP)
 def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
     kinds = {stage: planned(platform, "pod=1,data=8,model=1", stage).memory for stage in (0, 1, 2, 3)}
     assert kinds[0].kinds["parameters"] == BYTES and kinds[0].kinds["optimizer state"] >= 2 * BYTES

@@ -1,0 +1,241 @@
+"""Weights in the form they are stored in, whole where they are used, whatever a loss does with them."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from test_zero import DATA, FULL, X, fit, mlp, normal, strategy, trained
+
+import shardlib as sl
+from shardlib import testing
+from shardlib._tree import named_leaves
+
+
+def weights():
+    return {
+        "a": normal(0, 16, 16),
+        "b": normal(1, 16, 16),
+        "unused": normal(2, 16),
+        "stack": sl.annotate(normal(3, 3, 16, 16), {"": ("layers", "embed", "mlp")}),
+        "nested": sl.annotate(normal(4, 2, 2, 16, 16), {"": ("layers", "layers", "embed", "mlp")}),
+        "layers": [{"up": normal(5 + i, 16, 16), "bias": normal(8 + i, 16)} for i in range(2)],
+    }
+
+
+def dense(x, w):
+    return jnp.tanh(x @ w)
+
+
+def by_rows(x, m, rng):
+    """Of which each row chooses its weight: devices differ."""
+    return lax.map(lambda row: lax.cond(row[0] > 0, lambda: dense(row, m["a"]), lambda: dense(row, m["b"])), x)
+
+
+@jax.custom_vjp
+def straight_through(x, w):
+    return jnp.round(4 * x @ w) / 4
+
+
+straight_through.defvjp(
+    lambda x, w: (straight_through(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g)
+)
+
+
+def spectral(x, m, rng):
+    """By a loop that has no derivative, of what has none."""
+    step = lambda carry: (carry[0] + 1, jnp.tanh(m["a"].T @ (m["a"] @ carry[1])))
+    scale = lax.while_loop(lambda carry: carry[0] < 3, step, (0, jnp.ones(16)))[1]
+    return dense(x, m["a"]) * jnp.round(scale).astype(int)
+
+
+def of_layers(x, m, rng):
+    for w in m["layers"]:
+        x = dense(x, w["up"]) + w["bias"]
+    return x
+
+
+def in_two_loops(x, m, rng):
+    inner = lambda x, ws: lax.scan(lambda x, w: (dense(x, w), None), x, ws)
+    return lax.scan(inner, x, m["nested"])[0]
+
+
+def drawn(x, m, rng):
+    return jnp.where(jax.random.bernoulli(rng, 0.5, x.shape), dense(x, m["a"]), 0)
+
+
+def kept(x, m, rng):
+    block = jax.checkpoint(lambda x, ws: lax.scan(lambda x, w: (dense(x, w), None), x, ws)[0])
+    return block(x, m["stack"])
+
+
+USES = {
+    "in a marked layer": lambda x, m, rng: sl.zero3_layer(lambda x, w, n: dense(x, w) / n)(x, m["a"], 2),
+    "in a jit": lambda x, m, rng: jax.jit(dense)(x, m["a"]),
+    "in a checkpoint": lambda x, m, rng: jax.checkpoint(dense)(x, m["a"]),
+    "in a scan in a checkpoint": kept,
+    "in either branch": lambda x, m, rng: lax.cond(
+        m["a"][0, 0] > 0, lambda: dense(x, m["a"]), lambda: dense(x, m["b"])
+    ),
+    "in either branch by row": by_rows,
+    "in a loop of unknown length": spectral,
+    "in every iteration": lambda x, m, rng: lax.scan(lambda x, _: (dense(x, m["a"]), None), x, None, length=3)[0],
+    "as what a loop carries": lambda x, m, rng: dense(x, lax.fori_loop(0, 2, lambda _, w: w @ m["b"], m["a"])),
+    "by number": lambda x, m, rng: dense(dense(dense(x, m["stack"][0]), m["stack"][2]), m["stack"][-1]),
+    "by a number that is computed": lambda x, m, rng: lax.fori_loop(0, 3, lambda i, x: dense(x, m["stack"][i]), x),
+    "in a slice": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"][1:])[0],
+    "backwards": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"], reverse=True)[0],
+    "stacked side by side": lambda x, m, rng: jnp.sum(jax.vmap(dense, (None, 0))(x, m["stack"]), 0),
+    "in two loops": in_two_loops,
+    "with a derivative of its own": lambda x, m, rng: straight_through(x, m["a"]),
+    "transposed, twice": lambda x, m, rng: dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16],
+    "layer by layer": of_layers,
+    "beside randomness": drawn,
+    "as a derivative": lambda x, m, rng: jax.grad(lambda x: jnp.sum(dense(dense(x, m["a"]), m["b"])))(x),
+}
+
+
+def fit_uses(model, x, rng):
+    assert all(m["a"].shape == (16, 16) for m in model.values())
+    errors = {use: jnp.mean((USES[use](x, m, rng) - x) ** 2) for use, m in model.items()}
+    return sum(errors.values()), {**errors, "itself": jnp.mean(jnp.stack([m["a"][0, 0] for m in model.values()]))}
+
+
+ALONE = sl.Zero(0), 1, False, sl.make_mesh("data=1", devices=jax.devices()[:1])
+
+
+@cache
+def gradients(zero, accumulate, overlap, mesh="data=8"):
+    """The gradients of all uses at once, each of weights of its own, and the metrics."""
+    exchange = sl.Exact(overlap=overlap)
+    strategy = sl.Strategy(mesh=mesh, rules=DATA, zero=zero, accumulate=accumulate, exchange=exchange)
+    state = sl.init(lambda: {use: weights() for use in USES}, optax.trace(0.0), strategy)
+    state, metrics = sl.train_step(fit_uses, strategy)(state, X)
+    return state.opt_state.trace, metrics
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulate", "overlap"),
+    [
+        (sl.Zero(0, small=0), 2, False),
+        (sl.Zero(0, small=0), 1, True),
+        (sl.Zero(1, small=0), 2, True),
+        (sl.Zero(2, small=0), 1, False),
+        (sl.Zero(2, small=0), 2, False),
+        (FULL, 1, False),
+        (FULL, 2, False),
+        (sl.Zero(3, small=0, layers=r".*layers/\d+"), 1, False),
+    ],
+    ids=[
+        "sums", "overlapped", "overlapped sums", "stage 2", "stage 2 sums", "stage 3", "stage 3 sums", "layers by path",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("use", USES)
+def test_weights_are_whole_where_they_are_used(use, zero, accumulate, overlap):
+    (ours, found), (theirs, expected) = gradients(zero, accumulate, overlap), gradients(*ALONE)
+    for name in (use, "itself"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs[use]))
+    for (path, mine), (_, alone) in zip(named_leaves(ours[use]), named_leaves(theirs[use]), strict=True):
+        assert mine.sharding.is_fully_replicated == (zero.stage == 0)
+        scale = max(np.abs(alone).max(), 1e-2 * largest)  # as `check_step` has it
+        np.testing.assert_allclose(mine, alone, rtol=0, atol=1e-5 * scale, err_msg=path)
+    assert largest > 1e-3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_made_of_a_weight_and_complex_weights_are_as_on_one_device(stage):
+    def loss(model, x, rng):
+        w = model["params"]["w"]
+        model["average"] = 0.9 * model["average"] + 0.1 * w
+        return jnp.mean(jnp.abs(x @ w - 1) ** 2)
+
+    make = lambda: {"params": {"w": normal(0, 16, 16) * (1 + 1j)}, "average": jnp.zeros((16, 16), jnp.complex64)}
+    testing.check_step(make, optax.sgd(0.1), loss, X, DATA, meshes=["data=8"], zero=sl.Zero(stage, small=0))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_that_a_layer_counts_is_the_same_everywhere(stage):
+    """As the streams of NNX's dropout do."""
+
+    def loss(model, x, rng):
+        body = lambda carry, w: ((dense(carry[0], w), carry[1] + 1), None)
+        (x, model["count"]), _ = lax.scan(body, (x, model["count"]), model["params"]["w"])
+        return jnp.mean(x**2)
+
+    named = lambda: sl.annotate({"w": normal(0, 3, 16, 16)}, {"w": ("layers", "embed", "mlp")})
+    make = lambda: {"params": named(), "count": jnp.int32(0)}
+    state, _ = trained(loss, make=make, rules=DATA, mesh="data=8", zero=sl.Zero(stage, small=0))[1:]
+    assert int(state.rest["count"]) == 3
+
+
+def test_a_weight_without_derivative_may_be_used_in_a_loop_of_unknown_length():
+    def loss(model, x, rng):
+        in_, start = lax.stop_gradient(model["in"]), (0, jnp.ones(16))
+        step = lambda carry: (carry[0] + 1, jnp.tanh(in_ @ (in_.T @ carry[1])))
+        return fit(model, x * lax.while_loop(lambda carry: carry[0] < 3, step, start)[1], rng)
+
+    testing.check_step(mlp, optax.sgd(0.1), loss, X, DATA, meshes=["data=8"], zero=FULL, steps=1)
+
+
+def lowered(make, loss, zero, width):
+    plan = strategy(zero=zero)
+    state = sl.init(make, optax.sgd(0.1), plan, abstract=True)
+    return sl.train_step(loss, plan).lower(state, jax.ShapeDtypeStruct((8, width), "float32"))
+
+
+def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
+    depth, width = 8, 256
+    make = lambda: sl.annotate({"w": jnp.zeros((depth, width, width))}, {"w": ("layers", "embed", "mlp")})
+    loss = lambda model, x, rng: jnp.mean(lax.scan(lambda x, w: (dense(x, w), None), x, model["w"])[0])
+    layer = width * width * 4
+    stage_2, stage_3 = (
+        lowered(make, loss, sl.Zero(stage, small=0), width).compile().memory_analysis().temp_size_in_bytes
+        for stage in (2, 3)
+    )
+    assert stage_2 > depth * layer
+    assert (
+        stage_3 < depth * layer // 8 + 3 * layer
+    )  # the shards of the gradient, and a layer: its weights, its gradient
+
+
+LAYERS = {
+    "marked": (sl.zero3_layer, FULL),
+    "recomputed": (partial(sl.remat, policy="full"), FULL),
+    "by path": (lambda block: block, sl.Zero(3, small=0, layers=r"layers/\d")),
+}
+
+
+@pytest.mark.parametrize("how", LAYERS)
+def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
+    mark, zero = LAYERS[how]
+    block = lambda x, w: dense(dense(dense(x, w), w), w)
+
+    def loss(model, x, rng, mark=mark):
+        for w in model["layers"]:
+            x = mark(block)(x, w)
+        return jnp.mean(x)
+
+    make = lambda: {"layers": [normal(0, 16, 16), normal(1, 16, 16)]}
+
+    def gathers(loss, zero):  # as written; a CPU's compiler makes one of those forward and backward
+        return lowered(make, loss, zero, 16).as_text().count("stablehlo.all_gather")
+
+    assert gathers(loss, zero) == 4
+    assert gathers(partial(loss, mark=lambda block: block), FULL) > 8
+
+
+def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
+    make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
+
+    def loss(model, x, rng):
+        for i in range(4):
+            x = dense(x, model["w"][i])
+        return jnp.mean(x)
+
+    found = testing.collectives(lowered(make, loss, FULL, 16).compile(), sl.make_mesh("data=8"))
+    sizes = {one.result_bytes for one in found if one.kind == "all-gather"}
+    assert sizes == {16 * 16 * 4}, testing.summary(found)
