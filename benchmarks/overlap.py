@@ -63,9 +63,9 @@ def main() -> None:
             name = f"{machine}_stage{stage}" + ("_overlap" if overlap else "")
             figures[f"overlapped_fraction_{name}"] = fraction(found)
             print(
-                f"{name:22} overlapped {fraction(found):5.1%} of sums, {found.overlapped_fraction:5.1%} of all   sends {sum(found.sent_bytes.values()) / 1e6:8.1f} MB   "
-                f"heap {found.memory.heap_bytes / 1e6:8.1f} MB   traced {found.lower_seconds:5.1f} s, compiled "
-                f"{found.compile_seconds:5.1f} s",
+                f"{name:22} overlapped {fraction(found):5.1%} of sums, {found.overlapped_fraction:5.1%} of all   "
+                f"sends {sum(found.sent_bytes.values()) / 1e6:8.1f} MB   heap {found.memory.heap_bytes / 1e6:8.1f} MB   "
+                f"traced {found.lower_seconds:5.1f} s, compiled {found.compile_seconds:5.1f} s",
                 file=sys.stderr,
             )
     report("overlap", figures, {}, arguments.json)

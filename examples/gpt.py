@@ -44,6 +44,7 @@ def step_of(
     estimate = sl.estimate(
         config.decoder,
         examples=examples // strategy.accumulate // mesh.shape["data"],
+        weight_itemsize=strategy.dtypes.of("", jnp.dtype("float32")).itemsize,
         recompute=strategy.remat,
         tensor=mesh.shape.get("model", 1),
         sequence_parallel="model" in mesh.shape,

@@ -56,12 +56,18 @@ def test_megatron_is_the_papers():
 def test_what_is_split_is_divided():
     whole = sl.estimate(GPT1, examples=2).kinds
     sharded = sl.estimate(GPT1, examples=2, devices=8, zero=3).kinds
-    assert all(sharded[kind] * 8 == pytest.approx(whole[kind], rel=1e-6) for kind in list(whole)[:3])
+    for kind in ("parameters", "optimizer state", "gradients"):
+        assert sharded[kind] * 8 == pytest.approx(whole[kind], rel=1e-6)
+    for stage in (1, 2):
+        found = sl.estimate(GPT1, examples=2, devices=8, zero=stage, weight_itemsize=2).kinds
+        assert found["parameters"] == whole["parameters"] // 8
+        assert found["copies of parameters"] == 2 * GPT1.parameters
+        assert found["gradients"] == 2 * GPT1.parameters // (1 if stage == 1 else 8)
     assert sharded["activations"] == whole["activations"]
     parted = sl.estimate(GPT1, examples=2, tensor=4).kinds
     assert parted["parameters"] == whole["parameters"] // 4 and parted["activations"] < whole["activations"]
-    summed = sl.estimate(GPT1, examples=2, accumulate=2).kinds
-    assert summed["gradients"] == 2 * whole["gradients"]
+    summed = sl.estimate(GPT1, examples=2, accumulate=2, weight_itemsize=2).kinds
+    assert summed["gradients"] == 4 * GPT1.parameters
     full = sl.estimate(GPT1, examples=2, recompute="full").kinds
     some = sl.estimate(GPT1, examples=2, recompute="selective").kinds
     assert full["activations"] < some["activations"] < whole["activations"]

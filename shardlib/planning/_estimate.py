@@ -167,6 +167,7 @@ def estimate(
     examples: int,
     itemsize: int = 2,
     parameter_itemsize: int = 4,
+    weight_itemsize: int | None = None,
     optimizer: str = "adamw",
     recompute: Recompute = "none",
     tensor: int = 1,
@@ -179,14 +180,17 @@ def estimate(
     """What a step of a decoder takes, from formulas alone.
 
     - `examples` that one device sees at a time, computed in a dtype of `itemsize` bytes.
+    - `parameter_itemsize` bytes of each parameter at rest; the model gets it in `weight_itemsize`, 2 of
+      `Strategy(precision="bf16")`, by default as it rests.
     - `tensor` devices split each layer, and the stream too if `sequence_parallel`.
-    - `devices` share what ZeRO's stage `zero` splits: 1 optimizer state, 2 gradients too, 3 parameters too.
-    - `accumulate` microbatches, whose gradients are summed beside the one at hand.
+    - `devices` share what ZeRO's stage `zero` splits: at rest everything; in a step stage 1 holds whole parameters and
+      gradients, 2 whole parameters, 3 a layer's.
+    - `accumulate` microbatches, whose gradients are summed in float32, in place.
 
     >>> gpt2 = Decoder(layers=12, width=768, heads=12, sequence=1024, vocab=50_304)
     >>> found = estimate(gpt2, examples=4)
     >>> {kind: size // 2**20 for kind, size in found.kinds.items()}, found.total_bytes // 2**20
-    ({'parameters': 474, 'optimizer state': 949, 'gradients': 474, 'activations': 6915}, 8732)
+    ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474, 'activations': 6915}, 8732)
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"`estimate(optimizer={optimizer!r})`: known are {', '.join(map(repr, OPTIMIZERS))}.")
@@ -202,25 +206,30 @@ def estimate(
     scores = decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
     kept = {"none": of_layer, "selective": of_layer - scores, "full": stream // shard}[recompute]
     parameters = decoder.parameters // tensor
-    split = [devices if zero >= first else 1 for first in (1, 2, 3)]
+    at_rest = devices if zero else 1
+    weight = weight_itemsize or parameter_itemsize
+    gradient = 4 if accumulate > 1 else weight
     forward = sum(module.count * module.flops for module in modules) * tensor
     if not training:
-        kinds = {"parameters": parameters * parameter_itemsize // split[2]}
+        kinds = {"parameters": parameters * parameter_itemsize // at_rest}
         total = kinds["parameters"] + max(logits, of_layer)
         return Estimate(kinds, total, forward * devices, modules)
     kinds = {
-        "parameters": parameters * parameter_itemsize // split[2],
-        "optimizer state": parameters * OPTIMIZERS[optimizer] // split[0],
-        "gradients": parameters * 4 // split[1] * (2 if accumulate > 1 else 1),
+        "parameters": parameters * parameter_itemsize // at_rest,
+        "optimizer state": parameters * OPTIMIZERS[optimizer] // at_rest,
+        "copies of parameters": parameters * weight
+        if zero in (1, 2) or (not zero and weight < parameter_itemsize)
+        else 0,
+        "gradients": parameters * gradient // (devices if zero >= 2 else 1),
         "activations": decoder.layers * kept + outside,
     }
     # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of their size, and no
     # other gradient is there. At the first layer all are, and what was dropped of the layer is there again.
     again = {"none": 0, "selective": scores, "full": of_layer}[recompute]
-    gathered = sum(module.parameters for module in layers) // tensor * itemsize if zero >= 3 else 0
-    summed = kinds["gradients"] // 2 if accumulate > 1 else 0
+    gathered = sum(module.parameters for module in layers) // tensor * (weight_itemsize or itemsize) if zero >= 3 else 0
+    summed = kinds["gradients"] if accumulate > 1 else 0
     head = kinds["activations"] + logits + summed
     layer = kinds["activations"] - outside + again + gathered + kinds["gradients"]
-    total = kinds["parameters"] + kinds["optimizer state"] + max(head, layer)
+    total = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"] + max(head, layer)
     passes = {"none": 3, "selective": 3, "full": 4}[recompute]
     return Estimate(kinds, total, forward * passes * accumulate * devices, modules)

@@ -26,17 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._annotate import constrain
 from shardlib._batch import Mean
-from shardlib._on_use import WHOLE, evaluate_on_use
 from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
-from shardlib._region import Held
 from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
-from shardlib.train._weights import uses
+from shardlib.train._weights import Weights, uses
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 Metrics = dict[str, jax.Array]
@@ -224,69 +222,30 @@ class Step:
         first = lax.axis_index(axes) * rows if axes else 0
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
         microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
-        wholes = partial(jax.tree.map, lambda use, p: use.start(p))
-        held, fixed_held = wholes(trained, params), wholes(fixed, frozen)
-        fixed_given = jax.tree.map(lambda use, h: Held(h, None) if use.late else h, fixed, fixed_held)
+        scanned = (jnp.arange(count), microbatches)
 
         def inputs(rest: Any, index: Any, examples: Any) -> Any:
             keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
             return keys(streams), keys(rest), keys(key), examples
 
-        one = (jnp.int32(0), jax.tree.map(lambda x: x[0], microbatches))
-        _check_same(partial(self._total, layout), inputs, trained, fixed, rest, one, axes)
+        total = partial(self._total, layout)
+        _check_same(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), axes)
+        weights = Weights(trained, fixed, params, frozen)
 
-        uses, treedef = jax.tree.flatten(trained)
-        pairs = list(zip(uses, treedef.flatten_up_to(params), treedef.flatten_up_to(held), strict=True))
-        sums: list[Any] = [jax.new_ref(use.sums(p, h)) if count > 1 else None for use, p, h in pairs]
-
-        def microbatch(last: bool, rest: Any, scanned: Any) -> tuple[list[Any], Any, Any, Any]:
-            """What one gives; of a gradient that it adds to the sums, None."""
-            weights = [use.weight(last) for use in uses]
-            # The derivative is taken to what is whole, or to the zero that stands for what is not.
-            at = [
-                h if weight is None else jnp.float32(0) if weight.adds else use.zero(p)
-                for weight, (use, p, h) in zip(weights, pairs, strict=True)
-            ]
-            described = united(
-                treedef.unflatten([weight or WHOLE for weight in weights]),
-                jax.tree.map(lambda use: use.weight(last) or WHOLE, fixed),
-            )
-
-            def loss(at: list[Any]) -> Any:
-                others = inputs(rest, *scanned)
-                if all(weight is WHOLE for weight in jax.tree.leaves(described)):
-                    return self._total(layout, united(treedef.unflatten(at), fixed_held), *others)
-                given = [
-                    a if weight is None else Held(h, a, before)
-                    for weight, a, before, (_, _, h) in zip(weights, at, sums, pairs, strict=True)
-                ]
-                given = united(treedef.unflatten(given), fixed_given)
-                return evaluate_on_use(partial(self._total, layout), described, given, *others)
-
-            (_, (means, streams, after)), gradient = jax.value_and_grad(loss, has_aux=True)(at)
-            adds = [weight is not None and weight.adds for weight in weights]
-            return [None if added else g for added, g in zip(adds, gradient, strict=True)], means, streams, after
+        def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
+            return weights.gradient(total, inputs(rest, *scanned), last)
 
         with jax.named_scope("loss"):
-            scanned = (jnp.arange(count), microbatches)
-            last = jax.tree.map(lambda x: x[-1], scanned)
-            if count == 1:
-                gradient, means, streams, rest = microbatch(True, rest, last)
-            elif any(use.overlapped for use in uses):
-                _, before, _, rest = _accumulate(partial(microbatch, False), rest, scanned, count - 1)
-                gradient, means, streams, rest = microbatch(True, rest, last)
-                means = jax.tree.map(jnp.add, before, means)
-            else:
-                gradient, means, streams, rest = _accumulate(partial(microbatch, False), rest, scanned, count)
-            gradient = [of[...] if g is None else g for g, of in zip(gradient, sums, strict=True)]
+            apart = any(use.overlapped for use in weights.uses)
+            (means, streams, rest), gradient = _accumulate(microbatch, rest, scanned, count, apart)
+            summed = weights.summed(gradient)
 
         totals = lax.psum(means, axes) if axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda use: use.parameter, trained)
         with jax.named_scope("exchange"):
-            gradient = treedef.unflatten(gradient)
-            gradient, squares = exchange_gradients(self.strategy.exchange, gradient, weight, parameters)
+            gradient, squares = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, squares, streams, rest, metrics | {"weight": weight}
 
@@ -351,17 +310,26 @@ def _check_same(
         raise ValueError(describe_varying(differing))
 
 
-def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int) -> tuple[list[Any], Any, Any, Any]:
-    """Sum what microbatches give, in a scan; `rest` goes from each to the next, random streams start alike in all."""
+def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:
+    """What all microbatches give together: in a scan, or with the last `apart`.
+
+    `rest` goes from each to the next, random streams start alike in all.
+    """
 
     def body(rest: Any, scanned: Any) -> tuple[Any, Any]:
-        gradient, means, streams, rest = microbatch(rest, scanned)
+        (means, streams, rest), gradient = microbatch(False, rest, scanned)
         gradients.append(gradient)
         return rest, (means, streams)
 
+    if count == 1:
+        return microbatch(True, rest, jax.tree.map(lambda x: x[0], scanned))
     gradients: list[Any] = []
-    rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:count], scanned))
-    return gradients[-1], jax.tree.map(jnp.sum, means), jax.tree.map(lambda x: x[-1], streams), rest
+    rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[: count - apart], scanned))
+    before = jax.tree.map(jnp.sum, means)
+    if not apart:
+        return (before, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]
+    (means, streams, rest), gradient = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
+    return (jax.tree.map(jnp.add, before, means), streams, rest), gradient
 
 
 def _with_row_keys(tree: Any, **where: Any) -> Any:

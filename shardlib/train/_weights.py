@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib._annotate import constrain
+from shardlib._on_use import WHOLE, evaluate_on_use
 from shardlib._precision import cast
-from shardlib._region import Weight
+from shardlib._region import Held, Weight
 from shardlib._rules import as_tuple, keep_axes, spec_axes
 from shardlib._tree import map_named
 from shardlib._zero import Split, gather, scatter, total
 from shardlib.train._exchange import Exact, Parameter
+from shardlib.train._state import united
 from shardlib.train._strategy import Strategy
 
 
@@ -142,3 +144,53 @@ def uses(tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *,
     return map_named(
         lambda path, leaf, spec: Use(path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen), tree, named
     )
+
+
+class Weights:
+    """All parameters of a step, manual over the data axes: what is held of each, and the sum of its gradients so far."""
+
+    def __init__(self, trained: Any, fixed: Any, params: Any, frozen: Any) -> None:
+        starts = partial(jax.tree.map, lambda use, stored: use.start(stored))
+        self.uses, self.treedef = jax.tree.flatten(trained)
+        self.fixed, self.fixed_held = fixed, starts(fixed, frozen)
+        self.stored = self.treedef.flatten_up_to(params)
+        self.held = self.treedef.flatten_up_to(starts(trained, params))
+        of_each = zip(self.uses, self.stored, self.held, strict=True)
+        self.sums: list[Any] = [
+            jax.new_ref(use.sums(p, h)) if use.strategy.accumulate > 1 else None for use, p, h in of_each
+        ]
+
+    def gradient(self, total: Any, others: Any, last: bool) -> tuple[Any, list[Any]]:
+        """What `total(params, *others)` gives beside the sum that is differentiated, and its gradient.
+
+        Of what it has added to the sums, the gradient is None.
+        """
+        weights = [use.weight(last) for use in self.uses]
+        described = united(
+            self.treedef.unflatten([weight or WHOLE for weight in weights]),
+            jax.tree.map(lambda use: use.weight(last) or WHOLE, self.fixed),
+        )
+        fixed = jax.tree.map(lambda use, h: Held(h, None) if use.late else h, self.fixed, self.fixed_held)
+        # The derivative is taken to what is whole, or to the zero that stands for what is not.
+        at = [
+            h if weight is None else jnp.float32(0) if weight.adds else use.zero(p)
+            for weight, use, p, h in zip(weights, self.uses, self.stored, self.held, strict=True)
+        ]
+
+        def loss(at: list[Any]) -> Any:
+            if all(weight is WHOLE for weight in jax.tree.leaves(described)):
+                return total(united(self.treedef.unflatten(at), fixed), *others)
+            given = [
+                a if weight is None else Held(h, a, sums)
+                for weight, a, h, sums in zip(weights, at, self.held, self.sums, strict=True)
+            ]
+            return evaluate_on_use(total, described, united(self.treedef.unflatten(given), fixed), *others)
+
+        (_, aux), gradient = jax.value_and_grad(loss, has_aux=True)(at)
+        adds = [weight is not None and weight.adds for weight in weights]
+        return aux, [None if added else g for added, g in zip(adds, gradient, strict=True)]
+
+    def summed(self, gradient: list[Any]) -> Any:
+        """The whole gradient, of which the last microbatch gave what is not None."""
+        leaves = [sums[...] if g is None else g for g, sums in zip(gradient, self.sums, strict=True)]
+        return self.treedef.unflatten(leaves)
