@@ -1,7 +1,7 @@
 """What each stage of ZeRO sends per step, read off compiled programs, against the paper's volumes.
 
 A scanned decoder on eight devices, every stage, 1, 4 and 16 microbatches, with and without tensor parallelism, and hybrid
-sharding over two slices (stages 0, 2 and 3); on the compilers of TPU v5e, H200 and CPU. Theory, of P parameters that are
+sharding over two slices; on the compilers of TPU v5e, H200 and CPU. Theory, of P parameters that are
 split, A microbatches, n devices along an axis, in units of (n-1)/n:
 
     stage 0   2P          one all-reduce
@@ -39,7 +39,7 @@ MACHINES = {
     "cpu": ("cpu:8", "cpu:8", 4),
 }
 MESHES = ("data=8", "data=4,model=2", "pod=2,data=4")
-BOUNDS = {"worst_ratio": 1.02, "worst_ratio_between_slices": 1.02, "worst_tensor_ratio": 1.02}
+BOUNDS = {"worst_ratio": 1.02, "most_missing": 0.05, "worst_ratio_between_slices": 1.02, "worst_tensor_ratio": 1.02}
 CONFIG = gpt.GPTConfig(
     layers=4, width=512, heads=8, context=64, vocab=4096, norm="rms", positions="rotary", bias=False, tied=False
 )
@@ -108,7 +108,7 @@ def main() -> None:
     for machine in arguments.machines.split(","):
         for shape in MESHES:
             of_tensor: dict[int, float] = {}
-            for stage in (0, 2, 3) if "pod" in shape else range(4):
+            for stage in range(4):
                 for accumulate in (1, 4, 16):
                     found, state, strategy = compiled(machine, shape, stage, accumulate)
                     expected = theory(state, strategy, stage, accumulate, MACHINES[machine][2])
@@ -129,7 +129,7 @@ def main() -> None:
                         file=sys.stderr,
                     )
     figures = {
-        "programs": programs, "worst_ratio": worst, "least_ratio": least,
+        "programs": programs, "worst_ratio": worst, "most_missing": 1 - least,
         "worst_ratio_between_slices": between, "worst_tensor_ratio": worst_tensor,
     }  # fmt: skip
     report("comm_volume", figures, BOUNDS, arguments.json)

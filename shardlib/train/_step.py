@@ -11,6 +11,8 @@ gradient are then added by the exchange, over the data axes that do not split th
 """
 
 import inspect
+import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -116,7 +118,7 @@ class Step:
             to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
             self._compiled[layout] = jax.jit(
                 self._run, in_shardings=(to, self._batch_sharding), out_shardings=(to, NamedSharding(mesh, PartitionSpec())),
-                donate_argnums=0,
+                donate_argnums=0, compiler_options=_compiler_options(self.strategy),
             )  # fmt: skip
         return self._compiled[layout]
 
@@ -257,6 +259,18 @@ class Step:
         _check_structure((streams, rest), after)
         streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
         return means["loss"].total, (means, streams, rest)
+
+
+def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
+    """What keeps the compiler of a GPU from joining the buckets of an exchange: it would hold the buffers of all."""
+    devices, exchange = strategy.device_mesh.devices.flat, strategy.exchange
+    if devices[0].platform not in ("gpu", "cuda") or not isinstance(exchange, Exact):
+        return None
+    limits = {"all_reduce": exchange.bucket_bytes}
+    if parts := math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes):
+        limits["reduce_scatter"] = max(1, exchange.bucket_bytes // parts)  # of what is left of them
+    options = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
+    return {name: size for name, size in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
