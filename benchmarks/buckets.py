@@ -38,7 +38,8 @@ def make() -> dict[str, jax.Array]:
 def loss(model: dict[str, jax.Array], x: jax.Array, rng: jax.Array) -> jax.Array:
     """As cheap as can be, and of each matrix another gradient, lest a compiler sum one for all."""
     left, right = x[:, :ROWS], x[:, ROWS:]
-    return sum(jnp.mean(jnp.roll(left, number, axis=1) @ w * right) for number, w in enumerate(model.values()))
+    parts = [jnp.mean(jnp.roll(left, number, axis=1) @ w * right) for number, w in enumerate(model.values())]
+    return jnp.sum(jnp.stack(parts))
 
 
 def step_of(size: int, target: sl.Target | None = None, abstract: bool = False) -> tuple[sl.Step, sl.State]:

@@ -1,9 +1,10 @@
 """How much of the exchange of gradients is under way while matrices are multiplied, as compilers schedule it.
 
-A scanned decoder on eight devices, two microbatches, every stage of ZeRO; on TPU v5e and H200; stages 0 and 1 with the exchange after the last
-microbatch and, by `sl.Exact(overlap=True)`, in its backward pass. A figure is the share of the bytes of all-reduces and
-reduce-scatters between whose start and end the compiled program has a product of matrices. Beside it, on standard error,
-the share of all that is sent, gathers too, and what overlapping costs: how long the step compiles, what the program holds.
+A scanned decoder on eight devices of TPU v5e and of H200, two microbatches, every stage of ZeRO; stages 0 and 1 with the
+exchange after the last microbatch and, by `sl.Exact(overlap=True)`, in its backward pass. A figure is the share of the bytes
+of all-reduces and reduce-scatters between whose start and end the compiled program has a product of matrices. On standard
+error stand the same share of all that is sent, gathers too, and what overlapping costs: how long the step compiles, and
+what the program holds.
 
 It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`.
 

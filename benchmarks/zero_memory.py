@@ -9,11 +9,12 @@ Then what sums in float32 over two microbatches add, as a multiple of P.
 
 It needs the GPU's compiler and no accelerator: `pip install -e ".[gpu-plan]"`.
 
-    python -m benchmarks.zero_memory --json
+    python -m benchmarks.zero_memory --json [--plot docs/zero_memory.svg]
 """
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -63,9 +64,10 @@ def main() -> None:
     """Measure, print, and with `--json` print for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, help="where to write a picture of the largest machine's")
     arguments = parser.parse_args()
     sl.simulate_devices(8)
-    worst, figures = 0.0, {}
+    worst, figures, bars = 0.0, {}, []
     print(
         f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations       rest   GB",
         file=sys.stderr,
@@ -78,6 +80,10 @@ def main() -> None:
             worst = max(worst, of["model"] / expected)
             figures[f"gb_n{devices}_stage{stage}"] = of["model"] / 1e9
             show(devices, stage, expected, of)
+            if devices == max(MACHINES):
+                bars.append((found.memory.kinds, expected))
+    if arguments.plot:
+        arguments.plot.write_text(plot(max(MACHINES), bars))
     estimated = {f"gb_n1024_stage{stage}_estimated": theory(parameters, 1024, stage) / 1e9 for stage in range(4)}
     added: dict[str, Any] = {}
     for stage in (1, 2):
@@ -92,6 +98,51 @@ def main() -> None:
         BOUNDS,
         arguments.json,
     )
+
+
+COLOURS = {
+    "parameters": "#4269d0", "copies of parameters": "#a7b8ea", "gradients": "#3a8a5f", "optimizer state": "#e1a057",
+    "all else": "#cccccc",
+}  # fmt: skip
+WIDTH, LEFT, TOP, ROW, PIXELS = 760, 80, 64, 44, 4.6
+
+
+def plot(devices: int, bars: list[tuple[dict[str, int], float]]) -> str:
+    """What a device holds at its fullest moment, by stage: a bar of the compiled bytes, a tick for the paper's figure."""
+    title = (
+        f"A device of {devices} at its fullest moment, GB: 7.5 billion parameters, Adam, bfloat16 with float32 masters"
+    )
+    height = TOP + ROW * len(bars) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{title}</text>',
+    ]
+    at = LEFT
+    for kind, colour in COLOURS.items():
+        parts.append(
+            f'<rect x="{at}" y="32" width="12" height="12" fill="{colour}"/><text x="{at + 16}" y="42">{kind}</text>'
+        )
+        at += 36 + 7 * len(kind)
+    parts.append(f'<text x="{at}" y="42">| the paper</text>')
+    for stage, (kinds, expected) in enumerate(bars):
+        sizes = {kind: kinds.get(kind, 0) / 1e9 for kind in COLOURS}
+        sizes["all else"] = sum(kinds.values()) / 1e9 - sum(sizes.values())
+        x, y = float(LEFT), TOP + ROW * stage
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 19}" text-anchor="end">stage {stage}</text>')
+        for kind, size in sizes.items():
+            width = PIXELS * size
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="28" fill="{COLOURS[kind]}">'
+                f"<title>{kind}: {size:.2f} GB</title></rect>"
+            )
+            x += width
+        tick = LEFT + PIXELS * expected / 1e9
+        parts.append(
+            f'<line x1="{tick:.1f}" x2="{tick:.1f}" y1="{y - 3}" y2="{y + 31}" stroke="black" stroke-width="2"/>'
+        )
+        parts.append(f'<text x="{max(x, tick) + 8:.1f}" y="{y + 19}">{sum(sizes.values()):.1f}</text>')
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def show(devices: int, stage: int, expected: float, of: dict[str, float]) -> None:

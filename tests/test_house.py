@@ -17,7 +17,10 @@ ORDER = [
     *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
     *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
-    *(f"train.{name}" for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_weights", "_step")),
+    *(
+        f"train.{name}"
+        for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_widened", "_weights", "_step")
+    ),
     "train",
     *(
         f"planning.{name}"

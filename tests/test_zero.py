@@ -1,7 +1,9 @@
 """ZeRO: what is split, and that it is one device's step; precision, clipping, frozen parameters, what is not finite."""
 
 import dataclasses
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import chex
 import jax
@@ -362,6 +364,7 @@ def in_bfloat16(stage, reduce="float32"):
 
     def loss(model, x, rng):
         seen.update({name: (leaf.dtype.name, leaf.shape) for name, leaf in model.items()})
+        model = model | {"bias": model["bias"].astype(jnp.bfloat16)}
         return jnp.mean(residuals(model, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
     precision = sl.Precision("bf16", keep=("bias",), reduce=reduce)
@@ -384,6 +387,27 @@ def test_a_loss_sees_bfloat16_of_float32_masters(stage, reduce):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
     assert losses[-1] < 0.9 * losses[0]
     np.testing.assert_allclose(losses, in_bfloat16(0)[0], rtol=2e-2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
+    with pytest.warns(
+        sl.ShardingWarning, match=r"`in` in bfloat16, .* at .*test_zero.py:\d+, and so are 2 others.*keep="
+    ) as said:
+        trained(precision="bf16", accumulate=accumulate)
+    line = int(re.search(r"test_zero.py:(\d+)", str(said[0].message))[1])
+    assert '@ model["in"]' in Path(__file__).read_text().splitlines()[line - 1]
+
+    def in_a_scan(model, x, rng):
+        hidden = (x.astype(jnp.bfloat16) @ model["in"]).astype(jnp.float32)
+        hidden, _ = lax.scan(lambda y, w: (jnp.tanh(jax.checkpoint(jnp.dot)(y, w)), None), hidden, model["layers"])
+        return jnp.mean((hidden.astype(jnp.bfloat16) @ model["out"]) ** 2)
+
+    with pytest.warns(
+        sl.ShardingWarning, match="`layers` in bfloat16, and it is multiplied in a wider dtype at [^,]*: what"
+    ):
+        trained(in_a_scan, precision="bf16", accumulate=accumulate)
+    trained(in_a_scan, precision=sl.Precision("bf16", keep=("layers",)), accumulate=accumulate)
 
 
 def test_a_pattern_to_keep_that_matches_nothing_is_refused():

@@ -172,3 +172,19 @@ def test_layer_by_layer_it_is_one_device(stage):
     x = np.random.RandomState(0).randn(16, WIDTH).astype("f")
     meshes = ["pod=1,data=8,model=1"]
     testing.check_step(make, optax.sgd(1e-6), loss, x, RULES, meshes=meshes, **options)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS[1:])
+@pytest.mark.parametrize("dtype, sent_as", [(None, "bf16"), ("float32", "f32")])
+def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform, dtype, sent_as):
+    def of_parts(model, x, rng):
+        hidden = jnp.tanh(x.astype(jnp.bfloat16) @ model["up"][0])
+        down = jnp.einsum("bh,hd->bd", hidden, model["down"][0], preferred_element_type=dtype)
+        return jnp.mean(sl.shard(down, "batch", None).astype(jnp.float32) ** 2)
+
+    mesh = mesh_on(platform, "pod=1,data=4,model=2")
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, precision="bf16")
+    state = sl.init(make, optax.sgd(1e-3), strategy, abstract=True)
+    found = sl.plan(sl.train_step(of_parts, strategy), state, jax.ShapeDtypeStruct((512, WIDTH), "float32"))
+    parts = [one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024]
+    assert [one.dtypes for one in parts] == [(sent_as,)], testing.summary(parts)

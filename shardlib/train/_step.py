@@ -26,7 +26,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib._annotate import constrain
+from shardlib._annotate import constrain, say
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
@@ -37,6 +37,7 @@ from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
 from shardlib.train._weights import Weights, uses
+from shardlib.train._widened import describe_widened, widened
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 Metrics = dict[str, jax.Array]
@@ -231,7 +232,7 @@ class Step:
             return keys(streams), keys(rest), keys(key), examples
 
         total = partial(self._total, layout)
-        _check_same(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), axes)
+        _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
         weights = Weights(trained, fixed, params, frozen)
 
         def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
@@ -301,27 +302,38 @@ def _updated(optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: j
         ) from error
 
 
-def _check_same(
-    total: Any, inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, axes: tuple[str, ...]
+def _check_forward(
+    total: Any, inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, strategy: Strategy
 ) -> None:
-    """Refuse state that would differ between devices: made from the examples or parameters of one, or drawn for it."""
+    """Refuse state that would differ between devices: made from the examples or parameters of one, or drawn for it.
+
+    And say which products are not taken in the dtype that was asked for.
+    """
     index, examples = scanned
-    streams = inputs(rest, index, examples)[0]
-    if not axes or not jax.tree.leaves((streams, rest)):
+    axes, compute, streams = strategy.data_axes, strategy.dtypes.compute, inputs(rest, index, examples)[0]
+    state = [*named_leaves(streams), *named_leaves(rest)]
+    if not (axes and state) and compute is None:
         return
 
     def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
-        return total(united(params, frozen), *inputs(rest, index, examples))[1][1:]
+        loss, (_, *changed) = total(united(params, frozen), *inputs(rest, index, examples))
+        return changed, loss
 
+    uses = jax.tree.leaves((trained, fixed))
     whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
     jaxpr = jax.make_jaxpr(after)(*whole, rest, examples)
-    own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in jax.tree.leaves((trained, fixed))]
-    varies = own + [False] * len(jax.tree.leaves(rest)) + [True] * len(jax.tree.leaves(examples))
-    leaves = [*named_leaves(streams), *named_leaves(rest)]
-    found = varying_outputs(jaxpr, varies, axes)
-    differing = [path for (path, _), differs in zip(leaves, found, strict=True) if differs]
-    if differing:
-        raise ValueError(describe_varying(differing))
+    others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
+    if axes and state:
+        own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
+        found = varying_outputs(jaxpr, own + [False] * others[0] + [True] * others[1], axes)
+        differing = [path for (path, _), differs in zip(state, found, strict=False) if differs]
+        if differing:
+            raise ValueError(describe_varying(differing))
+    if compute is not None:
+        narrowed = [use.path if use.whole.dtype == compute != use.dtype else None for use in uses]
+        wide = widened(jaxpr, narrowed + [None] * sum(others), jnp.dtype(compute).itemsize)
+        if wide:
+            say((describe_widened(wide, compute),))
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:
