@@ -180,8 +180,12 @@ def _squares(shards: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], mesh_
     # What an array is not split over, each device along it has: it is counted so often.
     again = [math.prod(mesh_shape[axis] for axis in every if axis not in of) for of in axes]
     wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in shards]
-    own = [jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32) / n for x, n in zip(wide, again, strict=True)]
+    own = [jnp.sum(_square(x)).astype(jnp.float32) / n for x, n in zip(wide, again, strict=True)]
     return lax.psum(jnp.stack(own), every) if every else jnp.stack(own)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
 def inverse(weight: jax.Array) -> jax.Array:
