@@ -4,7 +4,9 @@ A decoder of 7.5 billion parameters, trained by Adam in mixed precision: bfloat1
 gradients, float32 master weights and moments; one sequence of 1,024 tokens on each device, everything recomputed, no
 accumulation. Theory, of P parameters on N devices: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. Found is what the
 compiled step holds at its fullest moment: parameters, their bfloat16 copies, gradients and optimizer state. In columns of
-their own are layers that stage 3 has gathered, activations, and the rest: logits, products within a layer and their casts.
+their own is what stages 2 and 3 hold of a layer: its weights that stage 3 has gathered, its whole gradients that wait to be
+scattered, known by having as many elements as a whole parameter; then activations, and the rest: logits, products within
+a layer and their casts.
 Then what sums in float32 over two microbatches add, as a multiple of P.
 
 It needs the GPU's compiler and no accelerator: `pip install -e ".[gpu-plan]"`.
@@ -13,6 +15,8 @@ It needs the GPU's compiler and no accelerator: `pip install -e ".[gpu-plan]"`.
 """
 
 import argparse
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,8 @@ MACHINES = {1: "gpu:h200:1x1x1", 4: "gpu:h200:1x1x4", 16: "gpu:h200:2x1x8", 64: 
 BF16 = sl.Precision("bf16", reduce="bf16")
 CONFIG = gpt.GPTConfig(layers=36, width=4096, heads=32, context=1024, vocab=51_200)
 BOUNDS = {"worst_ratio": 1.05}
+Sizes = list[tuple[int, int]]
+"""Of each parameter its elements, and those of one layer of it."""
 
 
 def theory(parameters: int, devices: int, stage: int) -> float:
@@ -37,8 +43,8 @@ def theory(parameters: int, devices: int, stage: int) -> float:
     return parameters * (whole + split / devices)
 
 
-def compiled(target: str, stage: int, precision: sl.Precision = BF16, accumulate: int = 1) -> tuple[sl.Plan, int]:
-    """The plan of a step, and how many parameters it has."""
+def compiled(target: str, stage: int, precision: sl.Precision = BF16, accumulate: int = 1) -> tuple[sl.Plan, Sizes]:
+    """The plan of a step, and the elements of its parameters."""
     machine = sl.Target(target)
     mesh = machine.mesh(f"data={machine.size}", dcn=f"data={machine.slices}" if machine.slices > 1 else "")
     strategy = sl.Strategy(
@@ -47,17 +53,27 @@ def compiled(target: str, stage: int, precision: sl.Precision = BF16, accumulate
     state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adam(1e-4), strategy, abstract=True)
     batch = {"tokens": jax.ShapeDtypeStruct((machine.size * accumulate, CONFIG.context + 1), "int32")}
     found = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, machine)
-    return found, sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    leaves = jax.tree.leaves(state.params)
+    return found, [
+        (leaf.size, leaf.size // (CONFIG.layers if leaf.shape[0] == CONFIG.layers else 1)) for leaf in leaves
+    ]
 
 
-def columns(found: sl.Plan, stage: int) -> dict[str, float]:
+def columns(found: sl.Plan, stage: int, sizes: Sizes) -> dict[str, float]:
     """Bytes per device at the fullest moment, in the paper's columns and in those that it does not count."""
     kinds = found.memory.kinds
     copies = kinds["copies of parameters"]
-    model = kinds["parameters"] + kinds["optimizer state"] + kinds["gradients"] + (copies if stage < 3 else 0)
     gathered = copies if stage == 3 else 0
-    rest = found.memory.total_bytes - model - gathered - kinds["activations"]
-    return {"model": model, "gathered": gathered, "activations": kinds["activations"], "rest": rest}
+    waiting = 0
+    if stage >= 2 and found.devices > 1:
+        whole = {layer for _, layer in sizes}
+        waiting = sum(
+            piece.size for piece in found.memory.pieces
+            if piece.kind == "gradients" and math.prod(map(int, re.findall(r"\d+", piece.type.partition("[")[2]))) in whole
+        )  # fmt: skip
+    model = kinds["parameters"] + kinds["optimizer state"] + kinds["gradients"] - waiting + copies - gathered
+    rest = found.memory.total_bytes - model - gathered - waiting - kinds["activations"]
+    return {"model": model, "gathered": gathered, "waiting": waiting, "activations": kinds["activations"], "rest": rest}
 
 
 def main() -> None:
@@ -69,14 +85,15 @@ def main() -> None:
     sl.simulate_devices(8)
     worst, figures, bars = 0.0, {}, []
     print(
-        f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered  activations       rest   GB",
+        f"{'N':>5} {'stage':>5} {'theory':>9} {'found':>9} {'ratio':>6}   gathered    waiting  activations       rest   GB",
         file=sys.stderr,
     )
     parameters = 0
     for devices, target in MACHINES.items():
         for stage in range(4):
-            found, parameters = compiled(target, stage)
-            of, expected = columns(found, stage), theory(parameters, devices, stage)
+            found, sizes = compiled(target, stage)
+            parameters = sum(size for size, _ in sizes)
+            of, expected = columns(found, stage, sizes), theory(parameters, devices, stage)
             worst = max(worst, of["model"] / expected)
             figures[f"gb_n{devices}_stage{stage}"] = of["model"] / 1e9
             show(devices, stage, expected, of)
@@ -87,10 +104,10 @@ def main() -> None:
     estimated = {f"gb_n1024_stage{stage}_estimated": theory(parameters, 1024, stage) / 1e9 for stage in range(4)}
     added: dict[str, Any] = {}
     for stage in (1, 2):
-        found, _ = compiled(
+        found, sizes = compiled(
             MACHINES[16], stage, sl.Precision("bf16", accumulate="float32", reduce="bf16"), accumulate=2
         )
-        extra = columns(found, stage)["model"] - 1e9 * figures[f"gb_n16_stage{stage}"]
+        extra = columns(found, stage, sizes)["model"] - 1e9 * figures[f"gb_n16_stage{stage}"]
         added[f"float32_sums_add_stage{stage}_of_p"] = extra / parameters
     report(
         "zero_memory",
@@ -149,7 +166,7 @@ def show(devices: int, stage: int, expected: float, of: dict[str, float]) -> Non
     """A line of the table."""
     print(
         f"{devices:5} {stage:5} {expected / 1e9:9.2f} {of['model'] / 1e9:9.2f} {of['model'] / expected:6.3f}   "
-        + "  ".join(f"{of[key] / 1e9:9.2f}" for key in ("gathered", "activations", "rest")),
+        + "  ".join(f"{of[key] / 1e9:9.2f}" for key in ("gathered", "waiting", "activations", "rest")),
         file=sys.stderr,
     )
 
