@@ -121,7 +121,7 @@ COLOURS = {
     "parameters": "#4269d0", "copies of parameters": "#a7b8ea", "gradients": "#3a8a5f", "optimizer state": "#e1a057",
     "all else": "#cccccc",
 }  # fmt: skip
-WIDTH, LEFT, TOP, ROW, PIXELS = 760, 80, 64, 44, 4.6
+WIDTH, LEFT, TOP, ROW, PIXELS = 800, 80, 64, 44, 4.6
 
 
 def plot(devices: int, bars: list[tuple[dict[str, int], float]]) -> str:
