@@ -126,10 +126,18 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, w
 
 def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
     """Of the inputs of a jaxpr, let the weights enter that are stored whole and are not taken layer by layer."""
+    entered: dict[Root, Any] = {}
+
+    def enters(var: Any, value: Entry) -> bool:
+        roots = [root for root in _roots(value) if root.weight.whole is None]
+        if not roots or _is_layered(jaxpr, var, roots[0], picked=isinstance(value, Root)):
+            return False
+        if roots[0] not in entered:
+            entered[roots[0]] = enter(roots[0], reader_of(jaxpr, var))
+        return True
+
     return [
-        enter(value, reader_of(jaxpr, var))
-        if isinstance(value, Root) and value.weight.whole is None and not _is_layered(jaxpr, var, value)
-        else value
+        _resolve(value, entered) if enters(var, value) else value
         for var, value in zip(jaxpr.invars, inputs, strict=True)
     ]
 
@@ -161,7 +169,8 @@ def _number_picked(jaxpr: Jaxpr, equation: Any, root: Root) -> int | None:
     if equation.primitive.name != "slice" or equation.outvars[0].aval.shape != shape:
         return None
     readers = [one for one in jaxpr.eqns if equation.outvars[0] in variables(one.invars)]
-    if len(readers) != 1 or readers[0].primitive.name != "squeeze" or readers[0].params["dimensions"] != (0,):
+    squeezed = len(readers) == 1 and readers[0].primitive.name == "squeeze" and readers[0].params["dimensions"] == (0,)
+    if not squeezed or equation.outvars[0] in variables(jaxpr.outvars):
         return None
     return equation.params["start_indices"][0]
 

@@ -123,8 +123,10 @@ def enter(root: Root, reader: Any) -> jax.Array:
 
     def backwards(saved: Any, gradient: Any) -> Any:
         sums, where = saved
-        if sums is not None:
-            gradient = gradient.astype(sums.dtype) + sums[where or ...]
+        if sums is not None:  # taken out, so that they count once however often the weight enters
+            before = sums[where or ...]
+            sums[where or ...] = jnp.zeros_like(before)
+            gradient = gradient.astype(sums.dtype) + before
         return None, root.reduced(gradient, reader), None, None
 
     entered.defvjp(forwards, backwards)

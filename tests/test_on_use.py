@@ -72,6 +72,28 @@ def kept(x, m, rng):
     return block(x, m["stack"])
 
 
+def in_two_loops_converted(x, m, rng):
+    """Of which the first takes its weights in two places, beside a loop."""
+
+    def body(x, ws):
+        x = dense(x, ws[0].real) + x @ ws[1].real.T
+        return lax.scan(lambda x, w: (dense(x, w.real), None), x, ws)[0], None
+
+    return lax.scan(body, x, m["nested"].astype(jnp.complex64))[0]
+
+
+def marked_of_a_converted_stack(x, m, rng):
+    block = sl.zero3_layer(lambda x, w: dense(x, w.real))
+    return lax.scan(lambda x, w: (block(x, w) + x @ w.real.T, None), x, m["stack"].astype(jnp.complex64))[0]
+
+
+def picked_and_kept(x, m, rng):
+    layer, one = jax.jit(lambda w: (lambda first: (lax.squeeze(first, (0,)), first))(lax.slice_in_dim(w, 0, 1)))(
+        m["stack"]
+    )
+    return dense(dense(x, layer), one[0])
+
+
 USES = {
     "in a marked layer": lambda x, m, rng: sl.zero3_layer(lambda x, w, n: dense(x, w) / n)(x, m["a"], 2),
     "in a jit": lambda x, m, rng: jax.jit(dense)(x, m["a"]),
@@ -90,6 +112,9 @@ USES = {
     "backwards": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"], reverse=True)[0],
     "stacked side by side": lambda x, m, rng: jnp.sum(jax.vmap(dense, (None, 0))(x, m["stack"]), 0),
     "in two loops": in_two_loops,
+    "in two loops, converted": in_two_loops_converted,
+    "in a marked layer of a converted stack": marked_of_a_converted_stack,
+    "by number, and as it was picked": picked_and_kept,
     "with a derivative of its own": lambda x, m, rng: straight_through(x, m["a"]),
     "transposed, twice": lambda x, m, rng: dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16],
     "layer by layer": of_layers,

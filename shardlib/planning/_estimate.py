@@ -208,7 +208,7 @@ def estimate(
     parameters = decoder.parameters // tensor
     at_rest = devices if zero else 1
     weight = weight_itemsize or parameter_itemsize
-    gradient = 4 if accumulate > 1 else weight
+    gradient = 4 if accumulate > 1 or zero >= 2 else weight  # sums, over microbatches or devices, are in float32
     forward = sum(module.count * module.flops for module in modules) * tensor
     if not training:
         kinds = {"parameters": parameters * parameter_itemsize // at_rest}

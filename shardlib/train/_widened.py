@@ -1,5 +1,6 @@
 """Weights that were given in a narrow dtype and are multiplied in a wider one: what was asked for, and did not happen."""
 
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOVES = (
-    "broadcast_in_dim", "convert_element_type", "dynamic_slice", "reshape", "rev", "sharding_constraint", "slice",
-    "squeeze", "transpose",
+    "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "gather", "reshape", "rev",
+    "sharding_constraint", "slice", "squeeze", "stack", "transpose",
 )  # fmt: skip
 
 
@@ -32,8 +33,8 @@ def _products(jaxpr: Any, paths: Sequence[str | None], width: int) -> Iterator[t
         if name in _PRODUCTS:
             if max(atom.aval.dtype.itemsize for atom in equation.invars) > width:
                 yield from ((path, _line(equation)) for path in read if path is not None)
-        elif name in _MOVES and read[0] is not None:
-            known[equation.outvars[0]] = read[0]
+        elif name in _MOVES:
+            known[equation.outvars[0]] = next(filter(None, read))
         else:
             inside = equation.params["branches"] if name == "cond" else equation.params.values()
             of_inside = read[1:] if name == "cond" else read
@@ -69,7 +70,7 @@ def describe_widened(found: dict[str, str], compute: str) -> str:
     more = f", and so are {len(found) - 1} others" if len(found) > 1 else ""
     at = f" at {line}" if line else ""
     return (
-        f'`Strategy(precision="{compute}")` gives the model `{path}` in {compute}, and it is multiplied in a wider dtype{at}'
+        f"The model gets `{path}` in {compute}, as `Strategy(precision=...)` says, and it is multiplied in a wider dtype{at}"
         f"{more}: what it meets is wider. Cast that, `x.astype({path.rsplit('/', 1)[-1]}.dtype)`; or if that is meant, keep "
-        f'the parameter as it is: `sl.Precision("{compute}", keep=({path!r},))`.'
+        f'the parameter as it is: `sl.Precision("{compute}", keep=({re.escape(path)!r},))`.'
     )
