@@ -61,8 +61,9 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args
 
 @dataclass(frozen=True, eq=False)
 class _Derived:
-    """What a cheap equation makes of weights alone."""
+    """What a cheap equation of a jaxpr makes of a weight alone."""
 
+    jaxpr: Jaxpr
     equation: Any
     inputs: tuple[Any, ...]
 
@@ -216,7 +217,7 @@ def _derive(jaxpr: Jaxpr, equation: Any, read: list[Any]) -> Entry:
     ):
         layer = root.at(of.equation.params["start_indices"][0])  # one of a stack, by its number
         return enter(layer, reader_of(jaxpr, equation.outvars[0])) if root.weight.whole is None else layer
-    return _Derived(equation, tuple(read))
+    return _Derived(jaxpr, equation, tuple(read))
 
 
 def _made_whole(value: Entry) -> Any:
@@ -227,7 +228,8 @@ def _resolve(value: Entry, whole: dict[Root, Any]) -> Any:
     if isinstance(value, Root):
         return whole[value]
     if isinstance(value, _Derived):
-        return value.equation.primitive.bind(*(_resolve(one, whole) for one in value.inputs), **value.equation.params)
+        make = Stretch(value.jaxpr, [value.equation], variables(value.equation.invars), list(value.equation.outvars))
+        return make([_resolve(one, whole) for one in value.inputs])[0]
     return value
 
 
@@ -286,7 +288,7 @@ def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
 
 def _replaced(value: Entry, now: dict[Root, Root]) -> Entry:
     if isinstance(value, _Derived):
-        return _Derived(value.equation, tuple(_replaced(one, now) for one in value.inputs))
+        return _Derived(value.jaxpr, value.equation, tuple(_replaced(one, now) for one in value.inputs))
     return now.get(value, value) if isinstance(value, Root) else value
 
 

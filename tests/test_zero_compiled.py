@@ -188,3 +188,29 @@ def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform
     found = sl.plan(sl.train_step(of_parts, strategy), state, jax.ShapeDtypeStruct((512, WIDTH), "float32"))
     parts = [one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024]
     assert [one.dtypes for one in parts] == [(sent_as,)], testing.summary(parts)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_each_device_has_of_its_own_moves_over_the_other_data_axes_alone(platform, stage):
+    """As experts do: one weight for each device along `data`, which ZeRO splits over `pod`."""
+
+    def of_ones_own(model, x, rng):
+        return jnp.mean((x @ model["own"][0]) ** 2)
+
+    rules = RULES | sl.AxisRules(experts="data")
+    make_own = lambda: sl.annotate({"own": jnp.ones((4, WIDTH, HIDDEN))}, {"own": ("experts", "embed", "act_mlp")})
+    mesh = mesh_on(platform, "pod=2,data=4,model=1")
+    strategy = sl.Strategy(mesh=mesh, rules=rules | sl.AxisRules(act_mlp=None), zero=stage, manual=("pod", "data"))
+    state = sl.init(make_own, optax.sgd(1e-3), strategy, abstract=True)
+    with jax.default_matmul_precision("highest"):
+        found = sl.plan(sl.train_step(of_ones_own, strategy), state, jax.ShapeDtypeStruct((64, WIDTH), "float32"))
+    own = WIDTH * HIDDEN * 4
+    sends = {("all-reduce", "pod"): 2 * moved(own, 2)}
+    if stage:
+        # Once at stage 3 too: nothing before the first layer has a gradient, so backward it does not need its weight.
+        sends = {("all-gather", "pod"): moved(own, 2), ("reduce-scatter", "pod"): moved(own, 2)}
+    testing.assert_collectives(found, sends=sends, ignore_below=1024)
+    if stage == 3:
+        lines = [line for one in found.collectives if one.sent_bytes > 1024 for line in one.sources]
+        assert lines and all(line.startswith(__file__) for line in lines), lines
