@@ -404,7 +404,7 @@ def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
         return jnp.mean((hidden.astype(jnp.bfloat16) @ model["out"]) ** 2)
 
     with pytest.warns(
-        sl.ShardingWarning, match="`layers` in bfloat16, and it is multiplied in a wider dtype at [^,]*: what"
+        sl.ShardingWarning, match="`layers` in bfloat16, .* and it is multiplied in a wider dtype at [^,]*: what"
     ):
         trained(in_a_scan, precision="bf16", accumulate=accumulate)
     trained(in_a_scan, precision=sl.Precision("bf16", keep=("layers",)), accumulate=accumulate)
