@@ -267,9 +267,9 @@ def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
     devices, exchange = strategy.device_mesh.devices.flat, strategy.exchange
     if devices[0].platform not in ("gpu", "cuda") or not isinstance(exchange, Exact):
         return None
-    limits = {"all_reduce": exchange.bucket_bytes}
-    if parts := math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes):
-        limits["reduce_scatter"] = max(1, exchange.bucket_bytes // parts)  # of what is left of them
+    parts = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes)
+    # The compiler counts what comes out: of a scatter one part.
+    limits = {"all_reduce": exchange.bucket_bytes, "reduce_scatter": max(1, exchange.bucket_bytes // parts)}
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
     return {name: size for name, size in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
