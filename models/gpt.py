@@ -106,6 +106,11 @@ class GPTConfig:
         }
 
     @property
+    def training_flops_per_token(self) -> float:
+        """What forward and backward take for one token, counting products alone, as MFU does: causal attention whole."""
+        return 3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
+
+    @property
     def decoder(self) -> sl.Decoder:
         """Its shape alone, for `sl.estimate`."""
         return sl.Decoder(
@@ -227,13 +232,14 @@ class Attention(nnx.Module):
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.output = Projection(("heads", "head_dim"), ("embed",), config, std=_returning_std(config), rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None, segments_BS: jax.Array | None) -> jax.Array:
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
         q_BSHK, k_BSGK, v_BSGK = self.query(x_BSD, HEADS), self.key(x_BSD, KV_HEADS), self.value(x_BSD, KV_HEADS)
         if rotation is not None:
             q_BSHK, k_BSGK = rotate(q_BSHK, rotation), rotate(k_BSGK, rotation)
         # Query head h attends with key head h // (H / G), so a device that holds whole groups needs nobody else's.
-        y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, is_causal=True)
+        same_B1SS = None if segments_BS is None else (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
+        y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, mask=same_B1SS, is_causal=True)
         return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
 
 
@@ -266,8 +272,10 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None, key: jax.Array | None) -> jax.Array:
-        attend = functools.partial(self.attention, rotation=rotation)
+    def __call__(
+        self, x_BSD: jax.Array, rotation: Rotation | None, segments_BS: jax.Array | None, key: jax.Array | None
+    ) -> jax.Array:
+        attend = functools.partial(self.attention, rotation=rotation, segments_BS=segments_BS)
         x_BSD = self._add(x_BSD, attend, self.attention_norm, _fold_in(key, 0))
         return self._add(x_BSD, self.mlp, self.mlp_norm, _fold_in(key, 1))
 
@@ -303,11 +311,18 @@ class GPT(nnx.Module):
         self.norm = Norm(config, rngs=rngs) if config.norm_first else None
         self.head = None if config.tied else parameter(init, config, "vocab", "embed", rngs=rngs)
 
-    def __call__(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Logits for the token after each. Dropout, which draws from `key`, acts until `model.eval()`, as all NNX's."""
-        return self.logits(self.features(tokens_BS, key=key))
+    def __call__(
+        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits for the token after each. Dropout, which draws from `key`, acts until `model.eval()`, as all NNX's.
 
-    def features(self, tokens_BS: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        Where `segments_BS` is given, a token sees those of its own segment alone: documents packed into one sequence.
+        """
+        return self.logits(self.features(tokens_BS, segments_BS, key=key))
+
+    def features(
+        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+    ) -> jax.Array:
         """What the head reads: the residual stream after the last block, whole."""
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
@@ -320,8 +335,8 @@ class GPT(nnx.Module):
         # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be closed over by `jax.jit`.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
         block = sl.remat(Block.__call__, checkpoint=checkpoint)
-        axes = {"in_axes": (0, nnx.Carry, None, 0), "out_axes": nnx.Carry, "transform_metadata": STACKED}
-        x_BSD = nnx.scan(block, **axes, graph_updates=False)(self.blocks, x_BSD, rotation, keys)
+        axes = {"in_axes": (0, nnx.Carry, None, None, 0), "out_axes": nnx.Carry, "transform_metadata": STACKED}
+        x_BSD = nnx.scan(block, **axes, graph_updates=False)(self.blocks, x_BSD, rotation, segments_BS, keys)
         return lay_out(x_BSD if self.norm is None else self.norm(x_BSD), RESIDUAL, WHOLE)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
@@ -358,10 +373,12 @@ def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
 def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.Mean:
     """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps, in float32.
 
-    `batch["tokens"]` is `[B, S + 1]`; `batch["mask"]`, which may be absent, is `[B, S]` and speaks of the targets.
+    `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's document. `batch["mask"]` is
+    `[B, S]` and speaks of the targets. Either may be absent.
     """
     tokens = batch["tokens"]
-    logits_BSV = model(tokens[:, :-1], key=rng).astype(jnp.float32)
+    segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
+    logits_BSV = model(tokens[:, :-1], segments_BS, key=rng).astype(jnp.float32)
     targets_BS = sl.shard(tokens[:, 1:], "batch", "seq")
     # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
     # token at a time. Indexing with the targets would gather the logits.
@@ -370,6 +387,15 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
     weights_BS = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(losses_BS)
     return sl.mean((losses_BS * weights_BS).sum(), weights_BS.sum())
+
+
+def decays(params: Any) -> Any:
+    """Which parameters weight decay acts on, for optax's `mask`: kernels and embeddings, not norms and biases."""
+
+    def is_matrix(path: Any, _: Any) -> bool:
+        return not {"bias", "scale"} & {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 @functools.partial(nnx.jit, static_argnames="length")

@@ -1,5 +1,6 @@
 """shardlib: name the dimensions of a model once, and run it on any mesh."""
 
+from shardlib import data as data
 from shardlib import rules as rules
 from shardlib import testing as testing
 from shardlib._annotate import replicate as replicate
@@ -11,12 +12,15 @@ from shardlib._batch import Mean as Mean
 from shardlib._batch import batch_mean as batch_mean
 from shardlib._batch import gather_batch as gather_batch
 from shardlib._batch import mean as mean
+from shardlib._chips import Chip as Chip
 from shardlib._flax import annotate as annotate
 from shardlib._flax import logical as logical
 from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices
 from shardlib._precision import Precision as Precision
+from shardlib._processes import agree as agree
+from shardlib._processes import join as join
 from shardlib._random import same_everywhere as same_everywhere
 from shardlib._remat import remat as remat
 from shardlib._remat import zero3_layer as zero3_layer
@@ -34,13 +38,24 @@ from shardlib.planning._memory import Piece as Piece
 from shardlib.planning._plan import Plan as Plan
 from shardlib.planning._plan import plan as plan
 from shardlib.planning._prices import Price as Price
-from shardlib.planning._targets import Chip as Chip
 from shardlib.planning._targets import Target as Target
+from shardlib.train._batches import Batches as Batches
+from shardlib.train._batches import batches as batches
+from shardlib.train._batches import rows_here as rows_here
+from shardlib.train._checkpoint import Checkpoints as Checkpoints
+from shardlib.train._checkpoint import Restored as Restored
 from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
+from shardlib.train._evaluate import Evaluation as Evaluation
+from shardlib.train._evaluate import evaluation as evaluation
 from shardlib.train._exchange import Exact as Exact
 from shardlib.train._exchange import Exchange as Exchange
 from shardlib.train._exchange import Parameter as Parameter
+from shardlib.train._loop import Loop as Loop
+from shardlib.train._loop import fit as fit
+from shardlib.train._sinks import JsonLines as JsonLines
+from shardlib.train._sinks import Progress as Progress
+from shardlib.train._sinks import TensorBoard as TensorBoard
 from shardlib.train._state import State as State
 from shardlib.train._state import init as init
 from shardlib.train._state import specs as specs

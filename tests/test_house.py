@@ -14,19 +14,32 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_text", "_tree", "_mesh", "_hlo", "_collectives"),
+    *("_text", "_tree", "_mesh", "_chips", "_processes", "_hlo", "_collectives"),
+    *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_lock", "_store", "_sequences")),
+    "data",
     *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
     *(
         f"train.{name}"
-        for name in ("_exchange", "_strategy", "_state", "_describe", "_varying", "_widened", "_weights", "_step")
+        for name in (
+            "_exchange",
+            "_strategy",
+            "_batches",
+            "_state",
+            "_describe",
+            "_varying",
+            "_widened",
+            "_weights",
+            "_step",
+        )
     ),
+    *(f"train.{name}" for name in ("_evaluate", "_checkpoint", "_sinks", "_loop")),
     "train",
     *(
         f"planning.{name}"
         for name in ("_targets", "_estimate", "_compile", "_flow", "_memory", "_prices", "_report", "_plan")
     ),
-    *("planning._command", "planning", "__main__"),
+    *("planning._command", "planning", "__main__", "launch"),
     *("testing._traces", "testing._assert", "testing._compare", "testing"),
 ]
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import shardlib as sl
+from shardlib._chips import CHIPS
 from shardlib._mesh import slow_axes
-from shardlib.planning._targets import CHIPS, _require, quietly
+from shardlib.planning._targets import _require, quietly
 
 TPUS = [
     ("tpu:v3:2x2", 8), ("tpu:v3:32x32", 2048), ("tpu:v4:2x2x2", 8), ("tpu:v5e:1x1", 1), ("tpu:v5e:16x16", 256),

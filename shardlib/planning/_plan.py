@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from shardlib._chips import CHIPS, Chip
 from shardlib._collectives import Collective, collectives
 from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
@@ -24,7 +25,7 @@ from shardlib.planning._estimate import Estimate
 from shardlib.planning._memory import Memory, attribute
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
-from shardlib.planning._targets import CHIPS, Chip, Target
+from shardlib.planning._targets import Target
 from shardlib.train._state import State, state_specs
 from shardlib.train._step import Step
 from shardlib.train._strategy import Strategy

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
+from shardlib.train._batches import batch_sharding
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
@@ -82,7 +83,7 @@ class Step:
                 "This state has been through a step already, which put the new one in its place: use that."
             )
         with self.strategy.scope(self._used):
-            return self._jitted(state, batch)(state, jax.device_put(batch, self._batch_sharding))
+            return self._jitted(state, batch)(state, jax.device_put(batch, batch_sharding(self.strategy)))
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, for shapes as for arrays."""
@@ -101,12 +102,8 @@ class Step:
         splitting = [name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)]
         return tuple(name for name in splitting if name not in self._used | named | {BATCH})
 
-    @cached_property
-    def _batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.strategy.device_mesh, PartitionSpec(self.strategy.batch_axes or None))
-
     def _jitted(self, state: State, batch: Any) -> Any:
-        self._check_batch(batch)
+        check_batch(batch, self.strategy)
         layout = state.layout
         if layout not in self._compiled:
             if layout.optimizer is None:
@@ -118,38 +115,11 @@ class Step:
             mesh = self.strategy.device_mesh
             to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
             self._compiled[layout] = jax.jit(
-                self._run, in_shardings=(to, self._batch_sharding), out_shardings=(to, NamedSharding(mesh, PartitionSpec())),
+                self._run, in_shardings=(to, batch_sharding(self.strategy)),
+                out_shardings=(to, NamedSharding(mesh, PartitionSpec())),
                 donate_argnums=0, compiler_options=_compiler_options(self.strategy),
             )  # fmt: skip
         return self._compiled[layout]
-
-    def _check_batch(self, batch: Any) -> None:
-        strategy, leaves = self.strategy, named_leaves(batch)
-        if not leaves:
-            raise ValueError("The batch holds no arrays.")
-        if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
-            path, leaf = strange[0]
-            raise ValueError(
-                f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
-                "constants to the loss by closing over them."
-            )
-        axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
-        parts = strategy.accumulate
-        for size in axes.values():
-            parts *= size
-        rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
-        for path, leaf in leaves:
-            if leaf.ndim == 0 or leaf.shape[0] != rows:
-                raise ValueError(
-                    f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
-                    f"{leaf.shape}. Give constants to the loss by closing over them."
-                )
-        if rows == 0 or rows % parts:
-            along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
-            raise ValueError(
-                f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
-                f"multiple of {parts}."
-            )
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, data_axes, exchange = state_specs(state), self.strategy.data_axes, self.strategy.exchange
@@ -228,10 +198,10 @@ class Step:
         scanned = (jnp.arange(count), microbatches)
 
         def inputs(rest: Any, index: Any, examples: Any) -> Any:
-            keys = partial(_with_row_keys, rows=rows // count, start=first + index, stride=count)
+            keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count)
             return keys(streams), keys(rest), keys(key), examples
 
-        total = partial(self._total, layout)
+        total = partial(forward, self.loss_fn, layout)
         _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
         weights = Weights(trained, fixed, params, frozen)
 
@@ -252,14 +222,47 @@ class Step:
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, squares, streams, rest, metrics | {"weight": weight}
 
-    def _total(self, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any) -> Any:
-        """The sum over these examples that is differentiated, with what else comes of the loss."""
-        model = layout.definition.merge(params, streams, rest)
-        means = _as_means(self.loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
-        after = layout.definition.state_of(model)
-        _check_structure((streams, rest), after)
-        streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-        return means["loss"].total, (means, streams, rest)
+
+def check_batch(batch: Any, strategy: Strategy) -> None:
+    """Refuse what is no batch, or does not split over the mesh."""
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise ValueError("The batch holds no arrays.")
+    if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
+        path, leaf = strange[0]
+        raise ValueError(
+            f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
+            "constants to the loss by closing over them."
+        )
+    axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
+    parts = strategy.accumulate
+    for size in axes.values():
+        parts *= size
+    rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
+    for path, leaf in leaves:
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            raise ValueError(
+                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
+                f"{leaf.shape}. Give constants to the loss by closing over them."
+            )
+    if rows == 0 or rows % parts:
+        along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
+        raise ValueError(
+            f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
+            f"multiple of {parts}."
+        )
+
+
+def forward(
+    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+) -> Any:
+    """The sum over these examples that is differentiated, with what else comes of the loss."""
+    model = layout.definition.merge(params, streams, rest)
+    means = as_means(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
+    after = layout.definition.state_of(model)
+    _check_structure((streams, rest), after)
+    streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
+    return means["loss"].total, (means, streams, rest)
 
 
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
@@ -358,11 +361,11 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
     return (jax.tree.map(jnp.add, before, means), streams, rest), gradient
 
 
-def _with_row_keys(tree: Any, **where: Any) -> Any:
+def with_row_keys(tree: Any, **where: Any) -> Any:
     return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
 
 
-def _as_means(out: Any, rows: int) -> dict[str, Mean]:
+def as_means(out: Any, rows: int) -> dict[str, Mean]:
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(metrics, Mapping):
         raise ValueError(

@@ -146,6 +146,15 @@ def uses(tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *,
     )
 
 
+def value(total: Any, uses: Any, params: Any, *others: Any) -> Any:
+    """What `total(params, *others)` gives where nothing is differentiated: the uses are those of frozen parameters."""
+    described = jax.tree.map(lambda use: use.weight(True) or WHOLE, uses)
+    held = jax.tree.map(lambda use, p: Held(use.start(p), None) if use.late else use.start(p), uses, params)
+    if all(weight is WHOLE for weight in jax.tree.leaves(described)):
+        return total(held, *others)
+    return evaluate_on_use(total, described, held, *others)
+
+
 class Weights:
     """All parameters of a step, manual over the data axes: what is held of each, and the sum of its gradients so far."""
 

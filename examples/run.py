@@ -1,0 +1,234 @@
+"""What a run of `train_lm.py` is: one frozen value, which a function in `configs/` returns and the command line may change."""
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import shardlib as sl
+import shardlib.data
+from models import gpt
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW whose learning rate warms up, then falls along a cosine.
+
+    - `learning_rate`: at its highest.
+    - `warmup`: steps until then.
+    - `final`: the share of it that is left at the end.
+    - `b1`, `b2`, `weight_decay`: AdamW's; what has one dim, norms and biases, does not decay.
+    """
+
+    learning_rate: float = 3e-4
+    warmup: int = 100
+    final: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+
+    def schedule(self, steps: int) -> optax.Schedule:
+        """The learning rate by step of a run of so many."""
+        rate, warmup = self.learning_rate, min(self.warmup, steps - 1)
+        return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), self.final * rate)
+
+    def make(self, steps: int) -> optax.GradientTransformation:
+        """The optimizer for a run of so many steps."""
+        return optax.adamw(
+            self.schedule(steps), b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, mask=gpt.decays
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: a model, what it reads, how it learns, and the machine it runs on.
+
+    - `name`: of the run; it lives in the folder `runs/NAME` unless `folder` says otherwise.
+    - `model`: what is trained, on sequences as long as its context.
+    - `data`: the texts. The vocabulary of the model is at least the tokenizer's.
+    - `batch`: sequences a step, over all devices and microbatches.
+    - `optimizer`: how it learns.
+    - `strategy`: how the machine runs it.
+    - `loop`: how long it is, and what happens on the way.
+    - `evaluation_batches`: at most so many batches of held-out text are measured at a time.
+    - `across_documents`: whether a token sees the documents before its own that share its sequence.
+    - `seed`: of the model, of the order of the data, and of dropout.
+    - `folder`, `cache`: where the run, and the tokens of its data, are kept.
+    - `tensorboard`: whether to write curves for TensorBoard too.
+    - `prompt`: what the sample at the end begins with; none is written where it is empty.
+    """
+
+    name: str
+    model: gpt.GPTConfig
+    data: shardlib.data.Corpus
+    batch: int
+    strategy: sl.Strategy
+    loop: sl.Loop
+    optimizer: AdamW = AdamW()
+    evaluation_batches: int = 50
+    across_documents: bool = False
+    seed: int = 0
+    folder: str = ""
+    cache: str = ""
+    tensorboard: bool = False
+    prompt: str = ""
+
+    @property
+    def home(self) -> Path:
+        """The folder of the run."""
+        return Path(self.folder or f"runs/{self.name}")
+
+    def lines(self) -> dict[str, str]:
+        """Every field by its dotted name, as text."""
+        return {name: repr(value) for name, value in _fields(self)}
+
+
+# What may differ where a run is taken up again: where and how it runs, how long, and what it says. The rest is the run.
+MAY_CHANGE = ("strategy.", "loop.", "folder", "cache", "tensorboard", "prompt", "evaluation_batches", "name")
+
+
+def from_command_line(arguments: Sequence[str]) -> Run:
+    """The run that a command line names, with its changes: `tiny --loop.steps 100 --strategy.mesh data=2,model=4`."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("[!_]*.py")))
+        print(
+            f"usage: {Path(sys.argv[0]).name} RUN [--FIELD VALUE ...]\n\nRUN is one of {names}, or `path/to/file.py:function`, a "
+            "function that returns a `Run`.\nRUN --help lists its fields."
+        )
+        raise SystemExit(0 if arguments else 2)
+    run = _named(arguments[0])
+    if {"-h", "--help"} & set(arguments[1:]):
+        print(_help(run))
+        raise SystemExit(0)
+    try:
+        return override(run, arguments[1:])
+    except ValueError as error:
+        raise SystemExit(f"{error}\n`{arguments[0]} --help` lists the fields.") from error
+
+
+def override(value: Any, arguments: Sequence[str]) -> Any:
+    """A value of frozen dataclasses with fields changed by their dotted names: `--loop.steps 100`, or `--loop.steps=100`.
+
+    >>> override(AdamW(), ["--warmup", "20", "--learning_rate=1e-3"])
+    AdamW(learning_rate=0.001, warmup=20, final=0.1, b1=0.9, b2=0.95, weight_decay=0.1)
+    >>> override(AdamW(), ["--warmpu", "20"])
+    Traceback (most recent call last):
+    ValueError: There is no field `warmpu`; did you mean `warmup`?
+    """
+    rest, changes = list(arguments), []
+    while rest:
+        name, equals, text = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise ValueError(f"Fields are given as `--FIELD VALUE`; got `{name}`.")
+        if not equals:
+            if not rest:
+                raise ValueError(f"`{name}` has no value.")
+            text = rest.pop(0)
+        changes.append((name[2:].replace("-", "_"), text))
+    for name, _ in changes:
+        known = [name for name, _ in _fields(value)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5) or [k for k in known if k.endswith("." + name)]
+            raise ValueError(f"There is no field `{name}`" + (f"; did you mean `{near[0]}`?" if near else "."))
+    return _changed(value, dict(changes))
+
+
+def _changed(value: Any, changes: dict[str, str]) -> Any:
+    """All fields of one dataclass at once, since each may be wrong without the other."""
+    new: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        of, now = {k: v for k, v in changes.items() if k.split(".")[0] == field.name}, getattr(value, field.name)
+        if field.name in of:
+            new[field.name] = _parsed(field.name, of[field.name], now, field)
+        elif of:
+            new[field.name] = _changed(now, {k.split(".", 1)[1]: v for k, v in of.items()})
+    return dataclasses.replace(value, **new)
+
+
+def _parsed(name: str, text: str, now: Any, field: dataclasses.Field[Any]) -> Any:
+    if isinstance(now, sl.AxisRules):
+        return _rules(text)
+    if isinstance(now, str) or (field.type in (str, "str")):
+        return text
+    words = {"true": True, "false": False, "none": None}
+    try:
+        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(now, bool) and not isinstance(value, bool):
+        raise ValueError(f"`{name}` is true or false; got `{text}`.")
+    if isinstance(now, int | float) and isinstance(value, str):
+        raise ValueError(f"`{name}` is a number, {now} now; got `{text}`.")
+    return float(value) if isinstance(now, float) and type(value) is int else value
+
+
+def _rules(text: str) -> sl.AxisRules:
+    presets = {name: value for name, value in vars(sl.rules).items() if isinstance(value, sl.AxisRules)}
+    rules = sl.AxisRules({})
+    for name in text.split("|"):
+        if name.strip() not in presets:
+            raise ValueError(f"Rules are presets joined by `|`, of {', '.join(presets)}; got `{text}`.")
+        rules = rules | presets[name.strip()]
+    return rules
+
+
+def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exact):
+            yield from _fields(inner, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, inner
+
+
+def _help(run: Run) -> str:
+    """Every field with its value, and what the docstrings say of it."""
+    lines = [inspect.getdoc(type(run)).partition("\n")[0]]  # type: ignore[union-attr]
+    for name, value in _fields(run):
+        owner = run
+        for part in name.split(".")[:-1]:
+            owner = getattr(owner, part)
+        said = _said(type(owner)).get(name.rpartition(".")[2], "")
+        lines.append(f"  --{name} {value!r}" + (f"\n        {said}" if said else ""))
+    return "\n".join(lines)
+
+
+def _said(kind: type) -> dict[str, str]:
+    """What the list in a docstring says of each field."""
+    items = re.findall(r"^- ((?:`\w+`(?:, )?)+): (.*(?:\n  .*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in items for name in re.findall(r"`(\w+)`", names)}
+
+
+def _named(name: str) -> Run:
+    path, _, function = name.partition(":")
+    if path.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        if spec is None or spec.loader is None or not Path(path).exists():
+            raise SystemExit(f"There is no file `{path}`.")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        known = sorted(one.stem for one in CONFIGS.glob("[!_]*.py"))
+        if path not in known:
+            near = difflib.get_close_matches(path, known, 1)
+            raise SystemExit(
+                f"There is no run `{path}`{f'; did you mean `{near[0]}`?' if near else ''} There are {', '.join(known)}; or name "
+                "a function of a file of your own: `my_run.py:run`."
+            )
+        module = importlib.import_module(f"examples.configs.{path}")
+    made = getattr(module, function or "run", None)
+    if made is None:
+        raise SystemExit(f"`{path}` has no function `{function or 'run'}`, which would return the run.")
+    return made()

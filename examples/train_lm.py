@@ -1,0 +1,117 @@
+"""Train a language model: on a laptop, on one machine with accelerators, or on many, by the same command.
+
+    python examples/train_lm.py tiny                                    # a run of `configs/`
+    python examples/train_lm.py tiny --loop.steps 300 --batch 8         # with changes; `tiny --help` lists the fields
+    python -m shardlib.launch -n 2 --devices 4 -- python examples/train_lm.py tiny --strategy.zero 3
+
+The run lives in a folder. Called again it goes on where it was stopped, on another mesh, stage of ZeRO or number of
+processes as well. `examples/launch/` holds the same for SLURM, Kubernetes and TPU pods.
+"""
+
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import multihost_utils
+
+import shardlib as sl
+import shardlib.data
+from examples.run import MAY_CHANGE, Run, from_command_line
+from models import gpt
+
+
+def main(arguments: list[str]) -> None:
+    """One run, from the command line to a sample of what was learned."""
+    run = from_command_line(arguments)
+    sl.join()
+    jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/shardlib/programs").expanduser()))
+    say = print if jax.process_index() == 0 else lambda *_: None
+    take_up(run)
+    say("\n".join(f"  {name} = {text}" for name, text in run.lines().items()), "\n")
+
+    prepared = shardlib.data.prepare(run.data, run.cache or None)
+    say(prepared, "\n")
+    check_vocabulary(run, prepared)
+    sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
+    train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=None)
+
+    strategy, steps = run.strategy, run.loop.steps
+    say(sl.describe_mesh(strategy.device_mesh), "\n")
+    make_model = lambda: gpt.GPT(run.model, rngs=nnx.Rngs(run.seed))  # noqa: E731
+    state = sl.init(make_model, run.optimizer.make(steps), strategy, seed=run.seed)
+
+    def loss(model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.Mean:
+        seen = {"tokens", "mask"} if run.across_documents else {"tokens", "mask", "segments"}
+        return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
+
+    step = sl.train_step(loss, strategy)
+    measure = sl.evaluation(lambda model, batch, rng: loss(nnx.view(model, deterministic=True), batch, None), strategy)
+
+    def evaluate(state: sl.State) -> dict[str, float]:
+        nats = measure(state, held_out(), at_most=run.evaluation_batches)["loss"]
+        return {"loss": nats, "bits_per_byte": prepared.held_out.bits_per_byte(nats)}
+
+    sinks: list[Any] = [sl.Progress(steps), sl.JsonLines(run.home / "metrics.jsonl")]
+    if run.tensorboard and jax.process_index() == 0:
+        sinks.append(sl.TensorBoard(run.home / "tensorboard"))
+    state = sl.fit(
+        step, state, sl.batches(train, strategy), run.loop,
+        folder=run.home,
+        evaluate=evaluate if len(prepared.held_out) > run.model.context else None,
+        sinks=sinks,
+        watch={"learning_rate": run.optimizer.schedule(steps)},
+        unit="tokens",
+        flops_per_unit=run.model.training_flops_per_token,
+        about=run.lines(),
+    )  # fmt: skip
+    if run.prompt and int(state.step) == steps:
+        say(f"\nA sample, after {steps} steps:\n\n" + sample(state, run, prepared.tokenizer))
+
+
+def take_up(run: Run) -> None:
+    """Write the run into its folder; if one is there, see that it is the same."""
+    path, now = run.home / "run.json", run.lines()
+    if path.exists():
+        before = json.loads(path.read_text())
+        other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
+            listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
+            raise SystemExit(
+                f"The folder {run.home} holds another run:\n{listed}\nGive the run another folder, `--folder`, or its fields as "
+                "they were."
+            )
+    if jax.process_index() == 0:
+        run.home.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(now, indent=1))
+
+
+def check_vocabulary(run: Run, prepared: shardlib.data.Prepared) -> None:
+    """A token that is no row of the table would make the loss nan."""
+    if prepared.train.vocab > run.model.vocab:
+        raise SystemExit(
+            f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and `model.vocab` is {run.model.vocab}: "
+            f"`--model.vocab {prepared.train.vocab}`."
+        )
+
+
+def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length: int = 200) -> str:
+    """What the model writes after the prompt, on the mesh that it was trained on."""
+    strategy = run.strategy
+    rows = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)  # each draws its own
+    prompt = jnp.array([tokenizer.encode_batch([run.prompt])[0]] * rows)
+    length = min(length, run.model.context - prompt.shape[1])
+    with strategy.scope():
+        written = gpt.generate(state.model, prompt, length, jax.random.key(run.seed), 0.7)
+    return tokenizer.decode(multihost_utils.process_allgather(written, tiled=True)[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,338 @@
+"""The processes of a run: joining them, seeing that they are about to do the same, stopping them at the same step."""
+
+import atexit
+import contextlib
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+COORDINATOR = "SHARDLIB_COORDINATOR"
+PROCESSES = "SHARDLIB_PROCESSES"
+PROCESS = "SHARDLIB_PROCESS"
+
+_SECONDS_TO_LEAVE = 5
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_MAX_SAYINGS, _MAX_DIFFERENCES, _WIDTH = 4, 20, 120
+
+# Of a set of processes that say the same: which ones, and what they say.
+Saying = tuple[Sequence[int], Mapping[str, str]]
+
+
+def join() -> None:
+    """Join the other processes of this run, if there are any: the first line of a script, before any device is touched.
+
+    Processes are found where `python -m shardlib.launch`, `srun`, `mpirun`, a Kubernetes JobSet or indexed Job, or a TPU
+    slice started them; a process that is alone stays alone. Anything else that starts processes sets three variables in
+    each of them: `SHARDLIB_COORDINATOR`, the host and port of process 0; `SHARDLIB_PROCESSES`, how many there are; and
+    `SHARDLIB_PROCESS`, which one it is. `SHARDLIB_PROCESSES=1` says that a process is alone, whatever started it.
+
+    >>> join()
+    >>> jax.process_count()
+    1
+    """
+    if jax.distributed.is_initialized() or (how := how_to_join(os.environ)) is None:
+        return
+    try:
+        jax.distributed.initialize(**how)
+    except RuntimeError as error:
+        if "must be called before" not in str(error):
+            raise
+        raise ValueError(
+            "`join` came too late: JAX has looked at this process's devices already, and would see no others. Call "
+            "`sl.join()` at the top of the script, before anything that asks for devices, makes arrays or meshes."
+        ) from error
+    except ValueError as error:
+        # Of a TPU machine nothing but its metadata say whether it is part of a slice, and JAX is the one to ask.
+        if how or "coordinator_address" not in str(error):
+            raise
+        return
+    _leave_when_failing()
+
+
+def how_to_join(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """What `jax.distributed.initialize` needs to be told in such an environment; None where a process is alone.
+
+    JAX looks around too, and takes some for a crowd who are alone: a shell inside an allocation, a pod of a notebook.
+
+    >>> how_to_join({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"})
+    >>> how_to_join({COORDINATOR: "localhost:1234", PROCESSES: "2", PROCESS: "1"})["process_id"]
+    1
+    """
+    if PROCESSES in environment or COORDINATOR in environment:
+        return _told(environment)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return _open_mpi(environment)
+    if all(name in environment for name in _SLURM):
+        # The shell of an allocation is a step of its own with one task, though SLURM_NTASKS counts the allocation's.
+        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment["SLURM_NTASKS"]))
+        return {"num_processes": tasks, "local_device_ids": slurm_gpus(environment)} if tasks > 1 else None
+    if "TPU_ML_PLATFORM" in environment and "tpu" in (environment.get("JAX_PLATFORMS") or "tpu"):  # JAX has seen TPUs
+        return {}
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        _need("kubernetes", "This is a pod of an indexed Job, and JAX asks Kubernetes for the others", '"jax[k8s]"')
+        return {}
+    return None
+
+
+def slurm_gpus(environment: Mapping[str, str]) -> list[int] | None:
+    """Which of the GPUs that it sees a SLURM task takes: its share. JAX gives one to each, however many there are.
+
+    >>> node = {"SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    >>> slurm_gpus(node | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    [2, 3]
+    >>> slurm_gpus(node | {"SLURM_STEP_TASKS_PER_NODE": "4,2", "CUDA_VISIBLE_DEVICES": "2,3"})  # bound by SLURM
+    [0, 1]
+    """
+    needed = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
+    if "JAX_LOCAL_DEVICE_IDS" in environment or not all(environment.get(name) for name in needed):
+        return None
+    per_node = [
+        int(tasks)
+        for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+        for _ in range(int(times or 1))
+    ]
+    seen, tasks = len(environment["CUDA_VISIBLE_DEVICES"].split(",")), per_node[int(environment["SLURM_NODEID"])]
+    if seen < int(environment["SLURM_GPUS_ON_NODE"]) or tasks == 1:
+        return list(range(seen))
+    share, task = seen // tasks, int(environment["SLURM_LOCALID"])
+    return list(range(task * share, (task + 1) * share)) or None
+
+
+def agree(what: Mapping[str, str]) -> None:
+    """See that all processes are about to do the same, or say on each of them which one is not.
+
+    Every process calls it, with the same names and texts of its own: a configuration, the shapes of a batch, the
+    fingerprint of a program. Where they differ, a collective would hang or mix numbers that do not belong together.
+
+    >>> agree({"configuration": "batch = 256"})
+    """
+    count = jax.process_count()
+    if count == 1:
+        return
+    _check_devices(Counter(device.process_index for device in jax.devices()))
+    said = json.dumps(dict(what)).encode()
+    mine = hashlib.sha256(json.dumps(dict(what), sort_keys=True).encode()).digest() + len(said).to_bytes(8, "little")
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for process, record in enumerate(multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))):
+        groups[record.tobytes()].append(process)
+    if len(groups) == 1:
+        return
+    by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
+    sayings: list[Saying] = []
+    for record, processes in by_size[:_MAX_SAYINGS]:
+        padded = np.zeros(int.from_bytes(record[-8:], "little"), np.uint8)
+        if processes[0] == jax.process_index():
+            padded[:] = np.frombuffer(said, np.uint8)
+        heard = multihost_utils.broadcast_one_to_all(padded, is_source=processes[0] == jax.process_index())
+        sayings.append((processes, json.loads(heard.tobytes())))
+    raise ValueError(
+        describe_disagreement(sayings, unheard=[one for _, processes in by_size[_MAX_SAYINGS:] for one in processes])
+    )
+
+
+def gather_texts(text: str) -> list[str]:
+    """What every process says, short texts, in the order of the processes; each of them calls it.
+
+    >>> gather_texts("here")
+    ['here']
+    """
+    if jax.process_count() == 1:
+        return [text]
+    said = text.encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(said)))
+    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+    padded[: len(said)] = np.frombuffer(said, np.uint8)
+    heard = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(heard, sizes, strict=True)]
+
+
+def describe_disagreement(sayings: Sequence[Saying], unheard: Sequence[int] = ()) -> str:
+    """Who differs from most, or from whom; in what, and where that first happens. The largest group comes first.
+
+    >>> print(describe_disagreement([([0, 2], {"batch": "8 x 128"}), ([1], {"batch": "8 x 64"})]))
+    Process 1 differs from processes 0, 2 in `batch`. Start every process with the same command, code and environment.
+    --- `batch` on processes 0, 2
+    +++ `batch` on process 1
+    @@ -1 +1 @@
+    -8 x 128
+    +8 x 64
+    """
+    (usual, texts), *others = sayings
+    tie = len(usual) == len(others[0][0])
+    heads, differences = [], []
+    for processes, other in others:
+        names = [name for name in {**texts, **other} if texts.get(name) != other.get(name)]
+        differ = "differs" if len(processes) == 1 else "differ"
+        listed = ", ".join(f"`{name}`" for name in names)
+        heads.append(f"{_name(processes)} {differ} from {_name(usual)} in {listed}")
+        differences += [line for name in names for line in _difference(name, usual, texts, processes, other)]
+    if unheard:
+        heads.append(f"{_name(unheard)} {'differs' if len(unheard) == 1 else 'differ'} from all of these")
+    told = "P" + "; ".join(heads)[1:] + (". Neither is in the majority" if tie else "")
+    return "\n".join([f"{told}. Start every process with the same command, code and environment.", *differences])
+
+
+class Stop:
+    """Whether the run was asked to end. Made by `catch_termination`."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._together = jax.process_count() > 1
+
+    def now(self, step: int) -> bool:
+        """Whether to end after this step: asked after every step, on all processes, which get the same answer."""
+        return multihost_utils.reached_preemption_sync_point(step) if self._together else self._asked
+
+
+@contextlib.contextmanager
+def catch_termination() -> Iterator[Stop]:
+    """While it lasts, SIGTERM does not end the process but asks it to stop, as schedulers do ahead of a time limit.
+
+    Of several processes any may get the signal. JAX catches it from `join` on, and finds a step that none has passed.
+
+    >>> with catch_termination() as stop:
+    ...     stop.now(0)
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     stop.now(1)
+    False
+    True
+    """
+    stop = Stop()
+    if stop._together or threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(*_: object) -> None:
+        stop._asked = True
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: a handler that Python has not set
+
+
+def _told(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    if environment.get(PROCESSES) == "1":
+        return None
+    if missing := [name for name in (COORDINATOR, PROCESSES, PROCESS) if not environment.get(name)]:
+        raise ValueError(
+            f"To join other processes, `{COORDINATOR}` (host:port of process 0), `{PROCESSES}` and `{PROCESS}` go "
+            f"together; not set: {', '.join(f'`{name}`' for name in missing)}. Without the three, a process is alone."
+        )
+    try:
+        count, process = int(environment[PROCESSES]), int(environment[PROCESS])
+    except ValueError:
+        count, process = 0, 0
+    if not 0 <= process < count:
+        raise ValueError(
+            f"`{PROCESSES}` is a number, and `{PROCESS}` counts from 0 below it; got `{environment[PROCESSES]}` and "
+            f"`{environment[PROCESS]}`."
+        )
+    return {
+        "coordinator_address": environment[COORDINATOR],
+        "num_processes": count,
+        "process_id": process,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
+    if "OMPI_MCA_orte_hnp_uri" in environment:
+        return {}
+    _need("mpi4py", "Since version 5 of Open MPI, JAX asks `mpi4py` for the other processes", "mpi4py")
+    return {"cluster_detection_method": "mpi4py"}
+
+
+def _need(module: str, why: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"{why}; it is not installed. `pip install {package}`; or set `{COORDINATOR}` (host:port of process 0), "
+            f"`{PROCESSES}` and `{PROCESS}` in each process; or `{PROCESSES}=1`, if each is meant to be alone."
+        )
+
+
+def _leave_when_failing() -> None:
+    """See that a process that fails ends: JAX lets it wait five minutes for the others, which wait for it to compute."""
+    leaving, before, code = threading.Event(), sys.excepthook, [1]
+
+    def note(kind: Any, error: Any, trace: Any) -> None:
+        before(kind, error, trace)
+        code[0] = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+        # Started here, where threads may still start. Nothing happens to a process that goes on, as an interactive one.
+        threading.Thread(target=end, daemon=True).start()
+
+    def end() -> None:
+        leaving.wait()
+        time.sleep(_SECONDS_TO_LEAVE)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code[0])
+
+    sys.excepthook = note
+    atexit.register(leaving.set)
+
+
+def _check_devices(counts: Mapping[int, int]) -> None:
+    """Refuse processes of unequal size, by which JAX cannot arrange the devices, and which often means a broken one."""
+    by_count: dict[int, list[int]] = defaultdict(list)
+    for process, count in counts.items():
+        by_count[count].append(process)
+    if len(by_count) > 1:
+        listed = "; ".join(
+            f"{_name(processes)} {'has' if len(processes) == 1 else 'have'} {count}"
+            for count, processes in sorted(by_count.items(), key=lambda item: len(item[1]))
+        )
+        raise ValueError(
+            f"Processes have different numbers of devices: {listed}. Look for a device that is broken or taken there, or "
+            "give every process as many."
+        )
+
+
+def _name(processes: Sequence[int]) -> str:
+    """Processes in a sentence, runs of them as a range: however many there are, it stays readable."""
+    runs: list[list[int]] = []
+    for process in sorted(processes):
+        if runs and process == runs[-1][-1] + 1:
+            runs[-1].append(process)
+        else:
+            runs.append([process])
+    spelt = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = f" and {len(spelt) - 16} more such" if len(spelt) > 16 else ""
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(spelt[:16])}{more}"
+
+
+def _difference(
+    name: str, usual: Sequence[int], texts: Mapping[str, str], processes: Sequence[int], other: Mapping[str, str]
+) -> list[str]:
+    lines = difflib.unified_diff(
+        _lines(texts.get(name, "(it has no such text)")),
+        _lines(other.get(name, "(it has no such text)")),
+        f"`{name}` on {_name(usual)}",
+        f"`{name}` on {_name(processes)}",
+        n=1,
+        lineterm="",
+    )
+    shown = list(islice(lines, _MAX_DIFFERENCES))
+    return [*shown, f"... and {more} more lines"] if (more := sum(1 for _ in lines)) else shown
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text, long ones in pieces, so that of a line that differs one piece is shown."""
+    return [line[k : k + _WIDTH] for line in text.splitlines() for k in range(0, max(len(line), 1), _WIDTH)]

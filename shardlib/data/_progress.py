@@ -1,0 +1,70 @@
+"""What long work says on the way: a bar on a terminal, a line now and then elsewhere, nothing where it is short."""
+
+import sys
+import time
+
+from shardlib._text import human_bytes
+
+_QUIET_SECONDS = 2.0
+_LINE_SECONDS = 30.0
+_FRAME_SECONDS = 0.1
+_WIDTH = 24
+
+
+def say(text: str) -> None:
+    """One line for people, on the standard error."""
+    sys.stderr.write(f"shardlib.data: {text}\n")
+    sys.stderr.flush()
+
+
+class Progress:
+    """How far work of a known number of bytes has come."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self.what, self.total_bytes = what, total_bytes
+        self.start = time.monotonic()
+        self.next = self.start + _QUIET_SECONDS
+        self.is_terminal = sys.stderr.isatty()
+        self.drawn = False
+
+    def at(self, done_bytes: int) -> None:
+        """Show it, unless that was done a moment ago."""
+        now = time.monotonic()
+        if now < self.next:
+            return
+        self.next = now + (_FRAME_SECONDS if self.is_terminal else _LINE_SECONDS)
+        text = progress_line(self.what, done_bytes, self.total_bytes, now - self.start)
+        if self.is_terminal:
+            sys.stderr.write(f"\r\x1b[K{bar(done_bytes, self.total_bytes)} {text}")
+            sys.stderr.flush()
+            self.drawn = True
+        else:
+            say(text)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def bar(done: float, total: float) -> str:
+    """A bar of as much as is done.
+
+    >>> bar(1, 2)
+    '████████████░░░░░░░░░░░░'
+    """
+    full = min(_WIDTH, int(_WIDTH * done / max(total, 1)))
+    return "█" * full + "░" * (_WIDTH - full)
+
+
+def progress_line(what: str, done: int, total: int, seconds: float) -> str:
+    """Share, size, speed, and the seconds that are left at that speed.
+
+    >>> progress_line("reading 3 files", 1 << 20, 4 << 20, 2.0)
+    'reading 3 files: 25% of 4.0 MiB, 512.0 KiB/s, 6 s left'
+    """
+    speed = done / max(seconds, 1e-9)
+    left = f", {(total - done) / speed:.0f} s left" if 0 < done <= total else ""
+    share = min(1.0, done / max(total, 1))
+    return f"{what}: {share:.0%} of {human_bytes(total)}, {human_bytes(speed)}/s{left}"

@@ -1,0 +1,294 @@
+"""Examples of one length from documents of any: every one has a number, and the place in the data is one number too.
+
+    N  examples in one pass      R  rows of a batch, those of this process      S  length of an example
+
+An example has S + 1 tokens: S inputs and, one further, their targets. Examples are drawn at positions 0, 1, 2, ... without
+end; a pass over the data, an epoch, is N of them, in an order of its own. Step k of a run takes the positions from
+k * batch on, whatever the number of processes, and each process reads its rows of them and no more.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shardlib.data._packages import package
+from shardlib.data._store import Tokens
+
+_ENDLESS = 1 << 62
+_ROUNDS = 4  # of the shuffle, as grain's own datasets have it
+_MAX_EXAMPLES = 1 << 32  # beyond, grain's shuffle cuts off what 32 bits do not hold
+
+Example = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Examples of `length` tokens each, `batch` of them a step over all processes.
+
+    With `documents="cut"`, examples are windows over all documents one after the other: every token is used, and documents
+    are cut where a window ends. With `"whole"`, only documents longer than an example are cut: others lie whole in one,
+    as many as fit in their order, and the rest of the example is padding.
+
+    `seed` shuffles the examples anew for each epoch; None takes them in order.
+
+    >>> ids = np.array([1, 2, 3, 0, 4, 0, 5, 6, 0], np.uint16)
+    >>> tokens = Tokens(ids, np.array([4, 6, 9]), vocab=7, end=0, bytes=6)
+    >>> examples = Sequences(tokens, length=4, batch=1, seed=None).examples([0, 1])
+    >>> examples["tokens"]
+    array([[1, 2, 3, 0, 4],
+           [4, 0, 5, 6, 0]], dtype=int32)
+
+    `segments` number the documents within an example, -1 is padding. `mask` is 1 for the targets that count: those in the
+    same document as the token before them, since nothing of it tells how the next document begins.
+
+    >>> examples["segments"]
+    array([[0, 0, 0, 0, 1],
+           [0, 0, 1, 1, 1]], dtype=int32)
+    >>> examples["mask"]
+    array([[1., 1., 1., 0.],
+           [1., 0., 1., 1.]], dtype=float32)
+    >>> Sequences(tokens, length=4, batch=1, documents="whole", seed=None).examples([0, 1])["tokens"]
+    array([[1, 2, 3, 0, 0],
+           [4, 0, 5, 6, 0]], dtype=int32)
+    """
+
+    tokens: Tokens
+    length: int
+    batch: int
+    seed: int | None = 0
+    documents: Literal["cut", "whole"] = "cut"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tokens):
+            raise ValueError(
+                f"`Sequences` are of `Tokens`, such as `prepare(corpus).train`; got {type(self.tokens).__name__}."
+            )
+        for name in ("length", "batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"`Sequences({name}={value!r})` must be a whole number from 1 up.")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer)):
+            raise ValueError(f"`Sequences(seed={self.seed!r})` is a whole number, or None for the order as it is.")
+        if self.documents not in ("cut", "whole"):
+            raise ValueError(f"`Sequences(documents={self.documents!r})`: choose 'cut' or 'whole'.")
+        if not len(self):
+            raise ValueError(
+                f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one example, and there are "
+                f"{len(self.tokens)} of {self.tokens.documents} documents. "
+                + (
+                    f"A length up to {len(self.tokens) - 1} fits; or take more text."
+                    if len(self.tokens) > 1
+                    else "Which documents are held out is told from their content, and of a few documents it may be none: "
+                    "take more, or for evaluation a corpus of its own."
+                )
+            )
+        if len(self) > _MAX_EXAMPLES and self.seed is not None:
+            raise ValueError(
+                f"{len(self)} examples are more than can be shuffled, {_MAX_EXAMPLES}: choose a greater length, or split "
+                "the corpus."
+            )
+
+    def __len__(self) -> int:
+        if self.documents == "whole":
+            return len(self._spans[0])
+        return max(0, (len(self.tokens) - 1) // self.length)
+
+    @property
+    def steps(self) -> int:
+        """How many batches one pass takes, the last perhaps not full."""
+        return -(-len(self) // self.batch)
+
+    def examples(self, positions: Any) -> Example:
+        """The examples at these positions: `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`, float32 `[R, S]`."""
+        return self._read(self._indices(np.asarray(positions, np.int64)))
+
+    def local(self, rows: Any = slice(None), *, threads: int = 2, ahead: int = 8) -> "Reader":
+        """Batch after batch without end, of each these rows: what one process holds of the batch of all.
+
+        `rows` are a slice or numbers below `batch`. `threads` read up to `ahead` batches before they are asked for.
+        """
+        rows = self._rows(rows)
+        if self.batch > len(self):
+            raise ValueError(
+                f"`Sequences(batch={self.batch})` is more than the {len(self)} examples of length {self.length} that the "
+                f"{len(self.tokens)} tokens make. Choose a batch up to {len(self)}, "
+                + (f"a length up to {fits}, " if (fits := (len(self.tokens) - 1) // self.batch) else "")
+                + "or take more text."
+            )
+        for name, value in (("threads", threads), ("ahead", ahead)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"`local({name}={value!r})` must be a whole number from 0 up.")
+        return Reader(self, rows, min(threads, ahead), ahead)
+
+    def once(self, rows: Any = slice(None)) -> Iterator[Example]:
+        """Every example once, those of the first epoch, in `steps` batches; the last is filled up with padding."""
+        rows = self._rows(rows)
+        for step in range(self.steps):
+            positions = step * self.batch + rows
+            yield self._read(np.where(positions < len(self), self._indices(np.minimum(positions, len(self) - 1)), -1))
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells which example stands at a position: where it differs, a place in the data means another."""
+        seed = None if self.seed is None else int(self.seed)
+        return {"data": self.tokens.fingerprint, "length": int(self.length), "seed": seed, "documents": self.documents}
+
+    def _rows(self, rows: Any) -> np.ndarray:
+        all_rows = np.arange(self.batch)
+        chosen = all_rows[rows] if isinstance(rows, slice) else np.asarray(rows)
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not np.isin(chosen, all_rows).all():
+            raise ValueError(
+                f"`rows` are a slice, or numbers from 0 to {self.batch - 1}, of the {self.batch} rows of a batch; got {rows!r}."
+            )
+        return chosen
+
+    def _indices(self, positions: np.ndarray) -> np.ndarray:
+        """Which example stands at each position."""
+        epochs, within = np.divmod(positions, len(self))
+        if self.seed is None:
+            return within
+        shuffle = package("grain.experimental", "A shuffle").index_shuffle
+        seeds = {epoch: _epoch_seed(int(self.seed), epoch) for epoch in np.unique(epochs).tolist()}
+        shuffled = [
+            shuffle(index, max_index=len(self) - 1, seed=seeds[epoch], rounds=_ROUNDS)
+            for index, epoch in zip(within.tolist(), epochs.tolist(), strict=True)
+        ]
+        return np.array(shuffled, np.int64)
+
+    @functools.cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of whole documents: where each example begins and ends."""
+        return _whole(self.tokens.ends, self.length)
+
+    def _read(self, indices: np.ndarray) -> Example:
+        """The examples of these numbers; -1 is one of padding."""
+        ids, columns = self.tokens.ids, np.arange(self.length + 1)
+        if self.documents == "cut":
+            starts = np.maximum(indices, 0) * self.length
+            tokens_RS = np.lib.stride_tricks.sliding_window_view(ids, self.length + 1)[starts].astype(np.int32)
+            stops = starts + self.length + 1
+        else:
+            starts, stops = (side[indices] for side in self._spans)
+            tokens_RS = ids[np.minimum(starts[:, None] + columns, len(ids) - 1)].astype(np.int32)
+        stops = np.where(indices < 0, starts, stops)
+        segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
+        mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
+        if (stops - starts <= self.length).any():
+            padding_RS = columns >= (stops - starts)[:, None]
+            tokens_RS[padding_RS], segments_RS[padding_RS] = self.tokens.end, -1
+            mask_RS &= ~padding_RS[:, 1:]
+        return {"tokens": tokens_RS, "segments": segments_RS, "mask": mask_RS.astype(np.float32)}
+
+
+class Reader:
+    """The batches of one process, one after the other without end, read ahead by threads.
+
+    Its state is how many examples all processes together have taken: any number of processes, with any batch, goes on from
+    there.
+    """
+
+    def __init__(self, sequences: Sequences, rows: np.ndarray, threads: int, ahead: int) -> None:
+        self._sequences, self._rows, self._threads, self._ahead = sequences, rows, threads, ahead
+        self._start, self._taken = 0, 0
+        self._iterator: Any = None
+
+    def __iter__(self) -> "Reader":
+        return self
+
+    def __next__(self) -> Example:
+        if self._iterator is None:
+            grain = package("grain", "Reading batches")
+            source = _Steps(self._sequences, self._rows, self._start)
+            options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
+            self._iterator = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+        example = next(self._iterator)
+        self._taken += 1
+        return example
+
+    def get_state(self) -> dict[str, Any]:
+        """The place in the data, for JSON: `examples` taken by all processes, and of which data."""
+        return {"examples": self._start + self._taken * int(self._sequences.batch), **self._sequences.identity}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place in the data; from `{"examples": 0}`, start again."""
+        examples = state.get("examples")
+        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 0:
+            raise ValueError(
+                f"The state of a `Reader` tells how many `examples` were taken, from 0 up; got {dict(state)}."
+            )
+        identity = self._sequences.identity
+        if other := [name for name in identity if name in state and state[name] != identity[name]]:
+            listed = ", ".join(f"`{name}` was {state[name]!r} and is {identity[name]!r}" for name in other)
+            raise ValueError(
+                f"The state is a place in other data: {listed}. Take the same, or give up the place: "
+                f'`set_state({{"examples": {examples}}})` takes the {examples} as a number of these.'
+            )
+        self.close()
+        self._start, self._taken = examples, 0
+
+    def close(self) -> None:
+        """Stop reading ahead. The next batch begins it again."""
+        if self._iterator is not None:
+            self._iterator.close()
+        self._start, self._taken = self.get_state()["examples"], 0
+        self._iterator = None
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The batches of one process by number, as grain reads them."""
+
+    sequences: Sequences
+    rows: np.ndarray
+    start: int
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, step: int) -> Example:
+        return self.sequences.examples(self.start + step * self.sequences.batch + self.rows)
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    # Hashed, since with a sum the second epoch of one seed would be the first of the next.
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest(), "little")
+
+
+def _segments(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> np.ndarray:
+    """Which document of its row each token belongs to, counted from 0, for rows that begin and stop there."""
+    # Of the ends of documents, those strictly within each row; there, and only there, a count goes up.
+    first = np.searchsorted(ends, starts, side="right")
+    counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
+    rows = np.repeat(np.arange(len(starts)), counts)
+    documents = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    segments = np.zeros((len(starts), size), np.int32)
+    segments[rows, ends[documents] - starts[rows]] = 1
+    return np.cumsum(segments, axis=1, dtype=np.int32)
+
+
+def _whole(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where examples of whole documents begin and end.
+
+    Every example is one stretch of the tokens: of a document that is too long, all parts but the last fill an example, and
+    the last begins one.
+    """
+    size = length + 1
+    starts, stops = np.concatenate([[0], ends[:-1]])[: len(ends)], np.asarray(ends)
+    # Each part of a long document begins with the last token of the one before, the input to its first target.
+    parts = np.maximum(1, -(-(stops - starts - 1) // length))
+    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = np.repeat(starts, parts) + within * length
+    stops = np.minimum(starts + size, np.repeat(stops, parts))
+    # The first part that does not fit into an example that begins with this one, of each; then follow them. A part that
+    # continues a document never fits behind the one before, which is full.
+    following = np.searchsorted(stops, starts + size, side="right")
+    begins, at, jumps = [], 0, following.tolist()
+    while at < len(jumps):
+        begins.append(at)
+        at = jumps[at]
+    first = np.array(begins, np.int64)
+    return starts[first], stops[following[first] - 1]

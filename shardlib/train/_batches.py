@@ -1,0 +1,185 @@
+"""Batches on the mesh, from anybody's iterator: each process gives the examples that its own devices hold."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib._tree import map_named, named_leaves
+from shardlib.train._strategy import Strategy
+
+State = dict[str, Any]
+
+
+def batch_sharding(strategy: Strategy) -> NamedSharding:
+    """How a batch lies on the mesh: its examples, along dim 0, over the axes of the batch."""
+    return NamedSharding(strategy.device_mesh, PartitionSpec(strategy.batch_axes or None))
+
+
+def rows_here(size: int, strategy: Strategy) -> np.ndarray:
+    """Which rows of a batch of so many examples the devices of this process hold, in order.
+
+    >>> import shardlib as sl
+    >>> sl.rows_here(4, sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data))
+    array([0, 1, 2, 3])
+    """
+    parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
+    if size < 1 or size % (parts * strategy.accumulate):
+        raise ValueError(
+            f"A batch of {size} examples does not split over the {parts} parts that the axes {strategy.batch_axes} make of "
+            f"it and `accumulate={strategy.accumulate}`: use a multiple of {parts * strategy.accumulate}."
+        )
+    held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
+    return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))
+
+
+def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
+    """Put batches of numpy arrays on the mesh, `ahead` of them before they are asked for.
+
+    `source` is any iterable of trees of arrays with the examples along dim 0. Where several processes train together, each
+    gives the rows of its own devices, see `rows_here`; a source with a method `local(rows)`, such as
+    `shardlib.data.Sequences`, is told which. What comes out remembers its place in the data: a source whose iterator has
+    `get_state` and `set_state`, as those of `grain` and of `shardlib.data` have, is asked for it; any other is read again
+    from its start and as many batches are dropped, so it should be the same each time.
+
+    >>> import shardlib as sl
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> batch = next(sl.batches([{"x": np.ones((16, 3))}], strategy))
+    >>> batch["x"].sharding.spec
+    P('data',)
+    """
+    if isinstance(source, Batches):
+        return source
+    if not (hasattr(source, "local") or isinstance(source, Iterable)) or isinstance(source, dict | str):
+        raise ValueError(
+            f"`batches` takes an iterable of batches, each a tree of arrays; got {type(source).__name__}."
+            + (" For one batch, a list of it: `[batch]`." if isinstance(source, dict) else "")
+        )
+    if type(ahead) is not int or ahead < 1:
+        raise ValueError(f"`batches(ahead={ahead!r})`: a whole number, at least one, of batches.")
+    return Batches(source, strategy, ahead)
+
+
+class Batches(Iterator[Any]):
+    """Batches on the mesh; make them with `batches`."""
+
+    def __init__(self, source: Any, strategy: Strategy, ahead: int) -> None:
+        self._source, self._strategy, self._ahead = source, strategy, ahead
+        self._taken = 0
+        self._place: State | None = None  # of the source, after the last batch given out
+        self._reader: _Reader | None = None
+
+    def __next__(self) -> Any:
+        if self._reader is None:
+            self._reader = _Reader(self._open(), self._on_mesh, self._ahead)
+        batch, self._place = self._reader.take()
+        self._taken += 1
+        return batch
+
+    def state(self) -> State:
+        """The place in the data, for `restore`: how many batches were given out, and what the source says of it."""
+        return {"batches": self._taken, "source": self._place}
+
+    def restore(self, state: State) -> None:
+        """Go on from a place that `state` gave, here or in an earlier run."""
+        self.close()
+        self._taken, self._place = int(state["batches"]), state["source"]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _open(self) -> Iterator[Any]:
+        source = self._source
+        iterator = source.local(rows_here(source.batch, self._strategy)) if hasattr(source, "local") else iter(source)
+        if self._place is not None:
+            if not hasattr(iterator, "set_state"):
+                raise ValueError(
+                    f"The place in the data was kept by a source that could say where it is; {type(source).__name__} has no "
+                    "`set_state`. Give the source that the run was started with."
+                )
+            iterator.set_state(self._place)
+        elif self._taken and not hasattr(iterator, "set_state"):
+            for number in range(self._taken):
+                if next(iterator, _ENDED) is _ENDED:
+                    raise ValueError(
+                        f"To go on after {self._taken} batches, the source was read again from its start, and it ended after "
+                        f"{number}. Give one that starts anew each time it is iterated, and does not end before."
+                    )
+        return iterator
+
+    def _on_mesh(self, batch: Any) -> Any:
+        sharding = batch_sharding(self._strategy)
+        if strange := [(path, leaf) for path, leaf in named_leaves(batch) if not hasattr(leaf, "ndim")]:
+            path, leaf = strange[0]
+            raise ValueError(
+                f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
+                "constants to the loss by closing over them."
+            )
+
+        def put(path: str, leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                return leaf  # is on the mesh already
+            try:
+                return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+            except ValueError as error:
+                raise ValueError(
+                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes {self._strategy.batch_axes}: "
+                    f"{error}"
+                ) from error
+
+        return map_named(put, batch)
+
+
+_ENDED = object()
+
+
+class _Reader:
+    """A thread that draws batches ahead, each with the place of the source after it."""
+
+    def __init__(self, iterator: Iterator[Any], prepare: Any, ahead: int) -> None:
+        self._ready: queue.Queue[tuple[Any, Any]] = queue.Queue(ahead)
+        self._closed = threading.Event()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, args=(iterator, prepare), daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[Any, Any]:
+        if self._failed is not None:
+            raise self._failed
+        batch, of = self._ready.get()
+        if batch is _ENDED:
+            self._failed = of
+            raise of
+        return batch, of
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
+        self._thread.join()
+
+    def _read(self, iterator: Iterator[Any], prepare: Any) -> None:
+        try:
+            for batch in iterator:
+                place = iterator.get_state() if hasattr(iterator, "get_state") else None  # type: ignore[attr-defined]
+                if not self._give((prepare(batch), place)):
+                    return
+            self._give((_ENDED, StopIteration()))
+        except BaseException as error:  # of the user's source: raised where the batch is asked for
+            self._give((_ENDED, error))
+
+    def _give(self, item: tuple[Any, Any]) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return True
+        return False

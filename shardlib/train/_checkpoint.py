@@ -1,0 +1,430 @@
+"""Checkpoints of a run, by Orbax: the only file that imports it.
+
+A checkpoint is a folder named by its step. Beside the arrays, by path, it holds what they are (shape, dtype, names and a
+digest of the bits of each), the strategy, the place in the data and whatever the run says of itself. Values are global
+arrays, so they may be read onto any mesh, stage of ZeRO or number of processes. A digest does not depend on how an array
+lies; comparing it after reading finds whatever went wrong between one device's memory and another's.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib._annotate import say
+from shardlib._processes import gather_texts
+from shardlib._random import is_key
+from shardlib._text import human_bytes
+from shardlib._tree import named_leaves
+from shardlib.train._state import State
+
+FORMAT = 1
+_LOGGERS = ("absl", "asyncio")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gives back: the state, the place in the data, and what the run said of itself."""
+
+    state: State
+    step: int
+    data: Any
+    about: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder: the newest `keep`, and every step that `keep_every` divides.
+
+    >>> import shardlib as sl, optax, tempfile
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> state = sl.init(lambda: {"w": jnp.ones(8)}, optax.adam(1e-3), strategy)
+    >>> with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
+    ...     checkpoints.save(state)
+    ...     checkpoints.wait()
+    ...     checkpoints.latest(), checkpoints.restore(state).state.params["w"].sum().item()
+    (0, 8.0)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, keep_every: int | None = None) -> None:
+        for name, value in {"keep": keep, "keep_every": keep_every}.items():
+            if not (type(value) is int and value >= 1) and not (name == "keep_every" and value is None):
+                raise ValueError(f"`Checkpoints({name}={value!r})`: a whole number, at least one.")
+        import orbax.checkpoint as ocp  # a second of loading, which only who saves should pay
+        from etils import epath
+
+        self._orbax = ocp
+        self.folder = epath.Path(folder).expanduser().resolve()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"`Checkpoints({str(folder)!r})` takes a folder, and that is a file.")
+        policies = ocp.checkpoint_managers
+        kept = [policies.LatestN(keep), *([policies.EveryNSteps(keep_every)] if keep_every else [])]
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(kept), cleanup_tmp_directories=True
+        )
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_said_here)
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+            self.close()
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint that is complete, or None where there is none."""
+        return self._manager.latest_step()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of all complete checkpoints, in order."""
+        return tuple(sorted(self._manager.all_steps()))
+
+    def save(self, state: State, *, data: Any = None, about: Mapping[str, Any] | None = None) -> None:
+        """Begin to save: the state is copied off its devices here, and written while the run goes on.
+
+        `data` is a place in the data, as `Batches.state` gives it, and `about` anything that JSON can hold. If the save
+        before this one failed, says so by an `OSError`, once; that before it is still there.
+        """
+        self.wait()
+        step, arrays = int(state.step), _arrays(state)
+        content = {
+            "format": FORMAT,
+            "leaves": _describe(state, arrays, digests(arrays)),
+            "strategy": {
+                one.name: repr(getattr(state.layout.strategy, one.name))
+                for one in dataclasses.fields(state.layout.strategy)
+            },
+            "processes": [json.loads(text) for text in gather_texts(json.dumps(data))],
+            "about": dict(about or {}),
+        }
+        written = _nested({path: leaf for path, leaf in arrays.items() if leaf.size})
+        with self._failing(step):
+            self._check_room(sum(leaf.nbytes for leaf in arrays.values()))
+            self._manager.save(
+                step,
+                args=self._orbax.args.Composite(
+                    state=self._orbax.args.PyTreeSave(written),
+                    about=self._orbax.args.JsonSave(_sealed(content)),
+                ),
+                force=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until what was begun is saved; if it could not be, an `OSError` says why and what is still there."""
+        with self._failing(None):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def close(self) -> None:
+        """Wait for what was begun, and let go of the folder."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+            for name in _LOGGERS:
+                logging.getLogger(name).removeFilter(_said_here)
+
+    def restore(self, like: State, *, step: int | None = None) -> Restored:
+        """Read the newest good checkpoint, or that of a step, into the places that `like` has.
+
+        `like` is a state of the same model and optimizer under any strategy, best an abstract one:
+        `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that cannot be read, or whose bits are not
+        those that were saved, is put aside under another name, with a warning, and the one before it is used.
+        """
+        steps = self.steps() if step is None else (step,)
+        if not steps or (step is not None and step not in self.steps()):
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(
+                f"No checkpoint{'' if step is None else f' of step {step}'} in {self.folder}; there are: {there}."
+            )
+        failures = []
+        for one in reversed(steps):
+            try:
+                restored = self._read(one, like)
+            except _UnreadableError as error:
+                failures.append(f"step {one}: {error}")
+                if step is None:
+                    say(
+                        (
+                            f"The checkpoint of step {one} in {self.folder} cannot be used: {error}. The one before it is tried.",
+                        )
+                    )
+                continue
+            if failures:
+                self._put_aside([one for one in steps if one > restored.step])
+            return restored
+        raise ValueError(f"No checkpoint in {self.folder} can be used. " + "; ".join(failures) + ".")
+
+    def about(self, step: int | None = None) -> Mapping[str, Any]:
+        """What the run said of itself when it saved the newest checkpoint, or that of a step."""
+        step = self.latest() if step is None else step
+        if step is None:
+            raise ValueError(f"No checkpoint in {self.folder}.")
+        try:
+            return self._content(step)["about"]
+        except _UnreadableError as error:
+            raise ValueError(f"The checkpoint of step {step} in {self.folder} cannot be read: {error}.") from error
+
+    def _content(self, step: int) -> dict[str, Any]:
+        try:
+            sealed = json.loads((self.folder / str(step) / "about" / "metadata").read_text())
+            content = _unsealed(sealed)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _UnreadableError(f"what it says of itself is not what was written ({_first_line(error)})") from error
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"The checkpoint of step {step} in {self.folder} has format {content['format']}; this version of shardlib "
+                f"reads format {FORMAT}. Read it with the version that wrote it."
+            )
+        return content
+
+    def _read(self, step: int, like: State) -> Restored:
+        ocp = self._orbax
+        content = _together(lambda: self._content(step))
+        wanted = _arrays(like)
+        _check_leaves(content["leaves"], _describe(like, wanted, {}), step, str(self.folder))
+        read = {path: leaf for path, leaf in wanted.items() if leaf.size}
+        arguments = {
+            path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            for path, leaf in read.items()
+        }
+
+        def arrays() -> dict[str, Any]:
+            handler = ocp.PyTreeCheckpointHandler()
+            try:
+                tree = handler.restore(
+                    self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=_nested(arguments))
+                )
+            except Exception as error:  # of whatever kind: the folder does not hold what was written
+                raise _UnreadableError(
+                    f"its arrays cannot be read ({type(error).__name__}: {_first_line(error)})"
+                ) from error
+            finally:
+                handler.close()
+            return {path: _at(tree, path) for path in read}
+
+        given = _together(arrays)
+        found = digests(given)
+        changed = [path for path, digest in found.items() if digest != content["leaves"][path]["digest"]]
+        if changed:
+            listed = ", ".join(f"`{path}`" for path in changed[:3]) + (
+                f" and {len(changed) - 3} more" if changed[3:] else ""
+            )
+            raise _UnreadableError(f"the bits of {listed} are not those that were saved")
+        leaves = [_as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
+        state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
+
+    def _put_aside(self, steps: list[int]) -> None:
+        if jax.process_index() == 0:
+            for step in steps:
+                (self.folder / str(step)).rename(self.folder / f"unreadable-{step}")
+        gather_texts("")  # until it is done
+        self._manager.reload()
+
+    def _check_room(self, needed: int) -> None:
+        """Refuse to begin what a disk has no room for, rather than to leave half of it there."""
+        short = ""
+        if jax.process_index() == 0 and "://" not in str(self.folder):
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                short = f"it takes {human_bytes(needed)}, and {human_bytes(free)} are free"
+        if short := gather_texts(short)[0]:
+            raise OSError(errno.ENOSPC, short)
+
+    @contextlib.contextmanager
+    def _failing(self, step: int | None) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
+            what = "A checkpoint" if step is None else f"The checkpoint of step {step}"
+            latest = self.latest()
+            still = "and there is none before it" if latest is None else f"the last good one is that of step {latest}"
+            reason = _reason(error)
+            raise OSError(f"{what} could not be saved in {self.folder}: {reason}; {still}.") from error
+
+
+class _UnreadableError(Exception):
+    """A checkpoint that is not what was written."""
+
+
+@jax.jit
+def _digests(arrays: list[jax.Array]) -> jax.Array:
+    # Every element is multiplied by an odd number that depends on where it is: so no change of one element goes unseen,
+    # nor of two that change places; and a sum of integers is the same on every mesh.
+    def digest(x: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(x):
+            x = jnp.stack([x.real, x.imag])
+        bits = _bits(x)
+        place = jnp.uint32(0)
+        for dim in range(bits.ndim):
+            place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(
+                0x9E3779B1 + 2 * dim * 0x85EBCA77 % 2**32
+            )
+        return jnp.sum(bits * (place * jnp.uint32(2) + jnp.uint32(1)), dtype=jnp.uint32)
+
+    return jnp.stack([digest(x) for x in arrays])
+
+
+def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """A number for each array that changes if any of its bits does, and not with how the array lies.
+
+    >>> digests({"w": jnp.arange(4)}) == digests({"w": jnp.array([0, 1, 3, 2])})
+    False
+    """
+    some = {path: leaf for path, leaf in arrays.items() if leaf.size}
+    if not some:
+        return {}
+    return {path: f"{number:08x}" for path, number in zip(some, np.asarray(_digests(list(some.values()))), strict=True)}
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of each element as one or two unsigned words, two along a new last dim."""
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    width = (jnp.iinfo if integer else jnp.finfo)(x.dtype).bits
+    if width < 8:  # less than a byte each: none of the wider values is left out
+        return lax.bitcast_convert_type(x.astype(jnp.int32 if integer else jnp.float32), jnp.uint32)
+    return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)).astype(jnp.uint32)
+
+
+def _arrays(state: State) -> dict[str, Any]:
+    """A state's arrays by path, those of keys as the words that they are made of."""
+    return {path: _words(leaf) if is_key(leaf) else leaf for path, leaf in named_leaves(state)}
+
+
+def _words(keys: Any) -> Any:
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys)
+    return jax.ShapeDtypeStruct(
+        jax.eval_shape(jax.random.key_data, keys).shape, jnp.uint32, sharding=getattr(keys, "sharding", None)
+    )
+
+
+def _as_leaf(like: Any, words: Any, read: Any) -> Any:
+    if read is None:  # without elements
+        return jax.device_put(jnp.zeros(words.shape, words.dtype), words.sharding)
+    if not is_key(like):
+        return read
+    of: list[Any] = []
+    jax.eval_shape(
+        lambda keys: of.append(jax.random.key_impl(keys)), like
+    )  # which `like`, when abstract, does not tell
+    return jax.random.wrap_key_data(read, impl=of[0])
+
+
+def _describe(state: State, arrays: Mapping[str, Any], digest: Mapping[str, str]) -> dict[str, Any]:
+    dtypes = {path: str(leaf.dtype) for path, leaf in named_leaves(state)}
+    names = dict(state.layout.names)
+    return {
+        path: {
+            "shape": list(leaf.shape),
+            "dtype": dtypes[path],
+            "names": str(names.get(path.partition("/")[2])),
+            "digest": digest.get(path),
+        }
+        for path, leaf in arrays.items()
+    }
+
+
+def _check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int, folder: str) -> None:
+    """Refuse a checkpoint of another model or optimizer, naming each leaf that differs."""
+
+    def kind(leaf: Mapping[str, Any]) -> str:
+        return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
+
+    differing = [
+        *(f"`{path}` is {kind(saved[path])} there and {kind(leaf)} here" for path, leaf in wanted.items()
+          if path in saved and kind(saved[path]) != kind(leaf)),
+        *(f"`{path}` is there alone, {kind(saved[path])}" for path in saved if path not in wanted),
+        *(f"`{path}` is here alone, {kind(leaf)}" for path, leaf in wanted.items() if path not in saved),
+    ]  # fmt: skip
+    if differing:
+        raise ValueError(
+            f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
+            f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder."
+        )
+
+
+def _said_here(record: logging.LogRecord) -> bool:
+    """Leaves out what Orbax logs, tracebacks above all: what there is to say of it is in our errors and warnings."""
+    return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
+
+
+def _sealed(content: Any) -> dict[str, str]:
+    text = json.dumps(content)
+    return {"content": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _unsealed(sealed: Mapping[str, str]) -> Any:
+    if hashlib.sha256(sealed["content"].encode()).hexdigest() != sealed["sha256"]:
+        raise ValueError("another digest")
+    return json.loads(sealed["content"])
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *folders, name = path.split("/")
+        here = tree
+        for folder in folders:
+            here = here.setdefault(folder, {})
+        here[name] = leaf
+    return tree
+
+
+def _at(tree: Any, path: str) -> Any:
+    for name in path.split("/"):
+        tree = tree[name]
+    return tree
+
+
+def _together(read: Callable[[], T]) -> T:
+    """What `read` gives, if it does in every process; else every process fails as one."""
+    result, failure = None, None
+    try:
+        result = read()
+    except _UnreadableError as error:
+        failure = error
+    failed = [number for number, text in enumerate(gather_texts("" if failure is None else "x")) if text]
+    if failure is not None or failed:
+        raise failure or _UnreadableError(f"process {failed[0]} cannot read it")
+    return result  # type: ignore[return-value]
+
+
+def _of_this_process(places: list[Any], step: int) -> Any:
+    if len(places) == jax.process_count():
+        return places[jax.process_index()]
+    if all(place == places[0] for place in places):
+        return places[0]
+    raise ValueError(
+        f"The checkpoint of step {step} was saved by {len(places)} processes, each at its own place in its data, and cannot be "
+        f"given to {jax.process_count()}. Resume with {len(places)} processes, or read data whose place is the same in every "
+        "process, as that of `shardlib.data.Sequences` is."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

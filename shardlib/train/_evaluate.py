@@ -1,0 +1,92 @@
+"""The loss of a state on batches it does not learn from: the forward half of a step, on the same mesh."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib._batch import Mean
+from shardlib._placement import place
+from shardlib._rules import keep_axes
+from shardlib.train._batches import batches, rows_here
+from shardlib.train._state import Layout, State, united
+from shardlib.train._step import LossFunction, check_batch, forward, with_row_keys
+from shardlib.train._strategy import Strategy
+from shardlib.train._weights import uses, value
+
+
+def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
+    """Make what measures a state: `(state, source) -> metrics`, each a mean over all examples of all batches.
+
+    `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws nothing,
+    `nnx.view(model, deterministic=True)`. What it changes in the model's state is forgotten. Weights that ZeRO splits are
+    made whole layer by layer, as in the step; batches are not split into microbatches.
+
+    >>> import shardlib as sl, jax.numpy as jnp
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
+    >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, None, strategy)
+    >>> measure = sl.evaluation(lambda model, x, rng: jnp.mean((x @ model["w"] - x[:, 0]) ** 2), strategy)
+    >>> measure(state, [np.ones((8, 3)), 3 * np.ones((24, 3))])
+    {'loss': 7.0}
+    """
+    return Evaluation(loss_fn, strategy)
+
+
+class Evaluation:
+    """The loss of states on batches; make it with `evaluation`."""
+
+    def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
+        self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
+        self._compiled = jax.jit(self._run)
+
+    def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, float]:
+        """The means over the batches of a source, each weighed by its weight: over all, or `at_most` so many.
+
+        Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every example once.
+        """
+        once = hasattr(source, "once")
+        on_mesh = batches(source.once(rows_here(source.batch, self.strategy)) if once else source, self.strategy)
+        sums: dict[str, np.ndarray] = {}
+        try:
+            for batch in itertools.islice(on_mesh, at_most):
+                check_batch(batch, self.strategy)
+                with self.strategy.scope():
+                    means = self._compiled(state, batch)
+                for name, mean in jax.device_get(means).items():
+                    sums[name] = sums.get(name, np.zeros(2)) + np.array([mean.total, mean.weight], np.float64)
+        finally:
+            on_mesh.close()
+        if not sums:
+            raise ValueError("There was no batch to evaluate on.")
+        return {name: float(total / weight) if weight else float("nan") for name, (total, weight) in sums.items()}
+
+    def lower(self, state: State, batch: Any) -> Any:
+        """As `jax.jit(...).lower`, to see what it will do."""
+        with self.strategy.scope():
+            return self._compiled.lower(state, batch)
+
+    def _run(self, state: State, batch: Any) -> dict[str, Mean]:
+        strategy, params = self.strategy, united(state.params, state.frozen)
+        named = place(state.layout.named, params)
+        used = uses(params, named, state.layout.splits(params), strategy, frozen=True)
+        means = partial(self._means, state.layout, used)
+        if axes := strategy.data_axes:
+            same, mine = PartitionSpec(), PartitionSpec(axes)
+            at_rest = jax.tree.map(lambda use: keep_axes(use.split.spec, axes), used)
+            means = jax.shard_map(
+                means, in_specs=(at_rest, same, same, same, mine), out_specs=same, axis_names=set(axes), check_vma=False
+            )
+        return means(params, state.streams, state.rest, state.key, batch)
+
+    def _means(self, layout: Layout, used: Any, params: Any, streams: Any, rest: Any, key: Any, batch: Any) -> Any:
+        """Manual over the data axes: `batch` is this device's examples."""
+        axes, rows = self.strategy.data_axes, jax.tree.leaves(batch)[0].shape[0]
+        keys = partial(with_row_keys, rows=rows, start=lax.axis_index(axes) * rows if axes else 0, stride=1)
+        total = partial(forward, self.loss_fn, layout)
+        _, (means, _, _) = value(total, used, params, keys(streams), keys(rest), keys(key), batch)
+        return lax.psum(means, axes) if axes else means

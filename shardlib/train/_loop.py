@@ -1,0 +1,341 @@
+"""The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was stopped."""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib._chips import chip_of
+from shardlib._processes import agree, catch_termination
+from shardlib._tree import named_leaves
+from shardlib.train._batches import Batches, batches
+from shardlib.train._checkpoint import Checkpoints
+from shardlib.train._sinks import JsonLines, Progress, Sink
+from shardlib.train._state import State
+from shardlib.train._step import Step
+
+IN_FLIGHT = 2  # steps that devices have before them: they never wait for the host, which is never far ahead
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How long a run is, and what happens on the way.
+
+    - `steps`: how many steps the run has, those before it was resumed included.
+    - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out data, and checkpoints; after
+      the last step there is one of each in any case.
+    - `keep`, `keep_every`: the newest checkpoints, and every so many steps, that are kept.
+    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite.
+    - `profile`: the first step and the number of steps to profile; look at them with `xprof`.
+    """
+
+    steps: int
+    log_every: int = 10
+    evaluate_every: int = 1000
+    save_every: int = 1000
+    keep: int = 3
+    keep_every: int | None = None
+    nonfinite: int = 10
+    profile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "profile":
+                if value is not None and not (len(value) == 2 and all(type(n) is int and n >= 1 for n in value)):
+                    raise ValueError(f"`Loop(profile={value!r})` takes the first step and how many: `profile=(10, 3)`.")
+            elif not (type(value) is int and value >= 1) and not (one.name == "keep_every" and value is None):
+                raise ValueError(f"`Loop({one.name}={value!r})`: a whole number, at least one.")
+
+
+def fit(
+    step: Step,
+    state: State,
+    source: Iterable[Any],
+    loop: Loop,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    evaluate: Callable[[State], Mapping[str, float]] | None = None,
+    sinks: Sequence[Sink] | None = None,
+    watch: Mapping[str, Callable[[int], Any]] | None = None,
+    unit: str = "examples",
+    flops_per_unit: float | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> State:
+    """Train: take the steps of a run, from where its folder says it was stopped, and return the last state.
+
+    - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint, that is read in its place.
+    - `source`: an iterable of batches, or what `batches` made of one.
+    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `profile/`. Without it nothing is kept.
+    - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
+    - `sinks`: called with every record, by the first process alone; by default a bar, and `metrics.jsonl` in the folder.
+    - `watch`: numbers to record by step, a schedule of the learning rate, say.
+    - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training on one takes, records
+      say what part of the devices' peak that is (MFU), where their datasheet is known.
+    - `about`: what to save with checkpoints, of whatever JSON holds; processes compare it before the first step.
+
+    SIGTERM, to any process, saves after the step that is under way, and returns.
+
+    >>> import shardlib as sl, jax.numpy as jnp, numpy as np, optax
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, optax.sgd(0.02), strategy)
+    >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
+    >>> records = []
+    >>> state = sl.fit(step, state, [np.ones((16, 3), "f")] * 20, sl.Loop(steps=20), sinks=[records.append])
+    >>> [(record["step"], round(record["loss"], 4)) for record in records if "loss" in record]
+    [(10, 0.1002), (20, 0.0078)]
+    """
+    _check(step, state, loop)
+    place = None if folder is None else Path(folder)
+    if sinks is None:
+        sinks = (Progress(loop.steps), *([JsonLines(place / "metrics.jsonl")] if place else []))
+    run = _Run(
+        step,
+        batches(source, step.strategy),
+        loop,
+        place,
+        evaluate,
+        sinks,
+        dict(watch or {}),
+        unit,
+        flops_per_unit,
+        about,
+    )
+    checkpoints = (
+        None if place is None else Checkpoints(place / "checkpoints", keep=loop.keep, keep_every=loop.keep_every)
+    )
+    try:
+        state = run.resume(state, checkpoints)
+        return run.steps(state, checkpoints)
+    finally:
+        run.batches.close()
+        if checkpoints is not None:
+            checkpoints.close()
+
+
+class _Run:
+    """One call of `fit`."""
+
+    def __init__(
+        self, step: Step, batches: Batches, loop: Loop, folder: Path | None, evaluate: Any, sinks: Sequence[Sink],
+        watch: dict[str, Any], unit: str, flops_per_unit: float | None, about: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.step, self.batches, self.loop, self.folder, self.evaluate = step, batches, loop, folder, evaluate
+        self.sinks = sinks if jax.process_index() == 0 else ()
+        self.watch = {name: jax.jit(of) for name, of in watch.items()}
+        self.about = dict(about or {})
+        self.speed = _Speed(unit, flops_per_unit, step.strategy)
+        self.in_flight: deque[tuple[int, Any]] = deque()
+        self.nonfinite = 0  # in a row
+        self.paths: list[str] = []
+        self.saved: int | None = None
+
+    def resume(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """The state to go on from, and the batches at their place."""
+        self.paths = [path for path, _ in named_leaves(state.params)]
+        if checkpoints is None or checkpoints.latest() is None:
+            if isinstance(state.step, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    "The state is abstract, and there is no checkpoint to fill it from. Make it with `sl.init(...)` without "
+                    f"`abstract`{'' if checkpoints is None else f', or look for the run elsewhere than in {self.folder}'}."
+                )
+            return state
+        for leaf in jax.tree.leaves(state):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()  # what is read takes its place
+        restored = checkpoints.restore(state)
+        self.batches.restore(restored.data)
+        self.saved = restored.step
+        self.note(restored.step, f"resumed from the checkpoint of step {restored.step}")
+        return restored.state
+
+    def steps(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """Every step that is left."""
+        loop, done = self.loop, int(state.step)
+        if done >= loop.steps:
+            self.note(done, f"the run has taken its {loop.steps} steps already")
+            return state
+        profile = _Profile(loop.profile, self.folder)
+        with catch_termination() as termination, profile:
+            while done < loop.steps:
+                batch = self.next_batch(done)
+                if not self.speed.started and not self.in_flight:
+                    self.first(state, batch, done)
+                profile.before(done + 1)
+                state, metrics = self.step(state, batch)
+                done += 1
+                self.in_flight.append((done, metrics))
+                while len(self.in_flight) > IN_FLIGHT:
+                    self.settle()
+                profile.after(done, metrics)
+                last, stopped = done == loop.steps, termination.now(done)
+                if last or stopped or done % loop.evaluate_every == 0 or done % loop.save_every == 0:
+                    self.settle_all()
+                if self.evaluate is not None and (last or done % loop.evaluate_every == 0):
+                    measured = self.evaluate(state)
+                    self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
+                    self.speed.pause()
+                if checkpoints is not None and (last or stopped or done % loop.save_every == 0):
+                    self.save(state, done, checkpoints, last or stopped)
+                if stopped and not last:
+                    kept = "" if checkpoints is None else "; the state is saved"
+                    self.note(done, f"asked to end: stopped after step {done} of {loop.steps}{kept}")
+                    break
+        return state
+
+    def next_batch(self, done: int) -> Any:
+        try:
+            return next(self.batches)
+        except StopIteration:
+            raise ValueError(
+                f"The data ended after {done} of {self.loop.steps} steps. Let the run have that many, `Loop(steps={done})`, or "
+                "the data go round."
+            ) from None
+
+    def first(self, state: State, batch: Any, done: int) -> None:
+        """Before the first step: what several processes must have alike is compared, while none waits for another."""
+        if jax.process_count() > 1:
+            shapes = "\n".join(f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch))
+            program = self.step.lower(state, batch).as_text()
+            agree({"configuration": _lines(self.about), "batch": shapes, "program": program})
+        self.note(done, "compiling the step")
+
+    def settle(self) -> None:
+        """Wait for the oldest step in flight, and tell of it."""
+        step, metrics = self.in_flight.popleft()
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        weight, bad = values.pop("weight"), int(values.pop("first_nonfinite"))
+        self.speed.count(weight)
+        if bad >= 0:
+            self.nonfinite += 1
+            skipped = "skipped" if self.step.strategy.nonfinite == "skip" else "taken all the same"
+            self.note(step, f"the gradient of `{self.paths[bad]}` is not finite; the step is {skipped}")
+            if self.nonfinite >= self.loop.nonfinite:
+                kept = "" if self.saved is None else f" The last checkpoint is that of step {self.saved}."
+                raise FloatingPointError(
+                    f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are not finite; the first such leaf "
+                    f"is `{self.paths[bad]}`.{kept} A smaller learning rate, clipping or another precision may help; "
+                    "`Loop(nonfinite=...)` says how many are borne."
+                )
+        else:
+            self.nonfinite = 0
+        if step % self.loop.log_every == 0 or step == self.loop.steps:
+            watched = {name: float(of(step)) for name, of in self.watch.items()}
+            left = self.loop.steps - step
+            self.say({"step": step, **values, **watched, **self.speed.read(left)})
+
+    def settle_all(self) -> None:
+        while self.in_flight:
+            self.settle()
+
+    def save(self, state: State, done: int, checkpoints: Checkpoints, wait: bool) -> None:
+        """Begin to save. A save that fails is told of and the run goes on, unless it was the last."""
+        if done == self.saved:
+            return
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            self.note(done, str(error))
+        try:
+            checkpoints.save(state, data=self.batches.state(), about=self.about)
+            if wait:
+                checkpoints.wait()
+        except OSError as error:
+            if wait:
+                raise
+            self.note(done, str(error))
+            return
+        self.saved = done
+
+    def note(self, step: int, text: str) -> None:
+        self.say({"step": step, "note": text})
+
+    def say(self, record: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink(record)
+
+
+class _Speed:
+    """How fast it goes, from the moments at which steps have ended; what is not training does not count."""
+
+    def __init__(self, unit: str, flops_per_unit: float | None, strategy: Any) -> None:
+        self.unit, self.flops = unit, flops_per_unit
+        devices = strategy.device_mesh.devices
+        chip = chip_of(devices.flat[0].device_kind)
+        dtype = "f32" if strategy.dtypes.compute is None else "bf16"
+        self.peak = None if chip is None else chip.flops[dtype] * devices.size
+        self.started = False
+        self.since: float | None = None
+        self.units, self.seconds, self.steps = 0.0, 0.0, 0
+
+    def count(self, units: float) -> None:
+        """A step has ended; the time of the first, and of one after a pause, is not counted."""
+        now, self.started = time.perf_counter(), True
+        if self.since is not None:
+            self.seconds += now - self.since
+            self.units += units
+            self.steps += 1
+        self.since = now
+
+    def pause(self) -> None:
+        """Something else was done since the last step."""
+        self.since = None
+
+    def read(self, left: int) -> dict[str, float]:
+        """The speed since it was last read."""
+        if not self.steps:
+            return {}
+        rate, per_step = self.units / self.seconds, self.seconds / self.steps
+        self.units, self.seconds, self.steps = 0.0, 0.0, 0
+        mfu = {"mfu": rate * self.flops / self.peak} if self.flops and self.peak else {}
+        return {f"{self.unit}_per_second": rate, **mfu, "seconds_left": left * per_step}
+
+
+class _Profile:
+    """A profile of some steps, for `xprof`, in the folder of the run."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path | None) -> None:
+        if steps is not None and folder is None:
+            raise ValueError(f"`Loop(profile={steps})` needs a folder for what it writes: `fit(..., folder=...)`.")
+        self.first, self.last = (0, 0) if steps is None else (steps[0], steps[0] + steps[1] - 1)
+        self.folder = None if folder is None else folder / "profile"
+        self.running = False
+
+    def before(self, step: int) -> None:
+        if step == self.first and self.folder is not None:
+            jax.profiler.start_trace(str(self.folder))
+            self.running = True
+
+    def after(self, step: int, metrics: Any) -> None:
+        if self.running and step >= self.last:
+            jax.block_until_ready(metrics)
+            self._stop()
+
+    def __enter__(self) -> "_Profile":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.running:
+            self._stop()
+
+    def _stop(self) -> None:
+        self.running = False
+        jax.profiler.stop_trace()
+
+
+def _check(step: Any, state: Any, loop: Any) -> None:
+    for name, value, kind in (("step", step, Step), ("state", state, State), ("loop", loop, Loop)):
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"`fit(step, state, batches, loop)` takes what `train_step` and `init` make and a `Loop`; `{name}` is "
+                f"{type(value).__name__}."
+            )
+
+
+def _lines(about: Mapping[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in about.items())

@@ -1,0 +1,166 @@
+"""Where the records of a run go. A record is a dict with the step and numbers by name, or with a `note` in words; a sink is
+anything that may be called with one.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+Record = Mapping[str, Any]
+Sink = Callable[[Record], None]
+
+
+class JsonLines:
+    """A file with one line of JSON per record.
+
+    A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again, or
+    half wrote, is dropped.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (10, 20, 20):  # the last is of an attempt that was resumed from step 10
+    ...         JsonLines(f"{folder}/metrics.jsonl")({"step": step, "loss": 1.5})
+    ...     print(Path(folder, "metrics.jsonl").read_text(), end="")
+    {"step": 10, "loss": 1.5}
+    {"step": 20, "loss": 1.5}
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._opened = False
+
+    def __call__(self, record: Record) -> None:
+        """Add a line."""
+        if not self._opened:
+            self._begin(_first_anew(record))
+        with self.path.open("a") as file:
+            file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+
+    def _begin(self, step: int) -> None:
+        self._opened = True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                earlier = json.loads(line)["step"] < step
+            except (ValueError, KeyError, TypeError):  # cut off while it was written
+                continue
+            if earlier:
+                kept.append(line + "\n")
+        beside = self.path.with_suffix(".rewritten")
+        beside.write_text("".join(kept))
+        beside.replace(self.path)
+
+
+class TensorBoard:
+    """Curves for TensorBoard, in a folder; needs `pip install "shardlib[train]"`."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # an optional dependency
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                'Writing for TensorBoard needs `tensorboardX`: pip install "shardlib[train]"'
+            ) from error
+        self._make = SummaryWriter
+        self._folder, self._writer = str(folder), None
+
+    def __call__(self, record: Record) -> None:
+        """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
+        step = record["step"]
+        if self._writer is None:
+            self._writer = self._make(self._folder, purge_step=_first_anew(record), flush_secs=10)
+        for name, value in record.items():
+            if name == "note":
+                self._writer.add_text(name, value, step)
+            elif name != "step":
+                self._writer.add_scalar(name, value, step)
+
+
+class Progress:
+    """A bar with the time that is left, on a terminal; elsewhere a line per record."""
+
+    def __init__(self, steps: int, file: TextIO | None = None, width: int = 24) -> None:
+        self.steps, self.width = steps, width
+        self._file = sys.stderr if file is None else file
+        self._shown = 0  # letters of the bar that is on the line now
+
+    def __call__(self, record: Record) -> None:
+        """Show a record."""
+        step = record["step"]
+        if "note" in record:
+            return self._line(f"step {step}: {record['note']}")
+        if any(name.startswith("evaluation/") for name in record):
+            shown = "  ".join(
+                f"{name.removeprefix('evaluation/')} {_short(value)}"
+                for name, value in record.items()
+                if name != "step"
+            )
+            return self._line(f"step {step}, held out: {shown}")
+        values = {name: value for name, value in record.items() if name not in ("step", "seconds_left")}
+        left = f"  {_duration(record['seconds_left'])} left" if "seconds_left" in record else ""
+        text = "  ".join(f"{_label(name)} {_short(value)}" for name, value in values.items())
+        done = self.width * step // max(self.steps, 1)
+        bar = "█" * done + "·" * (self.width - done)
+        if self._file.isatty():
+            line = f"{bar} {step}/{self.steps}  {text}{left}"[: _columns()]
+            self._file.write("\r" + line.ljust(self._shown) + ("\n" if step >= self.steps else ""))
+            self._shown = 0 if step >= self.steps else len(line)
+            self._file.flush()
+        else:
+            self._line(f"step {step}/{self.steps}  {text}{left}")
+        return None
+
+    def _line(self, text: str) -> None:
+        if self._shown:
+            self._file.write("\r" + " " * self._shown + "\r")
+            self._shown = 0
+        self._file.write(text + "\n")
+        self._file.flush()
+
+
+def _first_anew(record: Record) -> int:
+    """The first step that this attempt takes itself: a note, of where it went on, comes after what was recorded there."""
+    return record["step"] + ("note" in record)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size().columns - 1
+    except OSError:
+        return 100
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_per_second") + "/s" if name.endswith("_per_second") else name
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float) and abs(value) >= 10_000:
+        for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= size:
+                return f"{value / size:.3g}{letter}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    """Time for reading.
+
+    >>> _duration(42), _duration(3700), _duration(200_000)
+    ('42 s', '1 h 01 min', '2 d 07 h')
+    """
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min {int(seconds) % 60:02d} s"
+    return f"{hours} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) or value is None else float(value)

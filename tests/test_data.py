@@ -1,0 +1,807 @@
+"""Data: every format and every way it can be wrong, stores that are made once, examples that are always the same."""
+
+import dataclasses
+import errno
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("grain")
+pytest.importorskip("tokenizers")
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardlib.data import Corpus, Sequences, Tokens, load_tokenizer, prepare
+from shardlib.data import _lock as lock_room
+from shardlib.data import _store as store_room
+from shardlib.data._files import Reading, find_files, read_documents
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ["To be, or not to be", "Whether 'tis nobler", "ünïcödé ✓\r\nand a line", "x" * 700]
+
+
+def read(files, **choices):
+    corpus = Corpus(files, **choices)
+    reading = Reading()
+    return list(read_documents(find_files(corpus), corpus, reading)), reading
+
+
+def write_records(path, records):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def jsonl(texts, key="text"):
+    return "".join(json.dumps({"id": k, key: text}) + "\n" for k, text in enumerate(texts)).encode()
+
+
+def tokens_of(*lengths, vocab=1000):
+    """Documents of these lengths, end token included; ids count up so that every place is told from its neighbours."""
+    ends = np.cumsum(lengths)
+    ids = (np.arange(ends[-1]) % (vocab - 1) + 1).astype(np.uint16)
+    ids[ends - 1] = 0
+    return Tokens(ids, ends, vocab=vocab, end=0, bytes=int(ends[-1]) - len(lengths), fingerprint=str(lengths))
+
+
+# Formats
+
+
+def test_text_files_are_documents(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXTS[0].encode())
+    (tmp_path / "b" / "c.md").write_bytes(TEXTS[2].encode())
+    (tmp_path / "b" / "empty.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden.txt").write_text("no")
+    expected = [TEXTS[0], TEXTS[2]]
+    documents, reading = read(str(tmp_path))
+    assert documents == expected and reading.empty == 1
+    assert read(str(tmp_path / "**" / "*.[tm][xd]*"))[0] == expected
+    assert read((tmp_path / "b" / "c.md", tmp_path / "a.txt", tmp_path / "b" / "c.md"))[0] == expected[::-1]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
+    assert read(tmp_path / "a.txt.gz")[0] == [TEXTS[1]]
+
+
+def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
+    path = tmp_path / "stories.txt"
+    path.write_text("\n" + "\n<|endoftext|>\n".join(["one\nline", "", *TEXTS[:2]]) + "\n<|endoftext|>\n")
+    for block in (1, 7, 1 << 20):  # a separator may lie across two blocks
+        monkeypatch.setattr("shardlib.data._files._BLOCK", block)
+        documents, reading = read(path, separator="<|endoftext|>")
+        assert documents == ["one\nline", *TEXTS[:2]] and reading.empty == 1
+    path.write_bytes(b"fine\n--\n\nalso\nb\xffd\n--\nend")
+    with pytest.raises(ValueError, match=r"stories.txt`, line 5: not UTF-8 \(byte 0xff"):
+        read(path, separator="--")
+    assert read(path, separator="--", bad="skip")[0] == ["fine", "end"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"])
+def test_json_lines(tmp_path, suffix):
+    content = b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\r\n", 1) + b"\n  \n" + jsonl(["", "last"]).rstrip()
+    if suffix.endswith(".gz"):
+        content = gzip.compress(content)
+    if suffix.endswith(".zst"):
+        content = pa.compress(content, "zstd", asbytes=True)
+    path = tmp_path / f"lines{suffix}"
+    path.write_bytes(content)
+    documents, reading = read(path)
+    assert documents == [*TEXTS, "last"] and reading.empty == 1
+    assert reading.bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
+def test_parquet(tmp_path, kind):
+    of_type = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    texts = [text.encode() if kind == "binary" else text for text in TEXTS * 200]
+    column = pa.array(texts, of_type.value_type if kind == "dictionary" else of_type)
+    column = column.dictionary_encode() if kind == "dictionary" else column
+    pq.write_table(pa.table({"body": column, "n": list(range(800))}), tmp_path / "t.parquet", row_group_size=300)
+    assert read(tmp_path / "t.parquet", field="body")[0] == TEXTS * 200
+
+
+def test_array_records(tmp_path):
+    write_records(tmp_path / "a.array_record", [text.encode() for text in TEXTS * 100])
+    assert read(tmp_path / "a.array_record")[0] == TEXTS * 100
+    write_records(tmp_path / "b.arrayrecord", jsonl(TEXTS, "body").splitlines())
+    assert read(tmp_path / "b.arrayrecord", field="body")[0] == TEXTS
+
+
+def test_python_is_there():
+    corpus = Corpus("python")
+    sources = find_files(corpus)
+    names = {source.path.name for source in sources}
+    assert {"argparse.py", "dataclasses.py"} <= names and "test_argparse.py" not in names
+    assert 5 << 20 < sum(source.size for source in sources) < 50 << 20
+    assert len(list(read_documents(sources, corpus, Reading()))) > 400
+
+
+# What can be wrong
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (dict(files=()), "give a path, a folder or a pattern"),
+        (dict(files=3), "give a path, a folder or a pattern"),
+        (dict(files="a", format="parket"), "did you mean 'parquet'"),
+        (dict(files="a", bad="ignore"), "choose 'stop' or 'skip'"),
+        (dict(files="a", field=""), r"field=''\)` is a text that is not empty, or None"),
+        (dict(files="a", tokenizer=None), 'is `"bytes"` or the path'),
+        (dict(files="a", held_out=1), "at least 0, below 1"),
+        (dict(files="a", held_out=float("nan")), "at least 0, below 1"),
+    ],
+)
+def test_choices_are_checked(choices, message):
+    with pytest.raises(ValueError, match=message):
+        Corpus(**choices)
+
+
+def test_missing_files_are_named(tmp_path):
+    (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
+    with pytest.raises(ValueError, match=r"no file or folder `.*corpus.json` .*; did you mean 'corpus.jsonl'"):
+        read(tmp_path / "corpus.json")
+    with pytest.raises(ValueError, match=r"Nothing matches the pattern `.*\*.parquet`"):
+        read(tmp_path / "*.parquet")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"gone.txt` cannot be read: No such file"):
+        read(tmp_path / "gone.txt")
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    with pytest.raises(ValueError, match="it is empty"):
+        read(tmp_path / "x")
+    (tmp_path / "x" / "a.bin").touch()
+    with pytest.raises(ValueError, match="there are `.bin`"):
+        read(tmp_path / "x")
+    with pytest.raises(ValueError, match="a.bin` does not tell by its suffix"):
+        read(tmp_path / "x" / "a.bin")
+
+
+def test_choices_that_no_file_heeds(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    with pytest.raises(ValueError, match=r"`separator='--'` stands between .* are jsonl. Leave it out"):
+        read(tmp_path / "a.jsonl", separator="--")
+    with pytest.raises(ValueError, match=r"`field='body'`: text files have no fields"):
+        read(tmp_path / "a.txt", field="body")
+
+
+BAD_LINES = {
+    b"{": r"line 2: not JSON \(Expecting property name",
+    b"[1]": "line 2: a list, where a JSON object was expected",
+    b'{"txt": "a", "id": 1}': "line 2: no key `text`; there is `txt`, `id`",
+    b'{"text": 3}': "line 2: `text` is a number, where text was expected",
+    b'{"text": null}': "line 2: `text` is null, where text was expected",
+    b'{"text": "\xff"}': r"line 2: not UTF-8 \(byte 0xff",
+    b'{"text": "\\ud800"}': r"line 2: `\\ud800` is half of a character",
+    b"[" * 100_000: r"line 2: not JSON \(",
+    b'{"text": "cut o': r"line 2: not JSON \(Unterminated",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20])
+def test_bad_lines(tmp_path, line):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(jsonl(["first"]) + line + b"\n" + jsonl(["third"]) + line)
+    with pytest.raises(ValueError, match=f"lines.jsonl`, {BAD_LINES[line]}.*Mend it, or pass over"):
+        read(path)
+    documents, reading = read(path, bad="skip")
+    assert documents == ["first", "third"]
+    (skipped,) = reading.skipped.values()
+    assert (skipped.file, skipped.count) == (str(path), 2) and skipped.first.startswith("line 2: ")
+
+
+def test_bad_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xc3")
+    with pytest.raises(ValueError, match=r"a.txt`, line 2: not UTF-8 \(byte 0xc3: unexpected end"):
+        read(tmp_path / "a.txt")
+
+
+def test_bad_parquet(tmp_path):
+    path = tmp_path / "t.parquet"
+    raw = pa.array([b"fine", b"\xff", None, b"too"], pa.binary())
+    column = pa.StringArray.from_buffers(4, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0])
+    pq.write_table(pa.table({"text": column, "n": [1, 2, 3, 4]}), path)
+    with pytest.raises(ValueError, match=r"t.parquet`, row 1: not UTF-8"):
+        read(path)
+    documents, reading = read(path, bad="skip")
+    assert documents == ["fine", "too"] and reading.skipped[path].count == 2
+    with pytest.raises(ValueError, match=r"has no column `body`; it has `text`, `n`"):
+        read(path, field="body")
+    with pytest.raises(ValueError, match=r"column `n` of .*t.parquet` holds int64, where text was expected"):
+        read(path, field="n")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"t.parquet` cannot be read as Parquet"):
+        read(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"t.parquet` cannot be read as Parquet"):
+        read(path)
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    with pytest.raises(ValueError, match=r"t.parquet` is empty: it has no row"):
+        read(path)
+
+
+def test_bad_array_records(tmp_path):
+    path = tmp_path / "a.array_record"
+    write_records(path, [b"fine", b"\xff", b"too"])
+    with pytest.raises(ValueError, match=r"a.array_record`, record 1: not UTF-8"):
+        read(path)
+    assert read(path, bad="skip")[0] == ["fine", "too"]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a.array_record` cannot be read as ArrayRecord"):
+        read(path)
+    write_records(path, [os.urandom(100).hex().encode() for _ in range(2000)])
+    damaged = bytearray(path.read_bytes())
+    damaged[70_000] ^= 255
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a.array_record`, record \d+: Corrupted"):
+        read(path)
+    documents, reading = read(path, bad="skip")
+    assert len(documents) + reading.skipped[path].count == 2000 and 0 < reading.skipped[path].count < 100
+
+
+def test_compressed_files_that_end_early(tmp_path):
+    content = jsonl([os.urandom(100).hex() for _ in range(500)])
+    for suffix, packed in ((".gz", gzip.compress(content)), (".zst", pa.compress(content, "zstd", asbytes=True))):
+        path = tmp_path / f"a.jsonl{suffix}"
+        path.write_bytes(packed[: len(packed) // 2])
+        with pytest.raises(ValueError, match=r"a.jsonl.*(cannot be read|not JSON)"):
+            read(path)
+        path.write_bytes(b"not compressed at all")
+        with pytest.raises(ValueError, match=r"a.jsonl.* cannot be read"):
+            read(path)
+
+
+def test_empty_files_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n")
+    with pytest.raises(ValueError, match=r"a.jsonl` is empty: it has no line"):
+        read(tmp_path / "a.jsonl")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"a.txt` hold no document: 1 are empty and 0 were skipped"):
+        prepare(Corpus(tmp_path / "a.txt"), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r'Parquet needs the package `pyarrow`.*pip install "shardlib\[data\]"'):
+        read(tmp_path / "a.parquet")
+
+
+# Tokenizers
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS * 10, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(5)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_hugging_face_tokenizers(bpe, monkeypatch):
+    tokenizer = load_tokenizer(str(bpe))
+    assert (tokenizer.vocab, tokenizer.end) == (300, 1)
+    assert tokenizer.vocab == load_tokenizer(str(bpe.parent)).vocab
+    texts = [*TEXTS, "a document of <|endoftext|> and <s>"]
+    encoded = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+    assert not any(np.isin(ids, (0, 1)).any() for ids in encoded)
+    assert tokenizer.decode([*encoded[0], tokenizer.end, 10**6, -1]) == texts[0]
+    monkeypatch.setattr("shardlib.data._tokenizer._PIECE", 6)
+    monkeypatch.setattr("shardlib.data._tokenizer._TOGETHER", 20)
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    assert load_tokenizer(str(bpe), "<s>").end == 0
+
+
+def test_bytes():
+    tokenizer = load_tokenizer()
+    encoded = tokenizer.encode_batch(TEXTS)
+    assert [tokenizer.decode(ids) for ids in encoded] == TEXTS
+    assert [bytes(ids.tolist()) for ids in encoded] == [text.encode() for text in TEXTS]
+
+
+def test_tokenizers_that_are_none(tmp_path, bpe):
+    with pytest.raises(ValueError, match="There is no tokenizer at `gpt2`"):
+        load_tokenizer("gpt2")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not what the `tokenizers` package writes"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="`end='</s>'` is no token of .*: `<s>`, `<|endoftext|>`"):
+        load_tokenizer(str(bpe), "</s>")
+    told = json.loads(bpe.read_text().replace("<|endoftext|>", "[EOD]"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="does not tell which token ends a document: say `end=...`"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match="with bytes, 256 ends a document"):
+        load_tokenizer("bytes", "</s>")
+
+
+# Stores
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(jsonl([f"{k} {TEXTS[k % 4]}" for k in range(3000)] + ["twice", "twice"]))
+    return path
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How often a store was built."""
+    counted, build = [], store_room._build
+    monkeypatch.setattr(store_room, "_build", lambda *args: (counted.append(1), build(*args)))
+    return counted
+
+
+def documents_of(tokens, tokenizer):
+    starts = [0, *tokens.ends[:-1]]
+    assert (tokens.ids[tokens.ends - 1] == tokens.end).all() if len(tokens) else True
+    return [tokenizer.decode(tokens.ids[a : b - 1]) for a, b in zip(starts, tokens.ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_a_store_holds_every_document_once(tmp_path, lines, bpe, name):
+    corpus = Corpus(lines, tokenizer="bytes" if name == "bytes" else bpe, held_out=0.1)
+    prepared = prepare(corpus, tmp_path / "cache")
+    texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
+    train, held_out = (documents_of(part, prepared.tokenizer) for part in (prepared.train, prepared.held_out))
+    assert sorted(train + held_out) == sorted(texts) and not set(train) & set(held_out)
+    assert train == [text for text in texts if text in set(train)]  # in their order
+    assert 0.07 < len(held_out) / len(texts) < 0.13
+    assert prepared.train.bytes == sum(len(text.encode()) for text in train)
+    assert prepared.train.ids.dtype == np.uint16 and prepared.train.vocab == prepared.tokenizer.vocab
+    assert isinstance(prepared.train.ids, np.memmap) and len(prepared.train.ids) == prepared.train.ends[-1]
+    # What is held out does not depend on what else is there, nor on the tokenizer.
+    lines.write_bytes(jsonl(texts[1000:2000]))
+    fewer = prepare(dataclasses.replace(corpus, tokenizer="bytes"), tmp_path / "cache")
+    kept = documents_of(fewer.held_out, fewer.tokenizer)
+    assert kept == [text for text in held_out if text in set(texts[1000:2000])]
+
+
+def test_it_is_described(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["abc", "", "defgh"]) + b"{\n")
+    prepared = prepare(Corpus(tmp_path / "a.jsonl", bad="skip", held_out=0), tmp_path / "cache")
+    lines = str(prepared).splitlines()
+    assert lines[0].startswith("1 file, 257 tokens in the vocabulary, in ")
+    assert lines[2:5] == [
+        "          documents  tokens  text  bytes a token",
+        "train             2      10   8 B           0.80",
+        "held out          0       0   0 B              -",
+    ]
+    assert lines[6] == "1 empty document left out"
+    assert lines[7].endswith("a.jsonl: 1 skipped, the first at line 4: not JSON (Expecting property name enclosed in double "
+                             "quotes: line 1 column 2 (char 1))")  # fmt: skip
+    assert "1 skipped, the first at line 4" in capsys.readouterr().err
+    assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
+
+
+def test_what_a_folder_has_besides_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.json").write_text("{}")
+    (tmp_path / "_SUCCESS").touch()
+    prepared = prepare(Corpus(tmp_path, held_out=0), tmp_path / ".cache")
+    assert prepared.left_out == (".json", "_SUCCESS") and prepared.files == 1
+    assert str(prepared).endswith("files left out that end in .json, _SUCCESS")
+
+
+def test_long_work_says_how_far_it_is(tmp_path, lines, monkeypatch, capsys):
+    monkeypatch.setattr("shardlib.data._progress._QUIET_SECONDS", 0)
+    prepare(Corpus(lines), tmp_path / "cache")
+    assert capsys.readouterr().err.startswith("shardlib.data: reading lines.jsonl (")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    prepare(Corpus(lines, held_out=0), tmp_path / "cache")
+    drawn = capsys.readouterr().err
+    assert "░" in drawn and "% of" in drawn and drawn.endswith("\r\x1b[K")
+
+
+def test_a_store_is_made_once(tmp_path, lines, builds, bpe, monkeypatch):
+    cache, corpus = tmp_path / "cache", Corpus(lines)
+    first, second = prepare(corpus, cache), prepare(corpus, cache)
+    assert len(builds) == 1 and first.train.fingerprint == second.train.fingerprint != first.held_out.fingerprint
+    assert [path.name for path in cache.iterdir()] == [first.folder.name]
+    monkeypatch.chdir(tmp_path)
+    assert prepare(Corpus("lines.jsonl"), "cache").folder == first.folder and len(builds) == 1
+    changes = [dict(held_out=0.5), dict(field="id", bad="skip"), dict(tokenizer=bpe), dict(tokenizer=bpe, end="<s>")]
+    for count, change in enumerate(changes, 2):
+        if "field" in change:
+            with pytest.raises(ValueError, match="3002 were skipped"):
+                prepare(dataclasses.replace(corpus, **change), cache)
+        else:
+            assert prepare(dataclasses.replace(corpus, **change), cache).folder != first.folder
+        assert len(builds) == count
+    os.utime(lines, ns=(1, 1))
+    assert prepare(corpus, cache).train.fingerprint == first.train.fingerprint and len(builds) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("train.ids", 1000), ("held_out.ends", 8), ("meta.json", 30), ("train.ends", None)]
+)
+def test_a_damaged_store_is_made_anew(tmp_path, lines, builds, capsys, name, size):
+    corpus = Corpus(lines)
+    whole = prepare(corpus, tmp_path)
+    if size is None:
+        (whole.folder / name).unlink()
+    else:
+        os.truncate(whole.folder / name, size)
+    again = prepare(corpus, tmp_path)
+    assert again.train.fingerprint == whole.train.fingerprint and len(builds) == 2
+    assert f"damaged, `{name}`" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"lines.jsonl", whole.folder.name}
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
+    def full(file, array):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_room, "_write", full)
+    with pytest.raises(OSError, match=r"The disk of .*cache` is full; nothing is left.*2 bytes each"):
+        prepare(Corpus(lines), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_folders_that_cannot_be_made(tmp_path, lines):
+    with pytest.raises(ValueError, match="cannot be made .*name another"):
+        prepare(Corpus(lines), lines / "cache")
+    with pytest.raises(ValueError, match="`prepare` takes a `Corpus`"):
+        prepare("lines.jsonl")
+
+
+def test_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
+    write = store_room._write
+    monkeypatch.setattr(store_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1))))
+    with pytest.raises(ValueError, match="lines.jsonl` changed while it was read"):
+        prepare(Corpus(lines), tmp_path / "cache")
+
+
+def test_nothing_left_to_train_on(tmp_path):
+    (tmp_path / "a.txt").write_text("of one document all is held out")
+    with pytest.raises(ValueError, match="leaves nothing to train on: of 1 documents all are held out"):
+        prepare(Corpus(tmp_path / "a.txt", held_out=0.999999999), tmp_path)
+
+
+SLOW_BUILD = """
+import sys, time
+from shardlib.data import Corpus, prepare
+from shardlib.data import _lock, _store
+_lock._BEAT_SECONDS = 0.1
+build = _store._build
+def slow(*args):
+    build(*args)
+    open(sys.argv[3], "a").write("built ")
+    time.sleep(float(sys.argv[4]))
+_store._build = slow
+print(prepare(Corpus(sys.argv[1]), sys.argv[2]).train.fingerprint)
+"""
+
+
+def start(lines, cache, count, seconds):
+    # The thread that beats must not be told from a main thread that works.
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count), str(seconds)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def until(condition):
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("waited for long")
+
+
+def test_of_several_processes_one_builds(tmp_path, lines):
+    cache, count = tmp_path / "cache", tmp_path / "count"
+    processes = [start(lines, cache, count, 1.5) for _ in range(3)]
+    results = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], results
+    assert len({out for out, _ in results}) == 1
+    assert count.read_text() == "built "
+    assert sum("waiting for process" in err for _, err in results) == 2
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_builder_that_is_killed(tmp_path, lines, capsys):
+    cache, count = tmp_path / "cache", tmp_path / "count"
+    process = start(lines, cache, count, 60)
+    until(count.exists)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(list(cache.iterdir())) == 2  # its lock, and what it had built
+    prepared = prepare(Corpus(lines), cache)
+    assert "is dead; taking over" in capsys.readouterr().err
+    assert [path.name for path in cache.iterdir()] == [prepared.folder.name]
+
+
+def test_a_builder_on_another_machine_that_is_silent(tmp_path, lines, capsys, monkeypatch):
+    monkeypatch.setattr(lock_room, "_DEAD_SECONDS", 0.5)
+    corpus = Corpus(lines)
+    folder = tmp_path / "cache" / store_room._key(corpus, find_files(corpus))
+    folder.parent.mkdir()
+    for content in ('{"host": "elsewhere", "process": 1, "nonce": "aa"}', ""):
+        folder.with_suffix(".lock").write_text(content)
+        folder.with_suffix(".aa.partial").mkdir(exist_ok=True)
+        os.utime(folder.with_suffix(".lock"), (2**32, 2**32))  # by a clock that is wrong
+        prepared = prepare(corpus, tmp_path / "cache")
+        assert "taking over" in capsys.readouterr().err
+        folder.with_suffix(".aa.partial").is_dir() and folder.with_suffix(".aa.partial").rmdir()
+        assert [path.name for path in folder.parent.iterdir()] == [prepared.folder.name]
+        for path in (*folder.iterdir(), folder):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
+    """It was taken for dead: the other's store stands, and both are given it."""
+    corpus, build, nested = Corpus(lines), store_room._build, []
+
+    def overtaken(corpus, sources, scratch):
+        build(corpus, sources, scratch)
+        if not nested:
+            nested.append(True)
+            scratch.with_suffix("").with_suffix(".lock").unlink()
+            nested.append(prepare(corpus, tmp_path / "cache"))
+
+    monkeypatch.setattr(store_room, "_build", overtaken)
+    prepared = prepare(corpus, tmp_path / "cache")
+    assert prepared.folder == nested[1].folder and prepared.train.fingerprint == nested[1].train.fingerprint
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [prepared.folder.name]
+
+
+# Examples
+
+
+def slow_segments(tokens, start, stop):
+    document = [
+        k for k, (a, b) in enumerate(zip([0, *tokens.ends[:-1]], tokens.ends, strict=True)) for _ in range(b - a)
+    ]
+    of_window = document[start:stop]
+    return [d - of_window[0] for d in of_window]
+
+
+lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of_documents, st.integers(1, 50))
+def test_windows_are_the_documents_one_after_the_other(lengths, length):
+    tokens = tokens_of(*lengths)
+    if len(tokens) <= length:
+        with pytest.raises(ValueError, match=r"needs \d+ tokens for one example, and there are"):
+            Sequences(tokens, length, batch=1)
+        return
+    sequences = Sequences(tokens, length, batch=1, seed=None)
+    examples = sequences.examples(range(len(sequences)))
+    used = len(sequences) * length
+    assert len(tokens) - 1 - used < length
+    assert examples["tokens"][:, :-1].ravel().tolist() == tokens.ids[:used].tolist()
+    assert examples["tokens"][:, -1].tolist() == tokens.ids[length : used + 1 : length].tolist()
+    for k, (segments, mask) in enumerate(zip(examples["segments"].tolist(), examples["mask"].tolist(), strict=True)):
+        assert segments == slow_segments(tokens, k * length, (k + 1) * length + 1)
+        assert mask == [float(a == b) for a, b in itertools.pairwise(segments)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of_documents, st.integers(1, 50))
+def test_whole_documents_are_packed_as_they_fit(lengths, length):
+    """Against the obvious: take documents in order, begin a new example where the next does not fit."""
+    tokens = tokens_of(*lengths)
+    expected, room = [], 0
+    for document, (a, b) in enumerate(zip([0, *tokens.ends[:-1]], tokens.ends, strict=True)):
+        for start in range(a, max(b - 1, a + 1), length):
+            part = [(int(id), document) for id in tokens.ids[start : min(start + length + 1, b)]]
+            if len(part) > room:
+                expected.append([])
+                room = length + 1
+            expected[-1] += part
+            room -= len(part)
+    sequences = Sequences(tokens, length, batch=1, seed=None, documents="whole")
+    examples = sequences.examples(range(len(sequences)))
+    assert len(sequences) == len(expected)
+    for k, example in enumerate(expected):
+        padding = length + 1 - len(example)
+        segments = [d - example[0][1] for _, d in example] + [-1] * padding
+        assert examples["tokens"][k].tolist() == [id for id, _ in example] + [tokens.end] * padding
+        assert examples["segments"][k].tolist() == segments
+        assert examples["mask"][k].tolist() == [float(a == b >= 0) for a, b in itertools.pairwise(segments)]
+    # Every token but the first of each document is a target once.
+    assert examples["mask"].sum() == len(tokens) - len(lengths)
+
+
+def test_every_epoch_is_another_permutation():
+    tokens = tokens_of(*[7] * 40)
+    orders = {}
+    for seed in (0, 1):
+        sequences = Sequences(tokens, 5, batch=4, seed=seed)
+        count = len(sequences)
+        for epoch in range(3):
+            order = sequences._indices(np.arange(count) + epoch * count).tolist()
+            assert sorted(order) == list(range(count))
+            orders[seed, epoch] = tuple(order)
+    assert len(set(orders.values())) == 6
+    in_order = Sequences(tokens, 5, batch=4, seed=None)
+    assert in_order._indices(np.arange(2 * count)).tolist() == [*range(count), *range(count)]
+
+
+def test_the_order_is_forever():
+    """A run that goes on with another version of grain, or of this, must find its place."""
+    assert Sequences(tokens_of(*[7] * 10), 5, batch=1, seed=3)._indices(np.arange(20)).tolist() == FOREVER
+
+
+FOREVER = [5, 9, 8, 10, 12, 7, 0, 4, 11, 3, 6, 2, 1, 4, 11, 9, 1, 3, 7, 10]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def batch_of(readers, steps):
+    batches = [[next(reader) for _ in range(steps)] for reader in readers]
+    return [{k: np.concatenate([b[step][k] for b in batches]) for k in batches[0][0]} for step in range(steps)]
+
+
+@pytest.mark.parametrize("documents", ["cut", "whole"])
+def test_shares_make_the_batch(documents):
+    sequences = Sequences(tokens_of(*range(3, 60)), 16, batch=8, seed=5, documents=documents)
+    steps = 2 * len(sequences) // 8 + 1  # past two epochs
+    reader = sequences.local()
+    whole = [next(reader) for _ in range(steps)]
+    reader.close()
+    for k, batch in enumerate(whole):
+        assert same(batch, sequences.examples(np.arange(8 * k, 8 * k + 8)))
+        assert [(name, one.shape, one.dtype) for name, one in batch.items()] == [
+            ("tokens", (8, 17), np.int32), ("segments", (8, 17), np.int32), ("mask", (8, 16), np.float32)
+        ]  # fmt: skip
+    for shares in (2, 4, 8):
+        readers = [sequences.local(slice(8 // shares * k, 8 // shares * (k + 1))) for k in range(shares)]
+        assert all(map(same, batch_of(readers, steps), whole))
+        for reader in readers:
+            reader.close()
+    scattered = sequences.local(np.array([5, 2]), threads=0, ahead=0)
+    assert all((next(scattered)["tokens"] == batch["tokens"][[5, 2]]).all() for batch in whole)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 9), st.integers(1, 8), st.data())
+def test_a_run_goes_on_where_it_was(batch, steps, other_batch, data):
+    tokens = tokens_of(*range(3, 40))
+    first = Sequences(tokens, 16, batch=batch, seed=1)
+    rows = data.draw(st.lists(st.integers(0, batch - 1), max_size=4).map(np.array).filter(len))
+    reader = first.local(rows)
+    for _ in range(steps):
+        next(reader)
+    state = json.loads(json.dumps(reader.get_state()))
+    rest = [next(reader) for _ in range(5)]
+    assert state["examples"] == steps * batch
+    reader.set_state(state)
+    assert all(map(same, rest, [next(reader) for _ in range(5)]))
+    reader.close()
+    assert reader.get_state()["examples"] == (steps + 5) * batch
+    reader.close()
+    other = Sequences(tokens, 16, batch=other_batch, seed=1).local(threads=1, ahead=2)
+    other.set_state(state)
+    for step in range(5):
+        positions = steps * batch + step * other_batch + np.arange(other_batch)
+        assert same(next(other), first.examples(positions))
+    other.close()
+
+
+def test_a_place_in_other_data_is_refused():
+    sequences = Sequences(tokens_of(*[9] * 20), 8, batch=2)
+    state = sequences.local().get_state()
+    for other in (dataclasses.replace(sequences, seed=1), dataclasses.replace(sequences, length=4),
+                  dataclasses.replace(sequences, tokens=tokens_of(*[9] * 21)),
+                  dataclasses.replace(sequences, documents="whole")):  # fmt: skip
+        reader = other.local()
+        with pytest.raises(
+            ValueError, match=r"a place in other data: `\w+` was .* and is .*set_state\(\{\"examples\": 0\}\)"
+        ):
+            reader.set_state(state)
+        reader.set_state({"examples": 4})
+        assert same(next(reader), other.examples([4, 5]))
+        reader.close()
+    for bad in ({}, {"examples": -1}, {"examples": "3"}, {"examples": True}):
+        with pytest.raises(ValueError, match="tells how many `examples`"):
+            sequences.local().set_state(bad)
+
+
+@pytest.mark.parametrize("documents", ["cut", "whole"])
+@pytest.mark.parametrize("seed", [None, 2])
+def test_once_is_every_example_once(documents, seed):
+    sequences = Sequences(tokens_of(*range(3, 30)), 16, batch=8, seed=seed, documents=documents)
+    batches = list(sequences.once())
+    assert len(batches) == sequences.steps and len(sequences) % 8
+    assert {batch["tokens"].shape for batch in batches} == {(8, 17)}
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    count = len(sequences)
+    assert same({name: one[:count] for name, one in joined.items()}, sequences.examples(range(count)))
+    assert not joined["mask"][count:].any() and (joined["segments"][count:] == -1).all()
+    halves = [list(sequences.once(slice(start, None, 2))) for start in (0, 1)]
+    assert all(
+        (half["tokens"] == batch["tokens"][k::2]).all()
+        for k in (0, 1)
+        for half, batch in zip(halves[k], batches, strict=True)
+    )
+    few = dataclasses.replace(sequences, batch=1000)
+    (batch,) = few.once()
+    assert batch["mask"].sum() == joined["mask"].sum()
+
+
+def test_sequences_are_checked(tmp_path):
+    tokens = tokens_of(*[10] * 10)
+    for change, message in [
+        (dict(length=0), r"length=0\)` must be a whole number from 1 up"),
+        (dict(batch=2.0), r"batch=2.0\)` must be a whole number"),
+        (dict(seed="a"), "is a whole number, or None"),
+        (dict(documents="half"), "choose 'cut' or 'whole'"),
+        (dict(tokens="a"), "`Sequences` are of `Tokens`"),
+        (dict(length=100), "needs 101 tokens for one example, and there are 100 of 10 documents. A length up to 99"),
+        (
+            dict(tokens=Tokens(np.empty(0, "<u2"), np.empty(0, "<i8"), 257, 256, 0)),
+            "0 of 0 documents.*held out is told",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Sequences(**{"tokens": tokens, "length": 9, "batch": 2, **change})
+    few = Sequences(tokens, 30, batch=9)
+    with pytest.raises(
+        ValueError, match="more than the 3 examples of length 30 .* a batch up to 3, a length up to 11, or"
+    ):
+        few.local()
+    for rows in ([9], [-1], [0.5], 3, [True]):
+        with pytest.raises(ValueError, match="numbers from 0 to 8, of the 9 rows"):
+            few.once(rows).__next__()
+    with pytest.raises(ValueError, match="`local.threads=-1.` must be"):
+        Sequences(tokens, 9, batch=2).local(threads=-1)
+
+
+def test_errors_while_reading_ahead_arrive(tmp_path, monkeypatch):
+    reader = Sequences(tokens_of(*[10] * 10), 9, batch=2).local()
+
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Sequences, "_read", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(reader)
+    reader.close()
+
+
+def test_bits_per_byte():
+    assert Tokens(np.zeros(10, np.uint16), np.array([10]), 257, 256, bytes=5).bits_per_byte(np.log(2)) == pytest.approx(
+        2
+    )
+
+
+def test_packages_are_loaded_where_they_are_needed():
+    code = "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "False False"

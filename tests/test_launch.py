@@ -1,0 +1,187 @@
+"""`python -m shardlib.launch`: what it forwards, whom it names, how it ends. The scripts of the first tests know no JAX."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardlib import launch
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "examples" / "launch"
+
+TRAINING = """
+import shardlib as sl
+sl.join()
+sl.join()
+
+import os, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from shardlib._processes import agree, catch_termination
+
+mesh = sl.make_mesh(data=-1)
+values = lambda where: np.arange(mesh.size, dtype="float32")[where]
+x = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P("data")), values)
+total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
+print(f"{jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} of {mesh.size}: {float(total(x))}")
+agree({"configuration": "batch = 8", "program": "the same\\n" * 1000})
+with catch_termination() as stop:
+    for step in range(10_000):
+        total(x).block_until_ready()
+        time.sleep(0.01)
+        if step == 0:
+            print("training")
+        if stop.now(step):
+            print("stopped after", step)
+            break
+"""
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text("import os, signal, sys, time\nme = os.environ['SHARDLIB_PROCESS']\n" + text)
+    return [sys.executable, str(path)]
+
+
+def run(capsys, *argv):
+    code = launch.main(argv)
+    return code, capsys.readouterr()
+
+
+def test_output_is_forwarded_line_by_line(tmp_path, capsys):
+    text = r"""
+print("hello from", me)
+sys.stderr.write("\r10%\r20%\n\nbar done\r\nno end of line")
+"""
+    code, shown = run(capsys, "-n", "2", "--", *script(tmp_path, text))
+    assert code == 0
+    assert sorted(shown.out.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+    lines = [line for line in shown.err.splitlines() if line.startswith("[1]")]
+    assert lines == ["[1] 10%", "[1] 20%", "[1] ", "[1] bar done", "[1] no end of line"]
+
+
+def test_who_died_is_named_with_its_traceback_and_the_rest_ended(tmp_path, capsys):
+    text = """
+if me == "0":
+    time.sleep(1000)
+try:
+    raise KeyError("a line of the past")
+except KeyError:
+    print("caught:", file=sys.stderr)
+    import traceback; traceback.print_exc()
+try:
+    int("seven")
+except ValueError as error:
+    raise RuntimeError("no number\\nof that name") from error
+"""
+    code, shown = run(capsys, "-n", "2", "--", *script(tmp_path, text))
+    assert code == 1
+    said = shown.err[shown.err.index("shardlib.launch:") :]
+    assert said.startswith("shardlib.launch: process 1 died with exit code 1:\n    Traceback (most recent call last):")
+    assert "int('seven')" in said or 'int("seven")' in said
+    assert "direct cause of the following" in said and said.endswith("RuntimeError: no number\n    of that name\n")
+    assert "a line of the past" not in said
+
+
+def test_a_killed_process_is_named_and_what_ignores_the_request_to_end_is_killed(tmp_path, capsys):
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: print("not now"))
+if me == "1":
+    print("last words", file=sys.stderr)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+open(sys.argv[1], "w").close()
+while True:
+    time.sleep(1)
+"""
+    code, shown = run(capsys, "-n", "2", "--", *script(tmp_path, text), str(tmp_path / "ready"))
+    assert code == 128 + signal.SIGKILL
+    assert shown.err.endswith("shardlib.launch: process 1 was killed by SIGKILL:\n    last words\n")
+    assert "[0] not now" in shown.out
+
+
+def test_the_environment():
+    arguments = argparse.Namespace(n=4, devices=2, gpus=None)
+    given = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8 --b", "JAX_PLATFORMS": "tpu", "HOME": "/home"}
+    made = launch.environment_of(3, arguments, "127.0.0.1:7", given)
+    assert made["XLA_FLAGS"] == "--a=1 --b --xla_force_host_platform_device_count=2"
+    assert made["JAX_PLATFORMS"] == "cpu" and made["HOME"] == "/home"
+    assert [made[f"SHARDLIB_{name}"] for name in ("COORDINATOR", "PROCESSES", "PROCESS")] == ["127.0.0.1:7", "4", "3"]
+    arguments = argparse.Namespace(n=4, devices=None, gpus=2)
+    made = launch.environment_of(3, arguments, "127.0.0.1:7", given)
+    assert made["JAX_LOCAL_DEVICE_IDS"] == "6,7" and made["JAX_PLATFORMS"] == "tpu"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["-n", "2", "python", "train.py"], "what to run goes after `--`"),
+        (["-n", "2", "--"], "what to run goes after `--`"),
+        (["-n", "0", "--", "python"], "a number from 1 on is needed; got `0`"),
+        (["--", "python"], "the following arguments are required: -n"),
+        (["-n", "2", "--devices", "2", "--gpus", "1", "--", "python"], "not allowed with"),
+        (["-n", "2", "--zero", "3", "--", "python"], "`--zero 3` is no option"),
+        (["-n", "2", "--", "no-such-command"], "`no-such-command` is no command"),
+        (["-n", "2", "--", __file__], f"write `-- python {__file__} ...`"),
+    ],
+)
+def test_mistakes_have_a_way_out(argv, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        launch.main(argv)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_two_processes_train_and_sigterm_to_the_launcher_stops_both_after_the_same_step(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    command = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "2", "--", sys.executable, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as one:
+        timer = threading.Timer(180, one.kill)
+        timer.start()
+        assert one.stdout is not None
+        lines = []
+        for line in one.stdout:
+            lines.append(line.rstrip())
+            if lines.count("[0] training") + lines.count("[1] training") == 2 and line.endswith("training\n"):
+                one.send_signal(signal.SIGTERM)
+        code = one.wait()
+        timer.cancel()
+    assert code == 0, lines
+    assert {"[0] 0 of 2, 2 of 4: 6.0", "[1] 1 of 2, 2 of 4: 6.0"} <= set(lines)
+    stopped = dict(re.findall(r"\[(\d)\] stopped after (\d+)", "\n".join(lines)))
+    assert set(stopped) == {"0", "1"} and stopped["0"] == stopped["1"]
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_shell_files_are_shell(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.name)
+def test_job_files_start_the_example(path):
+    job = yaml.safe_load(path.read_text())
+    ((name, spec),) = [(one["name"], one["template"]["spec"]) for one in job["spec"]["replicatedJobs"]]
+    (container,) = spec["template"]["spec"]["containers"]
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+    environment = {one["name"]: one.get("value") for one in container.get("env", [])}
+    assert spec["parallelism"] == spec["completions"]
+    if "SHARDLIB_PROCESSES" in environment:
+        assert environment["SHARDLIB_PROCESSES"] == str(spec["parallelism"])
+        job_name = job["metadata"]["name"]
+        assert environment["SHARDLIB_COORDINATOR"].startswith(f"{job_name}-{name}-0-0.{job_name}:")
+
+
+def test_every_launch_file_runs_a_configuration_that_exists():
+    for path in LAUNCH.iterdir():
+        (configuration,) = set(re.findall(r"python examples/train_lm\.py (\w+)", path.read_text()))
+        assert (ROOT / "examples" / "configs" / f"{configuration}.py").exists()

@@ -1,0 +1,193 @@
+"""The processes of a run: how they find each other, what they compare, when they stop."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from shardlib._processes import agree, catch_termination, describe_disagreement, how_to_join, join
+
+ROOT = Path(__file__).parent.parent
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+GPUS = {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+
+def launch(tmp_path, count, text):
+    """Run a script as so many processes; its exit code, and the lines of output without XLA's."""
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "shardlib.launch",
+        "-n",
+        str(count),
+        "--devices",
+        "1",
+        "--",
+        sys.executable,
+        str(path),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, how",
+    [
+        ({}, None),
+        ({"SHARDLIB_PROCESSES": "1", **SLURM}, None),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),  # a batch script, without srun
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of an allocation of four tasks
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, {"num_processes": 4, "local_device_ids": None}),
+        (SLURM | GPUS, {"num_processes": 4, "local_device_ids": [4, 5, 6, 7]}),
+        (SLURM | GPUS | {"JAX_LOCAL_DEVICE_IDS": "0"}, {"num_processes": 4, "local_device_ids": None}),
+        (
+            SLURM | GPUS | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "3,1"},  # all that there are, for one
+            {"num_processes": 4, "local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]},
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}, {}),
+        ({"TPU_ML_PLATFORM": "JAX"}, {}),
+        ({"TPU_ML_PLATFORM": "JAX", "JAX_PLATFORMS": "cpu"}, None),
+        (POD, None),  # a notebook
+    ],
+)
+def test_who_is_alone_and_who_is_not(environment, how):
+    assert how_to_join(environment) == how
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"SHARDLIB_COORDINATOR": "host:1"}, "not set: `SHARDLIB_PROCESSES`, `SHARDLIB_PROCESS`"),
+        (
+            {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESSES": "2", "SHARDLIB_PROCESS": "2"},
+            "counts from 0 below it; got `2` and `2`",
+        ),
+        (POD | {"JOB_COMPLETION_INDEX": "0"}, r'pip install "jax\[k8s\]"'),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "pip install mpi4py"),
+    ],
+)
+def test_what_is_missing_is_named(environment, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        how_to_join(environment)
+
+
+def test_joined_too_late(monkeypatch):
+    jax.devices()
+    for name, value in {"COORDINATOR": "localhost:1", "PROCESSES": "2", "PROCESS": "0"}.items():
+        monkeypatch.setenv(f"SHARDLIB_{name}", value)
+    with pytest.raises(ValueError, match="`join` came too late.*at the top of the script"):
+        join()
+
+
+def test_alone():
+    join()
+    agree({"configuration": "anything"})
+    before = signal.getsignal(signal.SIGTERM)
+    with catch_termination() as stop:
+        assert not stop.now(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.now(1) and stop.now(2)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_off_the_main_thread_nothing_is_caught():
+    before, found = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with catch_termination() as stop:
+            found.extend([signal.getsignal(signal.SIGTERM), stop.now(0)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before, False]
+
+
+def test_a_disagreement_is_described_in_bounds():
+    usual = {"a": "same", "b": "\n".join(map(str, range(1000)))}
+    others = [([k], usual | {"b": f"{k}\n" * 1000}) for k in range(3)]
+    told = describe_disagreement([(range(10, 500), usual), *others], unheard=[*range(3, 10)])
+    assert told.startswith("Process 0 differs from processes 10-499 in `b`; process 1 differs")
+    assert "processes 3-9 differ from all of these" in told and "more lines" in told
+    assert len(told.splitlines()) < 80 and "`a`" not in told
+
+
+def test_the_odd_one_of_three_is_named_on_all(tmp_path):
+    code, _, shown = launch(tmp_path, 3, """
+import shardlib as sl
+sl.join()
+import jax
+from shardlib._processes import agree
+odd = jax.process_index() == 1
+agree({"configuration": "the same"})
+agree({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
+""")  # fmt: skip
+    assert code == 1
+    for process in range(3):
+        mine = [line[4:] for line in shown.splitlines() if line.startswith(f"[{process}] ")]
+        at = next(k for k, line in enumerate(mine) if line.startswith("ValueError: "))
+        assert mine[at].startswith("ValueError: Process 1 differs from processes 0, 2 in `batch`.")
+        assert {"-tokens: int32[8, 128]", "+tokens: int32[8, 64]", " mask: bool[8]"} <= set(mine[at + 1 :])
+
+
+def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
+    code, out, error = launch(tmp_path, 2, """
+import shardlib as sl
+sl.join()
+import os, signal, time
+import jax, numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from shardlib._processes import catch_termination
+first = jax.process_index() == 0
+with catch_termination() as stop:
+    for step in range(10_000):
+        time.sleep(0.02 if first else 0.01)
+        process_allgather(np.ones(1))
+        if step == 3 and not first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.now(step):
+            print("stopped after", step)
+            break
+if not first:
+    raise RuntimeError("the checkpoint is full")
+process_allgather(np.ones(1))
+""")  # fmt: skip
+    assert code == 1
+    stopped = dict(re.findall(r"\[(\d)\] stopped after (\d+)", out))
+    assert set(stopped) == {"0", "1"} and stopped["0"] == stopped["1"]
+    assert "process 1 died with exit code 1:\n    Traceback" in error
+    assert error.endswith("RuntimeError: the checkpoint is full\n")
+
+
+def test_processes_of_unequal_size_are_named(tmp_path):
+    code, _, error = launch(tmp_path, 3, """
+import os
+if os.environ["SHARDLIB_PROCESS"] == "2":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import shardlib as sl
+sl.join()
+from shardlib._processes import agree
+agree({})
+""")  # fmt: skip
+    assert code == 1
+    assert "ValueError: Processes have different numbers of devices: process 2 has 2; processes 0-1 have 1." in error
