@@ -90,7 +90,9 @@ def take_up(run: Run) -> None:
             )
     if jax.process_index() == 0:
         run.home.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(now, indent=1))
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(now, indent=1))
+        beside.replace(path)  # at once, since other processes may be reading
 
 
 def check_vocabulary(run: Run, prepared: shardlib.data.Prepared) -> None:

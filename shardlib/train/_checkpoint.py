@@ -427,4 +427,5 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"

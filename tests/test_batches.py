@@ -1,0 +1,139 @@
+"""Batches on the mesh: whose rows, which place in the data, what goes wrong where."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import shardlib as sl
+
+STRATEGY = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data)
+
+
+def numbered(count, rows=8):
+    return [{"x": np.full((rows, 2), number, np.float32)} for number in range(count)]
+
+
+def first(batch):
+    return int(batch["x"][0, 0])
+
+
+class Stateful:
+    """A source whose iterator says where it is, as grain's do."""
+
+    def __init__(self):
+        self.opened = 0
+
+    def __iter__(self):
+        self.opened += 1
+        return Place()
+
+
+class Place:
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return numbered(1)[0] | {"x": np.full((8, 2), self.at - 1, np.float32)}
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_a_batch_is_split_over_the_axes_of_the_batch_and_keeps_its_values():
+    batch = next(sl.batches(numbered(1), STRATEGY))
+    assert batch["x"].sharding.spec == jax.P("data") and batch["x"].shape == (8, 2)
+    assert {shard.data.shape for shard in batch["x"].addressable_shards} == {(2, 2)}
+
+
+def test_the_place_is_that_after_the_last_batch_given_out_however_many_were_read_ahead():
+    source = Stateful()
+    batches = sl.batches(source, STRATEGY, ahead=4)
+    assert [first(next(batches)) for _ in range(3)] == [0, 1, 2]
+    time.sleep(0.1)  # for the thread to read ahead; nothing below depends on how far
+    place = batches.state()
+    assert place == {"batches": 3, "source": {"at": 3}}
+    assert first(next(batches)) == 3
+    again = sl.batches(Stateful(), STRATEGY)
+    again.restore(place)
+    assert again.state() == place
+    assert [first(next(again)) for _ in range(3)] == [3, 4, 5]
+    batches.close(), again.close()
+
+
+def test_a_source_without_a_place_is_read_again_from_its_start():
+    batches = sl.batches(numbered(6), STRATEGY)
+    next(batches), next(batches)
+    again = sl.batches(numbered(6), STRATEGY)
+    again.restore(batches.state())
+    assert [first(batch) for batch in again] == [2, 3, 4, 5]
+    with pytest.raises(StopIteration):
+        next(again)
+    with pytest.raises(StopIteration):  # and again
+        next(again)
+
+
+def test_a_source_that_ended_before_its_place_is_refused():
+    batches = sl.batches(numbered(2), STRATEGY)
+    batches.restore({"batches": 5, "source": None})
+    with pytest.raises(ValueError, match=r"To go on after 5 batches.*ended after 2"):
+        next(batches)
+
+
+def test_a_place_that_a_source_cannot_go_to_is_refused():
+    batches = sl.batches(numbered(2), STRATEGY)
+    batches.restore({"batches": 1, "source": {"at": 1}})
+    with pytest.raises(ValueError, match="list has no `set_state`"):
+        next(batches)
+
+
+def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for():
+    def broken():
+        yield from numbered(2)
+        raise OSError("the disk is gone")
+
+    batches = sl.batches(broken(), STRATEGY)
+    assert [first(next(batches)) for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(batches)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"x": np.ones((8, 2))}, r"For one batch, a list of it: `\[batch\]`"),
+        (7, "takes an iterable of batches, each a tree of arrays; got int"),
+        ("data.jsonl", "takes an iterable of batches"),
+    ],
+)
+def test_what_is_no_source_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        sl.batches(source, STRATEGY)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": np.ones((6, 2))}, r"`x` of shape \(6, 2\) does not split over the axes \('data',\)"),
+        ({"x": np.ones((8, 2)), "y": 3}, "`y` of the batch is a int"),
+    ],
+)
+def test_what_is_no_batch_is_refused_by_name(batch, message):
+    with pytest.raises(ValueError, match=message):
+        next(sl.batches([batch], STRATEGY))
+
+
+def test_rows_here_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
+    assert sl.rows_here(8, STRATEGY).tolist() == list(range(8))
+    accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=3)
+    with pytest.raises(ValueError, match=r"batch of 8 examples.*4 parts.*`accumulate=3`: use a multiple of 12"):
+        sl.rows_here(8, accumulating)

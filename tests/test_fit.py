@@ -1,0 +1,337 @@
+"""The loop of a run: records, evaluation, saving, resuming bit for bit, and what stops it."""
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from models import gpt
+from shardlib.train._loop import _Speed
+
+CONFIG = gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, dropout=0.1)
+STRATEGY = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data | sl.rules.tensor)
+LOOP = sl.Loop(steps=12, log_every=2, evaluate_every=4, save_every=4)
+OPTIMIZER = optax.adamw(1e-2)
+STEP = sl.train_step(gpt.loss, STRATEGY)
+
+
+def text(count=40, rows=8, seed=0):
+    random = np.random.default_rng(seed)
+    return [{"tokens": random.integers(0, 32, (rows, 9)).astype(np.int32)} for _ in range(count)]
+
+
+@functools.cache
+def _start(strategy, **options):
+    return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, **options)
+
+
+def start(strategy=STRATEGY, **options):
+    """A new state: of one optimizer, for which one step is compiled once."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, _start(strategy, **options))
+
+
+def bits(state):
+    words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)]
+    return [np.asarray(x).tobytes() for x in words]
+
+
+def held_out(model, batch, rng):
+    return gpt.loss(nnx.view(model, deterministic=True), batch)
+
+
+MEASURE = sl.evaluation(held_out, STRATEGY)
+
+
+def fit(folder, source=None, loop=LOOP, step=STEP, **options):
+    """A run whose records come back beside its state."""
+    records = []
+    options = {"evaluate": lambda state: MEASURE(state, text(2, seed=1)), "unit": "tokens", **options}
+    state = sl.fit(step, start(step.strategy), source or text(), loop, folder=folder, sinks=[records.append], **options)
+    return state, records
+
+
+def numbers(records):
+    """What must be the same in every attempt: all but speeds and notes."""
+    told = ({n: v for n, v in record.items() if not n.endswith(("_per_second", "_left"))} for record in records)
+    return [record for record in told if "note" not in record]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("run")
+    state, records = fit(folder)
+    return folder, bits(state), records
+
+
+def test_records_are_those_of_the_steps_and_the_evaluations(undisturbed):
+    _, _, records = undisturbed
+    logged = [record for record in records if "loss" in record]
+    assert [record["step"] for record in logged] == [2, 4, 6, 8, 10, 12]
+    assert {"step", "loss", "grad_norm", "tokens_per_second", "seconds_left"} <= logged[1].keys()
+    assert [record["step"] for record in records if "evaluation/loss" in record] == [4, 8, 12]
+    state, step = start(), STEP
+    for number, batch in zip(range(1, 13), text(), strict=False):
+        state, metrics = step(state, batch)
+        if number % 2 == 0:
+            assert float(metrics["loss"]) == logged[number // 2 - 1]["loss"], "what a bare loop of steps gives, bit for bit"
+    assert MEASURE(state, text(2, seed=1))["loss"] == records[-1]["evaluation/loss"]
+
+
+class Lost(Exception):
+    """As a machine is."""
+
+
+def lost_after(count, source):
+    yield from source[:count]
+    raise Lost
+
+
+class Source(list):
+    """A list that is lost once, after so many batches, and read again from its start."""
+
+    def __init__(self, batches, count):
+        super().__init__(batches)
+        self.count = count
+
+    def __iter__(self):
+        count, self.count = self.count, len(self)
+        return iter(self[:]) if count >= len(self) else lost_after(count, self[:])
+
+
+@pytest.mark.parametrize("count", [5, 8, 11])
+def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path, count):
+    source = Source(text(), count)
+    with pytest.raises(Lost):
+        fit(tmp_path, source)
+    state, records = fit(tmp_path, source)
+    assert bits(state) == undisturbed[1]
+    resumed = records[0]["step"]
+    assert records[0]["note"] == f"resumed from the checkpoint of step {resumed}" and resumed in (4, 8)
+    assert numbers(records) == [record for record in numbers(undisturbed[2]) if record["step"] > resumed]
+
+
+@pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
+def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
+    rules = sl.rules.data | (sl.rules.tensor if "model" in other else sl.AxisRules())
+    strategy = sl.Strategy(mesh=other, rules=rules, zero=sl.Zero(3, small=0))
+    fit(tmp_path, loop=dataclasses.replace(LOOP, steps=4), evaluate=None)
+    _, records = fit(tmp_path, step=sl.train_step(gpt.loss, strategy), evaluate=None)
+    for mine, theirs in zip(numbers(records), [r for r in numbers(undisturbed[2]) if "loss" in r and r["step"] > 4], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def test_sigterm_saves_and_returns_and_the_run_goes_on(undisturbed, tmp_path):
+    def interrupted(batches):
+        for number, batch in enumerate(batches):
+            if number == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    before = signal.getsignal(signal.SIGTERM)
+    state, records = fit(tmp_path, interrupted(text()))
+    stopped = int(state.step)
+    assert stopped < 12 and records[-1]["note"] == f"asked to end: stopped after step {stopped} of 12; the state is saved"
+    assert signal.getsignal(signal.SIGTERM) == before
+    state, _ = fit(tmp_path)
+    assert bits(state) == undisturbed[1]
+
+
+def test_a_finished_run_says_so(undisturbed):
+    state, records = fit(undisturbed[0])
+    assert bits(state) == undisturbed[1]
+    assert records[-1] == {"step": 12, "note": "the run has taken its 12 steps already"}
+
+
+def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
+    def poisoned(model, batch, rng):
+        mean = gpt.loss(model, batch, rng)
+        return sl.mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
+
+    strategy = dataclasses.replace(STRATEGY, nonfinite="skip")
+    source = text()
+    for number, batch in enumerate(source):
+        batch["tokens"][:, 0] = 31 if number in (1, 4, 5, 6) else 0
+    loop = dataclasses.replace(LOOP, nonfinite=3)
+    records = []
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row, up to step 7.*first such leaf is `.*`.*checkpoint is that of step 4"):
+        sl.fit(sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append])
+    told = [record["note"] for record in records if "finite" in record.get("note", "")]
+    assert len(told) == 4 and all(re.search(r"gradient of `[\w/]+` is not finite; the step is skipped", one) for one in told)
+
+
+def test_data_that_ends_is_told_with_the_way_out():
+    with pytest.raises(ValueError, match=r"The data ended after 3 of 12 steps.*`Loop\(steps=3\)`"):
+        fit(None, text(3))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(undisturbed, tmp_path, monkeypatch):
+    import shutil
+
+    usage, asked = shutil.disk_usage(tmp_path), []
+
+    def full_at_first(path):
+        asked.append(path)
+        return usage._replace(free=0 if len(asked) == 1 else usage.free)
+
+    monkeypatch.setattr(shutil, "disk_usage", full_at_first)
+    state, records = fit(tmp_path)
+    assert bits(state) == undisturbed[1]
+    assert any(re.search(r"step 4 could not be saved.*0 B are free.*there is none before it", r.get("note", "")) for r in records)
+    with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == (8, 12)
+
+
+def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, tmp_path):
+    state = sl.fit(STEP, start(abstract=True), text(), LOOP, folder=undisturbed[0], sinks=[])
+    assert bits(state) == undisturbed[1]
+    with pytest.raises(ValueError, match="The state is abstract, and there is no checkpoint to fill it from"):
+        sl.fit(STEP, start(abstract=True), text(), LOOP, folder=tmp_path, sinks=[])
+
+
+def test_some_steps_are_profiled(tmp_path):
+    fit(tmp_path, loop=dataclasses.replace(LOOP, steps=3, profile=(2, 1)), evaluate=None)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    with pytest.raises(ValueError, match="needs a folder for what it writes"):
+        fit(None, loop=dataclasses.replace(LOOP, profile=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("steps", 0), ("log_every", 1.5), ("save_every", None), ("profile", (3,)), ("nonfinite", True)]
+)
+def test_a_loop_that_makes_no_sense_is_refused(field, value):
+    with pytest.raises(ValueError, match=rf"`Loop\({field}="):
+        dataclasses.replace(LOOP, **{field: value})
+
+
+def test_what_is_no_step_state_or_loop_is_refused_by_name():
+    with pytest.raises(ValueError, match="`loop` is int"):
+        sl.fit(STEP, start(abstract=True), text(), 12)
+    with pytest.raises(ValueError, match="`step` is function"):
+        sl.fit(gpt.loss, start(abstract=True), text(), LOOP)
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("data=8", {}),
+        ("data=4,model=2", {}),
+        ("data=8", {"zero": sl.Zero(3, small=0), "accumulate": 2}),
+        ("data=2,model=4", {"zero": sl.Zero(3, small=0), "precision": "bf16"}),
+    ],
+)
+def test_an_evaluation_is_the_loss_of_all_batches_as_one_device_has_it(mesh, options):
+    rules = sl.rules.data | (sl.rules.tensor if "model" in mesh else sl.AxisRules())
+    strategy = sl.Strategy(mesh=mesh, rules=rules, **options)
+    batches = text(3, seed=2)
+    for number, batch in enumerate(batches):  # of which each weighs otherwise
+        batch["mask"] = (np.arange(8) < 3 * number + 1).astype(np.float32) * np.ones((8, 1), np.float32)
+    found = sl.evaluation(held_out, strategy)(start(strategy), iter(batches))["loss"]
+    with sl.unsharded():
+        model = nnx.view(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), deterministic=True)
+        means = [gpt.loss(model, batch) for batch in batches]
+    expected = sum(float(mean.total) for mean in means) / sum(float(mean.weight) for mean in means)
+    assert found == pytest.approx(expected, rel=1e-2 if "precision" in options else 1e-5)
+
+
+def test_an_evaluation_gathers_nothing_at_stage_1_and_changes_no_state():
+    state = start()
+    before = bits(state)
+    MEASURE(state, text(1))
+    assert bits(state) == before
+
+
+def test_an_evaluation_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no batch to evaluate on"):
+        MEASURE(start(), [])
+
+
+# Where records go.
+
+
+def test_lines_of_json_survive_a_line_that_was_cut_and_steps_taken_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = sl.JsonLines(path)
+    for step in (2, 4, 6):
+        first({"step": step, "loss": np.float32(step)})
+    path.write_text(path.read_text() + '{"step": 8, "lo')
+    again = sl.JsonLines(path)
+    again({"step": 4, "note": "resumed from the checkpoint of step 4"})
+    again({"step": 6, "loss": 6.5})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line.get("loss")) for line in lines] == [(2, 2.0), (4, 4.0), (4, None), (6, 6.5)]
+
+
+def test_the_metrics_of_a_run_in_parts_are_those_of_one(undisturbed, tmp_path):
+    lines = {}
+    for name, parts in {"whole": [12], "parts": [6, 12]}.items():
+        for steps in parts:
+            sl.fit(STEP, start(), text(), dataclasses.replace(LOOP, steps=steps, save_every=6), folder=tmp_path / name)
+        lines[name] = numbers(map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()))
+    assert lines["whole"] == lines["parts"] and len(lines["whole"]) == 6
+
+
+def test_tensorboard_gets_a_curve_of_each_number(tmp_path):
+    pytest.importorskip("tensorboardX")
+    sink = sl.TensorBoard(tmp_path)
+    sink({"step": 1, "note": "hello"})
+    sink({"step": 2, "loss": 1.5})
+    written = b"".join(path.read_bytes() for path in Path(tmp_path).iterdir())
+    assert b"loss" in written and b"hello" in written
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
+    records = [
+        {"step": 1, "note": "compiling the step"},
+        {"step": 5, "loss": 2.34567, "tokens_per_second": 123456.0, "seconds_left": 75.0},
+        {"step": 5, "evaluation/loss": 2.5},
+        {"step": 10, "loss": 1.0},
+    ]
+    plain, terminal = io.StringIO(), Terminal()
+    for file in (plain, terminal):
+        bar = sl.Progress(10, file)
+        for record in records:
+            bar(record)
+    assert plain.getvalue().splitlines() == [
+        "step 1: compiling the step",
+        "step 5/10  loss 2.346  tokens/s 123k  1 min 15 s left",
+        "step 5, held out: loss 2.5",
+        "step 10/10  loss 1",
+    ]
+    assert "\r████████████············ 5/10  loss 2.346" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\n")
+
+
+def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 100.0, 101.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    speed = _Speed("tokens", 10.0, STRATEGY)
+    speed.peak = 1000.0
+    speed.count(50)  # compiling
+    speed.count(50), speed.count(50)
+    assert speed.read(4) == {"tokens_per_second": 100 / 3, "mfu": pytest.approx(1 / 3), "seconds_left": 6.0}
+    speed.pause()
+    speed.count(50)
+    assert speed.read(3) == {}
+    speed.count(50)
+    assert speed.read(2)["tokens_per_second"] == 50.0
