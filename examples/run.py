@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import jax
 import optax
 
 import shardlib as sl
@@ -41,14 +42,65 @@ class AdamW:
 
     def schedule(self, steps: int) -> optax.Schedule:
         """The learning rate by step of a run of so many."""
-        rate, warmup = self.learning_rate, min(self.warmup, steps - 1)
-        return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), self.final * rate)
+        return _warmup_and_cosine(self.learning_rate, self.warmup, self.final, steps)
 
     def make(self, steps: int) -> optax.GradientTransformation:
         """The optimizer for a run of so many steps."""
         return optax.adamw(
             self.schedule(steps), b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, mask=gpt.decays
         )
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon, under AdamW's learning rate: it makes the steps of matrices orthogonal, and small models learn faster so.
+
+    Kernels take its steps, scaled so that their elements move as far as under AdamW, which embeddings, head and norms keep.
+
+    - `learning_rate`: at its highest.
+    - `warmup`: steps until then.
+    - `final`: the share of it that is left at the end.
+    - `momentum`: of the kernels' gradients.
+    - `b1`, `b2`: AdamW's.
+    - `weight_decay`: of kernels.
+    """
+
+    learning_rate: float = 3e-3
+    warmup: int = 100
+    final: float = 0.1
+    momentum: float = 0.95
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+
+    def schedule(self, steps: int) -> optax.Schedule:
+        """The learning rate by step of a run of so many."""
+        return _warmup_and_cosine(self.learning_rate, self.warmup, self.final, steps)
+
+    def make(self, steps: int) -> optax.GradientTransformation:
+        """The optimizer for a run of so many steps."""
+        return optax.contrib.muon(
+            self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay, consistent_rms=0.2,
+            adam_b1=self.b1, adam_b2=self.b2, muon_weight_dimension_numbers=_kernels,
+        )  # fmt: skip
+
+
+def _warmup_and_cosine(rate: float, warmup: int, final: float, steps: int) -> optax.Schedule:
+    warmup = min(warmup, steps - 1)
+    return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), final * rate)
+
+
+def _kernels(params: Any) -> Any:
+    """The kernels, as Muon takes them: a matrix for each layer, whose outputs come first."""
+
+    def matrix(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+        if "kernel" not in names:
+            return None
+        inputs = leaf.ndim - (2 if "output" in names else 1)  # attention's output reads heads and what is in them
+        return optax.contrib.MuonDimensionNumbers(tuple(range(inputs, leaf.ndim)), tuple(range(1, inputs)))
+
+    return jax.tree_util.tree_map_with_path(matrix, params)
 
 
 @dataclass(frozen=True)
@@ -76,7 +128,7 @@ class Run:
     batch: int
     strategy: sl.Strategy
     loop: sl.Loop
-    optimizer: AdamW = AdamW()
+    optimizer: AdamW | Muon = AdamW()
     evaluation_batches: int = 50
     across_documents: bool = False
     seed: int = 0
@@ -151,16 +203,16 @@ def _changed(value: Any, changes: dict[str, str]) -> Any:
     for field in dataclasses.fields(value):
         of, now = {k: v for k, v in changes.items() if k.split(".")[0] == field.name}, getattr(value, field.name)
         if field.name in of:
-            new[field.name] = _parsed(field.name, of[field.name], now, field)
+            new[field.name] = _parsed(field.name, of[field.name], now, get_type_hints(type(value))[field.name])
         elif of:
             new[field.name] = _changed(now, {k.split(".", 1)[1]: v for k, v in of.items()})
     return dataclasses.replace(value, **new)
 
 
-def _parsed(name: str, text: str, now: Any, field: dataclasses.Field[Any]) -> Any:
+def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
     if isinstance(now, sl.AxisRules):
         return _rules(text)
-    if isinstance(now, str) or (field.type in (str, "str")):
+    if hint is str:
         return text
     words = {"true": True, "false": False, "none": None}
     try:
@@ -169,7 +221,7 @@ def _parsed(name: str, text: str, now: Any, field: dataclasses.Field[Any]) -> An
         value = text
     if isinstance(now, bool) and not isinstance(value, bool):
         raise ValueError(f"`{name}` is true or false; got `{text}`.")
-    if isinstance(now, int | float) and isinstance(value, str):
+    if isinstance(now, int | float) and isinstance(value, str) and str not in get_args(hint):
         raise ValueError(f"`{name}` is a number, {now} now; got `{text}`.")
     return float(value) if isinstance(now, float) and type(value) is int else value
 

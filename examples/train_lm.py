@@ -1,7 +1,7 @@
 """Train a language model: on a laptop, on one machine with accelerators, or on many, by the same command.
 
     python examples/train_lm.py tiny                                    # a run of `configs/`
-    python examples/train_lm.py tiny --loop.steps 300 --batch 8         # with changes; `tiny --help` lists the fields
+    python examples/train_lm.py tiny --name short --loop.steps 300      # with changes; `tiny --help` lists the fields
     python -m shardlib.launch -n 2 --devices 4 -- python examples/train_lm.py tiny --strategy.zero 3
 
 The run lives in a folder. Called again it goes on where it was stopped, on another mesh, stage of ZeRO or number of
@@ -32,14 +32,15 @@ def main(arguments: list[str]) -> None:
     """One run, from the command line to a sample of what was learned."""
     run = from_command_line(arguments)
     sl.join()
-    jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/shardlib/programs").expanduser()))
+    jax.config.update("jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs"))
     say = print if jax.process_index() == 0 else lambda *_: None
-    take_up(run)
+    check_folder(run)
     say("\n".join(f"  {name} = {text}" for name, text in run.lines().items()), "\n")
 
     prepared = shardlib.data.prepare(run.data, run.cache or None)
     say(prepared, "\n")
     check_vocabulary(run, prepared)
+    settle_folder(run)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
     train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=None)
 
@@ -76,23 +77,26 @@ def main(arguments: list[str]) -> None:
         say(f"\nA sample, after {steps} steps:\n\n" + sample(state, run, prepared.tokenizer))
 
 
-def take_up(run: Run) -> None:
-    """Write the run into its folder; if one is there, see that it is the same."""
+def check_folder(run: Run) -> None:
+    """See that the folder holds no other run than this."""
     path, now = run.home / "run.json", run.lines()
-    if path.exists():
-        before = json.loads(path.read_text())
-        other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
-            listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
-            raise SystemExit(
-                f"The folder {run.home} holds another run:\n{listed}\nGive the run another folder, `--folder`, or its fields as "
-                "they were."
-            )
+    before = json.loads(path.read_text()) if path.exists() else now
+    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
+        listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
+        raise SystemExit(
+            f"The folder {run.home} holds another run:\n{listed}\nGive the run another folder, `--folder`, or its fields as they "
+            "were."
+        )
+
+
+def settle_folder(run: Run) -> None:
+    """Write the run into its folder: nothing that could be seen before is wrong with it."""
     if jax.process_index() == 0:
         run.home.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(now, indent=1))
-        beside.replace(path)  # at once, since other processes may be reading
+        beside = run.home / "run.json.new"
+        beside.write_text(json.dumps(run.lines(), indent=1))
+        beside.replace(run.home / "run.json")  # at once, since other processes may be reading
 
 
 def check_vocabulary(run: Run, prepared: shardlib.data.Prepared) -> None:

@@ -6,6 +6,7 @@ traceback, after the others have ended, so that it is the last thing on the scre
 
 import argparse
 import contextlib
+import ctypes
 import os
 import queue
 import re
@@ -57,6 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.signal(signal.SIGKILL)
         for one, handler in zip(handled, before, strict=True):
             signal.signal(one, handler)
+
+
+def _ending_with(launcher: int) -> Callable[[], None] | None:
+    """What has the kernel kill a process when its launcher is killed, which can then pass nothing on; on Linux alone."""
+    if sys.platform != "linux":
+        return None
+    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
+
+    def ask() -> None:
+        prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != launcher:  # it was quicker
+            os._exit(1)
+
+    return ask
 
 
 def environment_of(
@@ -123,7 +138,7 @@ class _Launch:
         """Start one more, in a session of its own: Ctrl-C reaches it through `pass_on` alone, its children end with it."""
         popen = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=_ending_with(os.getpid()),
         )  # fmt: skip
         process = _Process(len(self.processes), popen)
         self.processes.append(process)

@@ -127,8 +127,17 @@ def test_a_digest_sees_every_change_and_no_mesh():
     swapped = x.copy()
     swapped[[0, 1]] = swapped[[1, 0]]
     turned = np.ascontiguousarray(x.reshape(16, 8))
-    found = {digests({"x": jnp.asarray(y)})["x"] for y in (x, one_bit.view(np.float32), swapped, x.T, turned)}
-    assert len(found) == 5
+    others = (
+        one_bit.view(np.float32),
+        swapped,
+        x.T,
+        turned,
+        -x,
+        np.where(np.arange(16) < 2, -x, x),
+        x + 0.0 * x[::-1] + 1,
+    )
+    found = {digests({"x": jnp.asarray(y)})["x"] for y in (x, *others)}
+    assert len(found) == 1 + len(others)
 
 
 def data(folder, step=3):
@@ -276,7 +285,10 @@ def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="takes a folder, and that is a file"):
         sl.Checkpoints(tmp_path / "file")
     like = start(STRATEGIES["stage 1"], abstract=True)
-    with sl.Checkpoints(tmp_path / "none") as none, pytest.raises(ValueError, match="No checkpoint in .*there are: none"):
+    with (
+        sl.Checkpoints(tmp_path / "none") as none,
+        pytest.raises(ValueError, match="No checkpoint in .*there are: none"),
+    ):
         none.restore(like)
 
 

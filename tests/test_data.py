@@ -143,6 +143,9 @@ def test_python_is_there():
         (dict(files="a", bad="ignore"), "choose 'stop' or 'skip'"),
         (dict(files="a", field=""), r"field=''\)` is a text that is not empty, or None"),
         (dict(files="a", tokenizer=None), 'is `"bytes"` or the path'),
+        (dict(files="a", tokenizer="bpe:"), "behind `bpe:` stands how many tokens to learn"),
+        (dict(files="a", tokenizer="bpe:1k"), "behind `bpe:` stands how many tokens to learn"),
+        (dict(files="a", tokenizer="bpe:256"), "a number from 257 up"),
         (dict(files="a", held_out=1), "at least 0, below 1"),
         (dict(files="a", held_out=float("nan")), "at least 0, below 1"),
     ],
@@ -342,6 +345,51 @@ def test_tokenizers_that_are_none(tmp_path, bpe):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="with bytes, 256 ends a document"):
         load_tokenizer("bytes", "</s>")
+    with pytest.raises(ValueError, match=r"is learned from a corpus: `prepare\(Corpus\(..., tokenizer='bpe:300'\)\)"):
+        load_tokenizer("bpe:300")
+
+
+CODE = "def be(self):\n    if not self:\n        return ['</s>', {k}]\n\n"
+
+
+def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
+    path = tmp_path / "code.jsonl"
+    path.write_bytes(jsonl([CODE.format(k=k) * 3 for k in range(300)]))
+    corpus = Corpus(path, tokenizer="bpe:330", held_out=0.2)
+    prepared = prepare(corpus, tmp_path / "cache")
+    tokenizer, train = prepared.tokenizer, prepared.train
+    assert tokenizer.vocab == train.vocab == 330 and tokenizer.end == train.end == 0
+    texts = documents_of(train, tokenizer)
+    assert sum(len(text) for text in texts) == train.bytes > 3 * len(train)
+    (ids,) = tokenizer.encode_batch(["self:\n        return"])
+    assert [tokenizer.decode([id]) for id in ids] == ["self", ":\n        ", "return"]
+    assert f"tokenizer learned from {train.documents} documents (" in str(prepared)
+    # Its file makes the same tokens of any corpus.
+    file = prepared.folder / "tokenizer.json"
+    assert prepare(dataclasses.replace(corpus, tokenizer=file), tmp_path).train.fingerprint == train.fingerprint
+    assert prepare(corpus, tmp_path / "again").train.fingerprint == train.fingerprint
+    assert prepare(dataclasses.replace(corpus, end="<end>"), tmp_path).tokenizer.decode([0]) == ""
+    # Nothing is learned from what is held out.
+    path.write_bytes(jsonl(texts))
+    assert (prepare(corpus, tmp_path).folder / "tokenizer.json").read_bytes() == file.read_bytes()
+    # Of a corpus that is larger than what is learned from, it is a sample.
+    monkeypatch.setattr(store_room, "_LEARN_BYTES", 10_000)
+    os.utime(path, ns=(1, 1))
+    sampled = prepare(corpus, tmp_path)
+    assert 9_000 < sampled.learned_bytes <= 10_000 and sampled.learned_documents < train.documents
+    assert [text.decode() in texts for text in store_room._sample(corpus, find_files(corpus))] == [True] * (
+        sampled.learned_documents
+    )
+
+
+def test_a_learned_tokenizer_that_is_lost_is_learned_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(CODE * 20)
+    corpus = Corpus(tmp_path / "a.txt", tokenizer="bpe:1000", held_out=0)
+    prepared = prepare(corpus, tmp_path)
+    assert 257 < prepared.train.vocab < 1000  # the text has no more
+    (prepared.folder / "tokenizer.json").unlink()
+    assert prepare(corpus, tmp_path).train.fingerprint == prepared.train.fingerprint
+    assert "damaged, `tokenizer.json` is missing" in capsys.readouterr().err
 
 
 # Stores

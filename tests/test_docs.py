@@ -1,47 +1,124 @@
-"""Pages that tell the truth: every `python` block of the README and the docs runs, in order, on its page."""
+"""Pages that tell the truth: every `python` block of the README and the docs runs, in order, on its page, and prints what is
+shown after it; every command is one that its program takes.
+"""
 
 import inspect
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
 
 import shardlib
+import shardlib.data
+import shardlib.launch
 import shardlib.testing
+from examples.run import from_command_line
+from shardlib.planning._command import _parser as plan_parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "```python" in page.read_text()
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LAUNCH = sorted((ROOT / "examples" / "launch").iterdir())
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+FIRST_RUN = ROOT / "docs" / "how-to" / "first-run.md"
+
+# The first run of the docs, of a model and a length that a test can wait for.
+SMALL = (
+    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 "
+    "--loop.log_every 1 --loop.evaluate_every 2 --loop.save_every 2 --loop.profile 2,1 --evaluation_batches 1 "
+    "--tensorboard true"
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page, capsys):
+def called(page):
+    return str(page.relative_to(ROOT))
+
+
+def commands(page, program):
+    """What follows a program in the commands of a page."""
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for found in re.findall(rf"""{program}\b((?:"[^"\n]*"|[^\n`#&|;"])*)""", text):
+        yield shlex.split(found)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder to work in, for pages that write."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=called)
+def test_the_blocks_of_a_page_run_and_print_what_is_shown(page, elsewhere, capsys):
+    if page == FIRST_RUN:
+        take_the_first_run(elsewhere)
     namespace = {}
-    for block in re.finditer(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for block in BLOCK.finditer(page.read_text()):
         line = page.read_text()[: block.start()].count("\n") + 1
         with warnings.catch_warnings():
             exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
-    if page.name == "tutorial.md":  # what it shows is what was printed
-        printed = capsys.readouterr().out
-        shown = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
-        assert shown
-        for text in shown:
-            assert text.strip() in printed
+        printed = "".join(capsys.readouterr())
+        if block[2]:
+            assert block[2].strip() in printed
+
+
+def take_the_first_run(folder):
+    """Leave the folder as the first command of its page does, and hold its listing to that."""
+    environment = os.environ | {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), "tiny", *SMALL.split()]
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+    (listing,) = re.findall(r"```text\nruns/tiny/\n(.*?)```", FIRST_RUN.read_text(), re.DOTALL)
+    listed = re.findall(r"^  (\w\S*)", listing, re.MULTILINE)
+    assert sorted(one.name for one in (folder / "runs/tiny").iterdir()) == sorted(name.rstrip("/") for name in listed)
+
+
+@pytest.mark.parametrize("page", [ROOT / "examples" / "train_lm.py", *PAGES, *LAUNCH], ids=called)
+def test_every_command_is_one_that_its_program_takes(page, elsewhere):
+    for block in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.DOTALL):
+        Path(block[1]).write_text(block[0])
+    for arguments in commands(page, r"python examples/train_lm\.py"):
+        try:
+            from_command_line(arguments)
+        except SystemExit as end:
+            assert end.code == 0, f"{arguments}: {end}"  # it was asked for help
+    for arguments in commands(page, r"python -m shardlib\.launch"):
+        if arguments:
+            shardlib.launch._parse(arguments)
+    for arguments in commands(page, "python -m shardlib plan"):
+        if arguments and arguments[0] != "FILE.py:FUNCTION":
+            path, _, function = plan_parser().parse_args(["plan", *arguments]).make_step.partition(":")
+            assert f"def {function}(" in (ROOT / path).read_text()
+
+
+def test_every_extra_that_is_to_be_installed_exists():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        for extras in re.findall(r"pip install (?:-e )?\"(?:\.|shardlib)\[([\w,-]+)\]", page.read_text()):
+            assert set(extras.split(",")) <= set(known), f"{called(page)}: [{extras}]"
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            assert (page.parent / target).exists(), f"{called(page)} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES[1:]:
+        assert f" {page.relative_to(ROOT / 'docs')}\n" in navigation
 
 
 def test_the_reference_lists_every_public_name():
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"
-        for module in (shardlib, shardlib.testing)
+        for module in (shardlib, shardlib.data, shardlib.testing)
         for name, value in vars(module).items()
         if not name.startswith("_") and (value is shardlib.rules or not inspect.ismodule(value))
     ]

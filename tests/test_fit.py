@@ -43,7 +43,9 @@ def start(strategy=STRATEGY, **options):
 
 
 def bits(state):
-    words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)]
+    words = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+    ]
     return [np.asarray(x).tobytes() for x in words]
 
 
@@ -86,17 +88,19 @@ def test_records_are_those_of_the_steps_and_the_evaluations(undisturbed):
     for number, batch in zip(range(1, 13), text(), strict=False):
         state, metrics = step(state, batch)
         if number % 2 == 0:
-            assert float(metrics["loss"]) == logged[number // 2 - 1]["loss"], "what a bare loop of steps gives, bit for bit"
+            assert float(metrics["loss"]) == logged[number // 2 - 1]["loss"], (
+                "what a bare loop of steps gives, bit for bit"
+            )
     assert MEASURE(state, text(2, seed=1))["loss"] == records[-1]["evaluation/loss"]
 
 
-class Lost(Exception):
+class LostError(Exception):
     """As a machine is."""
 
 
 def lost_after(count, source):
     yield from source[:count]
-    raise Lost
+    raise LostError
 
 
 class Source(list):
@@ -114,7 +118,7 @@ class Source(list):
 @pytest.mark.parametrize("count", [5, 8, 11])
 def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path, count):
     source = Source(text(), count)
-    with pytest.raises(Lost):
+    with pytest.raises(LostError):
         fit(tmp_path, source)
     state, records = fit(tmp_path, source)
     assert bits(state) == undisturbed[1]
@@ -129,7 +133,9 @@ def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
     strategy = sl.Strategy(mesh=other, rules=rules, zero=sl.Zero(3, small=0))
     fit(tmp_path, loop=dataclasses.replace(LOOP, steps=4), evaluate=None)
     _, records = fit(tmp_path, step=sl.train_step(gpt.loss, strategy), evaluate=None)
-    for mine, theirs in zip(numbers(records), [r for r in numbers(undisturbed[2]) if "loss" in r and r["step"] > 4], strict=True):
+    for mine, theirs in zip(
+        numbers(records), [r for r in numbers(undisturbed[2]) if "loss" in r and r["step"] > 4], strict=True
+    ):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
@@ -143,7 +149,9 @@ def test_sigterm_saves_and_returns_and_the_run_goes_on(undisturbed, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     state, records = fit(tmp_path, interrupted(text()))
     stopped = int(state.step)
-    assert stopped < 12 and records[-1]["note"] == f"asked to end: stopped after step {stopped} of 12; the state is saved"
+    assert (
+        stopped < 12 and records[-1]["note"] == f"asked to end: stopped after step {stopped} of 12; the state is saved"
+    )
     assert signal.getsignal(signal.SIGTERM) == before
     state, _ = fit(tmp_path)
     assert bits(state) == undisturbed[1]
@@ -166,10 +174,17 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
         batch["tokens"][:, 0] = 31 if number in (1, 4, 5, 6) else 0
     loop = dataclasses.replace(LOOP, nonfinite=3)
     records = []
-    with pytest.raises(FloatingPointError, match=r"3 steps in a row, up to step 7.*first such leaf is `.*`.*checkpoint is that of step 4"):
-        sl.fit(sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append])
+    with pytest.raises(
+        FloatingPointError,
+        match=r"3 steps in a row, up to step 7.*first such leaf is `.*`.*checkpoint is that of step 4",
+    ):
+        sl.fit(
+            sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append]
+        )
     told = [record["note"] for record in records if "finite" in record.get("note", "")]
-    assert len(told) == 4 and all(re.search(r"gradient of `[\w/]+` is not finite; the step is skipped", one) for one in told)
+    assert len(told) == 4 and all(
+        re.search(r"gradient of `[\w/]+` is not finite; the step is skipped", one) for one in told
+    )
 
 
 def test_data_that_ends_is_told_with_the_way_out():
@@ -189,7 +204,10 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(undisturb
     monkeypatch.setattr(shutil, "disk_usage", full_at_first)
     state, records = fit(tmp_path)
     assert bits(state) == undisturbed[1]
-    assert any(re.search(r"step 4 could not be saved.*0 B are free.*there is none before it", r.get("note", "")) for r in records)
+    assert any(
+        re.search(r"step 4 could not be saved.*0 B are free.*there is none before it", r.get("note", ""))
+        for r in records
+    )
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.steps() == (8, 12)
 

@@ -103,7 +103,10 @@ def test_docstring_examples(module):
 
 def test_every_public_name_is_documented_by_an_example_or_a_docstring():
     import shardlib
+    import shardlib.data
     import shardlib.testing
 
-    public = [getattr(m, n) for m in (shardlib, shardlib.testing) for n in vars(m) if not n.startswith("_")]
+    public = [
+        getattr(m, n) for m in (shardlib, shardlib.data, shardlib.testing) for n in vars(m) if not n.startswith("_")
+    ]
     assert [thing for thing in public if not (thing.__doc__ or "").strip()] == []

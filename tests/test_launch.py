@@ -185,3 +185,20 @@ def test_every_launch_file_runs_a_configuration_that_exists():
     for path in LAUNCH.iterdir():
         (configuration,) = set(re.findall(r"python examples/train_lm\.py (\w+)", path.read_text()))
         assert (ROOT / "examples" / "configs" / f"{configuration}.py").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, which elsewhere has no such call")
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
+    command = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(1000)\n")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "shardlib.launch", "-n", "2", "--", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    processes = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.kill()
+    launcher.communicate(timeout=60)  # which ends when nobody holds its output any more
+    for process in processes:
+        state = Path(f"/proc/{process}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -7,7 +7,7 @@ from shardlib.data import Corpus
 
 
 def run() -> Run:
-    """Expects `data/`, text in JSON lines or Parquet, and GPT-2's `tokenizer.json` beside it."""
+    """Expects `data/`, text in Parquet files, and GPT-2's `tokenizer.json` beside it."""
     return Run(
         name="gpt2_124m",
         model=gpt.gpt2(vocab_multiple=128),

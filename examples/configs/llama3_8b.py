@@ -7,7 +7,7 @@ from shardlib.data import Corpus
 
 
 def run() -> Run:
-    """Expects `data/`, text in JSON lines or Parquet, and Llama 3's `tokenizer.json` beside it."""
+    """Expects `data/`, text in Parquet files, and Llama 3's `tokenizer.json` beside it."""
     return Run(
         name="llama3_8b",
         model=gpt.llama3_8b(),

@@ -13,5 +13,5 @@ everywhere() {
 git archive --prefix=shardlib/ --output=/tmp/shardlib.tar HEAD
 gcloud compute tpus tpu-vm scp /tmp/shardlib.tar "$TPU:" --zone="$ZONE" --worker=all
 everywhere "tar -xf shardlib.tar && cd shardlib && python3 -m pip install -q uv \
-    && python3 -m uv venv -q --clear --python 3.12 && python3 -m uv pip install -q -e . 'jax[tpu]'"
+    && python3 -m uv venv -q --clear --python 3.12 && python3 -m uv pip install -q -e '.[train]' 'jax[tpu]'"
 everywhere "cd shardlib && .venv/bin/python examples/train_lm.py gpt2_124m --folder $RUNS/gpt2_124m --strategy.mesh data=-1"

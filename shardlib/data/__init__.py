@@ -6,6 +6,7 @@ from shardlib.data._sequences import Reader as Reader
 from shardlib.data._sequences import Sequences as Sequences
 from shardlib.data._store import Prepared as Prepared
 from shardlib.data._store import Tokens as Tokens
+from shardlib.data._store import cache_folder as cache_folder
 from shardlib.data._store import prepare as prepare
 from shardlib.data._tokenizer import Tokenizer as Tokenizer
 from shardlib.data._tokenizer import load_tokenizer as load_tokenizer

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from shardlib.data._packages import package
+from shardlib.data._tokenizer import learned_size
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord"]
 
@@ -48,7 +49,8 @@ class Corpus:
     `field` is the key or the column that holds the text, `"text"` unless given; without it, an ArrayRecord's records are
     UTF-8, with it they are JSON. Text and JSON lines may be compressed, `.gz` or `.zst`.
 
-    `tokenizer` is `"bytes"` or the path of a Hugging Face `tokenizer.json`, whose special token `end` ends each document.
+    `tokenizer` is `"bytes"`; or the path of a Hugging Face `tokenizer.json`, whose special token `end` ends each document;
+    or `"bpe:4096"`, one of so many tokens that is learned from the documents that are not held out, and kept with the store.
 
     `held_out` is the share of documents kept for evaluation. Which ones is a matter of their content alone, so that it
     never changes as the corpus grows, and no document is on both sides.
@@ -94,7 +96,11 @@ class Corpus:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"`Corpus({name}={value!r})` is a text that is not empty, or None.")
         if not isinstance(self.tokenizer, str) or not self.tokenizer:
-            raise ValueError(f'`Corpus(tokenizer={self.tokenizer!r})` is `"bytes"` or the path of a `tokenizer.json`.')
+            raise ValueError(
+                f'`Corpus(tokenizer={self.tokenizer!r})` is `"bytes"` or the path of a `tokenizer.json`, or `"bpe:4096"`, '
+                "which is learned."
+            )
+        learned_size(self.tokenizer)
         if isinstance(self.held_out, bool) or not isinstance(self.held_out, int | float) or not 0 <= self.held_out < 1:
             raise ValueError(
                 f"`Corpus(held_out={self.held_out!r})` is the share of documents kept for evaluation: at least 0, below 1."

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import heapq
 import json
 import math
 import os
@@ -26,12 +27,13 @@ from shardlib._text import human_bytes, table
 from shardlib.data._files import Corpus, Reading, Skipped, Source, find_files, left_out, read_documents
 from shardlib.data._lock import claim
 from shardlib.data._progress import Progress, say
-from shardlib.data._tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from shardlib.data._tokenizer import Tokenizer, learn_tokenizer, learned_size, load_tokenizer, tokenizer_file
 
 _VERSION = 1  # of what a store is: part of every key
 _PARTS = ("train", "held_out")
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 4 << 20
+_LEARN_BYTES = 64 << 20  # of text, at most, that a tokenizer is learned from
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +79,10 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """A corpus as tokens: what there is to train on, and what is held out. `print` shows what it came to."""
+    """A corpus as tokens: what there is to train on, and what is held out. `print` shows what it came to.
+
+    `learned_documents` and `learned_bytes` are what the tokenizer was learned from, if it was.
+    """
 
     corpus: Corpus
     folder: Path
@@ -87,6 +92,8 @@ class Prepared:
     empty: int
     skipped: tuple[Skipped, ...]
     left_out: tuple[str, ...]
+    learned_documents: int = 0
+    learned_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"Prepared({self.corpus}, train={self.train}, held_out={self.held_out})"
@@ -97,7 +104,7 @@ class Prepared:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """What made the tokens, to encode prompts and decode samples."""
-        return load_tokenizer(self.corpus.tokenizer, self.corpus.end)
+        return _tokenizer(self.corpus, self.folder)
 
     def describe(self) -> str:
         """Sizes of both parts, and what was passed over, for people."""
@@ -111,7 +118,12 @@ class Prepared:
             "",
             table(rows, (1, 2, 3, 4)),
         ]
-        notes = [f"{self.empty:,} empty document{'s' * (self.empty != 1)} left out"] if self.empty else []
+        notes = []
+        if count := self.learned_documents:
+            size = human_bytes(self.learned_bytes)
+            notes.append(f"tokenizer learned from {count:,} document{'s' * (count != 1)} ({size})")
+        if self.empty:
+            notes.append(f"{self.empty:,} empty document{'s' * (self.empty != 1)} left out")
         if self.left_out:
             notes.append(f"files left out that end in {', '.join(self.left_out)}")
         notes += map(str, self.skipped)
@@ -138,7 +150,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
     if not isinstance(corpus, Corpus):
         raise ValueError(f"`prepare` takes a `Corpus`, such as `Corpus({str(corpus)!r})`; got {type(corpus).__name__}.")
     sources = find_files(corpus)
-    folder = _cache(cache) / _key(corpus, sources)
+    folder = cache_folder(cache) / _key(corpus, sources)
     damage = ""
     while True:
         opened = _open(folder, corpus)
@@ -159,7 +171,8 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
                     say(f"{folder} is being made by another, which took this process for dead")
 
 
-def _cache(cache: str | os.PathLike[str] | None) -> Path:
+def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
+    """The folder for what is made once and kept: `~/.cache/shardlib`, or under `$XDG_CACHE_HOME`, unless another is given."""
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardlib"
     folder = Path(cache).expanduser().absolute()
@@ -209,7 +222,10 @@ def _open(folder: Path, corpus: Corpus) -> Prepared | str:
             for part in _PARTS
         )
         skipped = tuple(Skipped(**one) for one in told["skipped"])
-        return Prepared(corpus, folder, train, held_out, told["files"], told["empty"], skipped, tuple(told["left_out"]))
+        learned = told["learned"] if learned_size(corpus.tokenizer) else {}
+        return Prepared(
+            corpus, folder, train, held_out, told["files"], told["empty"], skipped, tuple(told["left_out"]), **learned
+        )
     except FileNotFoundError as error:
         return f"`{Path(error.filename).name}` is missing" if folder.is_dir() else ""
     except (KeyError, TypeError, ValueError):
@@ -223,7 +239,8 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def _build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
-    tokenizer = load_tokenizer(corpus.tokenizer, corpus.end)
+    learned = _learn(corpus, sources, folder)
+    tokenizer = _tokenizer(corpus, folder)
     dtype = "<u2" if tokenizer.vocab <= 1 << 16 else "<u4"
     reading, start = Reading(), time.monotonic()
     progress = Progress(f"reading {_files(sources)}", sum(source.size for source in sources))
@@ -247,6 +264,7 @@ def _build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
             "dtype": dtype,
             "vocab": tokenizer.vocab,
             "end": tokenizer.end,
+            "learned": learned,
             "files": len(sources),
             "empty": reading.empty,
             "left_out": left_out(corpus),
@@ -270,6 +288,57 @@ def _build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
         progress.close()
     for one in reading.skipped.values():
         say(str(one))
+
+
+def _tokenizer(corpus: Corpus, folder: Path) -> Tokenizer:
+    """The tokenizer of a store, which lies in its folder if it was learned."""
+    learned = learned_size(corpus.tokenizer)
+    return load_tokenizer(str(folder / "tokenizer.json") if learned else corpus.tokenizer, corpus.end)
+
+
+def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[str, int]:
+    """Put the tokenizer into the folder of a store, if it is one to be learned; tell what it was learned from."""
+    size = learned_size(corpus.tokenizer)
+    if size is None:
+        return {}
+    texts = _sample(corpus, sources)
+    total = sum(map(len, texts))
+    progress = Progress(f"learning {size:,} tokens", total)
+
+    def told() -> Iterator[str]:
+        done = 0
+        for text in texts:
+            yield text.decode(errors="ignore")  # one that was cut may end within a character
+            progress.at(done := done + len(text))
+
+    try:
+        learned = learn_tokenizer(size, told(), corpus.end).to_str(pretty=True)
+    finally:
+        progress.close()
+    with (folder / "tokenizer.json").open("w", encoding="utf-8") as file:
+        file.write(learned)
+        _to_disk(file)
+    return {"learned_documents": len(texts), "learned_bytes": total}
+
+
+def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
+    """Documents to train on: all, or those that come first in an order of no meaning, as many as a tokenizer is learned from."""
+    chosen: list[tuple[int, int, bytes]] = []  # a heap, the last in that order on top
+    reading, total = Reading(), 0
+    progress = Progress(f"choosing from {_files(sources)}", sum(source.size for source in sources))
+    try:
+        for number, text in enumerate(read_documents(sources, corpus, reading)):
+            raw = text.encode()
+            if not _is_held_out(raw, corpus.held_out):
+                part = raw[:_LEARN_BYTES]
+                heapq.heappush(chosen, (-_place(raw), -number, part))
+                total += len(part)
+            while total > _LEARN_BYTES:
+                total -= len(heapq.heappop(chosen)[2])
+            progress.at(reading.bytes)
+    finally:
+        progress.close()
+    return [raw for _, _, raw in chosen]
 
 
 class _Part:
@@ -328,8 +397,12 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 def _is_held_out(text: bytes, share: float) -> bool:
     """Whether a document is kept for evaluation, told from its content so that its duplicates go with it."""
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2**64
+    return _place(text) < share * 2**64
+
+
+def _place(text: bytes) -> int:
+    """Where a document stands, of 2**64 places, in an order that is as good as drawn."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _check(corpus: Corpus, sources: tuple[Source, ...], reading: Reading, train: _Part, held_out: _Part) -> None:

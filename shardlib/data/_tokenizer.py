@@ -1,6 +1,7 @@
-"""Tokenizers: from texts to ids and back. Bytes need nothing; files of Hugging Face's `tokenizers` need that package."""
+"""Tokenizers: from texts to ids and back, and learned from texts. All but bytes need Hugging Face's `tokenizers`."""
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from shardlib.data._packages import package
 
 # What ends a document in the vocabularies of GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# What a learned token may lie within: a word with the mark or space before it, three digits, marks. A line's end goes with
+# the marks before it and with the next line's indentation, since so it is in code; GPT-2's way takes a tenth more tokens.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s*\n\s*|\s+(?!\S)|\s+"
+_LEAST = 257
 _PIECE = 1 << 20
 _TOGETHER = 8 << 20
 
@@ -83,6 +88,49 @@ class HuggingFace:
         return self.inner.decode([int(id) for id in ids if 0 <= id < self.vocab], skip_special_tokens=True)
 
 
+def learned_size(tokenizer: str) -> int | None:
+    """Of how many tokens the tokenizer is that is to be learned, or None where the name means another.
+
+    >>> learned_size("bpe:4096")
+    4096
+    """
+    if not tokenizer.startswith("bpe:"):
+        return None
+    size = int(tokenizer[4:]) if re.fullmatch("bpe:[1-9][0-9]{0,8}", tokenizer) else 0
+    if size < _LEAST:
+        raise ValueError(
+            f"`tokenizer={tokenizer!r}`: behind `bpe:` stands how many tokens to learn, a number from {_LEAST} up (every byte, "
+            'and the end of a document), such as `"bpe:4096"`.'
+        )
+    return size
+
+
+def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> Any:
+    """A byte-level BPE of `size` tokens, or fewer where the texts have no more, as the `tokenizers` package has it.
+
+    The same texts give the same, in whatever order. `end` is the token that ends a document.
+
+    >>> learn_tokenizer(260, ["to be or not to be"]).get_vocab_size()
+    260
+    """
+    package_ = package("tokenizers", f"The tokenizer `bpe:{size}`")
+    marks = package_.pre_tokenizers
+    inner = package_.Tokenizer(package_.models.BPE())
+    inner.pre_tokenizer = marks.Sequence(
+        [
+            marks.Split(package_.Regex(_WORDS), "isolated"),
+            marks.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = package_.decoders.ByteLevel()
+    trainer = package_.trainers.BpeTrainer(
+        vocab_size=size, min_frequency=2, special_tokens=[end or _ENDS[0]], initial_alphabet=marks.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    inner.train_from_iterator(texts, trainer)
+    return inner
+
+
 def load_tokenizer(tokenizer: str = "bytes", end: str | None = None) -> Tokenizer:
     """The tokenizer that is called `"bytes"`, or that lies in a `tokenizer.json`.
 
@@ -91,6 +139,11 @@ def load_tokenizer(tokenizer: str = "bytes", end: str | None = None) -> Tokenize
     >>> load_tokenizer("bytes").vocab
     257
     """
+    if learned_size(tokenizer):
+        raise ValueError(
+            f"`tokenizer={tokenizer!r}` is learned from a corpus: `prepare(Corpus(..., tokenizer={tokenizer!r})).tokenizer`; its "
+            "file, `tokenizer.json`, lies in the folder of the store."
+        )
     path = tokenizer_file(tokenizer)
     if path is None:
         if end is not None:
@@ -116,23 +169,24 @@ def load_tokenizer(tokenizer: str = "bytes", end: str | None = None) -> Tokenize
 
 def tokenizer_file(tokenizer: str) -> Path | None:
     """The file that a tokenizer's name means, if it means one."""
-    if tokenizer == "bytes":
+    if tokenizer == "bytes" or learned_size(tokenizer):
         return None
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
             f'There is no tokenizer at `{path}`. `tokenizer` is `"bytes"`, or the path of a `tokenizer.json` as the '
-            "`tokenizers` package writes it, or of the folder that holds it."
+            '`tokenizers` package writes it, or of the folder that holds it, or `"bpe:4096"`, which is learned.'
         )
     return path
 
 
 def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> str:
-    known = [token for token in _ENDS if token in ids] if end is None else [end]
+    added = inner.get_added_tokens_decoder().values()  # a text's `</s>` may be a token too, as any word is
+    known = [token.content for token in added if token.content in _ENDS] if end is None else [end]
     if len(known) == 1 and known[0] in ids:
         return known[0]
-    special = ", ".join(f"`{token.content}`" for token in inner.get_added_tokens_decoder().values() if token.special)
+    special = ", ".join(f"`{token.content}`" for token in added if token.special)
     asked = f"`end={end!r}` is no token of `{path}`" if end else f"`{path}` does not tell which token ends a document"
     raise ValueError(f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}.")
 

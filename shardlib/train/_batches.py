@@ -54,6 +54,11 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     P('data',)
     """
     if isinstance(source, Batches):
+        if batch_sharding(source.strategy) != batch_sharding(strategy):
+            raise ValueError(
+                f"These batches are put on the mesh as {batch_sharding(source.strategy)}, and wanted as "
+                f"{batch_sharding(strategy)}. Make them with the strategy of the step."
+            )
         return source
     if not (hasattr(source, "local") or isinstance(source, Iterable)) or isinstance(source, dict | str):
         raise ValueError(
@@ -69,7 +74,7 @@ class Batches(Iterator[Any]):
     """Batches on the mesh; make them with `batches`."""
 
     def __init__(self, source: Any, strategy: Strategy, ahead: int) -> None:
-        self._source, self._strategy, self._ahead = source, strategy, ahead
+        self._source, self.strategy, self._ahead = source, strategy, ahead
         self._taken = 0
         self._place: State | None = None  # of the source, after the last batch given out
         self._reader: _Reader | None = None
@@ -98,7 +103,7 @@ class Batches(Iterator[Any]):
 
     def _open(self) -> Iterator[Any]:
         source = self._source
-        iterator = source.local(rows_here(source.batch, self._strategy)) if hasattr(source, "local") else iter(source)
+        iterator = source.local(rows_here(source.batch, self.strategy)) if hasattr(source, "local") else iter(source)
         if self._place is not None:
             if not hasattr(iterator, "set_state"):
                 raise ValueError(
@@ -116,7 +121,7 @@ class Batches(Iterator[Any]):
         return iterator
 
     def _on_mesh(self, batch: Any) -> Any:
-        sharding = batch_sharding(self._strategy)
+        sharding = batch_sharding(self.strategy)
         if strange := [(path, leaf) for path, leaf in named_leaves(batch) if not hasattr(leaf, "ndim")]:
             path, leaf = strange[0]
             raise ValueError(
@@ -131,7 +136,7 @@ class Batches(Iterator[Any]):
                 return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
             except ValueError as error:
                 raise ValueError(
-                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes {self._strategy.batch_axes}: "
+                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes {self.strategy.batch_axes}: "
                     f"{error}"
                 ) from error
 

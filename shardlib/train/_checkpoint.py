@@ -264,18 +264,19 @@ class _UnreadableError(Exception):
 
 @jax.jit
 def _digests(arrays: list[jax.Array]) -> jax.Array:
-    # Every element is multiplied by an odd number that depends on where it is: so no change of one element goes unseen,
-    # nor of two that change places; and a sum of integers is the same on every mesh.
+    # Each element's bits are scrambled together with its place, one to one, so that no change of an element goes unseen and
+    # changes of several do not cancel (MurmurHash3's finalizer); then summed, since a sum of integers is alike on every mesh.
     def digest(x: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(x):
             x = jnp.stack([x.real, x.imag])
-        bits = _bits(x)
-        place = jnp.uint32(0)
-        for dim in range(bits.ndim):
-            place += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(
-                0x9E3779B1 + 2 * dim * 0x85EBCA77 % 2**32
+        word = _bits(x)
+        for dim in range(word.ndim):
+            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
+                (0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim
             )
-        return jnp.sum(bits * (place * jnp.uint32(2) + jnp.uint32(1)), dtype=jnp.uint32)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
+        return jnp.sum(word ^ (word >> jnp.uint32(16)), dtype=jnp.uint32)
 
     return jnp.stack([digest(x) for x in arrays])
 

@@ -50,10 +50,12 @@ class Evaluation:
         Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every example once.
         """
         once = hasattr(source, "once")
-        on_mesh = batches(source.once(rows_here(source.batch, self.strategy)) if once else source, self.strategy)
+        whole = source.once(rows_here(source.batch, self.strategy)) if once else source
+        some = whole if at_most is None else itertools.islice(whole, at_most)
+        on_mesh = batches(some, self.strategy)
         sums: dict[str, np.ndarray] = {}
         try:
-            for batch in itertools.islice(on_mesh, at_most):
+            for batch in on_mesh:
                 check_batch(batch, self.strategy)
                 with self.strategy.scope():
                     means = self._compiled(state, batch)

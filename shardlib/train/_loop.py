@@ -133,11 +133,14 @@ class _Run:
         self.in_flight: deque[tuple[int, Any]] = deque()
         self.nonfinite = 0  # in a row
         self.paths: list[str] = []
-        self.saved: int | None = None
+        self.saved: int | None = None  # begun, that is
+        self.latest: Callable[[], int | None] = lambda: None
 
     def resume(self, state: State, checkpoints: Checkpoints | None) -> State:
         """The state to go on from, and the batches at their place."""
         self.paths = [path for path, _ in named_leaves(state.params)]
+        if checkpoints is not None:
+            self.latest = checkpoints.latest
         if checkpoints is None or checkpoints.latest() is None:
             if isinstance(state.step, jax.ShapeDtypeStruct):
                 raise ValueError(
@@ -216,7 +219,7 @@ class _Run:
             skipped = "skipped" if self.step.strategy.nonfinite == "skip" else "taken all the same"
             self.note(step, f"the gradient of `{self.paths[bad]}` is not finite; the step is {skipped}")
             if self.nonfinite >= self.loop.nonfinite:
-                kept = "" if self.saved is None else f" The last checkpoint is that of step {self.saved}."
+                kept = "" if self.latest() is None else f" The last checkpoint is that of step {self.latest()}."
                 raise FloatingPointError(
                     f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are not finite; the first such leaf "
                     f"is `{self.paths[bad]}`.{kept} A smaller learning rate, clipping or another precision may help; "

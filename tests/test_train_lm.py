@@ -1,0 +1,206 @@
+"""`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up by another number."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardlib as sl
+from examples import train_lm
+from examples.configs import gpt2_124m, llama3_8b, tiny
+from examples.run import from_command_line, override
+
+pytest.importorskip("grain")
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    *("--model.layers", "1", "--model.width", "32", "--model.hidden", "64", "--model.context", "32", "--batch", "8"),
+    *("--loop.log_every", "1", "--loop.evaluate_every", "6", "--loop.save_every", "3", "--evaluation_batches", "2"),
+    *("--data.tokenizer", "bytes", "--model.vocab", "257", "--loop.steps", "12", "--optimizer.warmup", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A corpus of a few files, and the cache of its tokens."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(24):
+        (folder / f"{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)
+    return [*SMALL, "--data.files", str(folder), "--data.held_out", "0.2", "--cache", str(folder / "cache")]
+
+
+def command(texts, folder, *more):
+    return [sys.executable, str(ROOT / "examples/train_lm.py"), "tiny", *texts, "--folder", str(folder), *more]
+
+
+def run(command, *, processes=None, devices=8, **options):
+    """The command in a process of its own, or in several by the launcher, on so many devices in all."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "HOME": "/nonexistent",
+    }
+    environment |= {"PYTHONPATH": str(ROOT)}
+    if processes:
+        each = ["-n", str(processes), "--devices", str(devices // processes)]
+        command = [sys.executable, "-m", "shardlib.launch", *each, "--", *command]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+
+
+def finished(process, code=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    told = ({n: v for n, v in line.items() if not n.endswith(("_per_second", "_left"))} for line in lines)
+    return [line for line in told if "note" not in line]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    """A run of two processes that nothing stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    output = finished(run(command(texts, folder), processes=2, devices=4))
+    return folder, output
+
+
+def last_digests(folder):
+    content = json.loads((folder / "checkpoints" / "12" / "about" / "metadata").read_text())
+    return {
+        path: leaf["digest"] for path, leaf in json.loads(json.loads(json.dumps(content))["content"])["leaves"].items()
+    }
+
+
+def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
+    folder, output = undisturbed
+    assert "data=4 on 4 cpu devices" in output and "model.width = 32" in output and "documents" in output
+    assert re.search(r"\[0\] step 12/12 .*loss \d", output) and "[1] step" not in output, "the first process speaks"
+    assert "A sample, after 12 steps" in output
+    assert {"run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, 13))
+    assert metrics(folder)[-1].keys() == {"step", "evaluation/loss", "evaluation/bits_per_byte"}
+
+
+def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tmp_path):
+    killed = run(command(texts, tmp_path), processes=2, devices=4)
+    for line in killed.stdout:
+        if re.search(r"step 5/12", line):
+            killed.kill()  # and the kernel its processes
+            break
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    output = finished(run(command(texts, tmp_path), processes=2, devices=4))
+    assert "resumed from the checkpoint of step 3" in output
+    assert last_digests(tmp_path) == last_digests(undisturbed[0])
+    assert metrics(tmp_path) == metrics(undisturbed[0])
+
+
+def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(undisturbed, texts, tmp_path):
+    told = run(command(texts, tmp_path, "--loop.save_every", "12"), processes=2, devices=4)
+    seen = ""
+    for line in told.stdout:
+        seen += line
+        if re.search(r"step 2/12", line):
+            told.send_signal(signal.SIGTERM)
+            break
+    seen += finished(told)  # which it ends with 0
+    stopped = int(re.search(r"asked to end: stopped after step (\d+) of 12; the state is saved", seen)[1])
+    more = ("--strategy.mesh", "data=4,model=2", "--strategy.rules", "data|tensor", "--strategy.zero", "3")
+    output = finished(run(command(texts, tmp_path, *more)))
+    assert f"resumed from the checkpoint of step {stopped}" in output
+    for mine, theirs in zip(metrics(tmp_path), metrics(undisturbed[0]), strict=False):
+        if "loss" in mine:
+            assert mine["step"] == theirs["step"] and mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert metrics(tmp_path)[-1]["step"] == 12
+
+
+def test_a_process_with_another_configuration_is_named_before_the_first_step(texts, tmp_path):
+    odd = tmp_path / "odd.py"
+    odd.write_text(
+        "import os, sys, runpy\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "odd = os.environ['SHARDLIB_PROCESS'] == '1'\n"
+        "sys.argv += ['--folder', sys.argv.pop(1) + ('1' if odd else '0'), '--seed', '1' if odd else '0']\n"
+        f"runpy.run_path({str(ROOT / 'examples/train_lm.py')!r}, run_name='__main__')\n"
+    )
+    started = run([sys.executable, str(odd), str(tmp_path / "run"), "tiny", *texts], processes=2, devices=2)
+    output, _ = started.communicate(timeout=300)
+    assert started.returncode != 0
+    assert re.search(r"Process 1 differs from process 0 in `configuration`", output), output
+    assert "-seed: 0" in output and "+seed: 1" in output
+    assert "step 1/12" not in output
+
+
+def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
+    output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
+    assert "holds another run:\n  model.width: 32 there, 64 now" in output and "Traceback" not in output
+
+
+# The command line.
+
+
+def test_fields_are_overridden_by_their_dotted_names():
+    changes = {
+        "loop.steps": "7", "loop.keep_every": "5", "model.bias": "true", "optimizer.learning-rate": "1",
+        "strategy.rules": "data|tensor", "strategy.zero": "FULL_SHARD", "strategy.precision": "bf16",
+    }  # fmt: skip
+    given = [part for name, text in changes.items() for part in (f"--{name}", text)]
+    run = from_command_line(["tiny", *given, "--strategy.mesh=data=2,model=4"])
+    assert (run.loop.steps, run.loop.keep_every, run.model.bias) == (7, 5, True)
+    assert run.strategy.mesh == "data=2,model=4" and run.strategy.rules == sl.rules.data | sl.rules.tensor
+    assert run.strategy.sharding.stage == 3 and run.strategy.dtypes.compute == "bfloat16"
+    assert isinstance(run.optimizer.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tinny"], "There is no run `tinny`; did you mean `tiny`?"),
+        (["mine.py:run"], "There is no file `mine.py`"),
+        (["tiny", "--loop.step", "7"], "There is no field `loop.step`; did you mean `loop.steps`?"),
+        (["tiny", "--steps", "7"], "There is no field `steps`; did you mean `loop.steps`?"),
+        (["tiny", "--model.width", "wide"], "`width` is a number, 128 now; got `wide`"),
+        (["tiny", "--model.bias", "maybe"], "`bias` is true or false; got `maybe`"),
+        (["tiny", "--strategy.rules", "data|tensr"], "Rules are presets joined by `|`"),
+        (["tiny", "--loop.steps"], "`--loop.steps` has no value"),
+        (["tiny", "7"], "Fields are given as `--FIELD VALUE`; got `7`"),
+        (["tiny", "--model.width", "30"], "must be a multiple of `heads=4`"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, message):
+    with pytest.raises(SystemExit) as end:
+        from_command_line(arguments)
+    assert message in str(end.value)
+
+
+def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
+    with pytest.raises(SystemExit):
+        from_command_line(["--help"])
+    assert "gpt2_124m, llama3_8b, tiny" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        from_command_line(["tiny", "--help"])
+    told = capsys.readouterr().out
+    assert re.search(r"--loop.keep 3\n +the newest checkpoints", told)
+    assert re.search(r"--strategy.accumulate 1\n +microbatches per step", told)
+
+
+@pytest.mark.parametrize("config", [tiny, gpt2_124m, llama3_8b])
+def test_every_recipe_is_a_value_that_prints_and_compares(config):
+    assert config.run() == config.run()
+    lines = config.run().lines()
+    assert json.loads(json.dumps(lines)) == lines and all("0x" not in text for text in lines.values())
+    assert override(config.run(), ["--loop.steps", "3"]) != config.run()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(texts, tmp_path):
+    with pytest.raises(SystemExit, match=r"has 257 tokens, and `model.vocab` is 100: `--model.vocab 257`"):
+        train_lm.main(["tiny", *texts, "--folder", str(tmp_path), "--model.vocab", "100"])
