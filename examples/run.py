@@ -55,11 +55,12 @@ class AdamW:
 class Muon:
     """Muon, under AdamW's learning rate: it makes the steps of matrices orthogonal, and small models learn faster so.
 
-    Kernels take its steps, scaled so that their elements move as far as under AdamW, which embeddings, head and norms keep.
+    Kernels take its steps; embeddings, head and norms keep AdamW's.
 
     - `learning_rate`: at its highest.
     - `warmup`: steps until then.
     - `final`: the share of it that is left at the end.
+    - `reach`: how far the elements of kernels move in a step, in learning rates; 0.2 is as far as under AdamW.
     - `momentum`: of the kernels' gradients.
     - `b1`, `b2`: AdamW's.
     - `weight_decay`: of kernels.
@@ -68,6 +69,7 @@ class Muon:
     learning_rate: float = 3e-3
     warmup: int = 100
     final: float = 0.1
+    reach: float = 0.2
     momentum: float = 0.95
     b1: float = 0.9
     b2: float = 0.95
@@ -80,8 +82,8 @@ class Muon:
     def make(self, steps: int) -> optax.GradientTransformation:
         """The optimizer for a run of so many steps."""
         return optax.contrib.muon(
-            self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay, consistent_rms=0.2,
-            adam_b1=self.b1, adam_b2=self.b2, muon_weight_dimension_numbers=_kernels,
+            self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay,
+            consistent_rms=self.reach, adam_b1=self.b1, adam_b2=self.b2, muon_weight_dimension_numbers=_kernels,
         )  # fmt: skip
 
 

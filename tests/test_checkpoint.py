@@ -190,7 +190,7 @@ def test_a_bit_that_nobody_else_guards_is_missed_by_its_digest(tmp_path):
         checkpoints.save(state)
         checkpoints.wait()
         largest = max(data(tmp_path, 0), key=lambda path: path.stat().st_size)
-        assert largest.stat().st_size > 64 * 4096 * 3, "the values themselves"
+        assert largest.stat().st_size > 64 * 4096, "the values themselves"
         flip(largest)
         with pytest.warns(sl.ShardingWarning), pytest.raises(ValueError, match="the bits of `params/w` are not those"):
             checkpoints.restore(state)

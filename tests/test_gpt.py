@@ -179,6 +179,29 @@ def test_a_token_changes_nothing_before_it(config):
     assert (before[:, 9:] != after[:, 9:]).any((0, 2)).all()
 
 
+def test_a_segment_is_as_if_it_were_alone():
+    config = replace(LLAMA, context=12)  # whose positions are relative, so that it matters not where a segment begins
+    model, tokens = make(config), np.arange(24).reshape(2, 12) % config.vocab
+    segments = np.array([[0] * 5 + [1] * 7, [0] * 12], np.int32)
+    with sl.unsharded():
+        packed = model(tokens, segments)
+        alone = [model(tokens[:1, :5]), model(tokens[:1, 5:]), model(tokens[1:])]
+    np.testing.assert_allclose(packed[0], np.concatenate([alone[0][0], alone[1][0]]), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(packed[1], alone[2][0], rtol=2e-4, atol=2e-4)
+    assert not np.allclose(model_without_segments(model, tokens)[0], packed[0], atol=1e-2)
+
+
+def model_without_segments(model, tokens):
+    with sl.unsharded():
+        return model(tokens)
+
+
+def test_the_flops_of_training_are_six_a_weight_and_what_attention_takes():
+    config = gpt.gpt2(vocab_multiple=128)
+    weights = 12 * 12 * 768**2 + config.dims["vocab"] * 768
+    assert config.training_flops_per_token == pytest.approx(6 * weights + 12 * 12 * 768 * 1024, rel=0.01)
+
+
 def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
     config = VARIANTS["padded"]
     model, batch = make(config), {"tokens": tokens_of(config, length=17)}

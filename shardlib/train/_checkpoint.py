@@ -271,9 +271,7 @@ def _digests(arrays: list[jax.Array]) -> jax.Array:
             x = jnp.stack([x.real, x.imag])
         word = _bits(x)
         for dim in range(word.ndim):
-            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
-                (0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim
-            )
+            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32((0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
         return jnp.sum(word ^ (word >> jnp.uint32(16)), dtype=jnp.uint32)
@@ -287,10 +285,10 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     >>> digests({"w": jnp.arange(4)}) == digests({"w": jnp.array([0, 1, 3, 2])})
     False
     """
+    # One program for all: a process may not have several with collectives under way on the devices of a CPU.
     some = {path: leaf for path, leaf in arrays.items() if leaf.size}
-    if not some:
-        return {}
-    return {path: f"{number:08x}" for path, number in zip(some, np.asarray(_digests(list(some.values()))), strict=True)}
+    found = np.asarray(_digests(list(some.values()))) if some else ()
+    return {path: f"{int(number):08x}" for path, number in zip(some, found, strict=True)}
 
 
 def _bits(x: jax.Array) -> jax.Array:

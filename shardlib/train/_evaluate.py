@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
-from shardlib.train._batches import batches, rows_here
+from shardlib.train._batches import batch_sharding, batches, rows_here
 from shardlib.train._state import Layout, State, united
 from shardlib.train._step import LossFunction, check_batch, forward, with_row_keys
 from shardlib.train._strategy import Strategy
@@ -67,10 +67,13 @@ class Evaluation:
             raise ValueError("There was no batch to evaluate on.")
         return {name: float(total / weight) if weight else float("nan") for name, (total, weight) in sums.items()}
 
-    def lower(self, state: State, batch: Any) -> Any:
-        """As `jax.jit(...).lower`, to see what it will do."""
+    def trace(self, state: State, batch: Any) -> Any:
+        """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will do."""
+        check_batch(batch, self.strategy)
+        to = batch_sharding(self.strategy)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), batch)
         with self.strategy.scope():
-            return self._compiled.lower(state, batch)
+            return self._compiled.trace(state, shapes)
 
     def _run(self, state: State, batch: Any) -> dict[str, Mean]:
         strategy, params = self.strategy, united(state.params, state.frozen)

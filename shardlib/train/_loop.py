@@ -181,7 +181,8 @@ class _Run:
                     self.settle_all()
                 if self.evaluate is not None and (last or done % loop.evaluate_every == 0):
                     measured = self.evaluate(state)
-                    self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
+                    if measured:
+                        self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
                     self.speed.pause()
                 if checkpoints is not None and (last or stopped or done % loop.save_every == 0):
                     self.save(state, done, checkpoints, last or stopped)
