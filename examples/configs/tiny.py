@@ -11,8 +11,8 @@ def run() -> Run:
     return Run(
         name="tiny",
         model=gpt.GPTConfig(
-            layers=4, width=128, heads=4, context=256, vocab=2048, norm="rms", positions="rotary", mlp="swiglu", hidden=352,
-            bias=False,
+            layers=4, width=128, heads=4, context=256, vocab=2048, vocab_multiple=128, norm="rms", positions="rotary",
+            mlp="swiglu", hidden=352, bias=False,
         ),
         data=Corpus("python", tokenizer="bpe:2048", held_out=0.05),
         batch=8,

@@ -69,6 +69,7 @@ class Checkpoints:
         self.folder = epath.Path(folder).expanduser().resolve()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`Checkpoints({str(folder)!r})` takes a folder, and that is a file.")
+        _check_shared(self.folder)
         policies = ocp.checkpoint_managers
         kept = [policies.LatestN(keep), *([policies.EveryNSteps(keep_every)] if keep_every else [])]
         options = ocp.CheckpointManagerOptions(
@@ -357,6 +358,32 @@ def _check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int
         raise ValueError(
             f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
             f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder."
+        )
+
+
+def _check_shared(folder: Any) -> None:
+    """Refuse a folder that some process does not see as the first one does: of a checkpoint it would hold its part alone."""
+    if jax.process_count() == 1:
+        return
+    first, mark = jax.process_index() == 0, folder / ".seen-by-all"
+    said = ""
+    if first:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(os.urandom(8).hex())
+            said = mark.read_text()
+    written = gather_texts(said)[0]
+    try:
+        seen = bool(written) and mark.read_text() == written
+    except OSError:
+        seen = False
+    blind = [number for number, text in enumerate(gather_texts("" if seen else "x")) if text]
+    if first:
+        mark.unlink(missing_ok=True)
+    if blind:
+        raise ValueError(
+            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in {folder} what process 0 wrote there. Several "
+            "processes save into one folder, on a file system that they share, given to each by the same name."
         )
 
 

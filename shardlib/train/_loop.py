@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,13 @@ def fit(
         flops_per_unit,
         about,
     )
-    checkpoints = (
-        None if place is None else Checkpoints(place / "checkpoints", keep=loop.keep, keep_every=loop.keep_every)
-    )
+    agree({"configuration": _lines(run.about)})  # before anything is looked for in a folder, together
+    keep = {"keep": loop.keep, "keep_every": loop.keep_every}
     try:
-        state = run.resume(state, checkpoints)
-        return run.steps(state, checkpoints)
+        with nullcontext() if place is None else Checkpoints(place / "checkpoints", **keep) as checkpoints:
+            return run.steps(run.resume(state, checkpoints), checkpoints)
     finally:
         run.batches.close()
-        if checkpoints is not None:
-            checkpoints.close()
 
 
 class _Run:
@@ -206,7 +204,7 @@ class _Run:
         if jax.process_count() > 1:
             shapes = "\n".join(f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch))
             program = self.step.lower(state, batch).as_text()
-            agree({"configuration": _lines(self.about), "batch": shapes, "program": program})
+            agree({"batch": shapes, "program": program})
         self.note(done, "compiling the step")
 
     def settle(self) -> None:
