@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import optax
@@ -139,10 +139,17 @@ class Run:
     tensorboard: bool = False
     prompt: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "evaluation_batches"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"`Run({name}={value!r})`: a whole number, at least one.")
+        if type(self.seed) is not int:
+            raise ValueError(f"`Run(seed={self.seed!r})`: a whole number.")
+
     @property
     def home(self) -> Path:
         """The folder of the run."""
-        return Path(self.folder or f"runs/{self.name}")
+        return Path(self.folder or f"runs/{self.name}").expanduser().absolute()
 
     def lines(self) -> dict[str, str]:
         """Every field by its dotted name, as text."""
@@ -214,17 +221,25 @@ def _changed(value: Any, changes: dict[str, str]) -> Any:
 def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
     if isinstance(now, sl.AxisRules):
         return _rules(text)
-    if hint is str:
+    choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
+    if hint is str or text in choices:
         return text
     words = {"true": True, "false": False, "none": None}
     try:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
-    if isinstance(now, bool) and not isinstance(value, bool):
+    may_be = {type(None) if kind is None else get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    if value is None and type(None) not in may_be and hint is not Any:
+        raise ValueError(f"`{name}` cannot be none; it is {now!r} now.")
+    if bool in may_be and not isinstance(value, bool):
         raise ValueError(f"`{name}` is true or false; got `{text}`.")
-    if isinstance(now, int | float) and isinstance(value, str) and str not in get_args(hint):
+    if bool not in may_be and isinstance(value, bool):
+        raise ValueError(f"`{name}` is neither true nor false; it is {now!r} now.")
+    if may_be & {int, float} and not isinstance(value, int | float | None) and not may_be - {int, float, type(None)}:
         raise ValueError(f"`{name}` is a number, {now} now; got `{text}`.")
+    if may_be == {int} and isinstance(value, float):
+        raise ValueError(f"`{name}` is a whole number, {now} now; got `{text}`.")
     return float(value) if isinstance(now, float) and type(value) is int else value
 
 

@@ -39,10 +39,10 @@ def main(arguments: list[str]) -> None:
 
     prepared = shardlib.data.prepare(run.data, run.cache or None)
     say(prepared, "\n")
-    check_vocabulary(run, prepared)
+    check_tokens(run, prepared)
     settle_folder(run)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
-    train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=None)
+    train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=0)
 
     strategy, steps = run.strategy, run.loop.steps
     say(sl.describe_mesh(strategy.device_mesh), "\n")
@@ -60,18 +60,23 @@ def main(arguments: list[str]) -> None:
         nats = measure(state, held_out(), at_most=run.evaluation_batches)["loss"]
         return {"loss": nats, "bits_per_byte": prepared.held_out.bits_per_byte(nats)}
 
+    measured = len(prepared.held_out) > run.model.context
+    if not measured:
+        say(
+            f"Nothing is measured: of {len(prepared.held_out)} held-out tokens no sequence of {run.model.context} can be made.\n"
+        )
     sinks: list[Any] = [sl.Progress(steps), sl.JsonLines(run.home / "metrics.jsonl")]
     if run.tensorboard and jax.process_index() == 0:
         sinks.append(sl.TensorBoard(run.home / "tensorboard"))
     state = sl.fit(
         step, state, sl.batches(train, strategy), run.loop,
         folder=run.home,
-        evaluate=evaluate if len(prepared.held_out) > run.model.context else None,
+        evaluate=evaluate if measured else None,
         sinks=sinks,
         watch={"learning_rate": run.optimizer.schedule(steps)},
         unit="tokens",
         flops_per_unit=run.model.training_flops_per_token,
-        about=run.lines(),
+        about={**run.lines(), "train": prepared.train.fingerprint, "held out": prepared.held_out.fingerprint},
     )  # fmt: skip
     if run.prompt and int(state.step) == steps:
         say(f"\nA sample, after {steps} steps:\n\n" + sample(state, run, prepared.tokenizer))
@@ -80,7 +85,8 @@ def main(arguments: list[str]) -> None:
 def check_folder(run: Run) -> None:
     """See that the folder holds no other run than this."""
     path, now = run.home / "run.json", run.lines()
-    before = json.loads(path.read_text()) if path.exists() else now
+    begun = path.exists() and any(one.name.isdecimal() for one in (run.home / "checkpoints").glob("*"))
+    before = json.loads(path.read_text()) if begun else now
     other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
         listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
@@ -99,13 +105,15 @@ def settle_folder(run: Run) -> None:
         beside.replace(run.home / "run.json")  # at once, since other processes may be reading
 
 
-def check_vocabulary(run: Run, prepared: shardlib.data.Prepared) -> None:
-    """A token that is no row of the table would make the loss nan."""
+def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
+    """A token that is no row of the table would make the loss nan, and a prompt that fills the context leaves no sample."""
     if prepared.train.vocab > run.model.vocab:
         raise SystemExit(
             f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and `model.vocab` is {run.model.vocab}: "
             f"`--model.vocab {prepared.train.vocab}`."
         )
+    if (size := len(prepared.tokenizer.encode_batch([run.prompt])[0])) >= run.model.context:
+        raise SystemExit(f"The prompt has {size} tokens, and the context is {run.model.context}: a shorter `--prompt`.")
 
 
 def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length: int = 200) -> str:

@@ -32,7 +32,15 @@ class Stateful:
 
 class Place:
     def __init__(self):
-        self.at = 0
+        self.place = {"at": 0}  # which goes on with it
+
+    @property
+    def at(self):
+        return self.place["at"]
+
+    @at.setter
+    def at(self, at):
+        self.place["at"] = at
 
     def __iter__(self):
         return self
@@ -42,7 +50,7 @@ class Place:
         return numbered(1)[0] | {"x": np.full((8, 2), self.at - 1, np.float32)}
 
     def get_state(self):
-        return {"at": self.at}
+        return self.place
 
     def set_state(self, state):
         self.at = state["at"]
@@ -93,6 +101,52 @@ def test_a_place_that_a_source_cannot_go_to_is_refused():
     batches.restore({"batches": 1, "source": {"at": 1}})
     with pytest.raises(ValueError, match="list has no `set_state`"):
         next(batches)
+
+
+def test_a_place_kept_without_the_source_knowing_is_not_given_to_one_that_knows():
+    batches = sl.batches(Stateful(), STRATEGY)
+    batches.restore({"batches": 3, "source": None})
+    with pytest.raises(ValueError, match="3 batches from its start, was kept for a source that could not say"):
+        next(batches)
+
+
+def test_an_iterator_that_may_have_been_read_from_is_not_taken_for_one_at_its_start():
+    used = (batch for batch in numbered(6))
+    next(used)
+    for source in (used, iter(numbered(6))):
+        batches = sl.batches(source, STRATEGY)
+        batches.restore({"batches": 2, "source": None})
+        with pytest.raises(ValueError, match="may have been read from before"):
+            next(batches)
+    fresh = sl.batches((batch for batch in numbered(6)), STRATEGY)
+    fresh.restore({"batches": 2, "source": None})
+    assert first(next(fresh)) == 2
+    fresh.close()
+
+
+def test_a_place_that_json_would_change_is_refused():
+    class Odd(Stateful):
+        def __iter__(self):
+            place = Place()
+            place.get_state = lambda: {0: place.at}
+            return place
+
+    with pytest.raises(ValueError, match="does not come back from it as it was"):
+        next(sl.batches(Odd(), STRATEGY))
+
+
+def test_a_source_may_use_its_memory_again():
+    memory = np.zeros(8 * 2 * 4 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # as a device may take it over without a copy
+    buffer = memory[start : start + 64].view(np.float32).reshape(8, 2)
+
+    def reusing():
+        for number in range(20):
+            buffer[:] = number
+            yield {"x": buffer}
+
+    given = list(sl.batches(reusing(), STRATEGY, ahead=8))
+    assert [first(batch) for batch in given] == list(range(20))
 
 
 def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for():

@@ -1,6 +1,8 @@
 """Batches on the mesh, from anybody's iterator: each process gives the examples that its own devices hold."""
 
 import contextlib
+import inspect
+import json
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -90,8 +92,15 @@ class Batches(Iterator[Any]):
         """The place in the data, for `restore`: how many batches were given out, and what the source says of it."""
         return {"batches": self._taken, "source": self._place}
 
+    @property
+    def identity(self) -> str:
+        """Which data these are, of a source that gives each process its part of the same; to compare between processes."""
+        return json.dumps(self._place) if hasattr(self._source, "local") else ""
+
     def restore(self, state: State) -> None:
         """Go on from a place that `state` gave, here or in an earlier run."""
+        if state == self.state():
+            return  # here already, and what was read ahead stays
         self.close()
         self._taken, self._place = int(state["batches"]), state["source"]
 
@@ -104,14 +113,26 @@ class Batches(Iterator[Any]):
     def _open(self) -> Iterator[Any]:
         source = self._source
         iterator = source.local(rows_here(source.batch, self.strategy)) if hasattr(source, "local") else iter(source)
+        kind, knows = type(source).__name__, hasattr(iterator, "set_state")
+        if self._place is not None and not knows:
+            raise ValueError(
+                f"The place in the data was kept by a source that could say where it is; {kind} has no `set_state`. Give the "
+                "source that the run was started with."
+            )
         if self._place is not None:
-            if not hasattr(iterator, "set_state"):
-                raise ValueError(
-                    f"The place in the data was kept by a source that could say where it is; {type(source).__name__} has no "
-                    "`set_state`. Give the source that the run was started with."
-                )
             iterator.set_state(self._place)
-        elif self._taken and not hasattr(iterator, "set_state"):
+        elif self._taken and knows:
+            raise ValueError(
+                f"The place in the data, {self._taken} batches from its start, was kept for a source that could not say where it "
+                f"is; {kind} can, and is another. Give the source that the run was started with."
+            )
+        elif self._taken:
+            if iterator is source and not _is_fresh(source):
+                raise ValueError(
+                    f"To go on after {self._taken} batches a source is read again from its start, and this {kind} may have been "
+                    "read from before. Give one that starts anew each time it is iterated, a list or a class with `__iter__`, or "
+                    "a new generator."
+                )
             for number in range(self._taken):
                 if next(iterator, _ENDED) is _ENDED:
                     raise ValueError(
@@ -133,7 +154,8 @@ class Batches(Iterator[Any]):
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 return leaf  # is on the mesh already
             try:
-                return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+                # A copy, since a device may keep the memory it is given, and a source may use it again for its next batch.
+                return jax.make_array_from_process_local_data(sharding, np.array(leaf, copy=True))
             except ValueError as error:
                 raise ValueError(
                     f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes {self.strategy.batch_axes}: "
@@ -144,6 +166,30 @@ class Batches(Iterator[Any]):
 
 
 _ENDED = object()
+
+
+def _is_fresh(source: Any) -> bool:
+    """Whether an iterator has given nothing yet, which of generators alone can be told."""
+    return inspect.isgenerator(source) and inspect.getgeneratorstate(source) == inspect.GEN_CREATED
+
+
+def _place_of(iterator: Any) -> Any:
+    """Where an iterator is, as a checkpoint will give it back: a copy, which does not move on with the source."""
+    if not hasattr(iterator, "get_state"):
+        return None
+    place = iterator.get_state()
+    try:
+        copied = json.loads(json.dumps(place))
+    except TypeError as error:
+        copied, why = None, f": {error}"
+    else:
+        why = ""
+    if copied != place:
+        raise ValueError(
+            f"The place in the data goes into checkpoints as JSON, and what `get_state` of {type(iterator).__name__} gives "
+            f"does not come back from it as it was{why}. Let it give dicts with text for keys, lists, numbers and text."
+        )
+    return copied
 
 
 class _Reader:
@@ -170,13 +216,12 @@ class _Reader:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-        self._thread.join()
+        self._thread.join(timeout=1)  # it may be waiting for its source, and ends when that gives something
 
     def _read(self, iterator: Iterator[Any], prepare: Any) -> None:
         try:
             for batch in iterator:
-                place = iterator.get_state() if hasattr(iterator, "get_state") else None  # type: ignore[attr-defined]
-                if not self._give((prepare(batch), place)):
+                if not self._give((prepare(batch), _place_of(iterator))):
                     return
             self._give((_ENDED, StopIteration()))
         except BaseException as error:  # of the user's source: raised where the batch is asked for

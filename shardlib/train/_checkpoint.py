@@ -8,8 +8,8 @@ lies; comparing it after reading finds whatever went wrong between one device's 
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -65,16 +65,19 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # a second of loading, which only who saves should pay
         from etils import epath
 
-        self._orbax = ocp
+        self._orbax, self._writes = ocp, False
         self.folder = epath.Path(folder).expanduser().resolve()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`Checkpoints({str(folder)!r})` takes a folder, and that is a file.")
+        if "://" not in str(folder) and (odd := sorted(set("*?[]") & set(str(self.folder)))):
+            raise ValueError(
+                f"`Checkpoints({str(folder)!r})`: what is written under a path with {' '.join(odd)} could not be read again, "
+                "since it would be taken for a pattern. Choose another name."
+            )
         _check_shared(self.folder)
         policies = ocp.checkpoint_managers
         kept = [policies.LatestN(keep), *([policies.EveryNSteps(keep_every)] if keep_every else [])]
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept), cleanup_tmp_directories=True
-        )
+        options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(kept))
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(_said_here)
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
@@ -101,6 +104,9 @@ class Checkpoints:
         before this one failed, says so by an `OSError`, once; that before it is still there.
         """
         self.wait()
+        if not self._writes:
+            self._clear()
+            self._writes = True
         step, arrays = int(state.step), _arrays(state)
         content = {
             "format": FORMAT,
@@ -112,16 +118,13 @@ class Checkpoints:
             "processes": [json.loads(text) for text in gather_texts(json.dumps(data))],
             "about": dict(about or {}),
         }
+        sealed = _sealed(content)
+        self._check_room(step, sum(leaf.nbytes for leaf in arrays.values()))
         written = _nested({path: leaf for path, leaf in arrays.items() if leaf.size})
+        args = self._orbax.args
         with self._failing(step):
-            self._check_room(sum(leaf.nbytes for leaf in arrays.values()))
             self._manager.save(
-                step,
-                args=self._orbax.args.Composite(
-                    state=self._orbax.args.PyTreeSave(written),
-                    about=self._orbax.args.JsonSave(_sealed(content)),
-                ),
-                force=True,
+                step, args=args.Composite(state=args.PyTreeSave(written), about=args.JsonSave(sealed)), force=True
             )
 
     def wait(self) -> None:
@@ -139,12 +142,13 @@ class Checkpoints:
             for name in _LOGGERS:
                 logging.getLogger(name).removeFilter(_said_here)
 
-    def restore(self, like: State, *, step: int | None = None) -> Restored:
+    def restore(self, like: State, *, step: int | None = None, release: bool = False) -> Restored:
         """Read the newest good checkpoint, or that of a step, into the places that `like` has.
 
         `like` is a state of the same model and optimizer under any strategy, best an abstract one:
         `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that cannot be read, or whose bits are not
-        those that were saved, is put aside under another name, with a warning, and the one before it is used.
+        those that were saved, is put aside under another name, with a warning, and the one before it is used. With `release`,
+        the arrays of `like` are deleted from their devices before others are read, once it is seen that these fit.
         """
         steps = self.steps() if step is None else (step,)
         if not steps or (step is not None and step not in self.steps()):
@@ -155,7 +159,7 @@ class Checkpoints:
         failures = []
         for one in reversed(steps):
             try:
-                restored = self._read(one, like)
+                restored = self._read(one, like, release)
             except _UnreadableError as error:
                 failures.append(f"step {one}: {error}")
                 if step is None:
@@ -193,11 +197,16 @@ class Checkpoints:
             )
         return content
 
-    def _read(self, step: int, like: State) -> Restored:
+    def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
         content = _together(lambda: self._content(step))
         wanted = _arrays(like)
         _check_leaves(content["leaves"], _describe(like, wanted, {}), step, str(self.folder))
+        wanted = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held := like)
+        for leaf in jax.tree.leaves(held) if release else ():
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
         read = {path: leaf for path, leaf in wanted.items() if leaf.size}
         arguments = {
             path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
@@ -233,11 +242,22 @@ class Checkpoints:
     def _put_aside(self, steps: list[int]) -> None:
         if jax.process_index() == 0:
             for step in steps:
-                (self.folder / str(step)).rename(self.folder / f"unreadable-{step}")
+                names = (
+                    f"unreadable-{step}{number}"
+                    for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+                )
+                (self.folder / str(step)).rename(next(to for name in names if not (to := self.folder / name).exists()))
         gather_texts("")  # until it is done
         self._manager.reload()
 
-    def _check_room(self, needed: int) -> None:
+    def _clear(self) -> None:
+        """Take away what an earlier attempt was writing when it ended."""
+        if jax.process_index() == 0:
+            for half in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                half.rmtree()
+        gather_texts("")  # until it is done
+
+    def _check_room(self, step: int, needed: int) -> None:
         """Refuse to begin what a disk has no room for, rather than to leave half of it there."""
         short = ""
         if jax.process_index() == 0 and "://" not in str(self.folder):
@@ -245,18 +265,27 @@ class Checkpoints:
             if free < needed:
                 short = f"it takes {human_bytes(needed)}, and {human_bytes(free)} are free"
         if short := gather_texts(short)[0]:
-            raise OSError(errno.ENOSPC, short)
+            raise NoRoomError(self._failure(f"The checkpoint of step {step}", short))
+
+    def _failure(self, what: str, why: str) -> str:
+        latest = self.latest()
+        still = "there is none before it" if latest is None else f"the last good one is that of step {latest}"
+        return f"{what} could not be saved in {self.folder}: {why}; {still}."
 
     @contextlib.contextmanager
     def _failing(self, step: int | None) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
+            if jax.process_count() == 1:
+                self._clear()
+                self._manager.reload()  # which had counted it among the others
             what = "A checkpoint" if step is None else f"The checkpoint of step {step}"
-            latest = self.latest()
-            still = "and there is none before it" if latest is None else f"the last good one is that of step {latest}"
-            reason = _reason(error)
-            raise OSError(f"{what} could not be saved in {self.folder}: {reason}; {still}.") from error
+            raise OSError(self._failure(what, _reason(error))) from error
+
+
+class NoRoomError(OSError):
+    """A checkpoint that was not begun, on any process, for want of room."""
 
 
 class _UnreadableError(Exception):
@@ -272,7 +301,9 @@ def _digests(arrays: list[jax.Array]) -> jax.Array:
             x = jnp.stack([x.real, x.imag])
         word = _bits(x)
         for dim in range(word.ndim):
-            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32((0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim)
+            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
+                (0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim
+            )
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
         return jnp.sum(word ^ (word >> jnp.uint32(16)), dtype=jnp.uint32)
@@ -382,8 +413,8 @@ def _check_shared(folder: Any) -> None:
         mark.unlink(missing_ok=True)
     if blind:
         raise ValueError(
-            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in {folder} what process 0 wrote there. Several "
-            "processes save into one folder, on a file system that they share, given to each by the same name."
+            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in {folder} what process 0 wrote "
+            "there. Several processes save into one folder, on a file system that they share, by the same name on each."
         )
 
 

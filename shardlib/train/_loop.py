@@ -1,6 +1,8 @@
 """The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was stopped."""
 
+import json
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from shardlib._chips import chip_of
 from shardlib._processes import agree, catch_termination
 from shardlib._tree import named_leaves
 from shardlib.train._batches import Batches, batches
-from shardlib.train._checkpoint import Checkpoints
+from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._state import State
 from shardlib.train._step import Step
@@ -48,7 +50,8 @@ class Loop:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "profile":
-                if value is not None and not (len(value) == 2 and all(type(n) is int and n >= 1 for n in value)):
+                pair = isinstance(value, tuple) and len(value) == 2 and all(type(n) is int and n >= 1 for n in value)
+                if value is not None and not pair:
                     raise ValueError(f"`Loop(profile={value!r})` takes the first step and how many: `profile=(10, 3)`.")
             elif not (type(value) is int and value >= 1) and not (one.name == "keep_every" and value is None):
                 raise ValueError(f"`Loop({one.name}={value!r})`: a whole number, at least one.")
@@ -75,7 +78,7 @@ def fit(
     - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `profile/`. Without it nothing is kept.
     - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
     - `sinks`: called with every record, by the first process alone; by default a bar, and `metrics.jsonl` in the folder.
-    - `watch`: numbers to record by step, a schedule of the learning rate, say.
+    - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning rate has it.
     - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training on one takes, records
       say what part of the devices' peak that is (MFU), where their datasheet is known.
     - `about`: what to save with checkpoints, of whatever JSON holds; processes compare it before the first step.
@@ -92,7 +95,15 @@ def fit(
     [(10, 0.1002), (20, 0.0078)]
     """
     _check(step, state, loop)
-    place = None if folder is None else Path(folder)
+    if folder is not None and "://" in str(folder):
+        raise ValueError(
+            f"`fit(folder={str(folder)!r})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, s3fs)."
+        )
+    place = None if folder is None else Path(folder).expanduser().absolute()
+    try:
+        json.dumps(dict(about or {}))
+    except TypeError as error:
+        raise ValueError(f"`fit(about=...)` goes into checkpoints as JSON, which cannot hold it: {error}.") from error
     if sinks is None:
         sinks = (Progress(loop.steps), *([JsonLines(place / "metrics.jsonl")] if place else []))
     run = _Run(
@@ -113,7 +124,8 @@ def fit(
         with nullcontext() if place is None else Checkpoints(place / "checkpoints", **keep) as checkpoints:
             return run.steps(run.resume(state, checkpoints), checkpoints)
     finally:
-        run.batches.close()
+        if run.batches is not source:  # which whoever made them may go on with
+            run.batches.close()
 
 
 class _Run:
@@ -125,7 +137,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self.step, self.batches, self.loop, self.folder, self.evaluate = step, batches, loop, folder, evaluate
         self.sinks = sinks if jax.process_index() == 0 else ()
-        self.watch = {name: jax.jit(of) for name, of in watch.items()}
+        self.watch = watch
         self.about = dict(about or {})
         self.speed = _Speed(unit, flops_per_unit, step.strategy)
         self.in_flight: deque[tuple[int, Any]] = deque()
@@ -146,10 +158,13 @@ class _Run:
                     f"`abstract`{'' if checkpoints is None else f', or look for the run elsewhere than in {self.folder}'}."
                 )
             return state
-        for leaf in jax.tree.leaves(state):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()  # what is read takes its place
-        restored = checkpoints.restore(state)
+        restored = checkpoints.restore(state, release=True)  # what is read takes the place of what was given
+        if restored.data is None:
+            raise ValueError(
+                f"The checkpoint of step {restored.step} in {checkpoints.folder} says nothing of the place in the data: it was "
+                "not saved by `fit`. Save it with `Checkpoints.save(state, data=batches.state())`, or begin in another folder "
+                "with `Checkpoints.restore(...).state`."
+            )
         self.batches.restore(restored.data)
         self.saved = restored.step
         self.note(restored.step, f"resumed from the checkpoint of step {restored.step}")
@@ -177,11 +192,8 @@ class _Run:
                 last, stopped = done == loop.steps, termination.now(done)
                 if last or stopped or done % loop.evaluate_every == 0 or done % loop.save_every == 0:
                     self.settle_all()
-                if self.evaluate is not None and (last or done % loop.evaluate_every == 0):
-                    measured = self.evaluate(state)
-                    if measured:
-                        self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
-                    self.speed.pause()
+                if self.evaluate is not None and (last or (done % loop.evaluate_every == 0 and not stopped)):
+                    self.measure(state, done, checkpoints)
                 if checkpoints is not None and (last or stopped or done % loop.save_every == 0):
                     self.save(state, done, checkpoints, last or stopped)
                 if stopped and not last:
@@ -189,6 +201,19 @@ class _Run:
                     self.note(done, f"asked to end: stopped after step {done} of {loop.steps}{kept}")
                     break
         return state
+
+    def measure(self, state: State, done: int, checkpoints: Checkpoints | None) -> None:
+        """Evaluate, before saving: so that a run which goes on from the checkpoint has this behind it."""
+        assert self.evaluate is not None
+        try:
+            measured = self.evaluate(state)
+        except Exception:
+            if checkpoints is not None:  # what has been learned is not lost with it
+                self.save(state, done, checkpoints, wait=True)
+            raise
+        if measured:
+            self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
+        self.speed.pause()
 
     def next_batch(self, done: int) -> Any:
         try:
@@ -204,7 +229,7 @@ class _Run:
         if jax.process_count() > 1:
             shapes = "\n".join(f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch))
             program = self.step.lower(state, batch).as_text()
-            agree({"batch": shapes, "program": program})
+            agree({"batch": shapes, "program": program, "data": self.batches.identity})
         self.note(done, "compiling the step")
 
     def settle(self) -> None:
@@ -227,7 +252,7 @@ class _Run:
         else:
             self.nonfinite = 0
         if step % self.loop.log_every == 0 or step == self.loop.steps:
-            watched = {name: float(of(step)) for name, of in self.watch.items()}
+            watched = {name: float(of(step - 1)) for name, of in self.watch.items()}
             left = self.loop.steps - step
             self.say({"step": step, **values, **watched, **self.speed.read(left)})
 
@@ -239,16 +264,23 @@ class _Run:
         """Begin to save. A save that fails is told of and the run goes on, unless it was the last."""
         if done == self.saved:
             return
+        if self.nonfinite and self.step.strategy.nonfinite == "count":
+            self.note(done, "not saved: the last gradient was not finite, and so may be the parameters")
+            return
+        # Of several processes one may fail while others go on. Then the run ends, to be taken up where all of them were.
+        alone = jax.process_count() == 1
         try:
             checkpoints.wait()
         except OSError as error:
+            if not alone:
+                raise
             self.note(done, str(error))
         try:
             checkpoints.save(state, data=self.batches.state(), about=self.about)
             if wait:
                 checkpoints.wait()
         except OSError as error:
-            if wait:
+            if wait or not (alone or isinstance(error, NoRoomError)):
                 raise
             self.note(done, str(error))
             return
@@ -259,7 +291,10 @@ class _Run:
 
     def say(self, record: Mapping[str, Any]) -> None:
         for sink in self.sinks:
-            sink(record)
+            try:
+                sink(record)
+            except OSError as error:  # a record less, and no reason to end a run
+                sys.stderr.write(f"shardlib: a record of step {record['step']} could not be written: {error}\n")
 
 
 class _Speed:

@@ -74,13 +74,12 @@ class TensorBoard:
         """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
         step = record["step"]
         if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=_first_anew(record))
+            self._writer = self._make(self._folder, purge_step=_first_anew(record), flush_secs=1)
         for name, value in record.items():
             if name == "note":
                 self._writer.add_text(name, value, step)
             elif name != "step":
                 self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
 
 class Progress:
