@@ -74,6 +74,8 @@ def test_text_files_are_documents(tmp_path):
     assert documents == expected and reading.empty == 1
     assert read(str(tmp_path / "**" / "*.[tm][xd]*"))[0] == expected
     assert read((tmp_path / "b" / "c.md", tmp_path / "a.txt", tmp_path / "b" / "c.md"))[0] == expected[::-1]
+    (tmp_path / "again.txt").symlink_to(tmp_path / "a.txt")
+    assert read((tmp_path / "b" / ".." / "a.txt", tmp_path / "again.txt"))[0] == expected[:1], "once, by whatever name"
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
     assert read(tmp_path / "a.txt.gz")[0] == [TEXTS[1]]
 
@@ -85,6 +87,9 @@ def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
         monkeypatch.setattr("shardlib.data._files._BLOCK", block)
         documents, reading = read(path, separator="<|endoftext|>")
         assert documents == ["one\nline", *TEXTS[:2]] and reading.empty == 1
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbfone--two")
+    assert read(marked, separator="--")[0] == ["one", "two"], "without the mark that some editors begin a file with"
     path.write_bytes(b"fine\n--\n\nalso\nb\xffd\n--\nend")
     with pytest.raises(ValueError, match=r"stories.txt`, line 5: not UTF-8 \(byte 0xff"):
         read(path, separator="--")

@@ -140,6 +140,20 @@ def test_a_process_with_another_configuration_is_named_before_the_first_step(tex
     assert "step 1/12" not in output
 
 
+def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nimport shardlib as sl\nsl.join()\n"
+        "try:\n    sl.Checkpoints(os.path.join(sys.argv[1], os.environ['SHARDLIB_PROCESS']))\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    output = finished(run([sys.executable, str(script), str(tmp_path / "local")], processes=2, devices=2))
+    for process in range(2):
+        assert re.search(
+            rf"\[{process}\] Process 1 of 2 does not see in .*local/{process} what process 0 wrote", output
+        ), output
+
+
 def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
     output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
     assert "holds another run:\n  model.width: 32 there, 64 now" in output and "Traceback" not in output

@@ -149,12 +149,12 @@ class _BadRecordError(Exception):
 
 
 def find_files(corpus: Corpus) -> tuple[Source, ...]:
-    """The files of a corpus: those of each pattern in the order of their names, each file once."""
+    """The files of a corpus: those of each pattern in the order of their names, each file once, by whatever name."""
     patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
     found: dict[Path, Source] = {}
     for pattern in patterns:
         for path in _matches(pattern, corpus.format):
-            found.setdefault(path, _source(path, corpus.format))
+            found.setdefault(path.resolve(), _source(path, corpus.format))
     formats = {source.format for source in found.values()}
     if corpus.separator and "text" not in formats:
         raise ValueError(
@@ -306,12 +306,14 @@ def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[i
         if corpus.separator is None:
             yield 1, file.read().removeprefix(b"\xef\xbb\xbf")
             return
-        separator, rest, line = corpus.separator.encode(), b"", 1
-        while block := file.read(_BLOCK):
+        separator, line = corpus.separator.encode(), 1
+        rest, block = b"", file.read(max(_BLOCK, 3)).removeprefix(b"\xef\xbb\xbf")
+        while block:
             *whole, rest = (rest + block).split(separator)
             for document in whole:
                 yield _trimmed(document, line)
                 line += document.count(b"\n") + separator.count(b"\n")
+            block = file.read(_BLOCK)
         if rest.strip(b"\r\n"):
             yield _trimmed(rest, line)
 
