@@ -17,7 +17,7 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
-from shardlib.train._checkpoint import digests
+from shardlib.train._contents import digests
 
 # Reads that fail leave futures behind, whose errors nobody asks for.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -9,7 +9,7 @@ from machines import compile_for, mesh_on
 import shardlib as sl
 from models import gpt
 from shardlib._collectives import collectives
-from shardlib.train._checkpoint import _digests
+from shardlib.train._contents import _digests
 
 PLATFORMS = [
     "cpu",

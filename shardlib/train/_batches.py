@@ -23,6 +23,36 @@ def batch_sharding(strategy: Strategy) -> NamedSharding:
     return NamedSharding(strategy.device_mesh, PartitionSpec(strategy.batch_axes or None))
 
 
+def check_batch(batch: Any, strategy: Strategy) -> None:
+    """Refuse what is no batch, or does not split over the mesh."""
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise ValueError("The batch holds no arrays.")
+    if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
+        path, leaf = strange[0]
+        raise ValueError(
+            f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
+            "constants to the loss by closing over them."
+        )
+    axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
+    parts = strategy.accumulate
+    for size in axes.values():
+        parts *= size
+    rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
+    for path, leaf in leaves:
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            raise ValueError(
+                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
+                f"{leaf.shape}. Give constants to the loss by closing over them."
+            )
+    if rows == 0 or rows % parts:
+        along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
+        raise ValueError(
+            f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
+            f"multiple of {parts}."
+        )
+
+
 def rows_here(size: int, strategy: Strategy) -> np.ndarray:
     """Which rows of a batch of so many examples the devices of this process hold, in order.
 

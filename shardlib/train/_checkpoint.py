@@ -8,7 +8,6 @@ lies; comparing it after reading finds whatever went wrong between one device's 
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
@@ -19,15 +18,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from shardlib._annotate import say
 from shardlib._processes import gather_texts
-from shardlib._random import is_key
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
+from shardlib.train._contents import (
+    arrays_of,
+    as_leaf,
+    at,
+    check_leaves,
+    describe_leaves,
+    digests,
+    nested,
+    sealed,
+    unsealed,
+)
 from shardlib.train._state import State
 
 FORMAT = 1
@@ -48,7 +54,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run, in one folder: the newest `keep`, and every step that `keep_every` divides.
 
-    >>> import shardlib as sl, optax, tempfile
+    >>> import jax.numpy as jnp, shardlib as sl, optax, tempfile
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> state = sl.init(lambda: {"w": jnp.ones(8)}, optax.adam(1e-3), strategy)
     >>> with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
@@ -107,10 +113,10 @@ class Checkpoints:
         if not self._writes:
             self._clear()
             self._writes = True
-        step, arrays = int(state.step), _arrays(state)
+        step, arrays = int(state.step), arrays_of(state)
         content = {
             "format": FORMAT,
-            "leaves": _describe(state, arrays, digests(arrays)),
+            "leaves": describe_leaves(state, arrays, digests(arrays)),
             "strategy": {
                 one.name: repr(getattr(state.layout.strategy, one.name))
                 for one in dataclasses.fields(state.layout.strategy)
@@ -118,13 +124,13 @@ class Checkpoints:
             "processes": [json.loads(text) for text in gather_texts(json.dumps(data))],
             "about": dict(about or {}),
         }
-        sealed = _sealed(content)
+        about_it = sealed(content)
         self._check_room(step, sum(leaf.nbytes for leaf in arrays.values()))
-        written = _nested({path: leaf for path, leaf in arrays.items() if leaf.size})
+        written = nested({path: leaf for path, leaf in arrays.items() if leaf.size})
         args = self._orbax.args
         with self._failing(step):
             self._manager.save(
-                step, args=args.Composite(state=args.PyTreeSave(written), about=args.JsonSave(sealed)), force=True
+                step, args=args.Composite(state=args.PyTreeSave(written), about=args.JsonSave(about_it)), force=True
             )
 
     def wait(self) -> None:
@@ -187,7 +193,7 @@ class Checkpoints:
     def _content(self, step: int) -> dict[str, Any]:
         try:
             sealed = json.loads((self.folder / str(step) / "about" / "metadata").read_text())
-            content = _unsealed(sealed)
+            content = unsealed(sealed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _UnreadableError(f"what it says of itself is not what was written ({_first_line(error)})") from error
         if content["format"] != FORMAT:
@@ -200,8 +206,8 @@ class Checkpoints:
     def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
         content = _together(lambda: self._content(step))
-        wanted = _arrays(like)
-        _check_leaves(content["leaves"], _describe(like, wanted, {}), step, str(self.folder))
+        wanted = arrays_of(like)
+        check_leaves(content["leaves"], describe_leaves(like, wanted, {}), step, str(self.folder))
         wanted = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held := like)
         for leaf in jax.tree.leaves(held) if release else ():
@@ -217,7 +223,7 @@ class Checkpoints:
             handler = ocp.PyTreeCheckpointHandler()
             try:
                 tree = handler.restore(
-                    self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=_nested(arguments))
+                    self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=nested(arguments))
                 )
             except Exception as error:  # of whatever kind: the folder does not hold what was written
                 raise _UnreadableError(
@@ -225,7 +231,7 @@ class Checkpoints:
                 ) from error
             finally:
                 handler.close()
-            return {path: _at(tree, path) for path in read}
+            return {path: at(tree, path) for path in read}
 
         given = _together(arrays)
         found = digests(given)
@@ -235,7 +241,7 @@ class Checkpoints:
                 f" and {len(changed) - 3} more" if changed[3:] else ""
             )
             raise _UnreadableError(f"the bits of {listed} are not those that were saved")
-        leaves = [_as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
+        leaves = [as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
 
@@ -292,106 +298,6 @@ class _UnreadableError(Exception):
     """A checkpoint that is not what was written."""
 
 
-@jax.jit
-def _digests(arrays: list[jax.Array]) -> jax.Array:
-    # Each element's bits are scrambled together with its place, one to one, so that no change of an element goes unseen and
-    # changes of several do not cancel (MurmurHash3's finalizer); then summed, since a sum of integers is alike on every mesh.
-    def digest(x: jax.Array) -> jax.Array:
-        if jnp.iscomplexobj(x):
-            x = jnp.stack([x.real, x.imag])
-        word = _bits(x)
-        for dim in range(word.ndim):
-            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
-                (0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim
-            )
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
-        return jnp.sum(word ^ (word >> jnp.uint32(16)), dtype=jnp.uint32)
-
-    return jnp.stack([digest(x) for x in arrays])
-
-
-def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A number for each array that changes if any of its bits does, and not with how the array lies.
-
-    >>> digests({"w": jnp.arange(4)}) == digests({"w": jnp.array([0, 1, 3, 2])})
-    False
-    """
-    # One program for all: a process may not have several with collectives under way on the devices of a CPU.
-    some = {path: leaf for path, leaf in arrays.items() if leaf.size}
-    found = np.asarray(_digests(list(some.values()))) if some else ()
-    return {path: f"{int(number):08x}" for path, number in zip(some, found, strict=True)}
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """The bits of each element as one or two unsigned words, two along a new last dim."""
-    integer = jnp.issubdtype(x.dtype, jnp.integer)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    width = (jnp.iinfo if integer else jnp.finfo)(x.dtype).bits
-    if width < 8:  # less than a byte each: none of the wider values is left out
-        return lax.bitcast_convert_type(x.astype(jnp.int32 if integer else jnp.float32), jnp.uint32)
-    return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)).astype(jnp.uint32)
-
-
-def _arrays(state: State) -> dict[str, Any]:
-    """A state's arrays by path, those of keys as the words that they are made of."""
-    return {path: _words(leaf) if is_key(leaf) else leaf for path, leaf in named_leaves(state)}
-
-
-def _words(keys: Any) -> Any:
-    if isinstance(keys, jax.Array):
-        return jax.random.key_data(keys)
-    return jax.ShapeDtypeStruct(
-        jax.eval_shape(jax.random.key_data, keys).shape, jnp.uint32, sharding=getattr(keys, "sharding", None)
-    )
-
-
-def _as_leaf(like: Any, words: Any, read: Any) -> Any:
-    if read is None:  # without elements
-        return jax.device_put(jnp.zeros(words.shape, words.dtype), words.sharding)
-    if not is_key(like):
-        return read
-    of: list[Any] = []
-    jax.eval_shape(
-        lambda keys: of.append(jax.random.key_impl(keys)), like
-    )  # which `like`, when abstract, does not tell
-    return jax.random.wrap_key_data(read, impl=of[0])
-
-
-def _describe(state: State, arrays: Mapping[str, Any], digest: Mapping[str, str]) -> dict[str, Any]:
-    dtypes = {path: str(leaf.dtype) for path, leaf in named_leaves(state)}
-    names = dict(state.layout.names)
-    return {
-        path: {
-            "shape": list(leaf.shape),
-            "dtype": dtypes[path],
-            "names": str(names.get(path.partition("/")[2])),
-            "digest": digest.get(path),
-        }
-        for path, leaf in arrays.items()
-    }
-
-
-def _check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int, folder: str) -> None:
-    """Refuse a checkpoint of another model or optimizer, naming each leaf that differs."""
-
-    def kind(leaf: Mapping[str, Any]) -> str:
-        return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
-
-    differing = [
-        *(f"`{path}` is {kind(saved[path])} there and {kind(leaf)} here" for path, leaf in wanted.items()
-          if path in saved and kind(saved[path]) != kind(leaf)),
-        *(f"`{path}` is there alone, {kind(saved[path])}" for path in saved if path not in wanted),
-        *(f"`{path}` is here alone, {kind(leaf)}" for path, leaf in wanted.items() if path not in saved),
-    ]  # fmt: skip
-    if differing:
-        raise ValueError(
-            f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
-            f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder."
-        )
-
-
 def _check_shared(folder: Any) -> None:
     """Refuse a folder that some process does not see as the first one does: of a checkpoint it would hold its part alone."""
     if jax.process_count() == 1:
@@ -421,34 +327,6 @@ def _check_shared(folder: Any) -> None:
 def _said_here(record: logging.LogRecord) -> bool:
     """Leaves out what Orbax logs, tracebacks above all: what there is to say of it is in our errors and warnings."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
-
-
-def _sealed(content: Any) -> dict[str, str]:
-    text = json.dumps(content)
-    return {"content": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _unsealed(sealed: Mapping[str, str]) -> Any:
-    if hashlib.sha256(sealed["content"].encode()).hexdigest() != sealed["sha256"]:
-        raise ValueError("another digest")
-    return json.loads(sealed["content"])
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *folders, name = path.split("/")
-        here = tree
-        for folder in folders:
-            here = here.setdefault(folder, {})
-        here[name] = leaf
-    return tree
-
-
-def _at(tree: Any, path: str) -> Any:
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
 
 
 def _together(read: Callable[[], T]) -> T:

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
-from shardlib.train._batches import batch_sharding, batches, rows_here
+from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
 from shardlib.train._state import Layout, State, united
-from shardlib.train._step import LossFunction, check_batch, forward, with_row_keys
+from shardlib.train._step import LossFunction, forward, with_row_keys
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import uses, value
 

@@ -32,7 +32,7 @@ from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
-from shardlib.train._batches import batch_sharding
+from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
@@ -221,36 +221,6 @@ class Step:
             gradient, squares = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         return gradient, squares, streams, rest, metrics | {"weight": weight}
-
-
-def check_batch(batch: Any, strategy: Strategy) -> None:
-    """Refuse what is no batch, or does not split over the mesh."""
-    leaves = named_leaves(batch)
-    if not leaves:
-        raise ValueError("The batch holds no arrays.")
-    if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
-        path, leaf = strange[0]
-        raise ValueError(
-            f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
-            "constants to the loss by closing over them."
-        )
-    axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
-    parts = strategy.accumulate
-    for size in axes.values():
-        parts *= size
-    rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
-    for path, leaf in leaves:
-        if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise ValueError(
-                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
-                f"{leaf.shape}. Give constants to the loss by closing over them."
-            )
-    if rows == 0 or rows % parts:
-        along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
-        raise ValueError(
-            f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
-            f"multiple of {parts}."
-        )
 
 
 def forward(
