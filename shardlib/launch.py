@@ -6,7 +6,6 @@ traceback, after the others have ended, so that it is the last thing on the scre
 
 import argparse
 import contextlib
-import ctypes
 import os
 import queue
 import re
@@ -30,6 +29,14 @@ _LAST_LINES, _MAX_LINES = 20, 200
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LOG = re.compile(r"[IWEF]\d{4} |\*\*\* Check failure")  # what XLA says when the others are gone
+
+# Between fork and exec Python may run nothing of ours where other threads are, so a Python of its own asks the kernel.
+_ENDING_WITH = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else the launcher was quicker to end
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 _EXAMPLE = """\
 examples:
@@ -60,18 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(one, handler)
 
 
-def _ending_with(launcher: int) -> Callable[[], None] | None:
-    """What has the kernel kill a process when its launcher is killed, which can then pass nothing on; on Linux alone."""
+def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
+    """The command, to be killed by the kernel when its launcher is, which can then pass nothing on; on Linux alone."""
     if sys.platform != "linux":
-        return None
-    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
-
-    def ask() -> None:
-        prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was quicker
-            os._exit(1)
-
-    return ask
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _ENDING_WITH, str(launcher), *command]
 
 
 def environment_of(
@@ -137,8 +137,8 @@ class _Launch:
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start one more, in a session of its own: Ctrl-C reaches it through `pass_on` alone, its children end with it."""
         popen = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=_ending_with(os.getpid()),
+            _ending_with(os.getpid(), command), env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         process = _Process(len(self.processes), popen)
         self.processes.append(process)

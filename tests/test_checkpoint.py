@@ -20,7 +20,10 @@ from models import gpt
 from shardlib.train._contents import digests
 
 # Reads that fail leave futures behind, whose errors nobody asks for.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
 
 CONFIG = gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, dropout=0.1)
 BATCH = {"tokens": np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)}
