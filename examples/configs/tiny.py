@@ -7,7 +7,7 @@ from shardlib.data import Corpus
 
 
 def run() -> Run:
-    """The standard library, in tokens learned from it, on whatever devices there are; ten minutes on two cores."""
+    """The standard library, in tokens learned from it, on whatever devices there are; ten to twelve minutes on two cores."""
     return Run(
         name="tiny",
         model=gpt.GPTConfig(
