@@ -197,7 +197,7 @@ class _Run:
                 if checkpoints is not None and (last or stopped or done % loop.save_every == 0):
                     self.save(state, done, checkpoints, last or stopped)
                 if stopped and not last:
-                    kept = "" if checkpoints is None else "; the state is saved"
+                    kept = "; the state is saved" if self.saved == done else ""
                     self.note(done, f"asked to end: stopped after step {done} of {loop.steps}{kept}")
                     break
         return state
