@@ -1,8 +1,9 @@
 """What the trainer costs over the bare step: records every 10 steps, a checkpoint every 50, batches from the data loader.
 
-One process, in turns: fifty steps of `sl.fit`, then fifty of the step alone on a batch that is there already, and so on; the
-figure is the median of the ratios. A turn of the trainer ends when its last step has; the save that begins with a turn
-is written while the turn goes on. And the loader alone, in tokens a second, against the tokens the model eats.
+One process, in turns: ten steps of `sl.fit`, then ten of the step alone on a batch that is there already, and so on, since the
+machine's own speed wanders within a minute. Five turns of each, with one checkpoint among the trainer's, make a ratio; the
+figure is the median of the ratios. A turn of the trainer ends when its last step has; the save is written while the turn
+after it goes on. And the loader alone, in tokens a second, against the tokens the model eats.
 
     python -m benchmarks.trainer_overhead --json
 """
@@ -22,7 +23,7 @@ from benchmarks._report import report
 from models import gpt
 
 BOUNDS = {"ratio_median": 1.03, "loader_ratio_inverse": 1 / 20}
-TURN, WARM = 50, 1
+TURN, SAVE = 10, 50  # steps
 MODEL = gpt.GPTConfig(
     layers=4, width=128, heads=4, context=256, vocab=257, vocab_multiple=128, norm="rms", positions="rotary",
     mlp="swiglu", hidden=352, bias=False,
@@ -34,7 +35,7 @@ def main() -> None:
     """Measure, print, and with `--json` print for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    parser.add_argument("--turns", type=int, default=8, help="pairs of turns, after one that is not counted")
+    parser.add_argument("--ratios", type=int, default=16, help="ratios, after one that is not counted")
     arguments = parser.parse_args()
 
     strategy = sl.Strategy(mesh="data=-1", rules=sl.rules.data, clip=1.0)
@@ -47,7 +48,7 @@ def main() -> None:
     bare, trainer, started = [], [], 0.0
 
     def turn(state: sl.State) -> dict[str, float]:
-        """Called by the loop every fifty steps: the end of a turn of the trainer, and the whole of one of the bare step."""
+        """Called by the loop every ten steps: the end of a turn of the trainer, and the whole of one of the bare step."""
         nonlocal started
         jax.block_until_ready(state)
         trainer.append(time.perf_counter() - started)
@@ -60,7 +61,7 @@ def main() -> None:
         return {}
 
     with tempfile.TemporaryDirectory() as folder:
-        loop = sl.Loop(steps=TURN * (arguments.turns + WARM), evaluate_every=TURN, save_every=TURN)
+        loop = sl.Loop(steps=SAVE * (arguments.ratios + 1), evaluate_every=TURN, save_every=SAVE)
         sinks = [sl.Progress(loop.steps), sl.JsonLines(Path(folder) / "metrics.jsonl")]
         sl.fit(
             step,
@@ -81,15 +82,21 @@ def main() -> None:
     for _ in range(count):
         next(rows)
     loaded = count * BATCH * MODEL.context / (time.perf_counter() - before)
-    ratios = [a / b for a, b in zip(trainer[WARM:], bare[WARM:], strict=True)]
-    eaten = TURN * BATCH * MODEL.context / statistics.median(bare[WARM:])
+    # The first turn of a save's fifty steps is that in which it is written.
+    together = [
+        [sum(turns[i : i + SAVE // TURN]) for i in range(SAVE // TURN, len(turns), SAVE // TURN)]
+        for turns in (trainer, bare)
+    ]
+    ratios = [a / b for a, b in zip(*together, strict=True)]
+    step_seconds = statistics.median(bare) / TURN
+    eaten = BATCH * MODEL.context / step_seconds
     figures = {
         "ratio_median": statistics.median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
         "loader_ratio": loaded / eaten,
         "loader_ratio_inverse": eaten / loaded,
-        "step_milliseconds": 1000 * statistics.median(bare[WARM:]) / TURN,
+        "step_milliseconds": 1000 * step_seconds,
         "loader_tokens_per_second": loaded,
         "checkpoint_megabytes_kept": saved / 1e6,
         "devices": jax.device_count(),

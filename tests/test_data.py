@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardlib.data import Corpus, Sequences, Tokens, load_tokenizer, prepare
-from shardlib.data import _lock as lock_room
+from shardlib.data import _claim as claim_room
 from shardlib.data import _store as store_room
 from shardlib.data._files import Reading, find_files, read_documents
 
@@ -544,8 +544,9 @@ def test_nothing_left_to_train_on(tmp_path):
 SLOW_BUILD = """
 import sys, time
 from shardlib.data import Corpus, prepare
-from shardlib.data import _lock, _store
-_lock._BEAT_SECONDS = 0.1
+from shardlib import _lock
+from shardlib.data import _store
+_lock.BEAT_SECONDS = 0.1
 build = _store._build
 def slow(*args):
     build(*args)
@@ -596,7 +597,7 @@ def test_a_builder_that_is_killed(tmp_path, lines, capsys):
 
 
 def test_a_builder_on_another_machine_that_is_silent(tmp_path, lines, capsys, monkeypatch):
-    monkeypatch.setattr(lock_room, "_DEAD_SECONDS", 0.5)
+    monkeypatch.setattr(claim_room, "_DEAD_SECONDS", 0.5)
     corpus = Corpus(lines)
     folder = tmp_path / "cache" / store_room._key(corpus, find_files(corpus))
     folder.parent.mkdir()

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
+from shardlib import _lock
+from shardlib.train import _folder
 from shardlib.train._loop import _Speed
 
 CONFIG = gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, dropout=0.1)
@@ -438,3 +442,33 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
     assert speed.read(3) == {}
     speed.count(50)
     assert speed.read(2)["tokens_per_second"] == 50.0
+
+
+# One run at a time
+
+
+def test_a_folder_in_which_a_run_is_under_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lock, "BEAT_SECONDS", 0.1)
+    with _lock.hold(tmp_path / "occupied.json"):
+        with pytest.raises(ValueError, match=rf"A run is under way in .*: process {os.getpid()} on .*Let it end"):
+            fit(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["occupied.json"]
+
+
+def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    lock = tmp_path / "occupied.json"
+    here = {"host": socket.gethostname(), "process": gone.pid, "nonce": "aa"}
+    monkeypatch.setattr(_folder, "_DEAD_SECONDS", 1.5)
+    for holder, waits in ((here, False), ({**here, "host": "elsewhere"}, True)):
+        lock.write_text(json.dumps(holder))
+        state, _ = fit(tmp_path, loop=dataclasses.replace(LOOP, steps=2), evaluate=None)
+        assert int(state.step) == 2 and not lock.exists()
+        assert ("still at work" in capfd.readouterr().err) == waits
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written to"):
+        fit(tmp_path / "file" / "run")

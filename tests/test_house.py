@@ -14,8 +14,8 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_text", "_tree", "_mesh", "_chips", "_processes", "_hlo", "_collectives"),
-    *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_lock", "_store", "_sequences")),
+    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_collectives"),
+    *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_claim", "_store", "_sequences")),
     "data",
     *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
@@ -33,7 +33,7 @@ ORDER = [
             "_step",
         )
     ),
-    *(f"train.{name}" for name in ("_evaluate", "_contents", "_checkpoint", "_sinks", "_loop")),
+    *(f"train.{name}" for name in ("_evaluate", "_contents", "_checkpoint", "_folder", "_sinks", "_loop")),
     "train",
     *(
         f"planning.{name}"

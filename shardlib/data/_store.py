@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from shardlib._text import human_bytes, table
+from shardlib.data._claim import claim
 from shardlib.data._files import Corpus, Reading, Skipped, Source, find_files, left_out, read_documents
-from shardlib.data._lock import claim
 from shardlib.data._progress import Progress, say
 from shardlib.data._tokenizer import Tokenizer, learn_tokenizer, learned_size, load_tokenizer, tokenizer_file
 

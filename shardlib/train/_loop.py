@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shardlib._processes import agree, catch_termination
 from shardlib._tree import named_leaves
 from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
+from shardlib.train._folder import occupied
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._state import State
 from shardlib.train._step import Step
@@ -75,7 +75,8 @@ def fit(
 
     - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint, that is read in its place.
     - `source`: an iterable of batches, or what `batches` made of one.
-    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `profile/`. Without it nothing is kept.
+    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `profile/`. Without it nothing is kept. A folder in
+      which another run is under way is refused.
     - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
     - `sinks`: called with every record, by the first process alone; by default a bar, and `metrics.jsonl` in the folder.
     - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning rate has it.
@@ -121,7 +122,9 @@ def fit(
     agree({"configuration": _lines(run.about)})  # before anything is looked for in a folder, together
     keep = {"keep": loop.keep, "keep_every": loop.keep_every}
     try:
-        with nullcontext() if place is None else Checkpoints(place / "checkpoints", **keep) as checkpoints:
+        if place is None:
+            return run.steps(run.resume(state, None), None)
+        with occupied(place), Checkpoints(place / "checkpoints", **keep) as checkpoints:
             return run.steps(run.resume(state, checkpoints), checkpoints)
     finally:
         if run.batches is not source:  # which whoever made them may go on with
