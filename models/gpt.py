@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,16 @@ STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and
 
 Rotation = tuple[jax.Array, jax.Array]
 normal = nnx.initializers.normal
+
+
+class Seen(NamedTuple):
+    """What a block sees beside the residual stream: the same in all blocks."""
+
+    rotation: Rotation | None = None  # of positions
+    segments_BS: jax.Array | None = None  # a token sees those of its own segment
+    memory_BTD: jax.Array | None = None  # what an encoder made, for cross-attention
+    memory_segments_BT: jax.Array | None = None
+    real_BS: jax.Array | None = None  # false for padding, which no expert should have
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class GPTConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
@@ -224,22 +234,35 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention, in which each key and value head serves a group of query heads."""
+    """Attention, causal unless said otherwise, in which each key and value head serves a group of query heads."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+        self.causal = causal
         self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
         self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.output = Projection(("heads", "head_dim"), ("embed",), config, std=_returning_std(config), rngs=rngs)
+        self.output = Projection(("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, rotation: Rotation | None, segments_BS: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        rotation: Rotation | None = None,
+        segments_BS: jax.Array | None = None,
+        memory_BTD: jax.Array | None = None,
+        memory_segments_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each token makes of those it sees: of its own segment, in the memory where one is given."""
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
-        q_BSHK, k_BSGK, v_BSGK = self.query(x_BSD, HEADS), self.key(x_BSD, KV_HEADS), self.value(x_BSD, KV_HEADS)
+        of_BTD = x_BSD if memory_BTD is None else memory_BTD
+        q_BSHK, k_BTGK, v_BTGK = self.query(x_BSD, HEADS), self.key(of_BTD, KV_HEADS), self.value(of_BTD, KV_HEADS)
         if rotation is not None:
-            q_BSHK, k_BSGK = rotate(q_BSHK, rotation), rotate(k_BSGK, rotation)
+            q_BSHK, k_BTGK = rotate(q_BSHK, rotation), rotate(k_BTGK, rotation)
         # Query head h attends with key head h // (H / G), so a device that holds whole groups needs nobody else's.
-        same_B1SS = None if segments_BS is None else (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
-        y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSGK, v_BSGK, mask=same_B1SS, is_causal=True)
+        of_BT = segments_BS if memory_BTD is None else memory_segments_BT
+        same_B1ST = None
+        if segments_BS is not None and of_BT is not None:
+            same_B1ST = (segments_BS[:, :, None] == of_BT[:, None, :])[:, None]
+        y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal)
         return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
 
 
@@ -247,40 +270,59 @@ class MLP(nnx.Module):
     """GPT's two matrices around a GELU, or Llama's three (SwiGLU)."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.kind = config.mlp
         self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
         self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
-        self.down = Projection(("mlp",), ("embed",), config, std=_returning_std(config), rngs=rngs)
+        self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
         h_BSF = self.up(x_BSD, HIDDEN)
-        if self.gate is None:
-            h_BSF = jax.nn.gelu(h_BSF, approximate=True)
-        else:
-            h_BSF *= jax.nn.silu(self.gate(x_BSD, HIDDEN))
+        h_BSF = activate(h_BSF, self.kind) if self.gate is None else h_BSF * jax.nn.silu(self.gate(x_BSD, HIDDEN))
         return self.down(h_BSF, WHOLE, RESIDUAL)
 
 
-class Block(nnx.Module):
-    """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or after (GPT-1)."""
+def activate(x: jax.Array, kind: str) -> jax.Array:
+    """GPT's GELU, or a ReLU."""
+    return jax.nn.gelu(x, approximate=True) if kind == "gelu" else jax.nn.relu(x)
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or after (GPT-1).
+
+    With `cross`, a decoder's: between the two it attends to what an encoder made.
+    """
+
+    def __init__(self, config: GPTConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs) -> None:
         self.norm_first = config.norm_first
         self.attention_norm = Norm(config, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, causal=causal, rngs=rngs)
+        self.cross_norm = Norm(config, rngs=rngs) if cross else None
+        self.cross = Attention(config, causal=False, rngs=rngs) if cross else None
         self.mlp_norm = Norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = self._mlp(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self, x_BSD: jax.Array, rotation: Rotation | None, segments_BS: jax.Array | None, key: jax.Array | None
-    ) -> jax.Array:
-        attend = functools.partial(self.attention, rotation=rotation, segments_BS=segments_BS)
-        x_BSD = self._add(x_BSD, attend, self.attention_norm, _fold_in(key, 0))
-        return self._add(x_BSD, self.mlp, self.mlp_norm, _fold_in(key, 1))
+    def _mlp(self, config: Any, rngs: nnx.Rngs) -> Any:
+        return MLP(config, rngs=rngs)
 
-    def _add(self, x_BSD: jax.Array, half: Callable[..., jax.Array], norm: Norm, key: jax.Array | None) -> jax.Array:
-        y_BSD = half(norm(x_BSD) if self.norm_first else x_BSD)
+    def __call__(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> tuple[jax.Array, Any]:
+        x_BSD = self._attended(x_BSD, key, seen)
+        return self._added(x_BSD, self.mlp(self._before(x_BSD, self.mlp_norm)), self.mlp_norm, fold_in(key, 1)), None
+
+    def _attended(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
+        y_BSD = self.attention(self._before(x_BSD, self.attention_norm), seen.rotation, seen.segments_BS)
+        x_BSD = self._added(x_BSD, y_BSD, self.attention_norm, fold_in(key, 0))
+        if self.cross is None or self.cross_norm is None:
+            return x_BSD
+        memory = seen.memory_BTD, seen.memory_segments_BT
+        y_BSD = self.cross(self._before(x_BSD, self.cross_norm), None, seen.segments_BS, *memory)
+        return self._added(x_BSD, y_BSD, self.cross_norm, fold_in(key, 3))
+
+    def _before(self, x_BSD: jax.Array, norm: Norm) -> jax.Array:
+        return norm(x_BSD) if self.norm_first else x_BSD
+
+    def _added(self, x_BSD: jax.Array, y_BSD: jax.Array, norm: Norm, key: jax.Array | None) -> jax.Array:
         x_BSD = x_BSD + self.dropout(y_BSD, rngs=key)
         return lay_out(x_BSD if self.norm_first else norm(x_BSD), RESIDUAL)
 
@@ -301,15 +343,12 @@ class GPT(nnx.Module):
         self.positions = parameter(init, config, "position", "embed", rngs=rngs) if learned else None
         self.dropout = nnx.Dropout(config.dropout)
 
-        # All blocks are one block whose parameters have a leading dim `layers`: compiled once, whatever the depth.
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(transform_metadata=STACKED)
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
-
-        self.blocks = blocks(rngs)
+        self.blocks = self._blocks(config, rngs)
         self.norm = Norm(config, rngs=rngs) if config.norm_first else None
         self.head = None if config.tied else parameter(init, config, "vocab", "embed", rngs=rngs)
+
+    def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
+        return stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
 
     def __call__(
         self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
@@ -324,20 +363,32 @@ class GPT(nnx.Module):
         self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
     ) -> jax.Array:
         """What the head reads: the residual stream after the last block, whole."""
+        key = key if self.config.dropout else None
+        x_BSD, _ = self._run(tokens_BS, self.blocks, self.config.layers, key, Seen(segments_BS=segments_BS))
+        return self._last(x_BSD, self.norm)
+
+    def _last(self, x_BSD: jax.Array, norm: Norm | None) -> jax.Array:
+        return lay_out(x_BSD if norm is None else norm(x_BSD), RESIDUAL, WHOLE)
+
+    def _run(
+        self, tokens_BS: jax.Array, blocks: Any, count: int, key: jax.Array | None, seen: Seen
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream after `count` blocks, one after the other, and what each gives besides."""
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
-            raise ValueError(f"A sequence of {S} tokens does not fit `GPTConfig(context={config.context})`.")
-        key = key if config.dropout else None
+            raise ValueError(
+                f"A sequence of {S} tokens does not fit `{type(config).__name__}(context={config.context})`."
+            )
         x_BSD = self._embed(sl.shard(tokens_BS, "batch", "seq"))
-        x_BSD = self.dropout(x_BSD, rngs=_fold_in(key, config.layers))
-        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(config.layers))
-        rotation = None if self.positions is not None else rotations(S, config.dims["head_dim"], config.rope_theta)
+        x_BSD = self.dropout(x_BSD, rngs=fold_in(key if config.dropout else None, count))
+        if self.positions is None:
+            seen = seen._replace(rotation=rotations(S, config.dims["head_dim"], config.rope_theta))
         # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be closed over by `jax.jit`.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
-        block = sl.remat(Block.__call__, checkpoint=checkpoint)
-        axes = {"in_axes": (0, nnx.Carry, None, None, 0), "out_axes": nnx.Carry, "transform_metadata": STACKED}
-        x_BSD = nnx.scan(block, **axes, graph_updates=False)(self.blocks, x_BSD, rotation, segments_BS, keys)
-        return lay_out(x_BSD if self.norm is None else self.norm(x_BSD), RESIDUAL, WHOLE)
+        block = sl.remat(lambda block, x_BSD, key, seen: block(x_BSD, key, seen), checkpoint=checkpoint)
+        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+        axes = {"in_axes": (0, nnx.Carry, 0, None), "out_axes": (nnx.Carry, 0), "transform_metadata": STACKED}
+        return nnx.scan(block, **axes, graph_updates=False)(blocks, x_BSD, keys, seen)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
         # From a table split over `vocab` the partitioner takes the rows that are here and zeros for the others, and
@@ -354,6 +405,17 @@ class GPT(nnx.Module):
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
+
+
+def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+    """Blocks as one block whose parameters have a leading dim `layers`: compiled once, whatever the depth."""
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(transform_metadata=STACKED)
+    def blocks(rngs: nnx.Rngs) -> Any:
+        return make(rngs)
+
+    return blocks(rngs)
 
 
 def rotations(S: int, K: int, theta: float) -> Rotation:
@@ -378,14 +440,18 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     """
     tokens = batch["tokens"]
     segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
-    logits_BSV = model(tokens[:, :-1], segments_BS, key=rng).astype(jnp.float32)
-    targets_BS = sl.shard(tokens[:, 1:], "batch", "seq")
+    return cross_entropy(model(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], batch.get("mask"))
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:
+    """The mean over the targets that the mask keeps, in float32."""
+    logits_BSV, targets_BS = logits_BSV.astype(jnp.float32), sl.shard(targets_BS, "batch", "seq")
     # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
     # token at a time. Indexing with the targets would gather the logits.
     logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
-    weights_BS = batch["mask"].astype(jnp.float32) if "mask" in batch else jnp.ones_like(losses_BS)
+    weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
     return sl.mean((losses_BS * weights_BS).sum(), weights_BS.sum())
 
 
@@ -422,10 +488,11 @@ def generate(
     return jax.lax.fori_loop(start, start + length, extend, tokens)
 
 
-def _returning_std(config: GPTConfig) -> float:
-    # GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with the depth.
+def returning_std(config: GPTConfig) -> float:
+    """GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with the depth."""
     return STANDARD_DEVIATION / math.sqrt(2 * config.layers)
 
 
-def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+def fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+    """A key of its own for each number, where there is a key."""
     return None if key is None else jax.random.fold_in(key, number)

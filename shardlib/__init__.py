@@ -1,6 +1,7 @@
 """shardlib: name the dimensions of a model once, and run it on any mesh."""
 
 from shardlib import data as data
+from shardlib import experts as experts
 from shardlib import rules as rules
 from shardlib import testing as testing
 from shardlib._annotate import replicate as replicate

@@ -21,10 +21,29 @@ from shardlib._rules import resolve
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A sum over this device's examples, and what to divide the sum over all devices by."""
+    """A sum over this device's examples, and what to divide the sum over all devices by.
+
+    Means may be scaled, and another may be added, whose own weight is another: its mean over the whole batch counts.
+
+    >>> mean(6.0, 3) + 0.5 * mean(8.0, 4)
+    Mean(total=9.0, weight=3)
+    """
 
     total: Any
     weight: Any
+
+    def __mul__(self, by: Any) -> "Mean":
+        return Mean(self.total * by, self.weight)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: "Mean") -> "Mean":
+        if not isinstance(other, Mean):
+            return NotImplemented
+        axes = split_axes()
+        total, weight = lax.psum((other.total, other.weight), axes) if axes else (other.total, other.weight)
+        # Every device adds the whole mean times its own weight, so that the sum over devices, divided once, has it once.
+        return Mean(self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight), self.weight)
 
 
 def mean(total: Any, weight: Any) -> Mean:

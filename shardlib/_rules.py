@@ -18,7 +18,10 @@ Policy: TypeAlias = Literal["error", "drop", "pad", "replicate"]
 POLICIES = ("error", "drop", "pad", "replicate")
 
 BATCH = "batch"
-"""The dim of examples, the one name with a meaning to the library: the axes that split it are data axes."""
+"""The dim of examples, a name with a meaning to the library: the axes that split it are data axes."""
+
+EXPERTS = "experts"
+"""The first dim of experts' weights, the other such name: an axis of data may split it, and each device uses its own part."""
 
 
 class ShardingWarning(UserWarning):

@@ -237,7 +237,7 @@ def test_scanned_blocks_equal_a_loop_over_layers(config):
             rotation = gpt.rotations(16, config.dims["head_dim"], config.rope_theta)
         for layer in range(3):
             block = nnx.merge(structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params))
-            x = nnx.jit(gpt.Block.__call__)(block, x, rotation, None, None)
+            x, _ = nnx.jit(gpt.Block.__call__)(block, x, None, gpt.Seen(rotation))
         np.testing.assert_allclose(call(model, tokens), model.logits(model.norm(x)), rtol=1e-4, atol=1e-4)
 
 

@@ -48,7 +48,7 @@ class Decoder:
     head_dim: int | None = None
     hidden: int | None = None
     norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
     positions: Literal["learned", "rotary"] = "learned"
     bias: bool = True
     tied: bool = True

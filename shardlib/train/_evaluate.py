@@ -44,7 +44,7 @@ class Evaluation:
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
 
-    def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, float]:
+    def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, Any]:
         """The means over the batches of a source, each weighed by its weight: over all, or `at_most` so many.
 
         Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every example once.
@@ -53,19 +53,21 @@ class Evaluation:
         whole = source.once(rows_here(source.batch, self.strategy)) if once else source
         some = whole if at_most is None else itertools.islice(whole, at_most)
         on_mesh = batches(some, self.strategy)
-        sums: dict[str, np.ndarray] = {}
+        sums: dict[str, tuple[Any, Any]] = {}
         try:
             for batch in on_mesh:
                 check_batch(batch, self.strategy)
                 with self.strategy.scope():
                     means = self._compiled(state, batch)
                 for name, mean in jax.device_get(means).items():
-                    sums[name] = sums.get(name, np.zeros(2)) + np.array([mean.total, mean.weight], np.float64)
+                    total, weight = sums.get(name, (0.0, 0.0))
+                    sums[name] = total + np.float64(mean.total), weight + np.float64(mean.weight)
         finally:
             on_mesh.close()
         if not sums:
             raise ValueError("There was no batch to evaluate on.")
-        return {name: float(total / weight) if weight else float("nan") for name, (total, weight) in sums.items()}
+        means = {name: total / weight if weight else total * np.nan for name, (total, weight) in sums.items()}
+        return {name: float(mean) if np.ndim(mean) == 0 else mean for name, mean in means.items()}
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will do."""

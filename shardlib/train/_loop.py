@@ -64,7 +64,7 @@ def fit(
     loop: Loop,
     *,
     folder: str | os.PathLike[str] | None = None,
-    evaluate: Callable[[State], Mapping[str, float]] | None = None,
+    evaluate: Callable[[State], Mapping[str, Any]] | None = None,
     sinks: Sequence[Sink] | None = None,
     watch: Mapping[str, Callable[[int], Any]] | None = None,
     unit: str = "examples",
@@ -238,7 +238,7 @@ class _Run:
     def settle(self) -> None:
         """Wait for the oldest step in flight, and tell of it."""
         step, metrics = self.in_flight.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         weight, bad = values.pop("weight"), int(values.pop("first_nonfinite"))
         self.speed.count(weight)
         if bad >= 0:

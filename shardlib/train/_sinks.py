@@ -1,5 +1,5 @@
-"""Where the records of a run go. A record is a dict with the step and numbers by name, or with a `note` in words; a sink is
-anything that may be called with one.
+"""Where the records of a run go. A record is a dict with the step and, by name, numbers or lists of them; or with a `note`
+in words. A sink is anything that may be called with one.
 """
 
 import json
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+import numpy as np
 
 Record = Mapping[str, Any]
 Sink = Callable[[Record], None]
@@ -79,7 +81,9 @@ class TensorBoard:
             if name == "note":
                 self._writer.add_text(name, value, step)
             elif name != "step":
-                self._writer.add_scalar(name, value, step)
+                several = dict(enumerate(np.ravel(value))) if np.ndim(value) else {"": value}
+                for at, one in several.items():
+                    self._writer.add_scalar(f"{name}/{at}".rstrip("/"), one, step)
 
 
 class Progress:
@@ -92,6 +96,7 @@ class Progress:
 
     def __call__(self, record: Record) -> None:
         """Show a record."""
+        record = {name: value for name, value in record.items() if not np.ndim(value)}
         step = record["step"]
         if "note" in record:
             return self._line(f"step {step}: {record['note']}")
@@ -163,4 +168,6 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) or value is None else float(value)
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return np.asarray(value, float).tolist()

@@ -18,7 +18,7 @@ from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY, is_key
 from shardlib._region import Held
 from shardlib._relate import Relation, relate
-from shardlib._rules import AxisRules, resolve, spec_axes
+from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
 from shardlib.train._strategy import Strategy
@@ -150,7 +150,7 @@ def init(
         _check_relations(relations, dict(named_leaves(opt_state)), strategy)
         for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
             say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
-        _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), strategy)
+        _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy)
         _check_layers(strategy, [path for path, _ in named_leaves(parameters)])
         specs = state_specs(State(*shapes, layout=layout))
         shardings = tuple(
@@ -257,10 +257,15 @@ def strong(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_key(x) else jax.lax.convert_element_type(x, x.dtype), tree)
 
 
-def _check_data_axes(specs: dict[str, PartitionSpec], strategy: Strategy) -> None:
-    """Refuse parameters of which a loss would see one device's part, unless that is said to be meant."""
+def _check_data_axes(specs: dict[str, PartitionSpec], names: dict[str, Names], strategy: Strategy) -> None:
+    """Refuse parameters of which a loss would see one device's part, unless that is said to be meant, as by `experts`."""
     for path, spec in specs.items():
-        if strategy.manual is None and (over := [axis for axis in spec_axes(spec) if axis in strategy.data_axes]):
+        of_dims = names.get(path)
+        by_name = of_dims is not None and not isinstance(of_dims, PartitionSpec)
+        entries = [e for dim, e in enumerate(spec) if not (by_name and of_dims[dim] == EXPERTS)]
+        if strategy.manual is None and (
+            over := [axis for axis in spec_axes(PartitionSpec(*entries)) if axis in strategy.data_axes]
+        ):
             raise ValueError(
                 f"`{path}` is laid out as {spec}, and the step is manual over `{over[0]}`: the loss would see one device's "
                 "part of it. To have it gathered where it is used, leave the axis to the partitioner, `manual=()`, or "

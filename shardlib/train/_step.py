@@ -48,7 +48,8 @@ def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
     """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old state donated.
 
     `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns `sl.mean(total, weight)`, or a
-    scalar, which says that all examples weigh the same; either alone or with a dict of metrics, each of the same kind.
+    scalar, which says that all examples weigh the same; either alone or with a dict of metrics, each of the same kind or
+    `sl.mean(total, weight)` of an array.
     What it changes in the model's state other than parameters is kept. `rng` is a key whose draws do not depend on the
     mesh. Every leaf of `batch` has the examples along dim 0.
 
@@ -324,7 +325,7 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
         return microbatch(True, rest, jax.tree.map(lambda x: x[0], scanned))
     gradients: list[Any] = []
     rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[: count - apart], scanned))
-    before = jax.tree.map(jnp.sum, means)
+    before = jax.tree.map(lambda x: x.sum(0), means)
     if not apart:
         return (before, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]
     (means, streams, rest), gradient = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
@@ -350,10 +351,14 @@ def as_means(out: Any, rows: int) -> dict[str, Mean]:
 def _as_mean(name: str, value: Any, rows: int) -> Mean:
     weighted = isinstance(value, Mean)
     for part in (value.total, value.weight) if weighted else (value,):
-        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or jnp.shape(part) != ():
+        an_array = weighted and part is value.total and name != "loss"
+        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or (
+            jnp.shape(part) != () and not an_array
+        ):
             raise ValueError(
                 f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
                 "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
+                + (" Of a metric the sum may be an array." if name != "loss" else "")
             )
         if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
             raise ValueError(f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute value or real part.")

@@ -12,7 +12,7 @@ from shardlib._annotate import Remat, Scope, use
 from shardlib._mesh import make_mesh, parse_axes, slow_axes
 from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
-from shardlib._rules import AxisRules
+from shardlib._rules import BATCH, EXPERTS, AxisRules
 from shardlib._zero import Zero, resolve_zero
 from shardlib.train._exchange import Exact, Exchange
 
@@ -36,7 +36,8 @@ class Strategy:
     - `remat`: what blocks marked with `sl.remat` keep for the backward pass, `"none"` dropped or `"full"`y recomputed.
     - `exchange`: what happens to gradients between devices.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
-      that split nothing else; an axis that splits weights too, as in `sl.rules.fsdp`, is left to the partitioner.
+      that split nothing else but `experts`; an axis that splits other weights too, as in `sl.rules.fsdp`, is left to the
+      partitioner.
 
     >>> import shardlib as sl
     >>> sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, accumulate=4).data_axes
@@ -133,7 +134,9 @@ class Strategy:
         """The axes over which the step is manual: each device along them has gradients of its own."""
         if self.manual is not None:
             return tuple(axis for axis in self.rules.batch_axes if axis in self.manual)
-        elsewhere = AxisRules({name: list(axes) for name, axes in self.rules.items() if name != "batch"}).axes
+        elsewhere = AxisRules(
+            {name: list(axes) for name, axes in self.rules.items() if name not in (BATCH, EXPERTS)}
+        ).axes
         return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
 
     @property

@@ -1,0 +1,10 @@
+"""Layers of experts: tokens routed to a few of many, which lie on different devices."""
+
+from shardlib.experts._dispatch import Form as Form
+from shardlib.experts._moe import Told as Told
+from shardlib.experts._moe import moe as moe
+from shardlib.experts._routing import Choices as Choices
+from shardlib.experts._routing import Router as Router
+from shardlib.experts._routing import Switch as Switch
+from shardlib.experts._routing import Top2 as Top2
+from shardlib.experts._routing import TopK as TopK

@@ -1,0 +1,184 @@
+"""Routers: to which experts each token goes, with what weight. Each is its paper's rule, taken in float32.
+
+A router sees one token at a time. What concerns a group of tokens, how many an expert takes and how evenly they fall, is
+in `_dispatch`; what concerns devices, in `_moe`.
+
+Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Choices(NamedTuple):
+    """What a router wants for each token: its experts, first choice first, and what their outputs are multiplied by.
+
+    A choice that is not `wanted` takes no place in its expert and adds nothing to the output.
+    """
+
+    expert: jax.Array  # (..., K), whole numbers
+    weight: jax.Array  # (..., K), float32
+    wanted: jax.Array  # (..., K), true or false
+
+
+class Router(Protocol):
+    """A rule for routing; implementations are frozen dataclasses. A subclass of your own needs nothing but these."""
+
+    @property
+    def choices(self) -> int:
+        """How many experts a token goes to at most."""
+        ...
+
+    @property
+    def capacity(self) -> float | None:
+        """How many times its even share of the choices an expert takes; None: whatever comes."""
+        ...
+
+    @property
+    def jitter(self) -> float:
+        """By how much, at most, what the gate sees is multiplied up or down while training."""
+        ...
+
+    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+        """The choices of tokens, from logits (..., E) and, while training, a number in [0, 1) for each token."""
+        ...
+
+    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+        """The loss of a group that is loaded unevenly, from three shares by expert, (..., E).
+
+        `first`: of the tokens whose first choice it is; `every`: of all choices; `probability`: the mean of its softmax.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Top2:
+    """GShard's: the two likeliest experts, weighed by their shares of both; the second is taken as often as it weighs.
+
+    In training a token goes to its second expert if twice the expert's weight exceeds a number drawn from [0, 1), so that
+    one of little weight seldom takes a place. Elsewhere it always goes.
+
+    >>> Top2().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight.round(3)
+    Array([0.667, 0.333], dtype=float32)
+    """
+
+    capacity: float | None = 1.0
+    jitter: float = 0.0
+    choices: int = 2
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.choices != 2:
+            raise ValueError(f"`Top2(choices={self.choices})` is two; `TopK` takes any number.")
+
+    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+        """The two likeliest."""
+        gates, expert = jax.lax.top_k(jax.nn.softmax(logits), 2)
+        weight = gates / (gates.sum(-1, keepdims=True) + _TINY)
+        wanted = jnp.ones(weight.shape, bool)
+        if drawn is not None:
+            wanted = wanted.at[..., 1].set(2 * weight[..., 1] > drawn)
+        return Choices(expert, weight, wanted)
+
+    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+        """GShard's auxiliary loss: the mean over experts of first choices times probability; 1 / E² if both are even."""
+        return (first * probability).mean(-1)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Switch Transformer's: the likeliest expert alone, weighed by its probability among all.
+
+    While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 + jitter].
+
+    >>> Switch().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight.round(3)
+    Array([0.6], dtype=float32)
+    """
+
+    capacity: float | None = 1.25
+    jitter: float = 0.01
+    choices: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.choices != 1:
+            raise ValueError(f"`Switch(choices={self.choices})` is one; `TopK` takes any number.")
+
+    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+        """The likeliest."""
+        weight, expert = jax.lax.top_k(jax.nn.softmax(logits), 1)
+        return Choices(expert, weight, jnp.ones(weight.shape, bool))
+
+    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+        """Switch's: E times the sum over experts of first choices times probability; 1 if both are even."""
+        return first.shape[-1] * (first * probability).sum(-1)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The softmax over the likeliest `choices` experts, as in Mixtral; with `renormalize=False`, their softmax among all.
+
+    >>> TopK(2).choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight.round(3)
+    Array([0.667, 0.333], dtype=float32)
+    """
+
+    choices: int
+    capacity: float | None = None
+    jitter: float = 0.0
+    renormalize: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+        """The likeliest."""
+        if self.renormalize:
+            largest, expert = jax.lax.top_k(logits, self.choices)
+            weight = jax.nn.softmax(largest)
+        else:
+            weight, expert = jax.lax.top_k(jax.nn.softmax(logits), self.choices)
+        return Choices(expert, weight, jnp.ones(weight.shape, bool))
+
+    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+        """Switch's with every choice counted: E times the sum of choices times probability; 1 if both are even."""
+        return every.shape[-1] * (every * probability).sum(-1)
+
+
+def places(router: Router, tokens: int, experts: int) -> int:
+    """How many tokens of a group an expert takes: its even share of all choices, times the router's capacity, rounded up.
+
+    >>> places(Top2(), tokens=64, experts=8), places(Switch(), tokens=64, experts=8), places(TopK(2), 64, 8)
+    (16, 10, 64)
+    """
+    if router.choices > experts:
+        raise ValueError(
+            f"{router} sends each token to {router.choices} experts, and there are {experts}: choose fewer, or have more experts."
+        )
+    if router.capacity is None:
+        return tokens
+    return min(tokens, math.ceil(router.choices * tokens * router.capacity / experts))
+
+
+def z_loss(logits: jax.Array) -> jax.Array:
+    """The square of the logarithm of the softmax's sum, for each token: it keeps logits small, where float32 is exact."""
+    return jnp.square(jax.nn.logsumexp(logits, -1))
+
+
+_TINY = 1e-9
+
+
+def _check(router: Router) -> None:
+    kind = type(router).__name__
+    if type(router.choices) is not int or router.choices < 1:
+        raise ValueError(f"`{kind}(choices={router.choices!r})`: a whole number, at least one.")
+    if router.capacity is not None and not router.capacity > 0:
+        raise ValueError(
+            f"`{kind}(capacity={router.capacity!r})` would drop every token: above zero, 1 being an even share, or None for "
+            "no limit."
+        )
+    if not 0 <= router.jitter < 1:
+        raise ValueError(f"`{kind}(jitter={router.jitter!r})`: at least 0, below 1.")
