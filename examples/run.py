@@ -222,6 +222,8 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
     if isinstance(now, sl.AxisRules):
         return _rules(text)
     choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
+    if name in ("separator", "prompt"):  # a newline is typed as \n
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if text.lower() != "none" else None
     if hint is str or text in choices:
         return text
     words = {"true": True, "false": False, "none": None}
@@ -291,10 +293,10 @@ def _named(name: str) -> Run:
     else:
         known = sorted(one.stem for one in CONFIGS.glob("[!_]*.py"))
         if path not in known:
-            near = difflib.get_close_matches(path, known, 1)
+            near = difflib.get_close_matches(path, known, 1, 0.5)
             raise SystemExit(
-                f"There is no run `{path}`{f'; did you mean `{near[0]}`?' if near else ''} There are {', '.join(known)}; or name "
-                "a function of a file of your own: `my_run.py:run`."
+                f"There is no run `{path}`{f'; did you mean `{near[0]}`?' if near else '.'} There are {', '.join(known)}; or "
+                "name a function of a file of your own: `my_run.py:run`."
             )
         module = importlib.import_module(f"examples.configs.{path}")
     made = getattr(module, function or "run", None)

@@ -10,6 +10,7 @@ processes as well. `examples/launch/` holds the same for SLURM, Kubernetes and T
 
 import json
 import math
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -34,13 +35,14 @@ def main(arguments: list[str]) -> None:
     sl.join()
     jax.config.update("jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs"))
     say = print if jax.process_index() == 0 else lambda *_: None
-    check_folder(run)
     say("\n".join(f"  {name} = {text}" for name, text in run.lines().items()), "\n")
+    check(run)
 
     prepared = shardlib.data.prepare(run.data, run.cache or None)
     say(prepared, "\n")
     check_tokens(run, prepared)
-    settle_folder(run)
+    about = {**run.lines(), "train": prepared.train.fingerprint, "held out": prepared.held_out.fingerprint}
+    check_folder(run, about)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
     train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=0)
 
@@ -61,7 +63,7 @@ def main(arguments: list[str]) -> None:
         return {"loss": nats, "bits_per_byte": prepared.held_out.bits_per_byte(nats)}
 
     measured = len(prepared.held_out) > run.model.context
-    if not measured:
+    if not measured and run.data.held_out:
         say(
             f"Nothing is measured: of {len(prepared.held_out)} held-out tokens no sequence of {run.model.context} can be made.\n"
         )
@@ -76,33 +78,39 @@ def main(arguments: list[str]) -> None:
         watch={"learning_rate": run.optimizer.schedule(steps)},
         unit="tokens",
         flops_per_unit=run.model.training_flops_per_token,
-        about={**run.lines(), "train": prepared.train.fingerprint, "held out": prepared.held_out.fingerprint},
+        about=about,
     )  # fmt: skip
     if run.prompt and int(state.step) == steps:
         say(f"\nA sample, after {steps} steps:\n\n" + sample(state, run, prepared.tokenizer))
 
 
-def check_folder(run: Run) -> None:
-    """See that the folder holds no other run than this."""
-    path, now = run.home / "run.json", run.lines()
-    begun = path.exists() and any(one.name.isdecimal() for one in (run.home / "checkpoints").glob("*"))
-    before = json.loads(path.read_text()) if begun else now
-    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
-        listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
+def check(run: Run) -> None:
+    """What can be seen before the data is read."""
+    check_folder(run, run.lines())
+    kind, _, size = run.data.tokenizer.partition(":")
+    if kind == "bpe" and size.isdecimal() and int(size) > run.model.vocab:
+        raise SystemExit(f"`data.tokenizer={run.data.tokenizer}` has more tokens than `model.vocab={run.model.vocab}`.")
+    if 1 < run.loop.steps <= run.optimizer.warmup:
+        shorter = f"--optimizer.warmup {max(run.loop.steps // 10, 1)}"
         raise SystemExit(
-            f"The folder {run.home} holds another run:\n{listed}\nGive the run another folder, `--folder`, or its fields as they "
-            "were."
+            f"`optimizer.warmup={run.optimizer.warmup}` would take all `loop.steps={run.loop.steps}`: `{shorter}`."
         )
 
 
-def settle_folder(run: Run) -> None:
-    """Write the run into its folder: nothing that could be seen before is wrong with it."""
-    if jax.process_index() == 0:
-        run.home.mkdir(parents=True, exist_ok=True)
-        beside = run.home / "run.json.new"
-        beside.write_text(json.dumps(run.lines(), indent=1))
-        beside.replace(run.home / "run.json")  # at once, since other processes may be reading
+def check_folder(run: Run, now: dict[str, str]) -> None:
+    """See that the folder holds no other run than this, and that its data has not changed."""
+    path = run.home / "run.json"
+    begun = path.exists() and any(one.name.isdecimal() for one in (run.home / "checkpoints").glob("*"))
+    before = json.loads(path.read_text()) if begun else now
+    unread = {"train", "held out"} - now.keys()
+    other = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in unread]
+    if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
+        listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
+        files = " Its files have other text than they had." if {"train", "held out"} & set(differing) else ""
+        raise SystemExit(
+            f"The folder {run.home} holds another run:\n{listed}\nGive this one a name or a folder of its own, `--name` or "
+            f"`--folder`, or its fields as they were.{files}"
+        )
 
 
 def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
@@ -128,4 +136,8 @@ def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("\nStopped. What was saved stays; the same command goes on from there.\n")
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -156,7 +156,7 @@ class MoE(gpt.GPT):
 
     config: MoEConfig
 
-    def _blocks(self, config: MoEConfig, rngs: nnx.Rngs) -> Any:
+    def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
         return gpt.stack(lambda rngs: Stretch(config, rngs=rngs), config.layers // config.every, rngs)
 
     def features(
@@ -172,6 +172,13 @@ class MoE(gpt.GPT):
         count = self.config.layers // self.config.every
         x_BSD, told = self._run(tokens_BS, self.blocks, count, key, gpt.Seen(segments_BS=segments_BS))
         return self._last(x_BSD, self.norm), jax.tree.map(lambda x: x.mean(0), told)
+
+
+def stacked(path: str, parameter: Any) -> int:
+    """How many leading dims of a parameter count layers and experts, for `sl.optimizers.each`."""
+    if not path.startswith(("blocks/", "encoder/")):
+        return 0
+    return 2 if path.endswith(("/mlp/up", "/mlp/gate", "/mlp/down")) else 1
 
 
 def loss(model: MoE, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> tuple[sl.Mean, dict[str, sl.Mean]]:

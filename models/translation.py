@@ -71,14 +71,13 @@ class Translation(moe.MoE):
     (2, 16, 128)
     """
 
-    config: TranslationConfig
-
     def __init__(self, config: TranslationConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)  # the decoder
+        self.stretches = config.stretches
         self.encoder = gpt.stack(lambda rngs: moe.Stretch(config, causal=False, rngs=rngs), config.stretches, rngs)
         self.encoder_norm = gpt.Norm(config, rngs=rngs) if config.norm_first else None
 
-    def _blocks(self, config: TranslationConfig, rngs: nnx.Rngs) -> Any:
+    def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
         return gpt.stack(lambda rngs: moe.Stretch(config, cross=True, rngs=rngs), config.stretches, rngs)
 
     def encoded(
@@ -86,7 +85,7 @@ class Translation(moe.MoE):
     ) -> tuple[jax.Array, sl.experts.Told]:
         """What the decoder attends to; `real_BT` is false for padding."""
         seen = gpt.Seen(segments_BS=_segments(real_BT), real_BS=real_BT)
-        x_BTD, told = self._run(source_BT, self.encoder, self.config.stretches, key, seen)
+        x_BTD, told = self._run(source_BT, self.encoder, self.stretches, key, seen)
         return self._last(x_BTD, self.encoder_norm), told
 
     def translated(
@@ -102,7 +101,7 @@ class Translation(moe.MoE):
         memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=gpt.fold_in(key, 0))
         segments_BS = None if real_BT is None else jnp.ones(target_BS.shape, int)
         seen = gpt.Seen(None, segments_BS, memory_BTD, _segments(real_BT), real_BS)
-        x_BSD, of_decoder = self._run(target_BS, self.blocks, self.config.stretches, gpt.fold_in(key, 1), seen)
+        x_BSD, of_decoder = self._run(target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen)
         told = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
         return self.logits(self._last(x_BSD, self.norm)), told
 

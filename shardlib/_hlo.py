@@ -75,7 +75,7 @@ class Program:
         for line in text.splitlines():
             if match := _INSTRUCTION.match(line):
                 root, name, result, opcode, rest = match.groups()
-                argument, attributes, *_ = [*re.split(r"\)(?=, [a-z_]+=|$)", rest, maxsplit=1), ""]
+                argument, attributes, *_ = [*re.split(r"\)(?=, [a-z_-]+=|$)", rest, maxsplit=1), ""]
                 for whole, parts in re.findall(r"%([\w.-]+)#([\d#]+)", argument):
                     _take_parts(current, whole, parts.split("#"))
                 attributes = attributes.replace("\\'", "'")

@@ -94,6 +94,7 @@ def environment_of(
         made["JAX_LOCAL_DEVICE_IDS"] = ",".join(
             str(gpu) for gpu in range(index * arguments.gpus, (index + 1) * arguments.gpus)
         )
+        made.setdefault("JAX_PLATFORMS", "cuda")  # or it would go on without, on the CPU
     return made
 
 

@@ -11,9 +11,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import moe as decoder
+from models import translation
+from shardlib._tree import named_leaves
 from shardlib.experts import Switch, Top2, TopK, moe
 from shardlib.experts._dispatch import dispatch
 from shardlib.experts._routing import places, z_loss
@@ -148,14 +151,15 @@ def test_jitter_moves_what_the_gate_sees_and_nothing_else():
 
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 def test_padding_goes_nowhere_and_counts_for_nothing(form):
-    given, real = logits(2, 12, 4), np.arange(12) < np.array([[5], [12]])
+    given, real = logits(2, 12, 4), np.arange(12) < np.array([[6], [12]])
     y, told = run(Top2(), given, real=jnp.asarray(real), form=form, group=6)
-    assert not y[0, 5:].any()
-    shorter = [run(Top2(capacity=1.2), given[:1, :5]), run(Top2(), given[1:], group=6)]  # as many places
-    np.testing.assert_allclose(y[0, :5], shorter[0][0][0], rtol=1e-5)
-    np.testing.assert_allclose(told.entropy.total, sum(t.entropy.total for _, t in shorter), rtol=1e-5)
-    np.testing.assert_allclose(told.balance.total, sum(t.balance.total for _, t in shorter), rtol=1e-5)
-    assert float(told.entropy.weight) == 17
+    assert not y[0, 6:].any()
+    real_groups = np.stack([given[0, :6], given[1, :6], given[1, 6:]])
+    alone, of_real = run(Top2(), real_groups, form=form)
+    np.testing.assert_allclose(np.concatenate([y[0, :6], y[1]]), alone.reshape(18, -1), rtol=1e-5)
+    for name in ("entropy", "balance", "load", "dropped", "z"):
+        np.testing.assert_allclose(getattr(told, name).total, getattr(of_real, name).total, rtol=1e-5)
+    assert float(told.entropy.weight) == 18
 
 
 # The forms
@@ -232,16 +236,241 @@ def on_one_device():
     return get
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    ("router", "form"), [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")], ids=lambda v: str(v)[:6]
-)
-def test_every_mesh_is_as_one_device(on_one_device, mesh, router, form):
-    config = replace(CONFIG, router=router, form=form)
-    found, state = after_a_step(config, *MESHES[mesh])
+def check_mesh(on_one_device, mesh, config, **options):
+    found, state = after_a_step(config, *MESHES[mesh], **options)
     found[1].pop("first_nonfinite"), (expected := on_one_device(config))[1].pop("first_nonfinite", None)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
-    up = state.params["blocks"]["expert"]["mlp"]["up"]
-    rules = MESHES[mesh][1]
-    expected_spec = P(None, rules["experts"][0], None, rules["mlp"][0] if "mlp" in rules else None)
-    assert up.sharding.is_equivalent_to(jax.sharding.NamedSharding(up.sharding.mesh, expected_spec), up.ndim)
+    return state
+
+
+# Each mesh once, and each router and form on some: a program takes ten seconds to compile.
+PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
+
+
+@pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
+def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
+    router, form = PAIRS[number % 3]
+    state = check_mesh(on_one_device, mesh, replace(CONFIG, router=router, form=form))
+    up, rules = state.params["blocks"]["expert"]["mlp"]["up"], MESHES[mesh][1]
+    expected = P(None, rules["experts"][0], None, rules["mlp"][0])
+    assert up.sharding.is_equivalent_to(jax.sharding.NamedSharding(up.sharding.mesh, expected), up.ndim)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_beside_experts(on_one_device, stage):
+    """Weights that are no experts' are split over the same axis; experts are already."""
+    zero = sl.Zero(stage, small=1)
+    state = check_mesh(on_one_device, "two experts each", replace(CONFIG, router=PAIRS[0][0]), zero=zero)
+    blocks = state.params["blocks"]["expert"]
+    assert "data" in str(blocks["attention"]["query"]["kernel"].sharding.spec)
+    assert blocks["mlp"]["up"].sharding.spec[1] == "data"
+
+
+def test_microbatches():
+    """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of the balance."""
+    config = replace(CONFIG, router=Top2(), balance=0.0)
+    whole = after_a_step(config, *MESHES["one axis"])[0]
+    parts = after_a_step(config, *MESHES["one axis"], accumulate=2)[0]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), whole[0], parts[0])
+    np.testing.assert_allclose(whole[1]["load"], parts[1]["load"], rtol=1e-5)
+
+
+# What is refused
+
+
+def layer(**changes):
+    options = {
+        "x": jnp.ones((4, 6, 8)), "router": TopK(2), "experts": lambda w, x: x @ w, "gate": jnp.ones((8, 4)),
+        "weights": {"up": jnp.ones((4, 8, 8))}, **changes,
+    }  # fmt: skip
+    x, router, experts = (options.pop(name) for name in ("x", "router", "experts"))
+    weights = options.pop("weights")
+    with sl.unsharded():
+        return moe(x, router, lambda w, x: experts(w["up"], x), weights=weights, **options)
+
+
+class Beyond(TopK):
+    def choose(self, logits, drawn):
+        return super().choose(logits, drawn)._replace(expert=jnp.full((*logits.shape[:-1], self.choices), 7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"router": TopK(5)}, r"TopK\(choices=5.* sends each token to 5 experts, and there are 4"),
+        ({"group": 5}, r"`moe\(group=5\)` does not divide the 24 tokens"),
+        ({"gate": jnp.ones((7, 4))}, r"of shape \(width, experts\), \(8, ...\) for tokens of shape \(4, 6, 8\); got \(7, 4\)"),
+        ({"weights": {"up": jnp.ones((3, 8, 8))}}, r"`up` of shape \(3, 8, 8\) should have 4 experts along dim 0"),
+        ({"weights": {}}, "holds no arrays"),
+        ({"form": "sort"}, "choose 'scatter' or 'einsum'"),
+        ({"gate": jnp.full((8, 4), jnp.nan)}, "logits are not finite for 24 of 24 tokens, the first being token 0 of group 0"),
+        ({"router": Beyond(2)}, "A router chose expert 7, and there are 4, counted from 0: 48 of 48 choices"),
+        ({"real": jnp.ones((4, 5), bool)}, r"shape \(4, 6\), true or false; got \(4, 5\)"),
+        ({"experts": lambda w, x: x[:, :1]}, r"was given tokens of shape \(4, 24, 8\).*made \(4, 1, 8\)"),
+        ({"names": ("batch", "act_embed")}, "a name for each dim"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_what_the_layer_refuses(changes, said):
+    with pytest.raises(ValueError, match=said):
+        layer(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Top2(capacity=0), r"Top2\(capacity=0\)` would drop every token"),
+        (lambda: TopK(0), "at least one"),
+        (lambda: Switch(jitter=1.5), "at least 0, below 1"),
+        (lambda: Top2(choices=3), "is two"),
+        (lambda: Switch(choices=3), "is one"),
+        (lambda: decoder.tiny(every=3, layers=4), r"every=3\)` does not divide `layers=4`"),
+        (lambda: decoder.tiny(experts=1), "2 experts, and there are"),
+    ],
+)
+def test_values_that_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_under_jit_what_is_wrong_becomes_nan():
+    """Where an error is no longer possible: the loop counts the step as not finite, and the metric says why."""
+    with sl.unsharded():
+        run = jax.jit(lambda gate, router: layer(gate=gate, router=router), static_argnums=1)
+    y, told = run(jnp.full((8, 4), jnp.nan), TopK(2))
+    assert jnp.isnan(y).all() and float(told.nonfinite.total) == 24
+    assert jnp.isnan(run(jnp.ones((8, 4)), Beyond(2))[0]).all()
+
+
+@pytest.mark.parametrize("experts", [4, 12])
+def test_experts_that_the_axis_does_not_divide(experts):
+    with pytest.raises(
+        ValueError, match=rf"`experts`={experts}, of .*`data`=8 does not divide {experts}.*multiple of 8"
+    ):
+        after_a_step(replace(CONFIG, experts=experts), *MESHES["one axis"])
+
+
+def test_weights_that_are_not_split_are_refused():
+    """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a layer without it."""
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
+    make = lambda: {"gate": jnp.ones((4, 8)), "up": jnp.ones((8, 4, 4))}
+
+    def loss(model, x, rng):
+        y, _ = moe(x, TopK(1), lambda w, x: x @ w, gate=model["gate"], weights=model["up"])
+        return jnp.mean(y)
+
+    state = sl.init(make, optax.sgd(0.1), strategy)
+    with pytest.raises(ValueError, match="should have 1 experts along dim 0.*All of them are here: name .* `experts`"):
+        sl.train_step(loss, strategy)(state, jnp.ones((8, 2, 4)))
+    named = sl.init(lambda: sl.annotate(make(), {"up": ("experts", None, None)}), optax.sgd(0.1), strategy)
+    sl.train_step(loss, strategy)(named, jnp.ones((8, 2, 4)))
+
+
+# The compiled program
+
+
+@pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
+@pytest.mark.parametrize("form", ["scatter", "einsum"])
+def test_tpu_programs_have_the_papers_collectives(manual, form):
+    """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and each weight's sum."""
+    mesh = mesh_on("v5e:2x4", "data=8")
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts, manual=manual)
+    config = replace(CONFIG, width=128, hidden=256, heads=2, context=64, vocab=128, router=Top2(), form=form)
+    state = sl.init(lambda: decoder.MoE(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((16, 65), "int32")}
+    with jax.default_matmul_precision("highest"):
+        lowered = sl.train_step(decoder.loss, strategy).lower(state, batch)
+    found = sl.testing.collectives(compile_for(mesh, lowered), mesh)
+    sent = [one for one in found if one.kind == "all-to-all"]
+    places = 2 * 2 * 64 * 128 * 4  # choices x tokens of a device x width, in float32
+    assert sum(one.times for one in sent) == 4 * config.layers
+    assert {one.operand_bytes for one in sent} == {places}
+    others = {one.kind for one in found} - {"all-to-all"}
+    assert others == {"all-reduce"}
+    dense = sum(x.size for path, x in named_leaves(state.params) if decoder.stacked(path, x) < 2)
+    summed = sum(one.total_bytes for one in found if one.kind == "all-reduce") / (2 * 7 / 8)
+    # The partitioner sums what comes to a tied embedding from each end by itself.
+    twice = 0 if manual is None else config.vocab * config.width
+    assert 4 * (dense + twice) <= summed < 4.01 * (dense + twice)
+
+
+def test_parameters_of_published_models():
+    def count(make):
+        with sl.unsharded():
+            return sum(
+                math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda: nnx.state(make(), nnx.Param)))
+            )
+
+    assert count(lambda: decoder.MoE(decoder.mixtral_8x7b(), rngs=nnx.Rngs(0))) == 46_702_792_704
+    sizes = {128: 37e9, 512: 150e9, 2048: 600e9}
+    for experts, paper in sizes.items():
+        config = translation.gshard(36, experts)
+        assert 1 < count(lambda c=config: translation.Translation(c, rngs=nnx.Rngs(0))) / paper < 1.07
+
+
+# Translation
+
+
+def test_padding_changes_no_translation():
+    config = translation.tiny(width=16, heads=2, context=12, vocab=32, hidden=24, router=TopK(2))
+    with sl.unsharded():
+        model = translation.Translation(config, rngs=nnx.Rngs(0))
+        source, target = np.random.default_rng(0).integers(1, 32, (2, 3, 6))
+        padded = np.pad(source, ((0, 0), (0, 4)))
+        alone, _ = model.translated(source, target, jnp.ones(source.shape, bool))
+        beside, _ = model.translated(padded, target, padded != 0)
+        np.testing.assert_allclose(alone, beside, atol=1e-5)
+        later = target.copy()
+        later[:, 3:] = 5  # the decoder is causal, and the encoder is not
+        np.testing.assert_allclose(
+            model.translated(source, later)[0][:, :3], model.translated(source, target)[0][:, :3], atol=1e-5
+        )
+        other = source.copy()
+        other[:, -1] = (source[:, -1] + 1) % 32
+        assert not np.allclose(model.translated(other, target)[0][:, 0], model.translated(source, target)[0][:, 0])
+
+
+def test_translation_on_eight_devices_is_as_on_one():
+    config = translation.tiny(width=16, heads=2, context=8, vocab=32, hidden=24)
+    random = np.random.default_rng(0)
+    batch = {
+        "source": random.integers(0, 32, (16, 8)),
+        "target": random.integers(0, 32, (16, 9)),
+        "pad": np.zeros(16, int),
+    }
+
+    def after(mesh):
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts)
+        state = sl.init(lambda: translation.Translation(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy)
+        state, metrics = sl.train_step(translation.loss, strategy)(state, jax.tree.map(np.int32, batch))
+        return jax.device_get((state.params, metrics["loss"], metrics["load"]))
+
+    one = sl.make_mesh("data=1", devices=jax.devices()[:1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one))
+
+
+# Optimizers that see one at a time
+
+
+@pytest.mark.parametrize("optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"])
+def test_each_member_of_a_stack_as_if_alone(optimizer):
+    random = np.random.default_rng(0)
+    shape = (2, 256, 130, 128)  # whose longest dim, that of the experts, Adafactor would factor over
+    params, gradients = ({"stack": random.normal(size=shape).astype("f")} for _ in range(2))
+    whole = sl.optimizers.each(optimizer, lambda path, leaf: 2)
+    updates, state = jax.jit(whole.update)(gradients, whole.init(params), params)
+    for layer, expert in ((0, 0), (1, 200)):
+        p, g = params["stack"][layer, expert], gradients["stack"][layer, expert]
+        alone, _ = optimizer.update(g, optimizer.init(p), p)
+        np.testing.assert_allclose(updates["stack"][layer, expert], alone, rtol=2e-5, atol=1e-6)
+    assert all(leaf.shape[:2] == (2, 256) for leaf in jax.tree.leaves(state))
+    with pytest.raises(ValueError, match=r"`stack` of shape \(2, 256, 130, 128\) cannot have 5 leading dims"):
+        sl.optimizers.each(optimizer, lambda path, leaf: 5).init(params)
+
+
+def test_its_state_lies_as_the_experts_do():
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
+    optimizer = sl.optimizers.each(optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked)
+    state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
+    found = {path: leaf.sharding.spec for path, leaf in named_leaves(state.opt_state) if "expert/mlp/up" in path}
+    assert found and all(spec[1] == "data" for spec in found.values()), found

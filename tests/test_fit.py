@@ -421,11 +421,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
             bar(record)
     assert plain.getvalue().splitlines() == [
         "step 1: compiling the step",
-        "step 5/10  loss 2.346  tokens/s 123k  1 min 15 s left",
+        "step 5/10  1 min 15 s left  loss 2.346  tokens/s 123k",
         "step 5, held out: loss 2.5",
         "step 10/10  loss 1",
     ]
-    assert "\r████████████············ 5/10  loss 2.346" in terminal.getvalue()
+    assert "\r████████████············ 5/10  1 min 15 s left  loss 2.346" in terminal.getvalue()
     assert terminal.getvalue().endswith("\n")
 
 
@@ -444,6 +444,12 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
     assert speed.read(2)["tokens_per_second"] == 50.0
 
 
+def test_fewer_steps_than_were_taken(tmp_path):
+    fit(tmp_path, evaluate=None)
+    with pytest.raises(ValueError, match=r"has taken 12 steps already, more than `Loop\(steps=8\)`"):
+        fit(tmp_path, loop=dataclasses.replace(LOOP, steps=8))
+
+
 # One run at a time
 
 
@@ -451,8 +457,8 @@ def test_a_folder_in_which_a_run_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "BEAT_SECONDS", 0.1)
     with _lock.hold(tmp_path / "occupied.json"):
         with pytest.raises(ValueError, match=rf"A run is under way in .*: process {os.getpid()} on .*Let it end"):
-            fit(tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["occupied.json"]
+            fit(tmp_path, about={"run": "another"})
+        assert [path.name for path in tmp_path.iterdir()] == ["occupied.json"], "run.json is the first one's"
 
 
 def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):

@@ -19,6 +19,7 @@ ORDER = [
     "data",
     *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
+    *("optimizers._each", "optimizers"),
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
     *(
         f"train.{name}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
+from examples import train_lm
 from examples.configs import gpt2_124m, llama3_8b, tiny
 from examples.run import from_command_line, override
 
@@ -179,6 +180,8 @@ def test_fields_are_overridden_by_their_dotted_names():
     ("arguments", "message"),
     [
         (["tinny"], "There is no run `tinny`; did you mean `tiny`?"),
+        (["tyni"], "There is no run `tyni`; did you mean `tiny`?"),
+        (["other"], "There is no run `other`. There are"),
         (["mine.py:run"], "There is no file `mine.py`"),
         (["tiny", "--loop.step", "7"], "There is no field `loop.step`; did you mean `loop.steps`?"),
         (["tiny", "--steps", "7"], "There is no field `steps`; did you mean `loop.steps`?"),
@@ -199,6 +202,32 @@ def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, mess
     with pytest.raises(SystemExit) as end:
         from_command_line(arguments)
     assert message in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loop.steps", "40"], "`optimizer.warmup=50` would take all `loop.steps=40`: `--optimizer.warmup 4`"),
+        (["--data.tokenizer", "bpe:3000"], "`data.tokenizer=bpe:3000` has more tokens than `model.vocab=2048`"),
+    ],
+)
+def test_what_is_seen_before_the_data_is_read(arguments, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train_lm.check(from_command_line(["tiny", "--folder", str(tmp_path), *arguments]))
+
+
+def test_a_newline_may_be_typed():
+    run = from_command_line(["tiny", "--data.separator", r"\n", "--prompt", r"é\tdef", "--folder", r"C:\new"])
+    assert (run.data.separator, run.prompt, run.folder) == ("\n", "é\tdef", r"C:\new")
+
+
+def test_data_that_has_changed_since(tmp_path):
+    run = from_command_line(["tiny", "--folder", str(tmp_path)])
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    (tmp_path / "run.json").write_text(json.dumps({**run.lines(), "train": "aa", "held out": "bb"}))
+    train_lm.check(run)
+    with pytest.raises(SystemExit, match="(?s)train: aa there, cc now.*files have other text"):
+        train_lm.check_folder(run, {**run.lines(), "train": "cc", "held out": "bb"})
 
 
 def test_help_lists_runs_and_fields_with_what_they_mean(capsys):

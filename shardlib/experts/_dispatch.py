@@ -48,7 +48,7 @@ class Scatter(NamedTuple):
     def to_experts(self, x_GSM: jax.Array) -> jax.Array:
         """What is in each place: a token, or zeros. (G, E, C, M)."""
         tokens, experts, places = self.shape
-        spread = _spread(x_GSM, self.place_GP, self.source_GJ, tokens)
+        spread: Any = _spread(x_GSM, self.place_GP, self.source_GJ, tokens)
         return spread.reshape(x_GSM.shape[0], experts, places, x_GSM.shape[-1])
 
     def from_experts(self, y_GECM: jax.Array) -> jax.Array:

@@ -97,6 +97,7 @@ def moe(
     _check_weights(weights, count, across)
     x = shard(x, *names)
     group, groups = _groups(x, group, across)
+    room = places(router, group, count)
 
     where = x.astype(jnp.float32)
     if key is not None and router.jitter:
@@ -114,7 +115,6 @@ def moe(
     logits_GSE = grouped(logits, count)
     real_GS = jnp.ones((groups, group), bool) if real is None else grouped(real)
     choices = _checked(router.choose(logits_GSE, None if drawn is None else grouped(drawn)), real_GS, count)
-    room = places(router, group, count)
     sent = dispatch(choices, count, room, form)
 
     x_GECM = across.to_experts(sent.to_experts(grouped(x, x.shape[-1])))

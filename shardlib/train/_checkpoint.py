@@ -171,7 +171,8 @@ class Checkpoints:
                 if step is None:
                     say(
                         (
-                            f"The checkpoint of step {one} in {self.folder} cannot be used: {error}. The one before it is tried.",
+                            f"The checkpoint of step {one} in {self.folder} cannot be used: {error}. The one before it is "
+                            f"tried; if that is good, this one is put aside as `unreadable-{one}`.",
                         )
                     )
                 continue

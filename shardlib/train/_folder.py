@@ -1,10 +1,12 @@
 """The folder of a run, which one run at a time may write into."""
 
 import contextlib
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,8 +17,10 @@ _DEAD_SECONDS = 4 * BEAT_SECONDS  # of no beat: four were missed
 
 
 @contextlib.contextmanager
-def occupied(folder: Path) -> Iterator[None]:
+def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[None]:
     """Have the folder to oneself while it lasts, together with the other processes of the run; or refuse, on all of them.
+
+    What there is to say of the run goes into its `run.json`.
 
     A run that was killed leaves its mark. On its own machine it is seen to be gone at once, and from another one after
     twenty seconds in which it did nothing.
@@ -27,7 +31,10 @@ def occupied(folder: Path) -> Iterator[None]:
         if jax.process_index() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                refused = _enter(lock, held)
+                if not (refused := _enter(lock, held)) and about:
+                    beside = folder / "run.json.new"
+                    beside.write_text(json.dumps(dict(about), indent=1))
+                    beside.replace(folder / "run.json")  # at once, since others may be reading
             except OSError as error:
                 refused = f"The folder of the run, {folder}, cannot be written to: {error}."
         if refused := gather_texts(refused)[0]:

@@ -75,14 +75,15 @@ def fit(
 
     - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint, that is read in its place.
     - `source`: an iterable of batches, or what `batches` made of one.
-    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `profile/`. Without it nothing is kept. A folder in
-      which another run is under way is refused.
+    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`. Without it nothing is kept. A
+      folder in which another run is under way is refused.
     - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
     - `sinks`: called with every record, by the first process alone; by default a bar, and `metrics.jsonl` in the folder.
     - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning rate has it.
     - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training on one takes, records
       say what part of the devices' peak that is (MFU), where their datasheet is known.
-    - `about`: what to save with checkpoints, of whatever JSON holds; processes compare it before the first step.
+    - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes compare it before the first
+      step.
 
     SIGTERM, to any process, saves after the step that is under way, and returns.
 
@@ -124,7 +125,7 @@ def fit(
     try:
         if place is None:
             return run.steps(run.resume(state, None), None)
-        with occupied(place), Checkpoints(place / "checkpoints", **keep) as checkpoints:
+        with occupied(place, run.about), Checkpoints(place / "checkpoints", **keep) as checkpoints:
             return run.steps(run.resume(state, checkpoints), checkpoints)
     finally:
         if run.batches is not source:  # which whoever made them may go on with
@@ -176,7 +177,12 @@ class _Run:
     def steps(self, state: State, checkpoints: Checkpoints | None) -> State:
         """Every step that is left."""
         loop, done = self.loop, int(state.step)
-        if done >= loop.steps:
+        if done > loop.steps:
+            raise ValueError(
+                f"The run has taken {done} steps already, more than `Loop(steps={loop.steps})`: let it have more, or begin "
+                "another run in another folder."
+            )
+        if done == loop.steps:
             self.note(done, f"the run has taken its {loop.steps} steps already")
             return state
         profile = _Profile(loop.profile, self.folder)

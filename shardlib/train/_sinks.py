@@ -107,18 +107,20 @@ class Progress:
                 if name != "step"
             )
             return self._line(f"step {step}, held out: {shown}")
-        values = {name: value for name, value in record.items() if name not in ("step", "seconds_left")}
         left = f"  {_duration(record['seconds_left'])} left" if "seconds_left" in record else ""
-        text = "  ".join(f"{_label(name)} {_short(value)}" for name, value in values.items())
+        # What matters most comes first, where a narrow terminal has room for it.
+        first = [name for name in record if name == "loss" or name.endswith("_per_second")]
+        rest = [name for name in record if name not in ("step", "seconds_left", *first)]
+        text = "  ".join(f"{_label(name)} {_short(record[name])}" for name in (*first, *rest))
         done = self.width * step // max(self.steps, 1)
         bar = "█" * done + "·" * (self.width - done)
         if self._file.isatty():
-            line = f"{bar} {step}/{self.steps}  {text}{left}"[: _columns()]
+            line = f"{bar} {step}/{self.steps}{left}  {text}"[: _columns()]
             self._file.write("\r" + line.ljust(self._shown) + ("\n" if step >= self.steps else ""))
             self._shown = 0 if step >= self.steps else len(line)
             self._file.flush()
         else:
-            self._line(f"step {step}/{self.steps}  {text}{left}")
+            self._line(f"step {step}/{self.steps}{left}  {text}")
         return None
 
     def _line(self, text: str) -> None:

@@ -260,9 +260,9 @@ def strong(tree: Any) -> Any:
 def _check_data_axes(specs: dict[str, PartitionSpec], names: dict[str, Names], strategy: Strategy) -> None:
     """Refuse parameters of which a loss would see one device's part, unless that is said to be meant, as by `experts`."""
     for path, spec in specs.items():
-        of_dims = names.get(path)
-        by_name = of_dims is not None and not isinstance(of_dims, PartitionSpec)
-        entries = [e for dim, e in enumerate(spec) if not (by_name and of_dims[dim] == EXPERTS)]
+        of_dims = names.get(path) or ()
+        experts = () if isinstance(of_dims, PartitionSpec) else of_dims  # whose names say what is meant
+        entries = [e for dim, e in enumerate(spec) if EXPERTS not in experts[dim : dim + 1]]
         if strategy.manual is None and (
             over := [axis for axis in spec_axes(PartitionSpec(*entries)) if axis in strategy.data_axes]
         ):

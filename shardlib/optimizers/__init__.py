@@ -1,0 +1,3 @@
+"""What optax lacks, as optax transformations."""
+
+from shardlib.optimizers._each import each as each
