@@ -26,7 +26,7 @@ import shardlib as sl
 from examples.quickstart import corpus
 from models import gpt, moe
 
-CONTEXT, BATCH, STEPS, EXPERTS = 64, 32, 800, 8
+CONTEXT, BATCH, STEPS, EXPERTS = 64, 32, 1200, 8
 SIZES: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "context": CONTEXT, "vocab": 256, "bias": False}
 DENSE = gpt.GPTConfig(**SIZES, hidden=128)
 SPARSE = moe.MoEConfig(
@@ -46,7 +46,7 @@ def train(config: gpt.GPTConfig, steps: int, seed: int, strategy: sl.Strategy) -
     held_out, learned = text[: len(text) // 20], text[len(text) // 20 :]
     sparse = isinstance(config, moe.MoEConfig)
     loss, make = (moe.loss, moe.MoE) if sparse else (gpt.loss, gpt.GPT)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, max(steps, 21))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, max(steps, 21))
     state = sl.init(
         lambda: make(config, rngs=nnx.Rngs(seed)), optax.adamw(schedule, weight_decay=0.1), strategy, seed=seed
     )

@@ -16,6 +16,8 @@ import pytest
 
 import shardlib
 import shardlib.data
+import shardlib.experts
+import shardlib.optimizers
 import shardlib.launch
 import shardlib.testing
 from examples.run import from_command_line
@@ -29,7 +31,7 @@ FIRST_RUN = ROOT / "docs" / "how-to" / "first-run.md"
 
 # The first run of the docs, of a model and a length that a test can wait for.
 SMALL = (
-    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 "
+    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 --optimizer.warmup 1 "
     "--loop.log_every 1 --loop.evaluate_every 2 --loop.save_every 2 --loop.profile 2,1 --evaluation_batches 1 "
     "--tensorboard true"
 )
@@ -118,7 +120,7 @@ def test_the_reference_lists_every_public_name():
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"
-        for module in (shardlib, shardlib.data, shardlib.testing)
+        for module in (shardlib, shardlib.data, shardlib.experts, shardlib.optimizers, shardlib.testing)
         for name, value in vars(module).items()
         if not name.startswith("_") and (value is shardlib.rules or not inspect.ismodule(value))
     ]

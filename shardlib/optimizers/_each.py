@@ -23,7 +23,7 @@ def each(
     >>> lamb = each(optax.lamb(0.1), lambda path, parameter: 1 if path == "blocks" else 0)
     >>> params = {"blocks": jnp.array([[1.0, 0.0], [100.0, 0.0]]), "head": jnp.ones(2)}
     >>> updates, _ = lamb.update(params, lamb.init(params), params)
-    >>> updates["blocks"][:, 0].round(2).tolist()
+    >>> [round(float(update), 2) for update in updates["blocks"][:, 0]]
     [-0.1, -10.0]
     """
     optimizer = optax.with_extra_args_support(optimizer)
