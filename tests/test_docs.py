@@ -17,8 +17,8 @@ import pytest
 import shardlib
 import shardlib.data
 import shardlib.experts
-import shardlib.optimizers
 import shardlib.launch
+import shardlib.optimizers
 import shardlib.testing
 from examples.run import from_command_line
 from shardlib.planning._command import _parser as plan_parser

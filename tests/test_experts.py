@@ -63,7 +63,7 @@ def test_top2_is_algorithm_1(form, capacity):
     choices = router.choose(given, drawn)
     room = places(router, tokens, experts)
     sent = dispatch(choices, experts, room, form)
-    # Experts that multiply by powers of ten tell who has met a token, and with what weight.
+    # One expert's output at a time tells which tokens it has met, and with what weight.
     identity = sent.to_experts(jnp.broadcast_to(jnp.eye(tokens), (3, tokens, tokens)))
     for g in range(3):
         weight, _ = algorithm_1(softmax(given[g].astype(np.float64)), room, drawn[g])
@@ -75,14 +75,14 @@ def test_top2_is_algorithm_1(form, capacity):
         assert identity[g].sum(-1).max() == 1  # a place has one token
 
 
-def run(router, given, drawn=None, **options):
+@partial(jax.jit, static_argnames=("router", "group", "form"))
+def run(router, given, *, key=None, real=None, group=None, form="scatter"):
     """The layer whose gate gives these logits, and experts that multiply by their number and one."""
     count = given.shape[-1]
     x = jnp.concatenate([given, jnp.ones((*given.shape[:2], 1))], -1)
-    gate = jnp.eye(count + 1, count)
-    weights = jnp.arange(1.0, count + 1)
+    options = {"gate": jnp.eye(count + 1, count), "weights": jnp.arange(1.0, count + 1)}
     with sl.unsharded():
-        return moe(x, router, lambda w, x: w[:, None, None] * x, gate=gate, weights=weights, **options)
+        return moe(x, router, lambda w, x: w[:, None, None] * x, **options, key=key, real=real, group=group, form=form)
 
 
 def test_losses_by_hand():
@@ -415,19 +415,17 @@ def test_padding_changes_no_translation():
     config = translation.tiny(width=16, heads=2, context=12, vocab=32, hidden=24, router=TopK(2))
     with sl.unsharded():
         model = translation.Translation(config, rngs=nnx.Rngs(0))
+        plain = jax.jit(lambda source, target: model.translated(source, target)[0])
+        aware = jax.jit(lambda source, target, real: model.translated(source, target, real)[0])
         source, target = np.random.default_rng(0).integers(1, 32, (2, 3, 6))
         padded = np.pad(source, ((0, 0), (0, 4)))
-        alone, _ = model.translated(source, target, jnp.ones(source.shape, bool))
-        beside, _ = model.translated(padded, target, padded != 0)
+        alone, beside = aware(source, target, np.ones(source.shape, bool)), aware(padded, target, padded != 0)
         np.testing.assert_allclose(alone, beside, atol=1e-5)
-        later = target.copy()
-        later[:, 3:] = 5  # the decoder is causal, and the encoder is not
-        np.testing.assert_allclose(
-            model.translated(source, later)[0][:, :3], model.translated(source, target)[0][:, :3], atol=1e-5
-        )
-        other = source.copy()
-        other[:, -1] = (source[:, -1] + 1) % 32
-        assert not np.allclose(model.translated(other, target)[0][:, 0], model.translated(source, target)[0][:, 0])
+        later, other = target.copy(), source.copy()
+        later[:, 3:] = 5  # the decoder is causal
+        np.testing.assert_allclose(plain(source, later)[:, :3], plain(source, target)[:, :3], atol=1e-5)
+        other[:, -1] = (source[:, -1] + 1) % 32  # and the encoder is not
+        assert not np.allclose(plain(other, target)[:, 0], plain(source, target)[:, 0])
 
 
 def test_translation_on_eight_devices_is_as_on_one():

@@ -95,3 +95,35 @@ def test_whose_line(stack, line):
 def test_bytes_that_a_device_sends(kind, operand, result, sent):
     one = Collective(kind, ("f32",), ((operand // 4,),), operand, result, ("data",), 8, times=3)
     assert one.sent_bytes == sent and one.total_bytes == 3 * sent
+
+
+def test_a_loop_whose_counter_waits_for_other_work():
+    """Control dependencies stand behind the operands, and are none of them."""
+    program = Program(
+        """
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %state = (s32[], f32[4]) parameter(0)
+  %at = s32[] get-tuple-element(%state), index=0
+  %x = f32[4] get-tuple-element(%state), index=1
+  %twice = f32[4] add(%x, %x)
+  %one = s32[] constant(1)
+  %next = s32[] add(%at, %one), control-predecessors={%twice}, metadata={op_name="while/body/add"}
+  ROOT %after = (s32[], f32[4]) tuple(%next, %twice)
+}
+
+%test (tested: (s32[], f32[4])) -> pred[] {
+  %tested = (s32[], f32[4]) parameter(0)
+  %counter = s32[] get-tuple-element(%tested), index=0
+  %limit = s32[] constant(7)
+  ROOT %less = pred[] compare(%counter, %limit), direction=LT
+}
+
+ENTRY %main (given: f32[4]) -> (s32[], f32[4]) {
+  %given = f32[4] parameter(0)
+  %zero = s32[] constant(0)
+  %before = (s32[], f32[4]) tuple(%zero, %given)
+  ROOT %loop = (s32[], f32[4]) while(%before), condition=%test, body=%body
+}
+"""
+    )
+    assert [run.times for scope, made, run in program.walk() if made.name == "twice"] == [7]
