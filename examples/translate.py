@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> float:
     state = sl.fit(sl.train_step(translation.loss, strategy), state, batches(0), loop)
 
     unseen = sentences(1)
-    texts = [next(unseen) for _ in range(64)]
+    texts = [next(unseen) for _ in range(BATCH)]
     with strategy.scope():
         found: Any = jax.jit(lambda model, source: translation.translate(model, source, FIRST, LENGTH, PAD))(
             state.model, encoded(texts, target=False)

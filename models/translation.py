@@ -135,7 +135,7 @@ def translate(model: Translation, source_BT: jax.Array, first: int, length: int,
     real_BT = None if pad is None else source_BT != pad
 
     def extend(at: jax.Array, target: jax.Array) -> jax.Array:
-        logits, _ = model.translated(source_BT, target, real_BT)
+        logits, _ = model.translated(source_BT, target[:, :-1], real_BT)
         return target.at[:, at + 1].set(logits[:, at].argmax(-1).astype(target.dtype))
 
     return jax.lax.fori_loop(0, length, extend, target)[:, 1:]

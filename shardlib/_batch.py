@@ -23,7 +23,8 @@ from shardlib._rules import resolve
 class Mean:
     """A sum over this device's examples, and what to divide the sum over all devices by.
 
-    Means may be scaled, and another may be added, whose own weight is another: its mean over the whole batch counts.
+    Means may be scaled, and another may be added, whose own weight is another: its mean over the whole batch counts, or over the
+    microbatch.
 
     >>> mean(6.0, 3) + 0.5 * mean(8.0, 4)
     Mean(total=9.0, weight=3)

@@ -31,9 +31,9 @@ FIRST_RUN = ROOT / "docs" / "how-to" / "first-run.md"
 
 # The first run of the docs, of a model and a length that a test can wait for.
 SMALL = (
-    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 --optimizer.warmup 1 "
-    "--loop.log_every 1 --loop.evaluate_every 2 --loop.save_every 2 --loop.profile 2,1 --evaluation_batches 1 "
-    "--tensorboard true"
+    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 "
+    "--optimizer.warmup 1 --loop.log_every 1 --loop.evaluate_every 2 --loop.save_every 2 --loop.profile 2,1 "
+    "--evaluation_batches 1 --tensorboard true"
 )
 
 

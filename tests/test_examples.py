@@ -26,4 +26,4 @@ def test_experts_beside_a_dense_model_and_the_picture_of_their_load(capsys, tmp_
 def test_a_small_gshard_begins_to_translate(capsys):
     right = translate.main(["--steps", "10"])
     shown = capsys.readouterr().out
-    assert 0 <= right <= 1 and "of 64 sentences it has never seen are right" in shown and shown.count(" -> ") == 5
+    assert 0 <= right <= 1 and "of 128 sentences it has never seen are right" in shown and shown.count(" -> ") == 5

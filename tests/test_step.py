@@ -279,6 +279,27 @@ def test_metrics_are_means_over_everything():
     assert metrics["weight"] == BATCH["mask"].sum()
 
 
+def both_means(model, batch, rng):
+    """Two means over other examples: of unevenly many tokens on each device, and of those left out."""
+    error, mask = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1), batch["mask"]
+    first, second = sl.mean(jnp.sum(error * mask), mask.sum()), sl.mean(jnp.sum(error * (1 - mask)), (1 - mask).sum())
+    return first + 0.5 * second, {"first": first, "second": second, "by place": sl.mean(error.sum(0), error.shape[0])}
+
+
+def test_a_sum_of_means_counts_each_by_its_own_weight():
+    testing.check_step(make(), optax.sgd(0.1), both_means, BATCH, RULES, meshes=["data=4,model=2"])
+    strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
+    _, metrics = run(make(), both_means, strategy)
+    np.testing.assert_allclose(metrics["loss"], metrics["first"] + 0.5 * metrics["second"], rtol=1e-6)
+    assert metrics["by place"].shape == (3,)
+    whole = (metrics["first"] * BATCH["mask"].sum() + metrics["second"] * (1 - BATCH["mask"]).sum()) / BATCH[
+        "mask"
+    ].size
+    np.testing.assert_allclose(metrics["by place"].mean(), whole, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`loss` of `loss_fn` is an array of shape \(3,\)"):
+        run(make(), lambda model, batch, rng: both_means(model, batch, rng)[1]["by place"])
+
+
 def test_a_batch_of_which_nothing_counts_changes_nothing():
     state, metrics = run(make(), masked_loss, batch={**BATCH, "mask": np.zeros((16, 3), np.float32)})
     expected = sl.init(make(), optax.sgd(0.1), STRATEGY)
