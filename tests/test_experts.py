@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from machines import compile_for, mesh_on
@@ -366,14 +367,50 @@ def test_weights_that_are_not_split_are_refused():
     sl.train_step(loss, strategy)(named, jnp.ones((8, 2, 4)))
 
 
+def test_a_linen_module_may_have_such_a_layer():
+    """Its boxes name the experts, and the step's form is as one device's."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.normal(0.5)
+            gate = self.param("gate", init, (4, 8))
+            shape = sl.experts.here(8), 4, 4  # all where the model is made, and in the step this device's
+            up = self.param("up", nn.with_logical_partitioning(init, ("experts", None, None)), shape)
+            return moe(x, Top2(), lambda w, x: jnp.tanh(x @ w), gate=gate, weights=up)
+
+    x = np.random.default_rng(0).normal(size=(16, 6, 4)).astype(np.float32)
+
+    def loss(variables, x, rng):
+        y, told = Layer().apply(variables, x)
+        error = jnp.square(y - x).mean((1, 2))
+        return sl.mean(error.sum(), error.size) + told.balance, told.metrics
+
+    def after(mesh):
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts)
+        state = sl.init(lambda: Layer().init(jax.random.key(0), jnp.ones((8, 6, 4))), OPTIMIZER, strategy)
+        state, metrics = sl.train_step(loss, strategy)(state, x)
+        return jax.device_get((state.params, metrics["loss"]))
+
+    one = sl.make_mesh("data=1", devices=jax.devices()[:1])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one))
+
+
 # The compiled program
 
 
+MACHINES = [
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
-def test_tpu_programs_have_the_papers_collectives(manual, form):
+def test_programs_have_the_papers_collectives(machine, manual, form):
     """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and each weight's sum."""
-    mesh = mesh_on("v5e:2x4", "data=8")
+    mesh = mesh_on(machine, "data=8")
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts, manual=manual)
     config = replace(CONFIG, width=128, hidden=256, heads=2, context=64, vocab=128, router=Top2(), form=form)
     state = sl.init(lambda: decoder.MoE(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True)

@@ -85,16 +85,18 @@ def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum 
 
 def _in_order(expert_P: jax.Array) -> jax.Array:
     """How many earlier choices have the same expert, for each choice."""
+    number_P = jnp.arange(expert_P.size, dtype=jnp.int32)
     order_P = jnp.argsort(expert_P, stable=True)
     sorted_P = expert_P[order_P]
-    first_P = jnp.searchsorted(sorted_P, sorted_P, side="left")
-    return jnp.zeros_like(expert_P).at[order_P].set(jnp.arange(expert_P.size, dtype=expert_P.dtype) - first_P)
+    begins_P = jnp.concatenate([jnp.ones(1, bool), sorted_P[1:] != sorted_P[:-1]])
+    first_P = jax.lax.cummax(jnp.where(begins_P, number_P, 0))  # of those with the same expert, in the sorted order
+    return jnp.zeros_like(number_P).at[order_P].set(number_P - first_P, unique_indices=True)
 
 
 def _inverse(place_P: jax.Array, count: int) -> jax.Array:
     """Which choice has each of `count` places; their number where none has."""
     empty = jnp.full(count, place_P.size, jnp.int32)
-    return empty.at[place_P].set(jnp.arange(place_P.size, dtype=jnp.int32), mode="drop", unique_indices=False)
+    return empty.at[place_P].set(jnp.arange(place_P.size, dtype=jnp.int32), mode="drop")
 
 
 def _take(x_GN: jax.Array, index_GJ: jax.Array) -> jax.Array:

@@ -130,6 +130,27 @@ def moe(
     return shard(y, *names), _told(router, choices, sent.kept_GSK, logits_GSE, real_GS)
 
 
+def here(count: int) -> int:
+    """How many of so many experts a model sees where this is traced: in the step's form a device's own, elsewhere all.
+
+    Linen compares a parameter with the shape that its module gives it: `self.param("up", init, (here(8), width, hidden))`.
+
+    >>> here(8)
+    8
+    """
+    return count // _parts(count)[1]
+
+
+def _parts(count: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+    """The manual axes that experts are split over, into how many parts, and the automatic ones."""
+    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
+    if scope is None or scope.rules is None or mesh.empty:
+        return (), 1, ()
+    axes = as_tuple(resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what="the experts").spec[0])
+    manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
+    return manual, math.prod(mesh.shape[axis] for axis in manual), tuple(axis for axis in axes if axis not in manual)
+
+
 class _Across(NamedTuple):
     """Over which axes of the mesh the experts lie, and the batch, and which of them the surrounding step is manual over."""
 
@@ -177,15 +198,11 @@ def _across(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Across:
         return _Across((), (), (), None, 1, 1, False)  # `shard` says what is wrong, where something is
     rules: AxisRules = scope.rules
     scope.used.add(EXPERTS)
-    entries = resolve(rules, mesh.shape, (EXPERTS,), (count,), what="the experts").spec
-    axes = as_tuple(entries[0])
     width = resolve(rules, mesh.shape, names[-1:], x.shape[-1:], what="the width", manual=frozenset(mesh.manual_axes))
-    manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
+    manual, parts, automatic = _parts(count)
     batch = tuple(axis for axis in rules.batch_axes if axis not in mesh.manual_axes)
-    return _Across(
-        manual, tuple(axis for axis in axes if axis not in manual), batch, width.spec[0],
-        math.prod(mesh.shape[axis] for axis in manual), math.prod(mesh.shape[axis] for axis in batch), True,
-    )  # fmt: skip
+    rows = math.prod(mesh.shape[axis] for axis in batch)
+    return _Across(manual, automatic, batch, width.spec[0], parts, rows, True)
 
 
 def _groups(x: jax.Array, group: int | None, across: _Across) -> tuple[int, int]:
