@@ -1,6 +1,6 @@
 """A small GShard learns to translate: every word backwards and in capitals. Eight experts, eight simulated devices.
 
-python examples/translate.py                    # some three minutes on two cores
+python examples/translate.py                    # some two minutes on two cores
 
 no time like now   ->   ON EMIT EKIL WON
 """
@@ -24,7 +24,7 @@ from models import translation
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TOKENS = ["<pad>", "<first>", "<end>", " ", *LETTERS, *LETTERS.upper()]
 PAD, FIRST, END = 0, 1, 2
-LENGTH, BATCH, STEPS, EXPERTS = 16, 128, 1500, 8
+LENGTH, BATCH, STEPS, EXPERTS = 16, 128, 600, 8
 CONFIG = translation.tiny(
     width=64, hidden=64, context=LENGTH, vocab=len(TOKENS), experts=EXPERTS, router=sl.experts.Top2(capacity=1.25), balance=0.5,
     group=BATCH // EXPERTS * LENGTH,

@@ -319,7 +319,7 @@ def test_generate_continues_the_prompt():
         ({"heads": 5}, "`GPTConfig(width=32)` must be a multiple of `heads=5`"),
         ({"kv_heads": 3}, "`GPTConfig(heads=8)` must be a multiple of `kv_heads=3`"),
         ({"norm": "batch"}, "choose 'layer' or 'rms'"),
-        ({"mlp": "relu"}, "choose 'gelu' or 'swiglu'"),
+        ({"mlp": "tanh"}, "choose 'gelu' or 'relu' or 'swiglu'"),
         ({"positions": "none"}, "choose 'learned' or 'rotary'"),
         ({"positions": "rotary", "head_dim": 3}, "`head_dim=3` must be even"),
         ({"layers": 0}, "`GPTConfig(layers=0)` must be a positive integer"),
