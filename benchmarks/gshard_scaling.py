@@ -100,15 +100,12 @@ def roofline(found: sl.Plan, config: Any, cores: int, kinds: dict[str, dict[str,
     layers += (config.layers - experts) * ffn + experts * (2 * ffn + 2 * width * config.experts)
     # Forward, recomputed, and twice backward; the head, of the target alone, is not recomputed.
     flops = tokens * (4 * layers + 3 * 2 * width * config.dims["vocab"])
-    each = (cores - 1) / cores
+    # A core has its share of its chip's links, which are busy both ways in each dim.
+    whole, link = kinds["all-to-all"]["bytes"] * cores / (cores - 1), chip.link_bandwidth
     return {
         "products": flops / chip.flops["f32"],
-        "all_to_all": kinds["all-to-all"]["bytes"]
-        / each
-        * side
-        * chip.devices
-        / (8 * chip.link_bandwidth * chip.devices),
-        "all_reduce": kinds["all-reduce"]["bytes"] * chip.devices / (4 * chip.link_bandwidth * chip.devices),
+        "all_to_all": whole * side / (8 * link),
+        "all_reduce": kinds["all-reduce"]["bytes"] / (4 * link),
     }
 
 

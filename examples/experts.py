@@ -1,6 +1,6 @@
 """Eight experts against one MLP of equal compute, on eight simulated devices, and a picture of who is sent what.
 
-    python examples/experts.py                      # some four minutes on two cores
+    python examples/experts.py                      # some five minutes on two cores
     python examples/experts.py --steps 100 --picture load.svg
 
 Both take as many products for a token: of eight experts, half as wide as the dense model's MLP, it goes to two, and experts have
@@ -26,7 +26,7 @@ import shardlib as sl
 from examples.quickstart import corpus
 from models import gpt, moe
 
-CONTEXT, BATCH, STEPS, EXPERTS = 64, 32, 1200, 8
+CONTEXT, BATCH, STEPS, EXPERTS = 64, 32, 2400, 8
 SIZES: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "context": CONTEXT, "vocab": 256, "bias": False}
 DENSE = gpt.GPTConfig(**SIZES, hidden=128)
 SPARSE = moe.MoEConfig(

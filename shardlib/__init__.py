@@ -3,6 +3,7 @@
 from shardlib import data as data
 from shardlib import experts as experts
 from shardlib import optimizers as optimizers
+from shardlib import pipeline as pipeline
 from shardlib import rules as rules
 from shardlib import testing as testing
 from shardlib._annotate import replicate as replicate

@@ -120,7 +120,14 @@ def test_the_reference_lists_every_public_name():
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"
-        for module in (shardlib, shardlib.data, shardlib.experts, shardlib.optimizers, shardlib.testing)
+        for module in (
+            shardlib,
+            shardlib.data,
+            shardlib.experts,
+            shardlib.optimizers,
+            shardlib.pipeline,
+            shardlib.testing,
+        )
         for name, value in vars(module).items()
         if not name.startswith("_") and (value is shardlib.rules or not inspect.ismodule(value))
     ]

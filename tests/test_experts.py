@@ -20,7 +20,8 @@ from models import translation
 from shardlib._tree import named_leaves
 from shardlib.experts import Switch, Top2, TopK, moe
 from shardlib.experts._dispatch import dispatch
-from shardlib.experts._routing import places, z_loss
+from shardlib.experts._moe import _logits
+from shardlib.experts._routing import _largest, places, z_loss
 
 ROUTERS = [Top2(), Top2(capacity=0.5), Switch(), Switch(capacity=0.5), TopK(2), TopK(3, capacity=1.0)]
 
@@ -153,13 +154,14 @@ def test_jitter_moves_what_the_gate_sees_and_nothing_else():
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 def test_padding_goes_nowhere_and_counts_for_nothing(form):
     given, real = logits(2, 12, 4), np.arange(12) < np.array([[6], [12]])
+    given[0, 7] = np.nan
     y, told = run(Top2(), given, real=jnp.asarray(real), form=form, group=6)
     assert not y[0, 6:].any()
     real_groups = np.stack([given[0, :6], given[1, :6], given[1, 6:]])
     alone, of_real = run(Top2(), real_groups, form=form)
     np.testing.assert_allclose(np.concatenate([y[0, :6], y[1]]), alone.reshape(18, -1), rtol=1e-5)
     for name in ("entropy", "balance", "load", "dropped", "z"):
-        np.testing.assert_allclose(getattr(told, name).total, getattr(of_real, name).total, rtol=1e-5)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), getattr(told, name), getattr(of_real, name))
     assert float(told.entropy.weight) == 18
 
 
@@ -185,6 +187,24 @@ def test_both_forms_are_equal(router):
         for form in ("scatter", "einsum")
     ]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *found)
+
+
+@pytest.mark.parametrize("count", [3, 300, 768])
+def test_logits_of_any_number_of_experts(count):
+    """Of many a few columns at a time; and the choice among equals is the first, as a sort has it."""
+    x, gate = logits(2, 5, 16), logits(16, count, seed=1)
+    found = _logits(jnp.asarray(x), jnp.asarray(gate))
+    np.testing.assert_allclose(found, x @ gate, rtol=1e-5, atol=1e-5)
+    by = lambda of: jax.grad(lambda x, gate: jnp.sin(of(x, gate)).sum(), (0, 1))(jnp.asarray(x), jnp.asarray(gate))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), by(_logits), by(jnp.matmul))
+    coarse = jnp.round(found).at[0, 0, 1:].set(-jnp.inf)  # with many equals, and fewer than are wanted
+    jax.tree.map(np.testing.assert_array_equal, _largest(coarse, 3), tuple(jax.lax.top_k(coarse, 3)))
+    slope = lambda of: jax.grad(lambda x: (of(x, 3)[0] * jnp.arange(3)).sum())(coarse)
+    np.testing.assert_array_equal(slope(_largest), slope(jax.lax.top_k))
+
+
+def test_places_are_rounded_up_and_not_for_a_float():
+    assert [places(Switch(capacity=c), 100, 10) for c in (1.1, 1.11, 0.07, 1)] == [11, 12, 1, 10]
 
 
 def test_one_expert_may_have_every_token():
@@ -321,10 +341,9 @@ def test_what_the_layer_refuses(changes, said):
     ("make", "said"),
     [
         (lambda: Top2(capacity=0), r"Top2\(capacity=0\)` would drop every token"),
+        (lambda: Top2(capacity=math.inf), r"Top2\(capacity=inf\)`: above zero, .* or None for no limit"),
         (lambda: TopK(0), "at least one"),
         (lambda: Switch(jitter=1.5), "at least 0, below 1"),
-        (lambda: Top2(choices=3), "is two"),
-        (lambda: Switch(choices=3), "is one"),
         (lambda: decoder.tiny(every=3, layers=4), r"every=3\)` does not divide `layers=4`"),
         (lambda: decoder.tiny(experts=1), "2 experts, and there are"),
     ],
@@ -351,20 +370,51 @@ def test_experts_that_the_axis_does_not_divide(experts):
         after_a_step(replace(CONFIG, experts=experts), *MESHES["one axis"])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rules", "manual"),
+    [
+        ("data=2,expert=4", sl.rules.data | sl.AxisRules(experts=("data", "expert")), None),
+        ("data=2,expert=4", sl.rules.data | sl.AxisRules(experts=("expert", "data")), None),
+        ("data=4,model=2", sl.rules.experts | sl.rules.tensor | sl.AxisRules(experts=("data", "model"), mlp=None), None),
+        ("data=2,expert=4", BOTH | sl.AxisRules(experts=("data", "expert")), ("expert",)),
+    ],
+)  # fmt: skip
+def test_experts_over_axes_of_which_the_step_has_some_are_refused(mesh, rules, manual):
+    strategy = sl.Strategy(mesh=mesh, rules=rules, manual=manual)
+    state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True)
+    with pytest.raises(ValueError, match=r"of which the step is manual over \('\w+',\) alone"):
+        sl.train_step(decoder.loss, strategy).trace(state, TOKENS)
+    automatic = replace(strategy, manual=())
+    sl.train_step(decoder.loss, automatic).trace(
+        replace(state, layout=replace(state.layout, strategy=automatic)), TOKENS
+    )
+
+
 def test_weights_that_are_not_split_are_refused():
     """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a layer without it."""
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
     make = lambda: {"gate": jnp.ones((4, 8)), "up": jnp.ones((8, 4, 4))}
+    x = jnp.ones((8, 2, 4))
 
     def loss(model, x, rng):
         y, _ = moe(x, TopK(1), lambda w, x: x @ w, gate=model["gate"], weights=model["up"])
         return jnp.mean(y)
 
-    state = sl.init(make, optax.sgd(0.1), strategy)
+    def trace(names, strategy):
+        state = sl.init(lambda: sl.annotate(make(), {"up": names}), optax.sgd(0.1), strategy, abstract=True)
+        sl.train_step(loss, strategy).trace(state, x)
+
+    whole, automatic = (None, None, None), replace(strategy, manual=())
     with pytest.raises(ValueError, match="should have 1 experts along dim 0.*All of them are here: name .* `experts`"):
-        sl.train_step(loss, strategy)(state, jnp.ones((8, 2, 4)))
-    named = sl.init(lambda: sl.annotate(make(), {"up": ("experts", None, None)}), optax.sgd(0.1), strategy)
-    sl.train_step(loss, strategy)(named, jnp.ones((8, 2, 4)))
+        trace(whole, strategy)
+    with pytest.raises(
+        ValueError, match="which the rule `experts` splits over `data`, and no parameter has a dim of that"
+    ):
+        trace(whole, automatic)  # where the layer sees all of them in any case
+    trace(("experts", None, None), strategy)
+    trace(("experts", None, None), automatic)
+    trace(P("data", None, None), automatic)
+    trace(whole, replace(automatic, rules=sl.rules.experts | sl.AxisRules(experts=None)))
 
 
 def test_a_linen_module_may_have_such_a_layer():

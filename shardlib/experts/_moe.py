@@ -11,6 +11,7 @@ Shape suffixes: B batch, M width, G groups, S tokens of a group, E experts, C pl
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +96,7 @@ def moe(
     count = gate.shape[1]
     across = _across(count, names, x)
     _check_weights(weights, count, across)
-    x = shard(x, *names)
+    x = shard(x if real is None else jnp.where(real[..., None], x, 0), *names)  # whatever is in padding
     group, groups = _groups(x, group, across)
     room = places(router, group, count)
 
@@ -105,8 +106,7 @@ def moe(
             jax.random.fold_in(key, 0), x.shape, jnp.float32, 1 - router.jitter, 1 + router.jitter
         )
         where = where * draws
-    # Products in float32 too, of which a TPU would take the factors in bfloat16.
-    logits = jnp.einsum("...m,me->...e", where, gate.astype(jnp.float32), precision="highest")
+    logits = _logits(where, gate.astype(jnp.float32))
     drawn = None if key is None else jax.random.uniform(jax.random.fold_in(key, 1), x.shape[:-1])
 
     def grouped(array: jax.Array, *rest: Any) -> jax.Array:
@@ -146,8 +146,16 @@ def _parts(count: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
     scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
     if scope is None or scope.rules is None or mesh.empty:
         return (), 1, ()
-    axes = as_tuple(resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what="the experts").spec[0])
+    what = f"the experts, of which a gate, whole everywhere, tells {count}"
+    axes = as_tuple(resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec[0])
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
+    if manual and manual != axes:
+        raise ValueError(
+            f"The rule `{EXPERTS}` splits over {axes}, of which the step is manual over {manual} alone: tokens are sent over "
+            f"axes of one kind. Have the batch split over all of them, leave all to the partitioner, `Strategy(manual=())`, or "
+            f"split the experts over fewer."
+        )
     return manual, math.prod(mesh.shape[axis] for axis in manual), tuple(axis for axis in axes if axis not in manual)
 
 
@@ -214,13 +222,52 @@ def _groups(x: jax.Array, group: int | None, across: _Across) -> tuple[int, int]
                 f"Of {tokens} tokens without a dim for the sequence, say how many share the places of the experts: `group=...`."
             )
         group = math.prod(x.shape[1:-1])
-    if type(group) is not int or group < 1 or tokens % (group * across.rows):
+    if not isinstance(group, Integral) or group < 1 or tokens % (group * across.rows):
         over = f" on each of {across.rows} devices" if across.rows > 1 else ""
         raise ValueError(
             f"`moe(group={group!r})` does not divide the {tokens // across.rows} tokens{over}, of {x.shape[:-1]} here in all: a "
             "group is a whole number of consecutive tokens, and lies on one device."
         )
-    return group, tokens // group
+    return int(group), tokens // int(group)
+
+
+_COLUMNS = 256
+
+
+@jax.custom_vjp
+def _logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
+    """The product in float32, of which a TPU would take the factors in bfloat16.
+
+    So many columns at a time: of a product with thousands its compiler makes several times the code, in several times the
+    seconds, for each layer that is compiled. The transpose is said, so that nobody differentiates the loop.
+    """
+    parts_PMC = _columns(gate_ME)
+    parts = lax.map(lambda gate_MC: _product("...m,mc->...c", x, gate_MC), parts_PMC)
+    return jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], gate_ME.shape[1])
+
+
+def _backwards(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, gate_ME = kept
+
+    def add(of_x: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        gate_MC, of_part = part
+        return of_x + _product("...c,mc->...m", of_part, gate_MC), _product("...m,...c->mc", x, of_part)
+
+    of_parts = jnp.moveaxis(gradient.reshape(*x.shape[:-1], -1, _columns(gate_ME).shape[-1]), -2, 0)
+    of_x, of_gate_PMC = lax.scan(add, jnp.zeros_like(x), (_columns(gate_ME), of_parts))
+    return of_x, of_gate_PMC.swapaxes(0, 1).reshape(gate_ME.shape)
+
+
+_logits.defvjp(lambda x, gate_ME: (_logits(x, gate_ME), (x, gate_ME)), _backwards)
+
+
+def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, x, y, precision="highest")
+
+
+def _columns(gate_ME: jax.Array) -> jax.Array:
+    width, count = gate_ME.shape
+    return gate_ME.reshape(width, -1, count if count % _COLUMNS else _COLUMNS).swapaxes(0, 1)
 
 
 def _checked(choices: Choices, real_GS: jax.Array, count: int) -> Choices:
@@ -260,7 +307,7 @@ def _told(router: Router, choices: Choices, kept_GSK: jax.Array, logits_GSE: jax
     logarithm_GSE = jax.nn.log_softmax(logits_GSE)
     entropy_GS = -(jnp.where(probability_GSE > 0, probability_GSE * logarithm_GSE, 0)).sum(-1)
     return Told(
-        Mean(router.balance(first_GE, every_GE, mean_GE).sum(), jnp.float32(tokens_G.size)),
+        Mean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
         Mean((z_loss(logits_GSE) * each_GS).sum(), each_GS.sum()),
         Mean(by_expert * count, wanted),
         Mean((choices.wanted & ~kept_GSK).sum() * 1.0, wanted),
@@ -282,10 +329,10 @@ def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
         )
     if form not in FORMS:
         raise ValueError(f"`moe(form={form!r})`: choose {' or '.join(map(repr, FORMS))}.")
-    if real is not None and (real.shape != x.shape[:-1] or real.dtype != bool):
+    shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
+    if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
         raise ValueError(
-            f"`moe(real=...)` says of each token whether it is one, shape {x.shape[:-1]}, true or false; got {real.shape} of "
-            f"{real.dtype}."
+            f"`moe(real=...)` says of each token whether it is one, shape {x.shape[:-1]}, true or false; got {shape} of {dtype}."
         )
 
 

@@ -8,10 +8,12 @@ Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class Choices(NamedTuple):
@@ -68,16 +70,18 @@ class Top2:
 
     capacity: float | None = 1.0
     jitter: float = 0.0
-    choices: int = 2
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.choices != 2:
-            raise ValueError(f"`Top2(choices={self.choices})` is two; `TopK` takes any number.")
+
+    @property
+    def choices(self) -> int:
+        """Two."""
+        return 2
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
         """The two likeliest."""
-        gates, expert = jax.lax.top_k(jax.nn.softmax(logits), 2)
+        gates, expert = _largest(jax.nn.softmax(logits), 2)
         weight = gates / (gates.sum(-1, keepdims=True) + _TINY)
         wanted = jnp.ones(weight.shape, bool)
         if drawn is not None:
@@ -101,16 +105,18 @@ class Switch:
 
     capacity: float | None = 1.25
     jitter: float = 0.01
-    choices: int = 1
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.choices != 1:
-            raise ValueError(f"`Switch(choices={self.choices})` is one; `TopK` takes any number.")
+
+    @property
+    def choices(self) -> int:
+        """One."""
+        return 1
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
         """The likeliest."""
-        weight, expert = jax.lax.top_k(jax.nn.softmax(logits), 1)
+        weight, expert = _largest(jax.nn.softmax(logits), 1)
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
@@ -137,10 +143,10 @@ class TopK:
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
         """The likeliest."""
         if self.renormalize:
-            largest, expert = jax.lax.top_k(logits, self.choices)
+            largest, expert = _largest(logits, self.choices)
             weight = jax.nn.softmax(largest)
         else:
-            weight, expert = jax.lax.top_k(jax.nn.softmax(logits), self.choices)
+            weight, expert = _largest(jax.nn.softmax(logits), self.choices)
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
@@ -160,7 +166,7 @@ def places(router: Router, tokens: int, experts: int) -> int:
         )
     if router.capacity is None:
         return tokens
-    return min(tokens, math.ceil(router.choices * tokens * router.capacity / experts))
+    return min(tokens, math.ceil(router.choices * tokens * Fraction(str(router.capacity)) / experts))
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
@@ -171,14 +177,30 @@ def z_loss(logits: jax.Array) -> jax.Array:
 _TINY = 1e-9
 
 
+def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest along the last dim and where they are, the first of equals first: `lax.top_k` without its sort.
+
+    Of a few of thousands a sort takes a TPU's compiler longer than the rest of the layer.
+    """
+    number, found = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), []
+    left = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)  # above what is taken, be it -inf
+    for _ in range(count):
+        at = left.argmax(-1, keepdims=True)
+        here = number == at
+        found.append((jnp.where(here, x, 0).sum(-1), at[..., 0]))
+        left = jnp.where(here, -jnp.inf, left)
+    values, where = zip(*found, strict=True)
+    return jnp.stack(values, -1), jnp.stack(where, -1)
+
+
 def _check(router: Router) -> None:
     kind = type(router).__name__
     if type(router.choices) is not int or router.choices < 1:
         raise ValueError(f"`{kind}(choices={router.choices!r})`: a whole number, at least one.")
-    if router.capacity is not None and not router.capacity > 0:
+    if router.capacity is not None and not 0 < router.capacity < math.inf:
+        drops = " would drop every token" if router.capacity <= 0 else ""
         raise ValueError(
-            f"`{kind}(capacity={router.capacity!r})` would drop every token: above zero, 1 being an even share, or None for "
-            "no limit."
+            f"`{kind}(capacity={router.capacity!r})`{drops}: above zero, 1 being an even share, or None for no limit."
         )
     if not 0 <= router.jitter < 1:
         raise ValueError(f"`{kind}(jitter={router.jitter!r})`: at least 0, below 1.")

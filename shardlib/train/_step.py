@@ -30,7 +30,7 @@ from shardlib._annotate import constrain, say
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
-from shardlib._rules import BATCH, as_tuple, keep_axes, spec_axes
+from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
@@ -140,6 +140,7 @@ class Step:
         key = jax.random.fold_in(state.key, state.step)
         every = (state.params, state.frozen, state.streams, state.rest)
         gradient, squares, streams, rest, metrics = gradients(*every, key, batch)
+        self._check_experts(state.layout)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
         with jax.named_scope("optimizer"):
@@ -150,6 +151,22 @@ class Step:
         count = state.nonfinite + bad
         after = State(state.step + 1, params, state.frozen, opt_state, streams, rest, state.key, count, state.layout)
         return after, metrics | of_gradient
+
+    def _check_experts(self, layout: Layout) -> None:
+        """Refuse experts none of whose weights is split as the rule says, where a layer cannot see that itself."""
+        if EXPERTS not in self._used:
+            return
+        sizes, candidates = self.strategy.device_mesh.shape, self.strategy.rules[EXPERTS]
+        axes = [axis for entry in candidates for axis in as_tuple(entry) if sizes[axis] > 1]
+        literal = [names for _, names in layout.names if isinstance(names, PartitionSpec)]
+        named = any(EXPERTS in (names or ()) for _, names in layout.names if not isinstance(names, PartitionSpec))
+        split = named or any(not set(axes).isdisjoint(spec_axes(spec)) for spec in literal)
+        if axes and not split:
+            raise ValueError(
+                f"The loss has a layer of experts, which the rule `{EXPERTS}` splits over `{axes[0]}`, and no parameter has a "
+                f"dim of that name: every device would hold all of them. Name the first dim of their weights `{EXPERTS}`, or "
+                f"have them whole: `rules | sl.AxisRules({EXPERTS}=None)`."
+            )
 
     def _uses(self, state: State, params: Any, frozen: bool) -> Any:
         named = place(state.layout.named, params)

@@ -1,0 +1,349 @@
+"""The published schedules. Each is a value that makes a table, with the closed formulas of its paper beside it.
+
+Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Protocol
+
+from shardlib.pipeline._search import search
+from shardlib.pipeline._simulate import UNIT, Costs
+from shardlib.pipeline._table import Kind, Op, Table
+from shardlib.pipeline._weave import weave
+
+
+class Schedule(Protocol):
+    """A rule that makes a table; implementations are frozen dataclasses."""
+
+    @property
+    def stages(self) -> int:
+        """Stages, S."""
+        ...
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches, M."""
+        ...
+
+    @property
+    def paired(self) -> bool:
+        """Whether a tick takes a forward and a backward pass."""
+        ...
+
+    def table(self) -> Table:
+        """What each stage does."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """One part on each stage."""
+
+    stages: int
+    microbatches: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, least=1)
+
+
+def check(schedule: Any, least: int, multiple: int = 1, why: str = "") -> None:
+    """Refuse numbers of stages and microbatches that a schedule does not take."""
+    kind, stages, count = type(schedule).__name__, schedule.stages, schedule.microbatches
+    if not isinstance(stages, Integral) or stages < 1:
+        raise ValueError(f"`{kind}(stages={stages!r})`: a whole number, at least one.")
+    if not isinstance(count, Integral) or count < least or count % multiple:
+        of = f", a multiple of {multiple}" if multiple > 1 else ""
+        raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}.")
+
+
+def _in_turn(
+    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], ahead: int, late: int | None
+) -> list[Op]:
+    """So many forwards, then a backward and a forward in turn, then what is left; weights `late` backwards behind."""
+    order, done = [Op("F", *one) for one in forwards[:ahead]], 0
+    for number, one in enumerate(backwards):
+        order.append(Op("B", *one))
+        if late is not None and number >= late:
+            order.append(Op("W", *backwards[number - late]))
+            done += 1
+        order += [Op("F", *one) for one in forwards[ahead + number : ahead + number + 1]]
+    return order + ([Op("W", *one) for one in backwards[done:]] if late is not None else [])
+
+
+def _table_in_turn(schedule: Schedule, ahead: Iterator[int], late: Iterator[int] | None = None) -> Table:
+    orders = []
+    for stage, first in enumerate(ahead):
+        each = [(m, stage) for m in range(schedule.microbatches)]
+        orders.append(tuple(_in_turn(each, each, min(first, len(each)), None if late is None else next(late))))
+    return Table(tuple(orders), tuple(range(schedule.stages)))
+
+
+@dataclass(frozen=True)
+class GPipe(_Plain):
+    """All forward passes, then all backward passes.
+
+    With one microbatch it is naive model parallelism, in which one stage works at a time.
+
+    >>> [str(op) for op in GPipe(2, 2).table().orders[0]]
+    ['F0@0', 'F1@0', 'B0@0', 'B1@0']
+    """
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return _table_in_turn(self, iter([self.microbatches] * self.stages))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B + W)."""
+        return (self.stages - 1) * _whole(costs)
+
+    def live(self, stage: int) -> float:
+        """M at each stage."""
+        return self.microbatches
+
+
+@dataclass(frozen=True)
+class OneFOneB(_Plain):
+    """PipeDream-Flush: a backward pass as soon as there is one, so that a stage holds no more than the stages after it.
+
+    >>> [str(op) for op in OneFOneB(2, 3).table().orders[0]]
+    ['F0@0', 'F1@0', 'B0@0', 'F2@0', 'B1@0', 'B2@0']
+    """
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return _table_in_turn(self, iter(range(self.stages, 0, -1)))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B + W)."""
+        return (self.stages - 1) * _whole(costs)
+
+    def live(self, stage: int) -> float:
+        """S - s."""
+        return min(self.stages - stage, self.microbatches)
+
+
+@dataclass(frozen=True)
+class Eager1F1B(_Plain):
+    """1F1B with forward passes early enough that what is sent has a tick to travel: a stage holds nearly twice as many.
+
+    Paired, a tick has a forward and a backward pass, and there are M + 2 (S - 1) of them.
+
+    >>> from shardlib.pipeline import pack
+    >>> len(pack(Eager1F1B(4, 8).table(), paired=True).rows)
+    14
+    """
+
+    paired: bool = True
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return _table_in_turn(self, iter(range(2 * self.stages - 1, 0, -2)))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B + W)."""
+        return (self.stages - 1) * _whole(costs)
+
+    def live(self, stage: int) -> float:
+        """2 (S - s) - 1."""
+        return min(2 * (self.stages - stage) - 1, self.microbatches)
+
+
+@dataclass(frozen=True)
+class ZBH1(_Plain):
+    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps, as late as 1F1B's memory allows."""
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return _table_in_turn(self, iter(range(self.stages, 0, -1)), iter(range(self.stages)))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B - W), when M is at least S, and F at least W."""
+        forward, backward, weights = _three(costs)
+        _hold(weights <= forward, "W at most F", costs)
+        return (self.stages - 1) * (forward + backward - weights)
+
+    def live(self, stage: int) -> float:
+        """S at each stage."""
+        return min(self.stages, self.microbatches)
+
+
+@dataclass(frozen=True)
+class ZBH2(_Plain):
+    """Zero bubble H2: as H1 with forward passes that fill the gap before the first backward pass, for twice the memory."""
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return _table_in_turn(self, iter(range(2 * self.stages - 1, 0, -2)), iter(range(0, 2 * self.stages, 2)))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2 W."""
+        forward, backward, weights = _three(costs)
+        _hold(weights <= forward and 2 * weights <= forward + backward, "W at most F, and 2 W at most F + B", costs)
+        return (self.stages - 1) * (forward + backward - 2 * weights)
+
+    def live(self, stage: int) -> float:
+        """2 S - 1 at each stage."""
+        return min(2 * self.stages - 1, self.microbatches)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Megatron's: each stage has `chunks` parts, S apart, and the microbatches go through in groups of S."""
+
+    stages: int
+    microbatches: int
+    chunks: int = 2
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise ValueError(f"`Interleaved(chunks={self.chunks!r})`: a whole number, at least one.")
+        check(self, self.stages, self.stages, ": its microbatches go in groups as many as there are stages")
+
+    def table(self) -> Table:
+        """What each stage does."""
+        stages, chunks, count = self.stages, self.chunks, self.microbatches * self.chunks
+        orders = []
+        for stage in range(stages):
+            turns = [(k // (stages * chunks) * stages + k % stages, k // stages % chunks) for k in range(count)]
+            forwards = [(m, chunk * stages + stage) for m, chunk in turns]
+            backwards = [(m, (chunks - 1 - chunk) * stages + stage) for m, chunk in turns]
+            ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+            orders.append(tuple(_in_turn(forwards, backwards, min(ahead, count), None)))
+        return Table(tuple(orders), tuple(part % stages for part in range(stages * chunks)))
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B + W) / chunks."""
+        return (self.stages - 1) * _whole(costs) / self.chunks
+
+    def live(self, stage: int) -> float:
+        """(2 (S - s - 1) + (chunks - 1) S + 1) / chunks."""
+        most = 2 * (self.stages - stage - 1) + (self.chunks - 1) * self.stages + 1
+        return min(most / self.chunks, self.microbatches)
+
+
+_THERE_AND_BACK: tuple[Kind, ...] = ("F", "F", "B", "B")
+
+
+@dataclass(frozen=True)
+class _V:
+    """Two parts on each stage, part s and part 2S - 1 - s: through the stages, and back.
+
+    The pattern of one microbatch, repeated every six units of time, decides the order of its passes, and with it how long
+    activations are held; the gradients of weights go where a stage would wait.
+    """
+
+    stages: int
+    microbatches: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, least=1)
+
+    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
+        """When the passes of a microbatch start: forward on the way there, and back; backward on the way there, and back."""
+        raise NotImplementedError
+
+    def live(self, stage: int) -> float:
+        """At most as many microbatches as a stage holds."""
+        raise NotImplementedError
+
+    def table(self) -> Table:
+        """What each stage does."""
+        stages, orders = self.stages, []
+        for stage in range(stages):
+            there, back = stage, 2 * stages - 1 - stage
+            passes = list(zip(self._pattern(stage), _THERE_AND_BACK, (there, back, back, there), strict=True))
+            timed = [(at + 6 * m, Op(kind, m, part)) for at, kind, part in passes for m in range(self.microbatches)]
+            orders.append([op for _, op in sorted(timed)])
+        placement = (*range(stages), *reversed(range(stages)))
+        return weave(orders, placement, max(map(self.live, range(stages))))
+
+
+@dataclass(frozen=True)
+class VMin(_V):
+    """V-Min: a third of the memory of 1F1B, for two thirds of its gap."""
+
+    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
+        stages, rest = self.stages, 0 if self.stages % 3 else 2  # so that no two passes fall on one unit
+        return stage, 2 * stages - 1 - stage, 2 * stages + rest + stage, 4 * stages + rest - 1 - stage
+
+    def gap(self, costs: Costs) -> float:
+        """2 (S - 1)(F + B + W) / 3, for F = B = W, half an F less; or half an F more, where 3 divides S."""
+        forward = _alike(costs)
+        more = forward / 2 if self.stages % 3 == 0 else -forward / 2
+        return 2 * (self.stages - 1) * forward + more if self.stages > 1 else 0.0
+
+    def live(self, stage: int) -> float:
+        """S / 3, and at most two more."""
+        return min(self.stages / 3 + 2, self.microbatches)
+
+
+@dataclass(frozen=True)
+class VHalf(_V):
+    """V-Half: half the memory of 1F1B, for half its gap."""
+
+    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
+        stages, rest = self.stages, 0 if self.stages % 2 else 3
+        return 2 * stage, 3 * stages - 2 - stage, 3 * stages - 1 + rest + 2 * stage, 6 * stages - 2 + rest - stage
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B + W) / 2, for F = B = W and an even S; half an F less for an odd one."""
+        less = _alike(costs) / 2 if self.stages % 2 and self.stages > 1 else 0.0
+        return (self.stages - 1) * 3 * _alike(costs) / 2 - less
+
+    def live(self, stage: int) -> float:
+        """S / 2 and one."""
+        return min(self.stages // 2 + 1, self.microbatches)
+
+
+@dataclass(frozen=True)
+class ZeroBubble:
+    """The best that a search from costs finds, of which each stage holds at most `limit` microbatches' activations.
+
+    With S, the default, it is the paper's ZB-1p, with 2 S its ZB-2p.
+    """
+
+    stages: int
+    microbatches: int
+    costs: Costs = UNIT
+    limit: float | None = None
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, least=1)
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"`ZeroBubble(limit={self.limit})`: a stage holds at least one microbatch.")
+
+    def live(self, stage: int) -> float:
+        """The limit, at most."""
+        return min(self.stages if self.limit is None else self.limit, self.microbatches)
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
+
+
+def _three(costs: Costs) -> tuple[float, float, float]:
+    forward, backward, weights = costs.forward, costs.backward, costs.weights
+    if isinstance(forward, Sequence) or isinstance(backward, Sequence) or isinstance(weights, Sequence):
+        raise ValueError("A closed formula takes stages that are all alike: give one number for each cost.")
+    return forward, backward, weights
+
+
+def _hold(holds: bool, condition: str, costs: Costs) -> None:
+    if not holds:
+        raise ValueError(f"The closed formula is for {condition}; got {costs}. `simulate` takes any.")
+
+
+def _alike(costs: Costs) -> float:
+    forward, backward, weights = _three(costs)
+    _hold(forward == backward == weights, "F = B = W", costs)
+    return forward
+
+
+def _whole(costs: Costs) -> float:
+    return sum(_three(costs))
