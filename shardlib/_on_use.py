@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from shardlib._region import Root, Stretch, Weight, because, enter, reader_of, use, variables
+from shardlib._jaxpr import CALLS, JITS, REMATS, Stretch, inputs_of, scan_parts, variables
+from shardlib._region import Root, Weight, because, enter, reader_of, use
 
 MARK = "shardlib_layer"
 """The name of the `jax.jit` around a marked block, by which it is known in what was traced."""
@@ -35,9 +36,6 @@ _CHEAP = {
     "stop_gradient", "transpose",
 }  # fmt: skip
 
-
-_JITS, _REMATS = ("jit", "pjit"), ("checkpoint", "remat2")
-_CALLS = (*_JITS, *_REMATS)
 
 
 def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args: Any) -> Any:
@@ -95,7 +93,7 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, w
 
     def evaluate(equations: list[Any], until: int, how: Callable[..., list[Entry]]) -> None:
         made = [var for equation in equations for var in equation.outvars if last_use.get(var, -1) >= until]
-        needed = _inputs_of(equations)
+        needed = inputs_of(equations)
         results = how(Stretch(jaxpr, equations, needed, made), [values[var] for var in needed])
         values.update(zip(made, results, strict=True))
 
@@ -155,10 +153,10 @@ def _is_layered(jaxpr: Jaxpr, var: Any, root: Root, picked: bool = True) -> bool
             return position >= sum(scan_parts(equation))
         if name == "convert_element_type":
             return _is_layered(jaxpr, equation.outvars[0], root, picked=False)
-        if name in _CALLS:
+        if name in CALLS:
             inner = equation.params["jaxpr"]
             inner = getattr(inner, "jaxpr", inner)
-            plain = name in _JITS and equation.params["name"] != MARK
+            plain = name in JITS and equation.params["name"] != MARK
             return _is_layered(inner, inner.invars[position], root, picked and plain)
     numbers = [_number_picked(jaxpr, equation, root) for equation in readers]
     return picked and None not in numbers and len(set(numbers)) == len(numbers)
@@ -174,16 +172,6 @@ def _number_picked(jaxpr: Jaxpr, equation: Any, root: Root) -> int | None:
     if not squeezed or equation.outvars[0] in variables(jaxpr.outvars):
         return None
     return equation.params["start_indices"][0]
-
-
-def _inputs_of(equations: Sequence[Any]) -> list[Any]:
-    """What equations read and do not make."""
-    made: set[Any] = set()
-    needed: dict[Any, None] = {}
-    for equation in equations:
-        needed.update((var, None) for var in variables(equation.invars) if var not in made)
-        made.update(equation.outvars)
-    return list(needed)
 
 
 def _grouped(jaxpr: Jaxpr, values: dict[Any, Entry]) -> dict[int, int]:
@@ -262,7 +250,7 @@ def _picked(stretch: Stretch, outputs: Sequence[Any]) -> list[Any]:
 def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     equation, entries = _parts(stretch, inputs)
     inner = equation.params["jaxpr"]
-    if equation.params["name"] == MARK and not _has_layers(inner.jaxpr, list(map(_is_weight, entries))):
+    if equation.params["name"] == MARK and not has_layers(inner.jaxpr, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
     return _picked(stretch, _evaluate(inner.jaxpr, inner.consts, entries, whole=False))
 
@@ -270,7 +258,7 @@ def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
 def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     equation, entries = _parts(stretch, inputs)
     inner = equation.params["jaxpr"]
-    if not _has_layers(inner, list(map(_is_weight, entries))):
+    if not has_layers(inner, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
     roots = list(dict.fromkeys(root for value in entries for root in _roots(value)))
 
@@ -320,7 +308,7 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
         }
         layer = [_replaced(value, now) if _is_weight(value) else next(rest) for value in scanned]
         within = _entered(body.jaxpr, [*constants_now, *carry, *layer])
-        if _has_layers(body.jaxpr, list(map(_is_weight, within))):
+        if has_layers(body.jaxpr, list(map(_is_weight, within))):
             outputs = _evaluate(body.jaxpr, body.consts, within)
         else:
             outputs = _region(lambda values: jaxpr_as_fun(body)(*values), within)
@@ -347,12 +335,12 @@ def _stack(value: Entry) -> Root | None:
 
 _HOW: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
     "scan": _scan,
-    **dict.fromkeys(_JITS, _jit),
-    **dict.fromkeys(_REMATS, _checkpoint),
+    **dict.fromkeys(JITS, _jit),
+    **dict.fromkeys(REMATS, _checkpoint),
 }
 
 
-def _has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
+def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
     """Whether a jaxpr scans over weights, or has a marked block that uses some."""
     known = {var for var, is_weight in zip(jaxpr.invars, weights, strict=True) if is_weight}
     for equation in jaxpr.eqns:
@@ -365,22 +353,8 @@ def _has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
         elif name == "scan":
             if any(read[sum(scan_parts(equation)) :]):
                 return True
-        elif name in _CALLS:
+        elif name in CALLS:
             inner = equation.params["jaxpr"]
-            if equation.params.get("name") == MARK or _has_layers(getattr(inner, "jaxpr", inner), read):
+            if equation.params.get("name") == MARK or has_layers(getattr(inner, "jaxpr", inner), read):
                 return True
     return False
-
-
-def scan_parts(equation: Any) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` has, its first inputs; versions of JAX keep count differently.
-
-    Only what is scanned, or stacked, has another rank outside than inside.
-    """
-    body = equation.params["jaxpr"].jaxpr
-    carries = _alike(equation.outvars, body.outvars)
-    return _alike(equation.invars, body.invars) - carries, carries
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))

@@ -7,7 +7,7 @@ its gradient leaves there, when all that uses it is done.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from shardlib._jaxpr import made_of, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any
     def forwards(*primals: Any) -> Any:
         perturbed = [x.perturbed for x in primals[0]]
         floats, others, stored = jax.tree.map(lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value"))
-        there, back = _derivative(traced, perturbed, len(trained), floats, others, shapes)
+        there, back = derivative(traced, perturbed, len(trained), floats, others, shapes)
         results, kept = there(*at_once(floats, others, stored))
         return _parted(results)[:2], (jax.tree_util.Partial(back, kept), stored)
 
@@ -192,7 +194,7 @@ def _parted(values: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Sequ
     return [x for x, is_smooth in pairs if is_smooth], [x for x, is_smooth in pairs if not is_smooth], together
 
 
-def _derivative(
+def derivative(
     function: ClosedJaxpr,
     perturbed: Sequence[bool],
     trained: int,
@@ -277,13 +279,7 @@ def _relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
 
 def _again(jaxpr: Jaxpr, wanted: list[Any], before: int, whole: list[Any]) -> list[Any]:
     """What is made of weights alone, made again."""
-    needed, equations = set(wanted), []
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            equations.append(equation)
-            needed.update(variables(equation.invars))
-    stretch = Stretch(jaxpr, equations[::-1], jaxpr.invars[before:], wanted)
-    return stretch(whole) if wanted else []
+    return made_of(jaxpr, wanted, dict(zip(jaxpr.invars[before:], whole, strict=True)))
 
 
 def _in_one_go(*trees: Any) -> Any:
@@ -293,23 +289,3 @@ def _in_one_go(*trees: Any) -> Any:
     for k, leaf in zip(numbers, lax.optimization_barrier([leaves[k] for k in numbers]), strict=True):
         leaves[k] = leaf
     return treedef.unflatten(leaves)
-
-
-class Stretch(NamedTuple):
-    """Some equations of a jaxpr as a function. JAX's own evaluation keeps the lines that equations came from."""
-
-    jaxpr: Jaxpr
-    equations: list[Any]
-    needed: list[Any]
-    made: list[Any]
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        effects = frozenset().union(*(equation.effects for equation in self.equations))
-        jaxpr = self.jaxpr.replace(
-            constvars=[], invars=self.needed, outvars=self.made, eqns=self.equations, effects=effects
-        )
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]

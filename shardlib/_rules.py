@@ -23,6 +23,9 @@ BATCH = "batch"
 EXPERTS = "experts"
 """The first dim of experts' weights, the other such name: an axis of data may split it, and each device uses its own part."""
 
+LAYERS = "layers"
+"""The dim along which layers are stacked: under a pipeline the axis that splits it is that of the stages."""
+
 
 class ShardingWarning(UserWarning):
     """Something asked for could not be done as asked, and the stated policy did something else."""

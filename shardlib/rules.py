@@ -26,5 +26,8 @@ tensor_sequence = tensor | AxisRules(residual_seq="model")
 fsdp = vocabulary | AxisRules(batch=("data", "fsdp"), embed="fsdp")
 """Parameters split over an automatic axis `fsdp` of its own, which splits the batch too; the partitioner gathers them."""
 
+pipeline = vocabulary | AxisRules(layers="stage")
+"""Layers split over the axis `stage`, for `Strategy(pipeline=...)`."""
+
 experts = vocabulary | AxisRules(batch="data", experts="data")
 """GShard's: experts are split over the axis of the data, and tokens go to them; all else is data parallel."""

@@ -17,10 +17,10 @@ ORDER = [
     *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_collectives"),
     *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_claim", "_store", "_sequences")),
     "data",
-    *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_region", "_on_use", "_remat"),
+    *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_jaxpr", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
     *("optimizers._each", "optimizers"),
-    *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_weave", "_schedules")),
+    *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_weave", "_schedules", "_program", "_cut", "_layer", "_execute")),
     "pipeline",
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
     *(
@@ -34,6 +34,7 @@ ORDER = [
             "_varying",
             "_widened",
             "_weights",
+            "_pipelined",
             "_step",
         )
     ),

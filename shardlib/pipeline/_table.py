@@ -103,6 +103,10 @@ class Table:
         forward = (Op("F", microbatch, part),)
         return forward if part == self.parts - 1 else (*forward, Op("B", microbatch, part + 1))
 
+    def chunk(self, part: int) -> int:
+        """Which of the parts of its stage a part is, counted from the input."""
+        return self.placement[:part].count(self.placement[part])
+
     def crosses(self, part: int) -> bool:
         """Whether what a part makes goes to another stage."""
         return part + 1 < self.parts and self.placement[part] != self.placement[part + 1]

@@ -35,7 +35,7 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
             "constants to the loss by closing over them."
         )
     axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
-    parts = strategy.accumulate
+    parts = strategy.microbatches
     for size in axes.values():
         parts *= size
     rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
@@ -48,9 +48,15 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
     if rows == 0 or rows % parts:
         along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
         raise ValueError(
-            f"A batch of {rows} examples does not split over {along} and `accumulate={strategy.accumulate}`: use a "
+            f"A batch of {rows} examples does not split over {along} and {_microbatches(strategy)}: use a "
             f"multiple of {parts}."
         )
+
+
+def _microbatches(strategy: Strategy) -> str:
+    if strategy.pipeline is None:
+        return f"`accumulate={strategy.accumulate}`"
+    return f"the pipeline's `microbatches={strategy.microbatches}`"
 
 
 def rows_here(size: int, strategy: Strategy) -> np.ndarray:
@@ -61,10 +67,10 @@ def rows_here(size: int, strategy: Strategy) -> np.ndarray:
     array([0, 1, 2, 3])
     """
     parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
-    if size < 1 or size % (parts * strategy.accumulate):
+    if size < 1 or size % (parts * strategy.microbatches):
         raise ValueError(
             f"A batch of {size} examples does not split over the {parts} parts that the axes {strategy.batch_axes} make of "
-            f"it and `accumulate={strategy.accumulate}`: use a multiple of {parts * strategy.accumulate}."
+            f"it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
         )
     held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))

@@ -34,6 +34,7 @@ from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
+from shardlib.train._pipelined import pipelined
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -123,18 +124,18 @@ class Step:
         return self._compiled[layout]
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        specs, data_axes, exchange = state_specs(state), self.strategy.data_axes, self.strategy.exchange
+        specs, manual, exchange = state_specs(state), self.strategy.manual_axes, self.strategy.exchange
         trained, frozen = self._uses(state, state.params, False), self._uses(state, state.frozen, True)
         gradients = partial(self._gradients, state.layout, trained, frozen)
-        if data_axes:
-            mine, same = PartitionSpec(data_axes), PartitionSpec()
-            at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, data_axes))
-            after = jax.tree.map(lambda use: keep_axes(exchange.spec(use.parameter), data_axes), trained)
+        if manual:
+            mine, same = PartitionSpec(self.strategy.data_axes or None), PartitionSpec()
+            at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, manual))
+            after = jax.tree.map(lambda use: keep_axes(exchange.spec(use.parameter), manual), trained)
             gradients = jax.shard_map(
                 gradients,
                 in_specs=(at_rest(trained), at_rest(frozen), same, same, same, mine),
                 out_specs=(after, same, same, same, same),
-                axis_names=set(data_axes),
+                axis_names=set(manual),
                 check_vma=False,
             )
         key = jax.random.fold_in(state.key, state.step)
@@ -208,7 +209,7 @@ class Step:
 
         Manual over the data axes: `batch` is this device's examples.
         """
-        axes, count = self.strategy.data_axes, self.strategy.accumulate
+        axes, count = self.strategy.data_axes, self.strategy.microbatches
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0
         # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
@@ -221,17 +222,27 @@ class Step:
 
         total = partial(forward, self.loss_fn, layout)
         _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
-        weights = Weights(trained, fixed, params, frozen)
+        if self.strategy.pipeline is not None:
 
-        def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
-            return weights.gradient(total, inputs(rest, *scanned), last)
+            def numbered(number: Any) -> Any:
+                return inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
 
-        with jax.named_scope("loss"):
-            apart = any(use.overlapped for use in weights.uses)
-            (means, streams, rest), gradient = _accumulate(microbatch, rest, scanned, count, apart)
-            summed = weights.summed(gradient)
+            with jax.named_scope("loss"):
+                (means, streams, rest), summed = pipelined(
+                    total, self.strategy, (trained, fixed), (params, frozen), numbered
+                )
+        else:
+            weights = Weights(trained, fixed, params, frozen)
 
-        totals = lax.psum(means, axes) if axes else means
+            def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
+                return weights.gradient(total, inputs(rest, *scanned), last)
+
+            with jax.named_scope("loss"):
+                apart = any(use.overlapped for use in weights.uses)
+                (means, streams, rest), gradient = _accumulate(microbatch, rest, scanned, count, apart)
+                summed = weights.summed(gradient)
+
+        totals = lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda use: use.parameter, trained)

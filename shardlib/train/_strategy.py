@@ -1,5 +1,6 @@
 """A strategy: everything that decides how a machine runs a model, as one value that prints, compares and hashes."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +13,9 @@ from shardlib._annotate import Remat, Scope, use
 from shardlib._mesh import make_mesh, parse_axes, slow_axes
 from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
-from shardlib._rules import BATCH, EXPERTS, AxisRules
+from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple
 from shardlib._zero import Zero, resolve_zero
+from shardlib.pipeline._schedules import Schedule
 from shardlib.train._exchange import Exact, Exchange
 
 
@@ -35,6 +37,8 @@ class Strategy:
       optimizer as they were.
     - `remat`: what blocks marked with `sl.remat` keep for the backward pass, `"none"` dropped or `"full"`y recomputed.
     - `exchange`: what happens to gradients between devices.
+    - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis that the rule `layers`
+      names has a stage at each place, and the microbatches go through as the schedule says.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
       that split nothing else but `experts`; an axis that splits other weights too, as in `sl.rules.fsdp`, is left to the
       partitioner.
@@ -56,6 +60,7 @@ class Strategy:
     remat: Remat = "none"
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
+    pipeline: Schedule | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, AxisRules):
@@ -124,6 +129,62 @@ class Strategy:
                 "partitioner sums the gradients. Give `batch` an axis of its own in the rules, or name it: `manual=(...)`."
             )
 
+        self._check_pipeline(axes)
+
+    def _check_pipeline(self, axes: Mapping[str, int]) -> None:
+        """Refuse what a schedule cannot be run with."""
+        schedule = self.pipeline
+        if schedule is None:
+            return
+        if isinstance(schedule, type) or not all(hasattr(schedule, name) for name in ("stages", "microbatches", "table")):
+            raise ValueError(
+                f"`Strategy(pipeline={schedule!r})` takes a schedule, such as "
+                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
+            )
+        candidates = self.rules[LAYERS] if LAYERS in self.rules else (None,)
+        if len(candidates) != 1 or len(as_tuple(candidates[0])) != 1:
+            raise ValueError(
+                f"`Strategy(pipeline=...)`: the rule `{LAYERS}` says which mesh axis has the stages, and it is "
+                f"{candidates[0] if len(candidates) == 1 else list(candidates)!r}. Name one: "
+                f'`rules | sl.AxisRules({LAYERS}="stage")`, as `sl.rules.pipeline` does.'
+            )
+        (axis,) = as_tuple(candidates[0])
+        if axes[axis] != schedule.stages:
+            raise ValueError(
+                f"`{schedule}` has {schedule.stages} stages, and the mesh axis `{axis}` that the rule `{LAYERS}` names has "
+                f"size {axes[axis]}: make them the same."
+            )
+        if axis in self.rules.batch_axes:
+            raise ValueError(f"The axis `{axis}` splits the batch, and `{LAYERS}` too: every stage sees all examples.")
+        if self.accumulate != 1:
+            raise ValueError(
+                f"`Strategy(accumulate={self.accumulate}, pipeline=...)`: the schedule says how many microbatches there are, "
+                f"{schedule.microbatches}: leave `accumulate` out."
+            )
+        if self.sharding.stage > 1:
+            raise ValueError(
+                f"`Strategy(zero={self.zero!r}, pipeline=...)`: each stage uses its layers in every tick, so that stages 2 and 3 "
+                "of ZeRO would scatter gradients, and gather weights, once for every microbatch. Use `zero=1`, which splits "
+                "parameters and optimizer state at rest alike."
+            )
+        if isinstance(self.exchange, Exact) and self.exchange.overlap:
+            raise ValueError("`Exact(overlap=True)` is for steps without a pipeline: here gradients go after the last tick.")
+
+    @cached_property
+    def stage_axis(self) -> str | None:
+        """The axis that has the stages of the pipeline."""
+        return None if self.pipeline is None else as_tuple(self.rules[LAYERS][0])[0]
+
+    @cached_property
+    def manual_axes(self) -> tuple[str, ...]:
+        """All axes over which the step is manual: those of the data, and that of the stages."""
+        return self.data_axes if self.stage_axis is None else (*self.data_axes, self.stage_axis)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a device's examples are split, one after the other."""
+        return self.accumulate if self.pipeline is None else self.pipeline.microbatches
+
     @cached_property
     def device_mesh(self) -> Mesh:
         """The mesh, of real devices."""
@@ -153,9 +214,13 @@ class Strategy:
 
     @cached_property
     def zero_axes(self) -> tuple[str, ...]:
-        """The data axes that ZeRO splits over, those on the fast network first; over the others, state is repeated."""
+        """The axes that ZeRO splits over, those on the fast network first; over the other data axes, state is repeated.
+
+        Under a pipeline what is outside the stages is split over these too, whatever the stage of ZeRO.
+        """
         zero = self.sharding
         axes = () if not zero.stage else self.data_axes if zero.axes is None else zero.axes
+        axes = axes if self.stage_axis is None else (*axes, self.stage_axis)
         return tuple(sorted(axes, key=lambda axis: axis in self.crossing))
 
     @property

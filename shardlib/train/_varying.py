@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib._on_use import scan_parts
+from shardlib._jaxpr import scan_parts
 from shardlib._random import is_row_key, rows_of
 
 # What makes a value the same along the axes it runs over.

@@ -63,8 +63,8 @@ class Use:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The data axes over which its gradient is a sum."""
-        return tuple(axis for axis in self.strategy.data_axes if axis not in spec_axes(self.named))
+        """The manual axes over which its gradient is a sum."""
+        return tuple(axis for axis in self.strategy.manual_axes if axis not in spec_axes(self.named))
 
     def weight(self, last: bool) -> Weight | None:
         """How it is made whole and its gradient reduced, in the last microbatch or one before; None: as it is."""

@@ -1,12 +1,12 @@
 """Weights that were given in a narrow dtype and are multiplied in a wider one: what was asked for, and did not happen."""
 
 import re
-import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardlib._jaxpr import line_of
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOVES = (
@@ -32,7 +32,7 @@ def _products(jaxpr: Any, paths: Sequence[str | None], width: int) -> Iterator[t
         name = equation.primitive.name
         if name in _PRODUCTS:
             if max(atom.aval.dtype.itemsize for atom in equation.invars) > width:
-                yield from ((path, _line(equation)) for path in read if path is not None)
+                yield from ((path, line_of(equation)) for path in read if path is not None)
         elif name in _MOVES:
             known[equation.outvars[0]] = next(filter(None, read))
         else:
@@ -41,27 +41,11 @@ def _products(jaxpr: Any, paths: Sequence[str | None], width: int) -> Iterator[t
             for inner in filter(None, map(_jaxpr, inside)):
                 if len(inner.invars) == len(of_inside):
                     # What was traced before, for another call, has no line of this one.
-                    yield from ((path, line or _line(equation)) for path, line in _products(inner, of_inside, width))
+                    yield from ((path, line or line_of(equation)) for path, line in _products(inner, of_inside, width))
 
 
 def _jaxpr(value: Any) -> Jaxpr | None:
     return value.jaxpr if isinstance(value, ClosedJaxpr) else value if isinstance(value, Jaxpr) else None
-
-
-def _line(equation: Any) -> str:
-    """The innermost line that is neither ours nor of something installed."""
-    installed = (
-        Path(__file__).parent.parent,
-        Path(sysconfig.get_paths()["purelib"]),
-        Path(sysconfig.get_paths()["stdlib"]),
-    )
-    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    places = [
-        f"{frame.file_name}:{frame.line_num}"
-        for frame in frames
-        if not any(folder in Path(frame.file_name).parents for folder in installed)
-    ]
-    return places[0] if places else ""
 
 
 def describe_widened(found: dict[str, str], compute: str) -> str:

@@ -1,0 +1,106 @@
+"""One layer's derivative, in the pieces that a schedule does at different times.
+
+A forward pass keeps what its backward pass reads, except weights, what every stage makes for itself, and what is made of
+these alone. A split backward pass first makes the gradient of what travels, and leaves what the gradients of weights take
+beside what was kept: where the two part in the traced backward pass is found, not written down.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib._jaxpr import Stretch, behind, inlined, inputs_of, variables
+from shardlib._region import derivative
+from shardlib.pipeline._cut import Cut
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer, forward and backward, all lists of arrays.
+
+    - `forward(travelling, weights, own)`: what travels on, what it gives besides, what is kept.
+    - `backward(kept, weights, own, gradients)`: gradients of what travels, and of trained weights.
+    - `inputs(kept, weights, own, gradients)`: gradients of what travels, and what is left.
+    - `weights(kept, weights, own, left)`: gradients of trained weights.
+
+    `own` is what every stage makes for itself. Gradients are those of what has derivatives: of what travels on, then of
+    what is given besides.
+    """
+
+    forward: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
+    backward: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    inputs: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    weights: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
+    kept: Sequence[Any]
+    left: Sequence[Any]
+
+
+def layer(cut: Cut, splits: bool) -> Layer:
+    """The derivative of one layer, `splits` or not."""
+    closed = cut.layer
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
+    travels = len(cut.travelling) - len(cut.told)
+    smooth = cut.smooth[:travels]
+    moving = sum(smooth)
+    trained = sum(k in cut.trained for k in cut.stacked)
+    floats, others, given = avals[:moving], avals[moving:travels], avals[travels:]
+    there, back = derivative(closed, [True] * moving, trained, floats, others, given)
+    kept = jax.eval_shape(there, *floats, *others, *given)[1]
+    results = closed.jaxpr.outvars
+    gradients = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+        for var in results
+        if jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    ]
+
+    def forward(travelling: Arrays, weights: Arrays, own: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        parted = [x for of in (True, False) for x, one in zip(travelling, smooth, strict=True) if one == of]
+        made, residuals = there(*parted, *weights, *own)
+        return made[:travels], made[travels:], residuals
+
+    def backward(kept: Arrays, weights: Arrays, own: Arrays, gradients: Arrays) -> tuple[Arrays, Arrays]:
+        return back(kept, [*weights, *own], gradients)
+
+    if not splits:
+        return Layer(forward, backward, _none, _none, kept, ())
+    traced = inlined(jax.make_jaxpr(lambda *given: [*sum(back(*given), [])])(kept, given, gradients), lambda _: True)
+    jaxpr, consts = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    of_kept, of_given = jaxpr.invars[: len(kept)], jaxpr.invars[len(kept) : len(kept) + len(given)]
+    of_gradients = jaxpr.invars[len(kept) + len(given) :]
+    to_inputs, to_weights = jaxpr.outvars[:moving], jaxpr.outvars[moving:]
+    first = behind(jaxpr, to_inputs)
+    made = {var for equation in first for var in equation.outvars}
+    again = {*of_kept, *of_given, *consts}  # there both times
+    second = behind(jaxpr, to_weights, made)
+    read = [*inputs_of(second), *variables(to_weights)]
+    left = list(dict.fromkeys(var for var in read if var in made or var in of_gradients))
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in left]
+
+    def run(equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
+        needed = inputs_of(equations)
+        outputs = list(dict.fromkeys(v for equation in equations for v in equation.outvars if v in set(wanted)))
+        values = values | dict(zip(outputs, Stretch(jaxpr, equations, needed, outputs)([values[v] for v in needed]), strict=True))
+        return [atom.val if not variables([atom]) else values[atom] for atom in wanted]
+
+    def known(kept: Arrays, weights: Arrays, own: Arrays) -> dict[Any, Any]:
+        return {**consts, **dict(zip(of_kept, kept, strict=True)), **dict(zip(of_given, [*weights, *own], strict=True))}
+
+    def inputs(kept: Arrays, weights: Arrays, own: Arrays, gradients: Arrays) -> tuple[Arrays, Arrays]:
+        values = known(kept, weights, own) | dict(zip(of_gradients, gradients, strict=True))
+        found = run(first, [*to_inputs, *left], values)
+        return found[:moving], found[moving:]
+
+    def of_weights(kept: Arrays, weights: Arrays, own: Arrays, left_now: Arrays) -> Arrays:
+        return run(second, to_weights, known(kept, weights, own) | dict(zip(left, left_now, strict=True)))
+
+    del again
+    return Layer(forward, backward, inputs, of_weights, kept, shapes)
+
+
+def _none(*_: Any) -> Any:
+    raise AssertionError("this schedule does not split its backward passes")
