@@ -3,7 +3,7 @@
 First, for every router, form of dispatch and form of the step: what the layer of experts makes of the tokens, its losses, and the
 gradients to tokens, gate and experts, on eight devices against one; `worst_error` is relative to the largest entry of each.
 Then `examples/experts.py`, three seeds: the loss of the model with experts on held-out text over that of the dense model;
-`loss_ratio` is the worst of the three. Some eight minutes on two cores.
+`loss_ratio` is the worst of the three. Some twelve minutes on two cores.
 
     python -m benchmarks.moe --json [--plot docs/experts.svg]
 """
