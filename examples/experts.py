@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -101,8 +100,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, help="draw the load of the experts into this file")
     asked = parser.parse_args(arguments)
-    if jax.device_count() == 1:
-        sl.simulate_devices(EXPERTS)
+    sl.simulate_devices(EXPERTS)
     strategy = sl.Strategy(mesh=f"data={EXPERTS}", rules=sl.rules.experts, clip=1.0)
     losses, records = {}, []
     for name, config in {"dense": DENSE, f"{EXPERTS} experts": SPARSE}.items():

@@ -77,8 +77,7 @@ def main(arguments: list[str]) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     asked = parser.parse_args(arguments)
-    if jax.device_count() == 1:
-        sl.simulate_devices(EXPERTS)
+    sl.simulate_devices(EXPERTS)
     strategy = sl.Strategy(mesh=f"data={EXPERTS}", rules=sl.rules.experts, clip=1.0)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 50, max(asked.steps, 51))
     make = lambda: translation.Translation(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731

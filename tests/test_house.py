@@ -29,6 +29,7 @@ ORDER = [
             "_exchange",
             "_strategy",
             "_batches",
+            "_order",
             "_state",
             "_describe",
             "_varying",

@@ -7,10 +7,12 @@ slot more, into which goes what nobody reads.
 
 import heapq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from shardlib.pipeline._simulate import Ticks
+from shardlib.pipeline._schedules import Schedule
+from shardlib.pipeline._simulate import Ticks, pack
 from shardlib.pipeline._table import KINDS, Op, Table
 
 BUFFERS = ("activations", "kept", "gradients", "left")
@@ -38,6 +40,22 @@ class Program:
     def ticks(self) -> int:
         """How many there are."""
         return len(self.rows["F"])
+
+
+@lru_cache(maxsize=64)
+def table_of(schedule: Schedule) -> Table:
+    """Its table, made once."""
+    return schedule.table()
+
+
+@lru_cache(maxsize=64)
+def program_of(schedule: Schedule, *, trains: bool = True) -> "Program":
+    """Its program; or, to measure and not to train, of its forward passes alone."""
+    table = table_of(schedule)
+    if trains:
+        return program(pack(table, schedule.paired))
+    orders = tuple(tuple(op for op in order if op.kind == "F") for order in table.orders)
+    return program(pack(Table(orders, table.placement), paired=False))
 
 
 def channel(kind: str, distance: int) -> str:
@@ -122,10 +140,12 @@ def _lives(table: Table, when: dict[Op, int]) -> dict[str, dict[tuple[int, int],
         of = microbatch, part
         if kind != "F":
             continue
-        back, end = at[Op("B", *of)], at[Op(last, *of)]
-        lives["kept"][of] = moment_of, end
         if part:
             lives["activations"][of] = when[Op("F", microbatch, part - 1)] + arrival, moment_of
+        if not table.trains:
+            continue
+        back, end = at[Op("B", *of)], at[Op(last, *of)]
+        lives["kept"][of] = moment_of, end
         if part == table.parts - 1:
             lives["gradients"][of] = moment_of, back
         else:

@@ -93,6 +93,11 @@ class Table:
         """Whether backward passes are split in two."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there are backward passes: without, it is a table to measure by."""
+        return any(op.kind != "F" for order in self.orders for op in order)
+
     def before(self, op: Op) -> tuple[Op, ...]:
         """What an op waits for."""
         kind, microbatch, part = op
@@ -133,7 +138,7 @@ def _check(table: Table) -> None:
             if op in seen:
                 raise ValueError(f"`{op}` is done twice: op {seen[op][1]} of stage {seen[op][0]}, and {where}.")
             seen[op] = stage, at
-    kinds = KINDS if table.splits else KINDS[:2]
+    kinds = KINDS if table.splits else KINDS[:2] if table.trains else KINDS[:1]
     everything = (Op(kind, m, part) for m in range(table.microbatches) for part in range(table.parts) for kind in kinds)
     if hole := next((op for op in everything if op not in seen), None):
         raise ValueError(

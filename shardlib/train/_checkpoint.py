@@ -34,6 +34,7 @@ from shardlib.train._contents import (
     sealed,
     unsealed,
 )
+from shardlib.train._order import reordered
 from shardlib.train._state import State
 
 FORMAT = 1
@@ -113,7 +114,7 @@ class Checkpoints:
         if not self._writes:
             self._clear()
             self._writes = True
-        step, arrays = int(state.step), arrays_of(state)
+        step, arrays = int(state.step), arrays_of(reordered(state, natural=True))
         content = {
             "format": FORMAT,
             "leaves": describe_leaves(state, arrays, digests(arrays)),
@@ -244,6 +245,7 @@ class Checkpoints:
             raise _UnreadableError(f"the bits of {listed} are not those that were saved")
         leaves = [as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        state = reordered(state, natural=False)
         return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
 
     def _put_aside(self, steps: list[int]) -> None:

@@ -1,7 +1,6 @@
 """The forward and backward half of a step whose layers are the stages of a pipeline."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -9,9 +8,7 @@ import jax
 from shardlib._rules import LAYERS, as_tuple, spec_axes
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import execute
-from shardlib.pipeline._program import Program, program
-from shardlib.pipeline._schedules import Schedule
-from shardlib.pipeline._simulate import pack
+from shardlib.pipeline._program import program_of
 from shardlib.train._state import united
 from shardlib.train._strategy import Strategy
 
@@ -46,13 +43,7 @@ def pipelined(
         function, [use.whole for use in every], leaves, [use.path for use in every], stacked,
         [not use.frozen for use in every],
     )  # fmt: skip
-    steps = _program(schedule)
-    parts = steps.table.parts
-    if made.layers % parts:
-        raise ValueError(
-            f"The loop over layers has {made.layers}, which do not split evenly over the {parts} parts of `{schedule}`: use a "
-            f"multiple of {parts} layers, or another number of stages."
-        )
+    steps = program_of(schedule)
     numbers = jax.tree.unflatten(outputs[0], list(range(outputs[0].num_leaves)))
     _, (means, streams, rest) = numbers
     first = len(every)
@@ -82,11 +73,6 @@ def pipelined(
         of_inputs.unflatten(leaves)[1],
     )
     return found, gradient
-
-
-@lru_cache(maxsize=64)
-def _program(schedule: Schedule) -> Program:
-    return program(pack(schedule.table(), schedule.paired))
 
 
 def _is_stacked(use: Any, axis: str) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardlib._relate import Relation, relate
 from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
+from shardlib.train._order import check_layers, place_layers, reordered
 from shardlib.train._strategy import Strategy
 
 
@@ -82,7 +83,12 @@ class State:
     @property
     def model(self) -> Any:
         """The model with this state's values, for evaluation and sampling: use it under `strategy.scope()`."""
-        return self.layout.definition.merge(united(self.params, self.frozen), self.streams, self.rest)
+        state = reordered(self, natural=True)
+        return self.layout.definition.merge(united(state.params, state.frozen), state.streams, state.rest)
+
+    def replaced(self, **changes: Any) -> "State":
+        """The same with some of its fields changed."""
+        return replace(self, **changes)
 
 
 def init(
@@ -123,6 +129,8 @@ def init(
     def build() -> tuple[Any, ...]:
         with building():
             parts, names = take_apart(make_model(), trainable)
+        check_layers(strategy, names, dict(named_leaves(parts.params)))
+        parts = parts._replace(params=place_layers(strategy, parts.params, names), rest=place_layers(strategy, parts.rest, names))
         params, frozen = _frozen_apart(parts.params, strategy.frozen)
         if optimizer is not None and not jax.tree.leaves(params):
             raise ValueError(
