@@ -39,6 +39,13 @@ def execute(
     return _Executor(cut, program, axis, weights, inputs, totals).run(sums)
 
 
+def measure(
+    cut: Cut, program: Program, axis: str, weights: Sequence[Any], inputs: Callable[[Any], Arrays], totals: Sequence[int]
+) -> Arrays:
+    """Run a schedule of forward passes alone: what `totals` add up to on this stage."""
+    return _Executor(cut, program, axis, weights, inputs, totals).measure()
+
+
 class _Executor:
     def __init__(
         self,
@@ -209,59 +216,91 @@ class _Executor:
 
     def run(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """Go through all ticks."""
-        program, stage = self.program, lax.axis_index(self.axis)
-        splits = self.table.splits
-        found = jax.eval_shape(
-            lambda travelled: self.cut.after(self.outer, self.inputs(0), travelled, self.totals), self.zeros()
-        )
+        stage = lax.axis_index(self.axis)
         start = (
-            self.buffers(),
-            [None if sums[k] is None else sums[k] for k in self.cut.outer],
-            [sums[k] for k in self.trained],
-            [jnp.zeros(one.shape, one.dtype) for one in found],
-        )
+            self.buffers(), [sums[k] for k in self.cut.outer], [sums[k] for k in self.trained], self.no_totals()
+        )  # fmt: skip
 
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
             buffers, of_outer, of_stack, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
-            is_f, is_b, is_w = (row[kind] == 1 for kind in "FBW")
-            last = is_f & (row["F.part"] == self.table.parts - 1)
-
             made, buffers = lax.cond(
-                is_f, partial(self.forward, row), lambda buffers: (self.zeros(), buffers), buffers
+                row["F"] == 1, partial(self.forward, row), lambda buffers: (self.zeros(), buffers), buffers
             )
             buffers, of_outer, totals = lax.cond(
-                last,
+                self.is_last(row),
                 lambda buffers, of_outer, totals: self.head(row, made, buffers, of_outer, totals),
                 lambda *same: same,
                 buffers, of_outer, totals,
             )  # fmt: skip
             gradients, buffers, of_stack = lax.cond(
-                is_b,
+                row["B"] == 1,
                 partial(self.backward, row),
                 lambda buffers, of_stack: (self.no_gradients(), buffers, of_stack),
                 buffers, of_stack,
             )  # fmt: skip
             of_outer = lax.cond(
-                is_b & (row["B.part"] == 0), lambda of_outer: self.enter(row, gradients, of_outer), lambda same: same, of_outer
+                (row["B"] == 1) & (row["B.part"] == 0),
+                lambda of_outer: self.enter(row, gradients, of_outer),
+                lambda same: same,
+                of_outer,
             )
-            if splits:
+            if self.table.splits:
                 of_stack = lax.cond(
-                    is_w, lambda of_stack: self.of_weights(row, buffers, of_stack), lambda same: same, of_stack
+                    row["W"] == 1,
+                    lambda of_stack: self.of_weights(row, buffers, of_stack),
+                    lambda same: same,
+                    of_stack,
                 )
-            for kind, buffer, sent in (("F", "activations", made), ("B", "gradients", gradients)):
-                for far, pairs in program.channels[kind].items():
-                    arrived = [lax.ppermute(x, self.axis, pairs) for x in sent] if far else sent
-                    buffers = buffers | {buffer: _write(buffers[buffer], row[channel(kind, far)], arrived)}
+            buffers = self.sent(self.sent(buffers, row, "F", made), row, "B", gradients)
             return (buffers, of_outer, of_stack, totals), None
 
-        rows = {name: jnp.asarray(numbers) for name, numbers in program.rows.items()}
-        (_, of_outer, of_stack, totals), _ = lax.scan(tick, start, rows)
+        (_, of_outer, of_stack, totals), _ = lax.scan(tick, start, self.rows())
         after = list(sums)
         for where, of in ((self.cut.outer, of_outer), (self.trained, of_stack)):
             for k, x in zip(where, of, strict=True):
                 after[k] = x
         return totals, after
+
+    def measure(self) -> Arrays:
+        """Go through all ticks of a table of forward passes."""
+        stage = lax.axis_index(self.axis)
+
+        def tick(state: Any, rows: Any) -> tuple[Any, None]:
+            buffers, totals = state
+            row = {name: numbers[stage] for name, numbers in rows.items()}
+            made = lax.cond(row["F"] == 1, lambda: self.forward(row, buffers)[0], self.zeros)
+
+            def head(totals: Arrays) -> Arrays:
+                found = self.cut.after(self.outer, self.inputs(row["F.microbatch"]), made, self.totals)
+                return [a + b for a, b in zip(totals, found, strict=True)]
+
+            totals = lax.cond(self.is_last(row), head, lambda same: same, totals)
+            return (self.sent(buffers, row, "F", made), totals), None
+
+        (_, totals), _ = lax.scan(tick, (self.buffers(), self.no_totals()), self.rows())
+        return totals
+
+    def is_last(self, row: dict[str, Any]) -> Any:
+        """Whether this stage's forward pass is through the last part."""
+        return (row["F"] == 1) & (row["F.part"] == self.table.parts - 1)
+
+    def rows(self) -> dict[str, jax.Array]:
+        """What each stage does in each tick."""
+        return {name: jnp.asarray(numbers) for name, numbers in self.program.rows.items()}
+
+    def no_totals(self) -> Arrays:
+        """What is added up, before any."""
+        after = lambda travelled: self.cut.after(self.outer, self.inputs(0), travelled, self.totals)  # noqa: E731
+        return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(after, self.zeros())]
+
+    def sent(self, buffers: dict[str, Arrays], row: dict[str, Any], kind: str, made: Arrays) -> dict[str, Arrays]:
+        """The buffers with what arrives on each of the ways that passes of a kind send."""
+        buffer = {"F": "activations", "B": "gradients"}[kind]
+        for far, pairs in self.program.channels[kind].items():
+            arrived = [lax.ppermute(x, self.axis, pairs) for x in made] if far else made
+            buffers = buffers | {buffer: _write(buffers[buffer], row[channel(kind, far)], arrived)}
+        return buffers
 
 
 def _read(buffer: Arrays, slot: Any) -> Arrays:

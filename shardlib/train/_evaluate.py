@@ -14,8 +14,9 @@ from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
 from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
+from shardlib.train._pipelined import Pipelined
 from shardlib.train._state import Layout, State, united
-from shardlib.train._step import LossFunction, forward, with_row_keys
+from shardlib.train._step import LossFunction, every_nth, forward, with_row_keys
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import uses, value
 
@@ -25,7 +26,8 @@ def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
 
     `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws nothing,
     `nnx.view(model, deterministic=True)`. What it changes in the model's state is forgotten. Weights that ZeRO splits are
-    made whole layer by layer, as in the step; batches are not split into microbatches.
+    made whole layer by layer, as in the step; batches are not split into microbatches, but for those of a pipeline, which go
+    through one after the other.
 
     >>> import shardlib as sl, jax.numpy as jnp
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
@@ -82,8 +84,8 @@ class Evaluation:
         named = place(state.layout.named, params)
         used = uses(params, named, state.layout.splits(params), strategy, frozen=True)
         means = partial(self._means, state.layout, used)
-        if axes := strategy.data_axes:
-            same, mine = PartitionSpec(), PartitionSpec(axes)
+        if axes := strategy.manual_axes:
+            same, mine = PartitionSpec(), PartitionSpec(strategy.data_axes or None)
             at_rest = jax.tree.map(lambda use: keep_axes(use.split.spec, axes), used)
             means = jax.shard_map(
                 means, in_specs=(at_rest, same, same, same, mine), out_specs=same, axis_names=set(axes), check_vma=False
@@ -92,8 +94,17 @@ class Evaluation:
 
     def _means(self, layout: Layout, used: Any, params: Any, streams: Any, rest: Any, key: Any, batch: Any) -> Any:
         """Manual over the data axes: `batch` is this device's examples."""
-        axes, rows = self.strategy.data_axes, jax.tree.leaves(batch)[0].shape[0]
-        keys = partial(with_row_keys, rows=rows, start=lax.axis_index(axes) * rows if axes else 0, stride=1)
+        axes, count = self.strategy.data_axes, self.strategy.microbatches
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        first = lax.axis_index(axes) * rows if axes else 0
+
+        def inputs(number: Any) -> tuple[Any, ...]:
+            keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count)
+            return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
+
         total = partial(forward, self.loss_fn, layout)
-        _, (means, _, _) = value(total, used, params, keys(streams), keys(rest), keys(key), batch)
-        return lax.psum(means, axes) if axes else means
+        if self.strategy.pipeline is not None:
+            means = Pipelined(total, self.strategy, used, params, inputs).value()
+        else:
+            _, (means, _, _) = value(total, used, params, *inputs(0))
+        return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means

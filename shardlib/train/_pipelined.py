@@ -1,4 +1,4 @@
-"""The forward and backward half of a step whose layers are the stages of a pipeline."""
+"""What takes the place of microbatches one after the other where layers are the stages of a pipeline."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,72 +7,81 @@ import jax
 
 from shardlib._rules import LAYERS, as_tuple, spec_axes
 from shardlib.pipeline._cut import cut
-from shardlib.pipeline._execute import execute
+from shardlib.pipeline._execute import execute, measure
 from shardlib.pipeline._program import program_of
-from shardlib.train._state import united
 from shardlib.train._strategy import Strategy
 
 
-def pipelined(
-    total: Callable[..., Any],
-    strategy: Strategy,
-    uses: tuple[Any, Any],
-    params: tuple[Any, Any],
-    inputs: Callable[[Any], tuple[Any, ...]],
-) -> tuple[Any, Any]:
-    """What all microbatches give together on this stage, and the gradients of what it holds.
+class Pipelined:
+    """A loss, cut into the parts of a strategy's pipeline; made while a step is traced, manual over data and stages.
 
-    Manual over the data axes and that of the stages. `uses` and `params` are of trained parameters and of frozen ones;
-    `inputs(number)` is what `total` takes besides for a microbatch.
+    `uses` are those of all parameters, `held` what is held of each all through; `inputs(number)` is what
+    `total(params, ...)` takes besides for a microbatch.
     """
-    axis, schedule = strategy.stage_axis, strategy.pipeline
-    assert axis is not None and schedule is not None
-    every, treedef = jax.tree.flatten(united(*uses))
-    stored = treedef.flatten_up_to(united(*params))
-    held = [use.start(one) for use, one in zip(every, stored, strict=True)]
-    stacked = [_is_stacked(use, axis) for use in every]
-    leaves, of_inputs = jax.tree.flatten(inputs(0))
-    outputs: list[Any] = []
 
-    def function(weights: list[Any], given: list[Any]) -> list[Any]:
-        found, structure = jax.tree.flatten(total(treedef.unflatten(weights), *of_inputs.unflatten(given)))
-        outputs.append(structure)
-        return found
+    def __init__(
+        self,
+        total: Callable[..., Any],
+        strategy: Strategy,
+        uses: Any,
+        params: Any,
+        inputs: Callable[[Any], tuple[Any, ...]],
+    ) -> None:
+        assert strategy.stage_axis is not None and strategy.pipeline is not None
+        self.axis, self.schedule = strategy.stage_axis, strategy.pipeline
+        self.uses, treedef = jax.tree.flatten(uses)
+        self.stored = treedef.flatten_up_to(params)
+        self.held = [use.start(one) for use, one in zip(self.uses, self.stored, strict=True)]
+        self.leaves, of_inputs = jax.tree.flatten(inputs(0))
+        self.rest = of_inputs.unflatten(self.leaves)[1]
+        self.inputs = lambda number: jax.tree.leaves(inputs(number))
+        structures: list[Any] = []
 
-    made = cut(
-        function, [use.whole for use in every], leaves, [use.path for use in every], stacked,
-        [not use.frozen for use in every],
-    )  # fmt: skip
-    steps = program_of(schedule)
-    numbers = jax.tree.unflatten(outputs[0], list(range(outputs[0].num_leaves)))
-    _, (means, streams, rest) = numbers
-    first = len(every)
-    of_rest = jax.tree.leaves(of_inputs.unflatten(range(len(leaves)))[1])
-    for number, given in zip(jax.tree.leaves(rest), of_rest, strict=True):
-        if made.jaxpr.outvars[number] is not made.jaxpr.invars[first + given]:
+        def function(weights: list[Any], given: list[Any]) -> list[Any]:
+            found, structure = jax.tree.flatten(total(treedef.unflatten(weights), *of_inputs.unflatten(given)))
+            structures.append(structure)
+            return found
+
+        self.cut = cut(
+            function, [use.whole for use in self.uses], self.leaves, [use.path for use in self.uses],
+            [_is_stacked(use, self.axis) for use in self.uses], [not use.frozen for use in self.uses],
+        )  # fmt: skip
+        numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
+        self.means, self.streams, rest = numbers[1]
+        of_rest = jax.tree.leaves(of_inputs.unflatten(range(len(self.leaves)))[1])
+        outputs, given = self.cut.jaxpr.outvars, self.cut.jaxpr.invars[len(self.uses) :]
+        if any(outputs[k] is not given[of] for k, of in zip(jax.tree.leaves(rest), of_rest, strict=True)):
             raise ValueError(
                 "The loss changes state of the model, such as the statistics of a batch norm. Under a pipeline microbatches "
                 "overlap, so that there is no order in which to change it: leave the state as it is."
             )
-    sums = [None if use.frozen else use.sums(one, whole) for use, one, whole in zip(every, stored, held, strict=True)]
-    given = lambda number: jax.tree.leaves(inputs(number))  # noqa: E731
-    of_means = jax.tree.leaves(means)
-    totals, sums = execute(made, steps, axis, held, sums, given, of_means)
-    outer = [held[k] for k in made.outer]
-    of_streams = made.aside(outer, leaves, jax.tree.leaves(streams))
-    if of_streams is None:
-        raise ValueError(
-            "The layers change a random stream of the model, and a pipeline has none to hand from layer to layer. Give them "
-            "keys made from one, `jax.random.fold_in(key, number)`."
-        )
-    is_trained = jax.tree.structure(uses[0])
-    gradient = is_trained.unflatten([one for one, use in zip(sums, every, strict=True) if not use.frozen])
-    found = (
-        jax.tree.unflatten(jax.tree.structure(means), totals),
-        jax.tree.unflatten(jax.tree.structure(streams), of_streams),
-        of_inputs.unflatten(leaves)[1],
-    )
-    return found, gradient
+
+    def gradient(self) -> tuple[Any, list[Any]]:
+        """What all microbatches give together on this stage, and the gradients of what it holds of trained parameters."""
+        each = zip(self.uses, self.stored, self.held, strict=True)
+        sums = [None if use.frozen else use.sums(one, whole) for use, one, whole in each]
+        means = jax.tree.leaves(self.means)
+        program = program_of(self.schedule)
+        totals, sums = execute(self.cut, program, self.axis, self.held, sums, self.inputs, means)
+        outer = [self.held[k] for k in self.cut.outer]
+        streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
+        if streams is None:
+            raise ValueError(
+                "The layers change a random stream of the model, and a pipeline has none to hand from layer to layer. Give "
+                "them keys made from one, `jax.random.fold_in(key, number)`."
+            )
+        found = _like(self.means, totals), _like(self.streams, streams), self.rest
+        return found, [one for one, use in zip(sums, self.uses, strict=True) if not use.frozen]
+
+    def value(self) -> Any:
+        """What all microbatches give together on this stage, without gradients."""
+        program = program_of(self.schedule, trains=False)
+        means = jax.tree.leaves(self.means)
+        return _like(self.means, measure(self.cut, program, self.axis, self.held, self.inputs, means))
+
+
+def _like(tree: Any, leaves: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _is_stacked(use: Any, axis: str) -> bool:

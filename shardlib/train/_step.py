@@ -34,7 +34,7 @@ from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
-from shardlib.train._pipelined import pipelined
+from shardlib.train._pipelined import Pipelined
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -212,8 +212,7 @@ class Step:
         axes, count = self.strategy.data_axes, self.strategy.microbatches
         rows = jax.tree.leaves(batch)[0].shape[0]
         first = lax.axis_index(axes) * rows if axes else 0
-        # Every `count`-th example makes a microbatch, so that a microbatch holds the same examples on every mesh.
-        microbatches = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+        microbatches = every_nth(batch, count)
         scanned = (jnp.arange(count), microbatches)
 
         def inputs(rest: Any, index: Any, examples: Any) -> Any:
@@ -228,9 +227,9 @@ class Step:
                 return inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
 
             with jax.named_scope("loss"):
-                (means, streams, rest), summed = pipelined(
-                    total, self.strategy, (trained, fixed), (params, frozen), numbered
-                )
+                made = Pipelined(total, self.strategy, united(trained, fixed), united(params, frozen), numbered)
+                (means, streams, rest), gradient = made.gradient()
+                summed = jax.tree.unflatten(jax.tree.structure(trained), gradient)
         else:
             weights = Weights(trained, fixed, params, frozen)
 
@@ -358,6 +357,13 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
         return (before, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]
     (means, streams, rest), gradient = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
     return (jax.tree.map(jnp.add, before, means), streams, rest), gradient
+
+
+def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
+    """All microbatches of a batch, or one: every `count`-th example, so that one holds the same examples on every mesh."""
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch
+    )
 
 
 def with_row_keys(tree: Any, **where: Any) -> Any:
