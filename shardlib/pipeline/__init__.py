@@ -2,6 +2,8 @@
 
 from shardlib.pipeline._schedules import ZBH1 as ZBH1
 from shardlib.pipeline._schedules import ZBH2 as ZBH2
+from shardlib.pipeline._schedules import ZBV as ZBV
+from shardlib.pipeline._schedules import DualPipeV as DualPipeV
 from shardlib.pipeline._schedules import Eager1F1B as Eager1F1B
 from shardlib.pipeline._schedules import GPipe as GPipe
 from shardlib.pipeline._schedules import Interleaved as Interleaved

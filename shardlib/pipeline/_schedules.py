@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
+from shardlib.pipeline._rounds import rounds
 from shardlib.pipeline._search import search
 from shardlib.pipeline._simulate import UNIT, Costs
 from shardlib.pipeline._table import Kind, Op, Table
@@ -298,6 +299,109 @@ class VHalf(_V):
     def live(self, stage: int) -> float:
         """S / 2 and one."""
         return min(self.stages // 2 + 1, self.microbatches)
+
+
+@dataclass(frozen=True)
+class ZBV:
+    """ZB-V: no bubble at all for the memory of 1F1B, where forward and backward passes and `W` take as long.
+
+    Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some of the gap.
+    """
+
+    stages: int
+    microbatches: int
+    costs: Costs = UNIT
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        check(self, self.stages, why=", as many as there are stages")
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return rounds(self.stages, self.microbatches, self.live(0), self.costs)
+
+    def gap(self, costs: Costs) -> float:
+        """0, for F = B = W and M at least 2 S; (S - 1) F / 2 for M = S."""
+        forward, count = _alike(costs), self.microbatches
+        if self.stages < count < 2 * self.stages:
+            raise ValueError(f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` takes any.")
+        return 0.0 if count >= 2 * self.stages else (self.stages - 1) * forward / 2
+
+    def live(self, stage: int) -> float:
+        """S at each stage."""
+        return min(self.stages, self.microbatches)
+
+
+@dataclass(frozen=True)
+class DualPipeV:
+    """DeepSeek's DualPipe cut in half: two parts on each stage, and in most steps a forward pass beside a backward one.
+
+    Paired, a tick has both, so that what one sends may go while the other computes.
+    """
+
+    stages: int
+    microbatches: int
+    paired: bool = True
+
+    def __post_init__(self) -> None:
+        check(self, 2 * self.stages, why=", twice as many as there are stages")
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return Table(
+            tuple(self._order(stage) for stage in range(self.stages)),
+            (*range(self.stages), *reversed(range(self.stages))),
+        )
+
+    def _order(self, stage: int) -> tuple[Op, ...]:
+        after = self.stages - stage - 1  # stages behind this one
+        order: list[Op] = []
+        late: list[Op] = []  # gradients of weights, not made yet
+        done = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
+
+        def put(names: str, *, split: bool = False) -> None:
+            for name in names.split():
+                if name == "W":
+                    order.append(late.pop(0))
+                    continue
+                kind: Kind = "F" if name[0] == "F" else "B"
+                part = stage if name[1] == "0" else 2 * self.stages - 1 - stage
+                op = Op(kind, done[name], part)
+                done[name] += 1
+                order.append(op)
+                if kind == "B":
+                    (late if split else order).append(op._replace(kind="W"))
+
+        for _ in range(2 * after):
+            put("F0")
+        for _ in range(stage + 1):
+            put("F0 F1")
+        for _ in range(after):
+            put("B1", split=True)
+            put("W F1")
+        for _ in range(self.microbatches - 2 * self.stages + stage + 1):
+            put("F0 B1 F1 B0")
+        for _ in range(after):
+            put("B1 F1 B0")
+        # Of the last backward passes half leave the gradients of weights for later.
+        for number in range(2 * (stage + 1)):
+            put("B0" if number % 2 else "B1", split=number > stage)
+        for _ in range(after):
+            put("W")
+            put("B0", split=True)
+        while late:
+            put("W")
+        return tuple(order)
+
+    def gap(self, costs: Costs) -> float:
+        """(S - 1)(F + B - W) / 2, when B is at most F, and W too."""
+        forward, backward, weights = _three(costs)
+        _hold(backward <= forward and weights <= forward, "B and W at most F", costs)
+        return (self.stages - 1) * (forward + backward - weights) / 2
+
+    def live(self, stage: int) -> float:
+        """S and a half."""
+        return min(self.stages + 0.5, self.microbatches)
 
 
 @dataclass(frozen=True)
