@@ -20,7 +20,7 @@ ORDER = [
     *("_rules", "rules", "_relate", "_placement", "_annotate", "_route", "_reshard", "_jaxpr", "_region", "_on_use", "_remat"),
     *("_random", "_batch", "_flax", "_precision", "_zero"),
     *("optimizers._each", "optimizers"),
-    *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules", "_program", "_cut", "_layer", "_execute")),
+    *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules", "_program", "_cut", "_layer", "_execute", "_draw", "_command")),
     "pipeline",
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
     *(

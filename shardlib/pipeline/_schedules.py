@@ -394,10 +394,8 @@ class DualPipeV:
         return tuple(order)
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B - W) / 2, when B is at most F, and W too."""
-        forward, backward, weights = _three(costs)
-        _hold(backward <= forward and weights <= forward, "B and W at most F", costs)
-        return (self.stages - 1) * (forward + backward - weights) / 2
+        """(S - 1) F / 2, for F = B = W."""
+        return (self.stages - 1) * _alike(costs) / 2
 
     def live(self, stage: int) -> float:
         """S and a half."""

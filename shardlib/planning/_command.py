@@ -39,9 +39,8 @@ targets: tpu:v5e:16x16, tpu:v5p:4x4x8:slices=2, gpu:h200:64x1x8 (slices x hosts 
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0 for a report, 1 for one that says it does not fit, 2 for a mistake."""
-    arguments = _parser().parse_args(argv)
+def run(arguments: argparse.Namespace) -> int:
+    """The command; the exit code is 0 for a report, 1 for one that says it does not fit, 2 for a mistake."""
     if answer := os.environ.get(_CHILD):
         return _child(arguments, Path(answer))
     try:
@@ -50,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refuse(str(error))
     with tempfile.TemporaryDirectory(prefix="shardlib-plan-") as folder:
-        return _parent(list(sys.argv[1:] if argv is None else argv), arguments, Path(folder))
+        return _parent(arguments.given, arguments, Path(folder))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shardlib", description="Tools around shardlib.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_command(commands: Any) -> None:
+    """Add `plan` to the commands of a parser."""
     command = commands.add_parser(
         "plan",
         help="what a training step will do on a machine that is not there",
@@ -69,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--mesh", default="data=-1", help="its axes, such as data=16,model=16 (default: data=-1)")
     command.add_argument("--dcn", default="", help="of several slices: the axes between them, such as data or data=4")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return parser
+    command.set_defaults(run=run)
 
 
 def _split(make_step: str) -> tuple[str, str]:
