@@ -37,7 +37,6 @@ _CHEAP = {
 }  # fmt: skip
 
 
-
 def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args: Any) -> Any:
     """`function(params, *args)`, where each parameter that has a `Weight` is whole only where it is used.
 

@@ -169,11 +169,7 @@ class Cut:
 
 
 def _moves(atom: Any, depends: dict[Any, frozenset[int]]) -> bool:
-    return (
-        not isinstance(atom, Literal)
-        and bool(depends.get(atom))
-        and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-    )
+    return not isinstance(atom, Literal) and bool(depends.get(atom)) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def cut(
@@ -241,10 +237,10 @@ def cut(
                 f"the loop over layers: `{other.primitive.name}`{f' at {at}' if at else ''}. Use it in the layer."
             )
     if loop.params["reverse"]:
-        raise ValueError(f"The loop over layers at {line_of(loop)} goes backwards; a pipeline goes from the first layer on.")
-    depends: dict[Any, frozenset[int]] = {
-        var: frozenset({k}) for var, k in of.items() if trained[k] and not stacked[k]
-    }
+        raise ValueError(
+            f"The loop over layers at {line_of(loop)} goes backwards; a pipeline goes from the first layer on."
+        )
+    depends: dict[Any, frozenset[int]] = {var: frozenset({k}) for var, k in of.items() if trained[k] and not stacked[k]}
     for equation in jaxpr.eqns:
         found = frozenset().union(*(depends.get(var, frozenset()) for var in variables(equation.invars)))
         if equation is not loop and found and equation.primitive.name != "stop_gradient":

@@ -7,7 +7,11 @@ from shardlib.pipeline._table import KINDS, Op
 
 _COLOURS = {"F": ("#4c78c8", "#93b1e1"), "B": ("#2e9e62", "#8ccfa8"), "W": ("#d98a29", "#f0c48c")}
 _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
-_TERMINAL = {"F": ("\x1b[44;97m", "\x1b[104;30m"), "B": ("\x1b[42;97m", "\x1b[102;30m"), "W": ("\x1b[43;97m", "\x1b[103;30m")}
+_TERMINAL = {
+    "F": ("\x1b[44;97m", "\x1b[104;30m"),
+    "B": ("\x1b[42;97m", "\x1b[102;30m"),
+    "W": ("\x1b[43;97m", "\x1b[103;30m"),
+}
 _RESET = "\x1b[0m"
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 70, 44
 
@@ -37,7 +41,9 @@ def svg(timeline: Timeline, title: str = "") -> str:
     for stage, order in enumerate(table.orders):
         y = _TOP + _ROW * stage
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">stage {stage}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{timeline.elapsed * scale:.1f}" height="{_ROW - 4}" fill="#f3f3f3"/>')
+        parts.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{timeline.elapsed * scale:.1f}" height="{_ROW - 4}" fill="#f3f3f3"/>'
+        )
         for op in order:
             left, width = _LEFT + timeline.start[op] * scale, (timeline.end[op] - timeline.start[op]) * scale
             colour = _COLOURS[op.kind][min(table.chunk(op.part), 1)]
@@ -67,7 +73,9 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     """
     table = timeline.table
     lead = len(f"stage {table.stages - 1} | ")
-    shortest = min(timeline.end[op] - timeline.start[op] for op in timeline.end if timeline.end[op] > timeline.start[op])
+    shortest = min(
+        timeline.end[op] - timeline.start[op] for op in timeline.end if timeline.end[op] > timeline.start[op]
+    )
     digits = len(str(table.microbatches - 1))
     columns = round(timeline.elapsed / shortest)
     numbered = columns * (digits + 2) <= width - lead

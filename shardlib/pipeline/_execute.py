@@ -40,7 +40,12 @@ def execute(
 
 
 def measure(
-    cut: Cut, program: Program, axis: str, weights: Sequence[Any], inputs: Callable[[Any], Arrays], totals: Sequence[int]
+    cut: Cut,
+    program: Program,
+    axis: str,
+    weights: Sequence[Any],
+    inputs: Callable[[Any], Arrays],
+    totals: Sequence[int],
 ) -> Arrays:
     """Run a schedule of forward passes alone: what `totals` add up to on this stage."""
     return _Executor(cut, program, axis, weights, inputs, totals).measure()

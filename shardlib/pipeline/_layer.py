@@ -84,7 +84,9 @@ def layer(cut: Cut, splits: bool) -> Layer:
     def run(equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
         needed = inputs_of(equations)
         outputs = list(dict.fromkeys(v for equation in equations for v in equation.outvars if v in set(wanted)))
-        values = values | dict(zip(outputs, Stretch(jaxpr, equations, needed, outputs)([values[v] for v in needed]), strict=True))
+        values = values | dict(
+            zip(outputs, Stretch(jaxpr, equations, needed, outputs)([values[v] for v in needed]), strict=True)
+        )
         return [atom.val if not variables([atom]) else values[atom] for atom in wanted]
 
     def known(kept: Arrays, weights: Arrays, own: Arrays) -> dict[Any, Any]:

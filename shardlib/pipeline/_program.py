@@ -117,9 +117,7 @@ def program(ticks: Ticks) -> Program:
             channels[kind].setdefault(distance, set()).add((stage, there))
             buffer = "activations" if kind == "F" else "gradients"
             row(channel(kind, distance), size[buffer])[tick, there] = slot(buffer, to)
-    sorted_channels = {
-        kind: {far: tuple(sorted(pairs)) for far, pairs in of.items()} for kind, of in channels.items()
-    }
+    sorted_channels = {kind: {far: tuple(sorted(pairs)) for far, pairs in of.items()} for kind, of in channels.items()}
     return Program(table, rows, size, sorted_channels)
 
 
@@ -170,4 +168,3 @@ def _colour(spans: dict[tuple[int, int], tuple[float, float]]) -> tuple[dict[tup
         found[of] = heapq.heappop(free)
         heapq.heappush(busy, (end, found[of]))
     return found, used
-

@@ -31,7 +31,9 @@ class _Rounds:
             tuple(Op(kind, 0, part) for part in (stage, 2 * stages - 1 - stage) for kind in ("F", "B", "W"))
             for stage in range(stages)
         ]
-        self.table = Table(tuple(shape), self.placement)  # of one microbatch: who waits for whom, and what takes how long
+        self.table = Table(
+            tuple(shape), self.placement
+        )  # of one microbatch: who waits for whom, and what takes how long
         self.orders: list[list[Op]] = [[] for _ in range(stages)]
         self.end: dict[Op, float] = {}
         self.now, self.held, self.waited = ([0.0] * stages for _ in range(3))

@@ -324,7 +324,9 @@ class ZBV:
         """0, for F = B = W and M at least 2 S; (S - 1) F / 2 for M = S."""
         forward, count = _alike(costs), self.microbatches
         if self.stages < count < 2 * self.stages:
-            raise ValueError(f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` takes any.")
+            raise ValueError(
+                f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` takes any."
+            )
         return 0.0 if count >= 2 * self.stages else (self.stages - 1) * forward / 2
 
     def live(self, stage: int) -> float:

@@ -37,13 +37,15 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
     if not stacks:
         raise ValueError(
             f"`Strategy(pipeline=...)`: no parameter has a dim named `{LAYERS}`, so there is nothing to cut into stages. Stack "
-            f"layers that are alike, `nnx.vmap` with `transform_metadata={{nnx.PARTITION_NAME: \"{LAYERS}\"}}`, and scan them."
+            f'layers that are alike, `nnx.vmap` with `transform_metadata={{nnx.PARTITION_NAME: "{LAYERS}"}}`, and scan them.'
         )
     for path, shape in stacks.items():
         dim = stacked_dim(names[path])
         assert dim is not None
         if shape[dim] % parts:
-            per_stage = f", {parts // strategy.pipeline.stages} on each stage" if parts != strategy.pipeline.stages else ""
+            per_stage = (
+                f", {parts // strategy.pipeline.stages} on each stage" if parts != strategy.pipeline.stages else ""
+            )
             raise ValueError(
                 f"`{path}` of shape {shape} stacks {shape[dim]} layers, which do not split evenly into the {parts} parts of "
                 f"`{strategy.pipeline}`{per_stage}: use a multiple of {parts} layers, or fewer stages."

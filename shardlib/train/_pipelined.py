@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
+from shardlib._collectives import collectives
 from shardlib._rules import LAYERS, as_tuple, spec_axes
+from shardlib._text import human_bytes
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import execute, measure
 from shardlib.pipeline._program import program_of
@@ -84,6 +86,19 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
+def check_branches(compiled: Any) -> None:
+    """Refuse a program in which a stage's own work has a permute: devices that do other work would never join it."""
+    for one in collectives(compiled):
+        if one.kind == "collective-permute" and one.conditional and ("loss" in one.op_name or not one.op_name):
+            where = f"`{one.sources[0]}`" if one.sources else f"`{one.op_name.rsplit('/', 1)[-1]}`"
+            raise ValueError(
+                f"The compiled step has a permute within the work of one stage, from {where}, of {human_bytes(one.operand_bytes)} "
+                f"among {one.group_size} devices: something there shifts along a dim that is split, as `jnp.roll` and slices "
+                "do. While one stage goes forward another goes backward, and a permute waits for both: the step would hang. "
+                "Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no rule splits."
+            )
+
+
 def _is_stacked(use: Any, axis: str) -> bool:
     if axis not in spec_axes(use.named):
         return False
@@ -93,4 +108,3 @@ def _is_stacked(use: Any, axis: str) -> bool:
             f"stacked weights, which is named `{LAYERS}`, and no other."
         )
     return True
-

@@ -34,7 +34,7 @@ from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
-from shardlib.train._pipelined import Pipelined
+from shardlib.train._pipelined import Pipelined, check_branches
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -77,6 +77,7 @@ class Step:
         self.loss_fn, self.strategy = loss_fn, strategy
         self._used: set[str] = set()
         self._compiled: dict[Layout, Any] = {}
+        self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take one step. `state` is donated: use the one returned."""
@@ -85,7 +86,20 @@ class Step:
                 "This state has been through a step already, which put the new one in its place: use that."
             )
         with self.strategy.scope(self._used):
-            return self._jitted(state, batch)(state, jax.device_put(batch, batch_sharding(self.strategy)))
+            step = self._jitted(state, batch)
+            batch = jax.device_put(batch, batch_sharding(self.strategy))
+            if self.strategy.pipeline is not None and not isinstance(state.step, Tracer):
+                step = self._checked(step, state, batch)
+            return step(state, batch)
+
+    def _checked(self, step: Any, state: State, batch: Any) -> Any:
+        """The program of a step, compiled before its first run, since there are some that would hang."""
+        kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
+        if kind not in self._programs:
+            compiled = step.lower(state, batch).compile()
+            check_branches(compiled)
+            self._programs[kind] = compiled
+        return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, for shapes as for arrays."""
@@ -361,9 +375,7 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
 
 def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
     """All microbatches of a batch, or one: every `count`-th example, so that one holds the same examples on every mesh."""
-    return jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch
-    )
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch)
 
 
 def with_row_keys(tree: Any, **where: Any) -> Any:

@@ -136,7 +136,9 @@ class Strategy:
         schedule = self.pipeline
         if schedule is None:
             return
-        if isinstance(schedule, type) or not all(hasattr(schedule, name) for name in ("stages", "microbatches", "table")):
+        if isinstance(schedule, type) or not all(
+            hasattr(schedule, name) for name in ("stages", "microbatches", "table")
+        ):
             raise ValueError(
                 f"`Strategy(pipeline={schedule!r})` takes a schedule, such as "
                 "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
@@ -168,7 +170,9 @@ class Strategy:
                 "parameters and optimizer state at rest alike."
             )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:
-            raise ValueError("`Exact(overlap=True)` is for steps without a pipeline: here gradients go after the last tick.")
+            raise ValueError(
+                "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after the last tick."
+            )
 
     @cached_property
     def stage_axis(self) -> str | None:

@@ -1,0 +1,415 @@
+"""Pipelines run: every schedule against one stage, in the step, in evaluation, in checkpoints; what is refused; programs."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from machines import compile_for, mesh_on
+
+import shardlib as sl
+from models import gpt, moe
+from shardlib import pipeline
+from shardlib._collectives import collectives
+from shardlib.pipeline._program import BUFFERS, program, program_of
+from shardlib.train._order import reordered
+
+RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
+ALL = [
+    pipeline.GPipe, pipeline.OneFOneB, pipeline.Eager1F1B, pipeline.Interleaved, pipeline.ZBH1, pipeline.ZBH2, pipeline.ZBV,
+    pipeline.VHalf, pipeline.VMin, pipeline.DualPipeV, pipeline.ZeroBubble,
+]  # fmt: skip
+WIDTH, LAYERS, ROWS = 8, 8, 32
+
+
+# A toy whose layers hand on a tree, see something made of weights outside them, number themselves, and tell something.
+
+
+def make(layers=LAYERS):
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = lambda key, *shape: jax.random.normal(key, shape) / math.sqrt(WIDTH)
+    model = {
+        "enter": normal(keys[0], WIDTH, WIDTH),
+        "up": normal(keys[1], layers, WIDTH, 2 * WIDTH),
+        "down": normal(keys[2], layers, 2 * WIDTH, WIDTH),
+        "skip": normal(keys[3], WIDTH, WIDTH),
+    }
+    names = {
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        "enter": ("embed", None),
+        "skip": ("embed", None),
+    }
+    return sl.annotate(model, names)
+
+
+def loss(model, batch, rng):
+    x, weight = batch["x"].astype(model["enter"].dtype), batch["weight"]
+    seen, stack = x @ model["skip"], {name: model[name] for name in ("up", "down")}
+
+    def layer(carry, scanned):
+        w, number = scanned
+        h = sl.shard(carry["x"] @ w["up"], "batch", "act_mlp")
+        y = carry["x"] + jnp.tanh(h + 0.1 * number.astype(h.dtype)) @ w["down"] + 0.1 * seen
+        return {"x": y, "count": carry["count"] + 1}, jnp.mean(jnp.square(y), -1)
+
+    start = {"x": x @ model["enter"], "count": jnp.zeros((x.shape[0],), jnp.int32)}
+    end, told = jax.lax.scan(layer, start, (stack, jnp.arange(stack["up"].shape[0])))
+    y = end["x"] @ model["enter"].T + 0.1 * x  # tied, and what came before the layers
+    total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0)))
+    return sl.mean(total, weight.sum()), {"count": sl.mean(end["count"].sum(), x.shape[0])}
+
+
+def batch(rows=ROWS):
+    random = np.random.default_rng(1)
+    return {"x": random.normal(size=(rows, WIDTH)).astype("f"), "weight": random.uniform(size=rows).astype("f")}
+
+
+def stepped(strategy, make=make, loss=loss, given=None, optimizer=None):
+    """The parameters after a step, as the model has them, and the metrics."""
+    state = sl.init(make, optimizer or optax.sgd(0.1), strategy)
+    state, metrics = sl.train_step(loss, strategy)(state, batch() if given is None else given)
+    return jax.device_get(reordered(state, natural=True).params), jax.device_get(metrics)
+
+
+def assert_alike(found, expected, atol=1e-5, rtol=1e-5):
+    (params, metrics), (other, theirs) = found, expected
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), params, other)
+    for name in theirs:
+        np.testing.assert_allclose(metrics[name], theirs[name], rtol=rtol, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A step on one stage."""
+    return stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8))
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize("mesh", ["stage=4,data=1,model=2", "stage=2,data=2,model=2"])
+def test_every_schedule_makes_the_step_of_one_stage(schedule, mesh, alone):
+    stages = 4 if "stage=4" in mesh else 2
+    assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule(stages, 8))), alone)
+
+
+def test_eight_stages_and_one_alone(alone):
+    assert_alike(
+        stepped(
+            sl.Strategy(
+                mesh="stage=8", rules=sl.rules.pipeline | sl.AxisRules(batch=None), pipeline=pipeline.OneFOneB(8, 8)
+            )
+        ),
+        alone,
+    )
+    mesh = "stage=1,data=4,model=2"
+    assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=pipeline.GPipe(1, 8))), alone)
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A schedule of somebody's own."""
+
+    stages: int = 2
+    microbatches: int = 8
+    paired: bool = False
+
+    def table(self):
+        first = "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"
+        second = " ".join(f"F{k} B{k}" for k in range(8))
+        return pipeline.Table.parse(f"{first}\n{second}")
+
+
+def test_a_table_written_by_hand(alone):
+    assert_alike(stepped(sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=Mine())), alone)
+
+
+CONFIG = gpt.tiny(layers=2, width=32, heads=4, context=16, vocab=64)
+TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "options"),
+    [
+        (pipeline.OneFOneB, {"dropout": 0.2}, {}),
+        (pipeline.ZBH1, {"tied": False, "positions": "rotary", "mlp": "swiglu"}, {"zero": sl.Zero(1, small=16)}),
+        (pipeline.ZBH1, {}, {"remat": "full", "clip": 0.1, "frozen": ("positions",)}),
+    ],
+)
+def test_gpt_with_dropout_zero_and_recomputed_blocks(schedule, changes, options):
+    config = replace(CONFIG, **changes)
+    make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+    expected = stepped(
+        sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4, **options), make, gpt.loss, TOKENS
+    )
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule(2, 4), **options)
+    assert_alike(stepped(strategy, make, gpt.loss, TOKENS), expected)
+
+
+def test_experts_over_the_data_in_stages():
+    config = moe.tiny(layers=2, width=32, heads=4, context=16, vocab=64, every=1, experts=4)
+    make, rules = lambda: moe.MoE(config, rngs=nnx.Rngs(0)), RULES | sl.AxisRules(experts="data")
+    expected = stepped(sl.Strategy(mesh="stage=1,data=2,model=4", rules=rules, accumulate=4), make, moe.loss, TOKENS)
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=rules, pipeline=pipeline.OneFOneB(2, 4))
+    assert_alike(stepped(strategy, make, moe.loss, TOKENS), expected)
+
+
+def test_bf16_sums_in_float32_and_says_nothing_else(alone):
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8), precision="bf16"
+    )
+    expected = stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8, precision="bf16"))
+    assert_alike(stepped(strategy), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "schedule", [pipeline.OneFOneB(2, 4), pipeline.Interleaved(2, 4), pipeline.VHalf(2, 4)], ids=str
+)
+def test_layers_lie_by_stages_and_are_read_as_the_model_has_them(schedule, tmp_path):
+    alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)
+    state, other = sl.init(make, optax.adam(0.1), strategy), sl.init(make, optax.adam(0.1), alone)
+    measured = [sl.evaluation(loss, s.layout.strategy)(s, [batch(), batch(16)]) for s in (state, other)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    np.testing.assert_array_equal(state.model["up"], other.model["up"])
+    assert np.array_equal(state.params["up"], other.params["up"]) == isinstance(schedule, pipeline.OneFOneB)
+    assert state.params["up"].sharding.spec == jax.sharding.PartitionSpec("stage", None, "model")
+    state, _ = sl.train_step(loss, strategy)(state, batch())
+    checkpoints = sl.Checkpoints(tmp_path)
+    checkpoints.save(state)
+    checkpoints.wait()
+    here = checkpoints.restore(sl.init(make, optax.adam(0.1), strategy, abstract=True)).state
+    there = checkpoints.restore(sl.init(make, optax.adam(0.1), alone, abstract=True)).state
+    for found, expected in ((here, state), (there, reordered(state, natural=True))):
+        jax.tree.map(
+            np.testing.assert_array_equal, (found.params, found.opt_state), (expected.params, expected.opt_state)
+        )
+
+
+# What lies where, and what waits.
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
+def test_buffers_hold_what_the_schedule_promises(schedule, stages):
+    made = schedule(stages, 3 * stages)
+    found = program_of(made)
+    timeline = pipeline.simulate(found.table)
+    paired = made.paired  # a tick goes forward first, so that it holds one microbatch's part more for as long
+    of_stage = found.table.parts // found.table.stages
+    assert found.slots["kept"] <= max(timeline.live) * of_stage + paired
+    assert {buffer: found.slots[buffer] > 0 for buffer in BUFFERS}["left"] == found.table.splits
+    assert sum(found.rows[kind].sum() for kind in "FBW") == sum(map(len, found.table.orders))
+
+
+def test_what_is_sent_goes_to_neighbours_alone():
+    far = lambda schedule: {kind: sorted(of) for kind, of in program_of(schedule).channels.items()}
+    assert far(pipeline.OneFOneB(4, 8)) == {"F": [1], "B": [-1]}
+    assert far(pipeline.VHalf(4, 8)) == {"F": [-1, 0, 1], "B": [-1, 0, 1]}
+    assert program_of(pipeline.Interleaved(4, 8)).channels["F"] == {1: ((0, 1), (1, 2), (2, 3), (3, 0))}
+    assert far(pipeline.OneFOneB(2, 8)) == {"F": [1], "B": [-1]}
+
+
+def test_slots_are_read_after_they_are_written_and_before_they_are_again():
+    """Played through: every pass finds in its slots what was meant for it."""
+    for schedule in (s(4, 8) for s in ALL):
+        made = program(pipeline.pack(schedule.table(), schedule.paired))
+        rows, table = made.rows, made.table
+        lies = [{buffer: {} for buffer in BUFFERS} for _ in range(table.stages)]
+        for tick in range(made.ticks):
+            sent = []
+            for stage in range(table.stages):
+                for kind in "FBW":
+                    if not rows[kind][tick, stage]:
+                        continue
+                    of = int(rows[f"{kind}.microbatch"][tick, stage]), int(rows[f"{kind}.part"][tick, stage])
+                    slot = lambda buffer, kind=kind, stage=stage: int(rows[f"{kind}.{buffer}"][tick, stage])
+                    if kind == "F":
+                        assert of[1] == 0 or lies[stage]["activations"][slot("activations")] == of
+                        lies[stage]["kept"][slot("kept")] = of
+                        if of[1] == table.parts - 1:
+                            lies[stage]["gradients"][slot("gradients")] = of
+                        else:
+                            sent.append((kind, stage, (of[0], of[1] + 1)))
+                    else:
+                        assert lies[stage]["kept"][slot("kept")] == of
+                        if kind == "B":
+                            assert lies[stage]["gradients"][slot("gradients")] == of
+                            lies[stage]["left"][slot("left")] = of
+                            if of[1]:
+                                sent.append((kind, stage, (of[0], of[1] - 1)))
+                        else:
+                            assert lies[stage]["left"][slot("left")] == of
+            for kind, stage, of in sent:
+                there, buffer = table.placement[of[1]], "activations" if kind == "F" else "gradients"
+                far = next(d for d, pairs in made.channels[kind].items() if (stage, there) in pairs)
+                slot = int(rows[f"{kind}{far:+d}"][tick, there])
+                assert slot < made.slots[buffer]
+                lies[there][buffer][slot] = of
+
+
+# What the compiled program holds and sends.
+
+PLATFORMS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
+def lowered(platform, microbatches, schedule=pipeline.OneFOneB):
+    strategy = sl.Strategy(
+        mesh=mesh_on(platform, "stage=4,data=2"),
+        rules=sl.rules.data | sl.rules.pipeline,
+        pipeline=schedule(4, microbatches),
+    )
+    config = gpt.tiny(layers=4, width=256, heads=4, context=128, vocab=512)
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
+    tokens = jax.ShapeDtypeStruct((4 * microbatches, 129), "int32")
+    return strategy.device_mesh, sl.train_step(gpt.loss, strategy).lower(state, {"tokens": tokens})
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_one_loop_a_permute_each_way_and_memory_flat_in_the_microbatches(platform):
+    memory = {}
+    for microbatches in (8, 32):
+        mesh, step = lowered(platform, microbatches)
+        compiled = compile_for(mesh, step)
+        found = collectives(compiled, mesh)
+        permutes = [one for one in found if one.kind == "collective-permute" and one.operand_bytes > 1024]
+        assert [one.axes for one in permutes] == [("stage",)] * 2 and not any(one.conditional for one in permutes)
+        ticks = program_of(pipeline.OneFOneB(4, microbatches)).ticks
+        assert {one.times for one in permutes} == {ticks} and {one.shapes for one in permutes} == {((2, 128, 256),)}
+        over_stages = [
+            one for one in found if one.axes == ("stage",) and one not in permutes and one.operand_bytes > 1024
+        ]
+        assert {one.kind for one in over_stages} <= {"all-gather", "reduce-scatter", "all-reduce"}
+        assert all(one.times == 1 for one in over_stages), "what is outside the stages is gathered and scattered once"
+        memory[microbatches] = compiled.memory_analysis().temp_size_in_bytes
+    # The numbers of the ticks, and the batch itself, grow; activations do not.
+    assert memory[32] / memory[8] <= 1.02, memory
+
+
+# What is refused.
+
+
+def strategy(**changes):
+    given = {"mesh": "stage=2,data=2,model=2", "rules": RULES, "pipeline": pipeline.OneFOneB(2, 8)} | changes
+    return sl.Strategy(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline": pipeline.OneFOneB(4, 8)}, ["has 4 stages", "`stage`", "size 2"]),
+        ({"rules": sl.rules.data | sl.rules.tensor}, ["rule `layers`", "sl.rules.pipeline"]),
+        ({"rules": RULES | sl.AxisRules(layers="stages")}, ["`stages`", "the mesh has"]),
+        ({"rules": RULES | sl.AxisRules(layers="data")}, ["`data`", "splits the batch"]),
+        ({"accumulate": 2}, ["accumulate=2", "8"]),
+        ({"zero": 2}, ["zero=2", "zero=1"]),
+        ({"exchange": sl.Exact(overlap=True)}, ["overlap"]),
+        ({"pipeline": pipeline.OneFOneB}, ["takes a schedule"]),
+        ({"pipeline": 4}, ["takes a schedule"]),
+    ],
+)
+def test_strategies_that_cannot_be(changes, words):
+    with pytest.raises(ValueError) as error:
+        strategy(**changes)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_layers_that_do_not_split_over_the_parts():
+    with pytest.raises(ValueError, match="stacks 6 layers.*4 parts.*2 on each stage.*multiple of 4"):
+        sl.init(lambda: make(6), optax.sgd(0.1), strategy(pipeline=pipeline.VHalf(2, 8)))
+    with pytest.raises(ValueError, match="stacks 1 layers.*2 parts.*or fewer stages"):
+        sl.init(lambda: make(1), optax.sgd(0.1), strategy())
+    with pytest.raises(ValueError, match="no parameter has a dim named `layers`"):
+        sl.init(lambda: {"w": jnp.ones((2, 2))}, optax.sgd(0.1), strategy())
+
+
+def refused(loss, words, make=make, given=None, **changes):
+    with pytest.raises(ValueError) as error:
+        stepped(strategy(**changes), make, loss, given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_batches_that_do_not_split_into_the_microbatches():
+    refused(loss, ["batch of 24", "`microbatches=8`", "multiple of 16"], given=batch(24))
+
+
+def over_layers(model, batch, layer, stack=None, **options):
+    x, _ = jax.lax.scan(layer, batch["x"], model if stack is None else stack, **options)
+    return jnp.mean(x * x)
+
+
+def plain(x, w):
+    return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+
+def stack_of(model):
+    return {name: model[name] for name in ("up", "down")}
+
+
+def test_losses_that_cannot_be_cut():
+    refused(lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"][0]) ** 2), ["no `jax.lax.scan`", "`up`"])
+
+    def twice(model, batch, rng):
+        return over_layers(model, batch, plain, stack_of(model)) + over_layers(model, batch, plain, stack_of(model))
+
+    refused(twice, ["2 loops over layers", "test_pipelined.py"])
+
+    def outside(model, batch, rng):
+        return over_layers(model, batch, plain, stack_of(model)) + 0.01 * jnp.sum(model["up"] ** 2)
+
+    refused(outside, ["`up` is stacked", "outside the loop", "test_pipelined.py"])
+
+    def backwards(model, batch, rng):
+        return over_layers(model, batch, plain, stack_of(model), reverse=True)
+
+    refused(backwards, ["goes backwards"])
+
+    def unnamed(model, batch, rng):
+        layer = lambda x, w: plain(x + w[1], w[0])
+        return over_layers(model, batch, layer, (stack_of(model), model["enter"]))
+
+    refused(unnamed, ["`enter`", "no dim of it is named `layers`"])
+
+
+def test_layers_that_change_what_they_hand_on():
+    def wider(model, batch, rng):
+        return over_layers(model, batch, lambda x, w: (x @ w["up"], None), stack_of(model))
+
+    with pytest.raises(TypeError, match=r"float32\[2,8\].*float32\[2,16\]|carry"):
+        stepped(strategy(), make, wider)
+
+
+def test_a_shift_along_a_split_dim_is_refused_before_it_hangs():
+    def shifted(model, batch, rng):
+        def layer(x, w):
+            h = sl.shard(x @ w["up"], "batch", "act_mlp")
+            return x + jnp.tanh(jnp.roll(h, 1, -1)) @ w["down"], None
+
+        return over_layers(model, batch, layer, stack_of(model))
+
+    refused(shifted, ["permute within the work of one stage", "test_pipelined.py"])
+
+
+def test_state_that_changes_with_the_microbatches():
+    class Model(nnx.Module):
+        def __init__(self):
+            stacked = {nnx.PARTITION_NAME: "layers"}
+            self.weights = nnx.vmap(
+                lambda key: nnx.Param(sl.logical(nnx.initializers.normal(), "embed", None)(key, (WIDTH, WIDTH))),
+                transform_metadata=stacked,
+            )(jax.random.split(jax.random.key(0), 2))
+            self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def counts(model, batch, rng):
+        model.seen[...] = model.seen[...] + 1
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], model.weights[...])
+        return jnp.mean(x * x)
+
+    refused(counts, ["changes state of the model"], Model)
