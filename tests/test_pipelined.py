@@ -226,7 +226,8 @@ def test_slots_are_read_after_they_are_written_and_before_they_are_again():
                     if not rows[kind][tick, stage]:
                         continue
                     of = int(rows[f"{kind}.microbatch"][tick, stage]), int(rows[f"{kind}.part"][tick, stage])
-                    slot = lambda buffer, kind=kind, stage=stage: int(rows[f"{kind}.{buffer}"][tick, stage])
+                    numbers = {name: int(of_ticks[tick, stage]) for name, of_ticks in rows.items()}
+                    slot = lambda buffer, kind=kind, numbers=numbers: numbers[f"{kind}.{buffer}"]
                     if kind == "F":
                         assert of[1] == 0 or lies[stage]["activations"][slot("activations")] == of
                         lies[stage]["kept"][slot("kept")] = of

@@ -22,8 +22,8 @@ def svg(timeline: Timeline, title: str = "") -> str:
     Where stages have several parts, passes through all but the first are lighter.
 
     >>> from shardlib.pipeline import OneFOneB, simulate
-    >>> svg(simulate(OneFOneB(2, 2).table())).count("<rect")
-    11
+    >>> svg(simulate(OneFOneB(2, 2).table())).count("<rect")  # eight passes among them
+    13
     """
     table = timeline.table
     scale = (_WIDTH - _LEFT - 10) / timeline.elapsed

@@ -7,6 +7,7 @@ beside what was kept: where the two part in the traced backward pass is found, n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -68,14 +69,13 @@ def layer(cut: Cut, splits: bool) -> Layer:
 
     if not splits:
         return Layer(forward, backward, _none, _none, kept, ())
-    traced = inlined(jax.make_jaxpr(lambda *given: [*sum(back(*given), [])])(kept, given, gradients), lambda _: True)
+    traced = inlined(jax.make_jaxpr(lambda *given: list(chain(*back(*given))))(kept, given, gradients), lambda _: True)
     jaxpr, consts = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     of_kept, of_given = jaxpr.invars[: len(kept)], jaxpr.invars[len(kept) : len(kept) + len(given)]
     of_gradients = jaxpr.invars[len(kept) + len(given) :]
     to_inputs, to_weights = jaxpr.outvars[:moving], jaxpr.outvars[moving:]
     first = behind(jaxpr, to_inputs)
     made = {var for equation in first for var in equation.outvars}
-    again = {*of_kept, *of_given, *consts}  # there both times
     second = behind(jaxpr, to_weights, made)
     read = [*inputs_of(second), *variables(to_weights)]
     left = list(dict.fromkeys(var for var in read if var in made or var in of_gradients))
@@ -100,7 +100,6 @@ def layer(cut: Cut, splits: bool) -> Layer:
     def of_weights(kept: Arrays, weights: Arrays, own: Arrays, left_now: Arrays) -> Arrays:
         return run(second, to_weights, known(kept, weights, own) | dict(zip(left, left_now, strict=True)))
 
-    del again
     return Layer(forward, backward, inputs, of_weights, kept, shapes)
 
 

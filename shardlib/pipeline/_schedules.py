@@ -359,7 +359,7 @@ class DualPipeV:
         after = self.stages - stage - 1  # stages behind this one
         order: list[Op] = []
         late: list[Op] = []  # gradients of weights, not made yet
-        done = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
+        done: dict[str, int] = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
 
         def put(names: str, *, split: bool = False) -> None:
             for name in names.split():

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shardlib._rules import LAYERS
 from shardlib._tree import map_named
@@ -91,7 +92,7 @@ def _moved(strategy: Strategy, leaf: Any, dim: int | None, natural: bool) -> Any
     if order is None:
         return leaf
     places = np.argsort(order) if natural else np.array(order)
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return _taken(leaf, places, dim)
     return jax.jit(partial(_taken, places=places, dim=dim), out_shardings=leaf.sharding)(leaf)
 

@@ -143,7 +143,7 @@ class Strategy:
                 f"`Strategy(pipeline={schedule!r})` takes a schedule, such as "
                 "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
             )
-        candidates = self.rules[LAYERS] if LAYERS in self.rules else (None,)
+        candidates = next((of for name, of in self.rules.items() if name == LAYERS), (None,))
         if len(candidates) != 1 or len(as_tuple(candidates[0])) != 1:
             raise ValueError(
                 f"`Strategy(pipeline=...)`: the rule `{LAYERS}` says which mesh axis has the stages, and it is "
