@@ -163,7 +163,7 @@ class ZBH1(_Plain):
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - W), when M is at least S, and F at least W."""
         forward, backward, weights = _three(costs)
-        _hold(weights <= forward, "W at most F", costs)
+        _hold(weights <= forward and self.microbatches >= self.stages, "W at most F, and M at least S", costs)
         return (self.stages - 1) * (forward + backward - weights)
 
     def live(self, stage: int) -> float:
@@ -182,7 +182,9 @@ class ZBH2(_Plain):
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2 W."""
         forward, backward, weights = _three(costs)
-        _hold(weights <= forward and 2 * weights <= forward + backward, "W at most F, and 2 W at most F + B", costs)
+        enough = self.microbatches >= 2 * self.stages - 1
+        in_order = weights <= forward and 2 * weights <= forward + backward
+        _hold(enough and in_order, "W at most F, 2 W at most F + B, and M at least 2 S - 1", costs)
         return (self.stages - 1) * (forward + backward - 2 * weights)
 
     def live(self, stage: int) -> float:
