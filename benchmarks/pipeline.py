@@ -35,14 +35,15 @@ import shardlib as sl
 from benchmarks._report import report
 from models import gpt
 from shardlib._collectives import collectives
-from shardlib.pipeline import Costs, pack, simulate
-from shardlib.pipeline._command import SCHEDULES
+from shardlib.pipeline import SCHEDULES, UNIT, Costs, pack, simulate
 from shardlib.pipeline._program import program_of
+from shardlib.pipeline._schedules import COSTED
 from shardlib.planning._targets import COMPILE_ONLY, installed
 from shardlib.train._order import reordered
 
 BOUNDS = {
-    "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0, "worst_error": 1e-5, "memory_ratio": 1.02,
+    "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0, "worst_error": 1e-5,
+    "memory_ratio": 1.02,
 }  # fmt: skip
 LEAST = {"efficiency_2_stages": 0.85}
 
@@ -63,11 +64,10 @@ PUBLISHED = [
     (32, 128, 2, (48, 6144), (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.0490, 0.1106, 0.0029)),
 ]  # fmt: skip
 COLUMNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
-COSTED = ("zb-1p", "zb-2p", "zb-v")
 WIDTH, ROWS = 8, 4
 
 
-def made(name: str, stages: int, microbatches: int, costs: Costs = Costs(), **more: Any) -> Any:
+def made(name: str, stages: int, microbatches: int, costs: Costs = UNIT, **more: Any) -> Any:
     """A schedule by its name."""
     return SCHEDULES[name](stages, microbatches, **({"costs": costs} if name in COSTED else {}), **more)
 
@@ -107,7 +107,7 @@ def simulated() -> dict[str, Any]:
                 if (stages, times) == (8, 4):
                     ticks = pack(table, schedule.paired)
                     lockstep[name] = [round(simulate(table).bubble, 4), round(ticks.bubble(), 4)]
-    table5 = {name: 0.0 for name in COLUMNS}
+    table5 = dict.fromkeys(COLUMNS, 0.0)
     for row in PUBLISHED:
         for name, found, share in published(row):
             over = (

@@ -221,6 +221,8 @@ def _changed(value: Any, changes: dict[str, str]) -> Any:
 def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
     if isinstance(now, sl.AxisRules):
         return _rules(text)
+    if name == "pipeline" and text.lower() != "none":
+        return _schedule(text)
     choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if text.lower() != "none" else None
@@ -255,10 +257,21 @@ def _rules(text: str) -> sl.AxisRules:
     return rules
 
 
+def _schedule(text: str) -> sl.pipeline.Schedule:
+    name, *numbers = text.split(":")
+    if name not in sl.pipeline.SCHEDULES or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(
+            f"A pipeline is a schedule, its stages and its microbatches, `1f1b:4:16`, of {', '.join(sl.pipeline.SCHEDULES)}; "
+            f"got `{text}`."
+        )
+    return sl.pipeline.SCHEDULES[name](*map(int, numbers))
+
+
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner) and not isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exact):
+        whole = isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exact) or field.name == "pipeline"
+        if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, inner

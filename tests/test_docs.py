@@ -21,7 +21,7 @@ import shardlib.launch
 import shardlib.optimizers
 import shardlib.testing
 from examples.run import from_command_line
-from shardlib.planning._command import _parser as plan_parser
+from shardlib.__main__ import parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -93,8 +93,10 @@ def test_every_command_is_one_that_its_program_takes(page, elsewhere):
             shardlib.launch._parse(arguments)
     for arguments in commands(page, "python -m shardlib plan"):
         if arguments and arguments[0] != "FILE.py:FUNCTION":
-            path, _, function = plan_parser().parse_args(["plan", *arguments]).make_step.partition(":")
+            path, _, function = parser().parse_args(["plan", *arguments]).make_step.partition(":")
             assert f"def {function}(" in (ROOT / path).read_text()
+    for arguments in commands(page, "python -m shardlib pipeline"):
+        parser().parse_args(["pipeline", *arguments])
 
 
 def test_every_extra_that_is_to_be_installed_exists():

@@ -3,15 +3,22 @@
 import itertools
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.pipeline import PUBLISHED, published
+from shardlib.__main__ import main
 from shardlib.pipeline import (
+    SCHEDULES,
+    UNIT,
     ZBH1,
     ZBH2,
+    ZBV,
     Costs,
+    DualPipeV,
     Eager1F1B,
     GPipe,
     Interleaved,
@@ -24,6 +31,7 @@ from shardlib.pipeline import (
     pack,
     simulate,
 )  # fmt: skip
+from shardlib.pipeline._schedules import COSTED
 
 SHAPES = [(1, 3), (2, 2), (2, 8), (3, 9), (4, 8), (4, 32), (8, 16), (16, 32), (32, 64)]
 UNEVEN = Costs(forward=3, backward=4, weights=1.5)
@@ -58,46 +66,74 @@ def test_v_schedules_hold_half_and_a_third_of_the_memory(stages):
     assert half.gap(Costs()) <= OneFOneB(stages, 3 * stages).gap(Costs()) / 2
 
 
-# Zero bubble (2401.10241), Table 9: milliseconds of F, B and W, and of sending; Table 5: the share of bubbles of 1F1B, 1F1B-I,
-# ZB-H1, ZB-H2, ZB-1p, ZB-2p. By stages, microbatches, parts of a stage in 1F1B-I, and what share of a microbatch's activations
-# the gradients of weights need: 32 of 34 + 5 a s / h bytes of a layer, s = 1024.
-PUBLISHED = [
-    (8, 24, 3, (24, 2304), (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.1585, 0.0433)),
-    (8, 32, 3, (24, 2304), (18.513, 18.086, 9.331, 0.626), (0.1985, 0.0818, 0.1242, 0.0837, 0.1242, 0.0039)),
-    (8, 64, 3, (24, 2304), (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0443, 0.0674, 0.0444, 0.0674, 0.0026)),
-    (8, 24, 4, (32, 4096), (29.718, 29.444, 19.927, 0.527), (0.2347, 0.0808, 0.1323, 0.0698, 0.1323, 0.0029)),
-    (8, 32, 4, (32, 4096), (29.802, 29.428, 19.530, 0.577), (0.1898, 0.0628, 0.1045, 0.0559, 0.1045, 0.0022)),
-    (8, 64, 4, (32, 4096), (29.935, 29.621, 19.388, 0.535), (0.1091, 0.0320, 0.0554, 0.0294, 0.0554, 0.0010)),
-    (16, 48, 3, (40, 5120), (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1104, 0.1397, 0.0672, 0.1397, 0.0066)),
-    (16, 64, 3, (40, 5120), (11.307, 11.254, 8.101, 0.379), (0.2082, 0.0852, 0.1088, 0.0516, 0.1088, 0.0054)),
-    (16, 128, 3, (40, 5120), (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0445, 0.0576, 0.0266, 0.0576, 0.0028)),
-    (32, 96, 2, (48, 6144), (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1493, 0.1421, 0.0641, 0.1421, 0.0038)),
-    (32, 128, 2, (48, 6144), (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.0490, 0.1106, 0.0029)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("stages", "count", "chunks", "model", "times", "shares"), PUBLISHED)
-def test_the_published_shares_of_bubbles(stages, count, chunks, model, times, shares):
-    heads, width = model
-    costs = Costs(*times, kept=32 / (34 + 5 * heads * 1024 / width))
-    schedules = [
-        OneFOneB(stages, count), Interleaved(stages, count, chunks), ZBH1(stages, count), ZBH2(stages, count),
-        ZeroBubble(stages, count, costs), ZeroBubble(stages, count, costs, 2 * stages),
-    ]  # fmt: skip
-    timelines = [simulate(schedule.table(), costs) for schedule in schedules]
-    found = [timeline.bubble for timeline in timelines]
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]}x{row[1]}")
+def test_the_published_shares_of_bubbles(row):
+    columns = {name: (found, share) for name, found, share in published(row)}
     # 1F1B-I was measured with stages of unequal layers, of which the paper gives no figures.
-    assert found.pop(1) == pytest.approx(shares[1], abs=0.005)
-    assert [round(share, 4) for share in found] == [shares[0], *shares[2:]]
-    assert max(timelines[4].live) <= stages and max(timelines[5].live) <= 2 * stages
+    found, share = columns.pop("interleaved")
+    assert found == pytest.approx(share, abs=0.005)
+    assert {name: round(found, 4) for name, (found, _) in columns.items()} == {
+        name: share for name, (_, share) in columns.items()
+    }
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 16])
+def test_zb_v_never_waits_and_dualpipe_v_half_as_long_as_a_forward_pass(stages):
+    for times in (1, 2, 3):
+        rule = ZBV(stages, times * stages)
+        timeline = simulate(rule.table())
+        assert timeline.gap == pytest.approx(rule.gap(UNIT)) and max(timeline.live) <= stages
+    for times in (2, 3):
+        rule = DualPipeV(stages, times * stages)
+        timeline = simulate(rule.table())
+        assert timeline.gap == pytest.approx(rule.gap(UNIT)) and set(timeline.live) == {stages + 0.5}
+    uneven = Costs(1.0, 1.2, 0.7, send=0.1)
+    made = ZBV(stages, 3 * stages, uneven)
+    assert simulate(made.table(), uneven).bubble <= simulate(OneFOneB(stages, 3 * stages).table(), uneven).bubble
+    assert max(simulate(made.table(), uneven).live) <= stages
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pictures_and_numbers_from_the_command_line(name, tmp_path, capsys):
+    picture = tmp_path / "out.svg"
+    assert main(["pipeline", "--schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("stage ") == 4 and f"\n{name} " in shown and "at its fullest" in shown
+    drawn = xml.etree.ElementTree.parse(picture).getroot()
+    table = SCHEDULES[name](4, 8, **({"costs": UNIT} if name in COSTED else {})).table()
+    titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == len(set(titles)) == sum(map(len, table.orders))
+
+
+def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
+    assert main(["pipeline", "--stages", "8", "--microbatches", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        all(name in shown for name in SCHEDULES)
+        and "dualpipe-v: `DualPipeV(stages=8, microbatches=8)`: at least 16" in shown
+    )
+    mine = tmp_path / "mine.txt"
+    mine.write_text("F0 F1 B0 B1\nF0 B0 F1 B1\n")
+    assert main(["pipeline", "--table", str(mine), "--weights", "0"]) == 0
+    assert "stage 0 | F0 F1 .. B0 .. B1\nstage 1 | .. F0 B0 F1 B1" in capsys.readouterr().out
+    mine.write_text("F0 F1 B0 B1\nF0 B0 F1\n")
+    for arguments, words in (
+        (["--table", str(mine)], "`B1@1` is missing: stage 1 never does it"),
+        (["--schedule", "1f1b", "--stages", "0"], "stages=0"),
+        (["--svg", "x.svg"], "say which"),
+        (["--table", str(tmp_path / "none.txt")], "No such file"),
+    ):
+        assert main(["pipeline", *arguments]) == 2
+        assert words in capsys.readouterr().err
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_schedule_is_whole_and_packs_into_ticks(data):
-    schedule = data.draw(st.sampled_from([GPipe, OneFOneB, Eager1F1B, ZBH1, ZBH2, VMin, VHalf, ZeroBubble]))
+    schedule = data.draw(st.sampled_from([GPipe, OneFOneB, Eager1F1B, ZBH1, ZBH2, VMin, VHalf, ZBV, ZeroBubble]))
     limit = {"limit": data.draw(st.floats(1, 9))} if schedule is ZeroBubble else {}
-    rule = schedule(data.draw(st.integers(1, 7)), data.draw(st.integers(1, 17)), **limit)
+    stages, microbatches = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 17))
+    rule = schedule(stages, max(microbatches, stages) if schedule is ZBV else microbatches, **limit)
     costs = Costs(*(data.draw(st.floats(0.1, 3)) for _ in range(3)), send=data.draw(st.floats(0, 1)))
     table = rule.table()
     timeline = simulate(table, costs)
@@ -187,6 +223,11 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
         (lambda: Costs(kept=2), r"Costs\(kept=2\)`: a cost is a number, zero or more, and at most one"),
         (lambda: Costs(send=float("inf")), "a cost is a number"),
         (lambda: Costs(weights="much"), r"Costs\(weights='much'\)`: a cost is a number"),
+        (lambda: ZBH1(4, 3).gap(UNIT), "M at least S"),
+        (lambda: ZBH2(4, 6).gap(UNIT), "M at least 2 S - 1"),
+        (lambda: ZBV(4, 3), r"ZBV\(stages=4, microbatches=3\)`: at least 4, as many as there are stages"),
+        (lambda: ZBV(4, 6).gap(UNIT), "M = S and for M at least 2 S"),
+        (lambda: DualPipeV(4, 7), "at least 8, twice as many as there are stages"),
         (lambda: ZBH1(4, 8).gap(Costs(1, 2, 1.5)), "closed formula is for W at most F; got"),
         (lambda: VHalf(4, 8).gap(Costs(1, 2, 1)), "closed formula is for F = B = W; got"),
         (lambda: simulate(GPipe(2, 2)), r"take a table; got GPipe\(.*`schedule.table\(\)`"),

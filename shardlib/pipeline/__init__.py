@@ -1,5 +1,8 @@
-"""Pipelines: schedules as tables, played through without JAX."""
+"""Pipelines: schedules as tables, played through without JAX, and run by `sl.Strategy(pipeline=...)`."""
 
+from shardlib.pipeline._draw import svg as svg
+from shardlib.pipeline._draw import text as text
+from shardlib.pipeline._schedules import SCHEDULES as SCHEDULES
 from shardlib.pipeline._schedules import ZBH1 as ZBH1
 from shardlib.pipeline._schedules import ZBH2 as ZBH2
 from shardlib.pipeline._schedules import ZBV as ZBV
@@ -12,6 +15,7 @@ from shardlib.pipeline._schedules import Schedule as Schedule
 from shardlib.pipeline._schedules import VHalf as VHalf
 from shardlib.pipeline._schedules import VMin as VMin
 from shardlib.pipeline._schedules import ZeroBubble as ZeroBubble
+from shardlib.pipeline._simulate import UNIT as UNIT
 from shardlib.pipeline._simulate import Costs as Costs
 from shardlib.pipeline._simulate import Ticks as Ticks
 from shardlib.pipeline._simulate import Timeline as Timeline

@@ -3,33 +3,14 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardlib._text import table as text_table
-from shardlib.pipeline import _schedules as known
 from shardlib.pipeline._draw import svg, text
+from shardlib.pipeline._schedules import COSTED, SCHEDULES
 from shardlib.pipeline._simulate import Costs, Timeline, pack, simulate
 from shardlib.pipeline._table import Table
-
-SCHEDULES: dict[str, Callable[..., Any]] = {
-    "gpipe": known.GPipe,
-    "1f1b": known.OneFOneB,
-    "eager-1f1b": known.Eager1F1B,
-    "interleaved": known.Interleaved,
-    "zb-h1": known.ZBH1,
-    "zb-h2": known.ZBH2,
-    "zb-v": known.ZBV,
-    "v-half": known.VHalf,
-    "v-min": known.VMin,
-    "dualpipe-v": known.DualPipeV,
-    "zb-1p": lambda stages, microbatches, costs: known.ZeroBubble(stages, microbatches, costs),
-    "zb-2p": lambda stages, microbatches, costs: known.ZeroBubble(stages, microbatches, costs, limit=2 * stages),
-}
-"""Schedules by the names that papers have for them."""
-
-_COSTED = ("zb-v", "zb-1p", "zb-2p")
 
 _EPILOG = """\
 schedules: {}
@@ -82,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _made(name: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Table, bool]:
-    more: dict[str, Any] = {"costs": costs} if name in _COSTED else {}
+    more: dict[str, Any] = {"costs": costs} if name in COSTED else {}
     if name == "interleaved":
         more["chunks"] = arguments.chunks
-    schedule = SCHEDULES[name](arguments.stages, arguments.microbatches, **more)
+    schedule: Any = SCHEDULES[name](arguments.stages, arguments.microbatches, **more)
     return schedule.table(), schedule.paired
 
 

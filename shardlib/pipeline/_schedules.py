@@ -3,7 +3,7 @@
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
@@ -431,6 +431,26 @@ class ZeroBubble:
     def table(self) -> Table:
         """What each stage does."""
         return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+    "eager-1f1b": Eager1F1B,
+    "interleaved": Interleaved,
+    "zb-h1": ZBH1,
+    "zb-h2": ZBH2,
+    "zb-v": ZBV,
+    "v-half": VHalf,
+    "v-min": VMin,
+    "dualpipe-v": DualPipeV,
+    "zb-1p": ZeroBubble,
+    "zb-2p": lambda stages, microbatches, costs=UNIT: ZeroBubble(stages, microbatches, costs, limit=2 * stages),
+}
+"""Schedules by the names that papers have for them, each made from stages and microbatches."""
+
+COSTED = ("zb-v", "zb-1p", "zb-2p")
+"""Those that are made for `costs`, the third argument."""
 
 
 def _three(costs: Costs) -> tuple[float, float, float]:

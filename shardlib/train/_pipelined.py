@@ -93,9 +93,10 @@ def check_branches(compiled: Any) -> None:
             where = f"`{one.sources[0]}`" if one.sources else f"`{one.op_name.rsplit('/', 1)[-1]}`"
             raise ValueError(
                 f"The compiled step has a permute within the work of one stage, from {where}, of "
-                f"{human_bytes(one.operand_bytes)} among {one.group_size} devices: something there shifts along a dim that is split, as `jnp.roll` and slices "
-                "do. While one stage goes forward another goes backward, and a permute waits for both: the step would hang. "
-                "Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no rule splits."
+                f"{human_bytes(one.operand_bytes)} among {one.group_size} devices: something there shifts along a dim that is "
+                "split, as `jnp.roll` and slices do. While one stage goes forward another goes backward, and a permute waits "
+                "for both: the step would hang. Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no rule "
+                "splits."
             )
 
 
