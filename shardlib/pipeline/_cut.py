@@ -214,7 +214,8 @@ def cut(
     if not loops:
         raise ValueError(
             f"A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes {named} one layer "
-            "at a time. Scan over them, as `nnx.scan` does, or put them through `sl.pipeline.layers(layer, stack, x)`."
+            "at a time. Scan over them, as `nnx.scan` does; a list of layers that are alike is made a stack by "
+            "`jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)`."
         )
     if len(loops) > 1:
         lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in loops)
