@@ -83,6 +83,10 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
                 inner = equation.params["jaxpr"]
                 given = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
                 inner, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
+                if not any(
+                    map(line_of, inner.eqns)
+                ):  # what was traced before, for another call, has no line of this one
+                    inner = relocated(inner, equation.source_info.traceback, deep=True)
                 values.update(zip(equation.outvars, evaluate(inner, constants, given), strict=True))
             else:
                 plain.append(equation)
@@ -91,6 +95,22 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *inputs: evaluate(closed.jaxpr, closed.consts, inputs))(*shapes)
+
+
+def relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
+    """The same as if from another line; `deep`, what its equations hold too."""
+
+    def moved(equation: Any) -> Any:
+        inner = {
+            name: relocated(value, traceback, deep)
+            for name, value in equation.params.items()
+            if deep and isinstance(value, Jaxpr)
+        }
+        return equation.replace(
+            source_info=equation.source_info.replace(traceback=traceback), params={**equation.params, **inner}
+        )
+
+    return jaxpr.replace(eqns=[moved(equation) for equation in jaxpr.eqns])
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from shardlib._jaxpr import made_of, variables
+from shardlib._jaxpr import made_of, relocated, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,23 +258,9 @@ def because(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = 
     if reader is None:
         return function(*args)
     traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    blamed = _relocated(traced.jaxpr, reader.source_info.traceback, deep)
+    blamed = relocated(traced.jaxpr, reader.source_info.traceback, deep)
     results = jaxpr_as_fun(ClosedJaxpr(blamed, traced.consts))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), results)
-
-
-def _relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
-    def relocated(equation: Any) -> Any:
-        inner = {
-            name: _relocated(value, traceback, deep)
-            for name, value in equation.params.items()
-            if deep and isinstance(value, Jaxpr)
-        }
-        return equation.replace(
-            source_info=equation.source_info.replace(traceback=traceback), params={**equation.params, **inner}
-        )
-
-    return jaxpr.replace(eqns=[relocated(equation) for equation in jaxpr.eqns])
 
 
 def _again(jaxpr: Jaxpr, wanted: list[Any], before: int, whole: list[Any]) -> list[Any]:

@@ -98,7 +98,7 @@ def test_pictures_and_numbers_from_the_command_line(name, tmp_path, capsys):
     picture = tmp_path / "out.svg"
     assert main(["pipeline", "--schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(picture)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("stage ") == 4 and f"\n{name} " in shown and "at its fullest" in shown
+    assert shown.count(" | ") == 4 and f"\n{name} " in shown and "at its fullest" in shown
     drawn = xml.etree.ElementTree.parse(picture).getroot()
     table = SCHEDULES[name](4, 8, **({"costs": UNIT} if name in COSTED else {})).table()
     titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}title")]
@@ -228,7 +228,7 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
         (lambda: ZBV(4, 3), r"ZBV\(stages=4, microbatches=3\)`: at least 4, as many as there are stages"),
         (lambda: ZBV(4, 6).gap(UNIT), "M = S and for M at least 2 S"),
         (lambda: DualPipeV(4, 7), "at least 8, twice as many as there are stages"),
-        (lambda: ZBH1(4, 8).gap(Costs(1, 2, 1.5)), "closed formula is for W at most F; got"),
+        (lambda: ZBH1(4, 8).gap(Costs(1, 2, 1.5)), "closed formula is for W at most F, and M at least S; got"),
         (lambda: VHalf(4, 8).gap(Costs(1, 2, 1)), "closed formula is for F = B = W; got"),
         (lambda: simulate(GPipe(2, 2)), r"take a table; got GPipe\(.*`schedule.table\(\)`"),
         (lambda: OneFOneB(4, 8).gap(Costs((1, 2), 1, 1)), "stages that are all alike"),
