@@ -107,7 +107,7 @@ def simulated() -> dict[str, Any]:
                 if (stages, times) == (8, 4):
                     ticks = pack(table, schedule.paired)
                     lockstep[name] = [round(simulate(table).bubble, 4), round(ticks.bubble(), 4)]
-    table5 = dict.fromkeys(COLUMNS, 0.0)
+    table5: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
     for row in PUBLISHED:
         for name, found, share in published(row):
             over = (

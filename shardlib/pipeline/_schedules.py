@@ -433,7 +433,7 @@ class ZeroBubble:
         return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": GPipe,
     "1f1b": OneFOneB,
     "eager-1f1b": Eager1F1B,
