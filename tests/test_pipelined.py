@@ -76,11 +76,11 @@ def stepped(strategy, make=make, loss=loss, given=None, optimizer=None):
     return jax.device_get(reordered(state, natural=True).params), jax.device_get(metrics)
 
 
-def assert_alike(found, expected, atol=1e-5, rtol=1e-5):
+def assert_alike(found, expected, atol=1e-5):
     (params, metrics), (other, theirs) = found, expected
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), params, other)
     for name in theirs:
-        np.testing.assert_allclose(metrics[name], theirs[name], rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(metrics[name], theirs[name], rtol=1e-5, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +157,14 @@ def test_experts_over_the_data_in_stages():
     assert_alike(stepped(strategy, make, moe.loss, TOKENS), expected)
 
 
-def test_bf16_sums_in_float32_and_says_nothing_else(alone):
-    strategy = sl.Strategy(
-        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8), precision="bf16"
-    )
-    expected = stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8, precision="bf16"))
-    assert_alike(stepped(strategy), expected, atol=1e-2, rtol=1e-2)
+def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
+    two = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8), precision="bf16")
+    one = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8, precision="bf16")
+
+    def far(found):
+        return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found[0], alone[0])), strict=True))
+
+    assert 0 < far(stepped(two)) <= 2 * far(stepped(one))
 
 
 @pytest.mark.parametrize(
