@@ -12,7 +12,7 @@ import pytest
 
 import shardlib as sl
 from examples import train_lm
-from examples.configs import gpt2_124m, llama3_8b, tiny
+from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny
 from examples.run import from_command_line, override
 
 pytest.importorskip("grain")
@@ -233,7 +233,7 @@ def test_data_that_has_changed_since(tmp_path):
 def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
     with pytest.raises(SystemExit):
         from_command_line(["--help"])
-    assert "gpt2_124m, llama3_8b, tiny" in capsys.readouterr().out
+    assert "gpt2_124m, llama3_8b, llama3_8b_3d, tiny" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         from_command_line(["tiny", "--help"])
     told = capsys.readouterr().out
