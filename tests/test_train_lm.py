@@ -241,7 +241,7 @@ def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
     assert re.search(r"--strategy.accumulate 1\n +microbatches per step", told)
 
 
-@pytest.mark.parametrize("config", [tiny, gpt2_124m, llama3_8b])
+@pytest.mark.parametrize("config", [tiny, gpt2_124m, llama3_8b, llama3_8b_3d])
 def test_every_recipe_is_a_value_that_prints_and_compares(config):
     assert config.run() == config.run()
     lines = config.run().lines()
