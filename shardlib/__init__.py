@@ -18,6 +18,7 @@ from shardlib._batch import mean as mean
 from shardlib._chips import Chip as Chip
 from shardlib._flax import annotate as annotate
 from shardlib._flax import logical as logical
+from shardlib._layers import Layers as Layers
 from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices

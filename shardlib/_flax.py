@@ -1,4 +1,4 @@
-"""Names on parameters, and models as trees: the one file that knows Flax.
+"""Names on parameters, and models as trees: the one file that takes Flax models apart.
 
 To the rest of the library a model is a hashable `definition`, which can put it together again, and three trees:
 `params`, which the optimizer moves; `streams`, the keys and counts of NNX's random streams; and `rest`, whatever else

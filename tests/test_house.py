@@ -30,7 +30,7 @@ ORDER = [
         "_on_use",
         "_remat",
     ),
-    *("_random", "_batch", "_flax", "_precision", "_zero"),
+    *("_random", "_batch", "_flax", "_layers", "_precision", "_zero"),
     *("optimizers._each", "optimizers"),
     *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules")),
     *(f"pipeline.{name}" for name in ("_program", "_cut", "_layer", "_execute", "_draw", "_command")),
@@ -63,7 +63,7 @@ ORDER = [
 ]
 
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
-ALLOWED = {"flax": {"_flax"}, "orbax": {"train._checkpoint"}, "chex": set()}
+ALLOWED = {"flax": {"_flax", "_layers"}, "orbax": {"train._checkpoint"}, "chex": set()}
 
 
 def imports(module):

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from shardlib._jaxpr import JITS, inlined, line_of, made_of, scan_parts, variables
+from shardlib._jaxpr import JITS, behind, inlined, inputs_of, line_of, made_of, scan_parts, variables
 from shardlib._on_use import has_layers
 
 Arrays = list[Any]
@@ -67,12 +68,34 @@ class Cut:
         return [k for k in range(sum(self._parts), len(self.loop.invars)) if k not in self.weights]
 
     @cached_property
-    def told(self) -> list[int]:
+    def _given(self) -> list[int]:
         """Which of the outputs of the loop that layers give besides are read."""
         read = {v for equation in self.jaxpr.eqns for v in variables(equation.invars)} | set(
             variables(self.jaxpr.outvars)
         )
         return [k for k in range(self._parts[1], len(self.loop.outvars)) if self.loop.outvars[k] in read]
+
+    @cached_property
+    def _body(self) -> ClosedJaxpr:
+        """The body of the loop, calls taken apart, so that what a value is made of can be followed."""
+        return inlined(self.loop.params["jaxpr"], lambda _: True)
+
+    @cached_property
+    def _apart(self) -> list[int]:
+        """Which of these are made neither of weights nor of what goes from layer to layer: the count of a stream, say."""
+        jaxpr = self._body.jaxpr
+        own = {jaxpr.invars[k] for k in (*self._same, *self._plain)} | set(jaxpr.constvars)
+
+        def is_own(atom: Any) -> bool:
+            made = behind(jaxpr, [atom])
+            return own.issuperset(inputs_of(made) if made else variables([atom]))
+
+        return [k for k in self._given if is_own(jaxpr.outvars[k])]
+
+    @cached_property
+    def told(self) -> list[int]:
+        """The others, which travel."""
+        return [k for k in self._given if k not in self._apart]
 
     @cached_property
     def travelling(self) -> list[jax.ShapeDtypeStruct]:
@@ -86,9 +109,23 @@ class Cut:
         return [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.travelling]
 
     def _values(self, outer: Arrays, inputs: Arrays) -> dict[Any, Any]:
+        """Of constants, weights and inputs, and of what the loop makes of these alone."""
         weights = dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
         given = zip(self.jaxpr.invars[self.count :], inputs, strict=True)
-        return {**dict(zip(self.jaxpr.constvars, self.consts, strict=True)), **weights, **dict(given)}
+        values = {**dict(zip(self.jaxpr.constvars, self.consts, strict=True)), **weights, **dict(given)}
+        if not self._apart:
+            return values
+        made = made_of(self.jaxpr, [self.loop.invars[k] for k in (*self._same, *self._plain)], values)
+        same, plain = made[: len(self._same)], made[len(self._same) :]
+        jaxpr = self._body.jaxpr
+
+        def layer(_: None, plain: Arrays) -> tuple[None, Arrays]:
+            now = dict(zip([jaxpr.invars[k] for k in (*self._same, *self._plain)], [*same, *plain], strict=True))
+            now |= dict(zip(jaxpr.constvars, self._body.consts, strict=True))
+            return None, made_of(jaxpr, [jaxpr.outvars[k] for k in self._apart], now)
+
+        found = lax.scan(layer, None, plain, length=self.layers)[1]
+        return values | dict(zip([self.loop.outvars[k] for k in self._apart], found, strict=True))
 
     def before(self, outer: Arrays, inputs: Arrays) -> Arrays:
         """What travels to the first part."""
@@ -125,7 +162,7 @@ class Cut:
 
     @cached_property
     def _downstream(self) -> set[Any]:
-        found = set(self.loop.outvars)
+        found = set(self.loop.outvars) - {self.loop.outvars[k] for k in self._apart}
         for equation in self.jaxpr.eqns:
             if found.intersection(variables(equation.invars)):
                 found.update(equation.outvars)
@@ -214,8 +251,7 @@ def cut(
     if not loops:
         raise ValueError(
             f"A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes {named} one layer "
-            "at a time. Scan over them, as `nnx.scan` does; a list of layers that are alike is made a stack by "
-            "`jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)`."
+            "at a time. `sl.Layers([...])` makes one of a list of modules; otherwise scan over them, as `nnx.scan` does."
         )
     if len(loops) > 1:
         lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in loops)
