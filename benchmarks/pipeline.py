@@ -168,12 +168,13 @@ def executed() -> dict[str, Any]:
             timeline, program = simulate(schedule.table()), program_of(schedule)
             promised = max(timeline.live) * program.table.parts / program.table.stages
             per, rows = layers // program.table.parts, ROWS // int(mesh[mesh.index("data=") + 5])
-            held = f"f32[{program.slots['kept'] + 1},{per},{rows},{WIDTH}]"
+            (slots,) = program.slots["kept"]
+            held = f"f32[{slots},{per},{rows},{WIDTH}]"
             # A paired tick goes forward first, so that a stage may hold one part more while it does.
-            if program.slots["kept"] not in (promised, promised + schedule.paired) or held not in text:
-                stash.append(f"{name} over {stages}: {program.slots['kept']} for {promised:g}")
+            if slots not in (promised, promised + schedule.paired) or held not in text:
+                stash.append(f"{name} over {stages}: {slots} for {promised:g}")
             print(
-                f"{name} over {stages}: {made_ticks} ticks, {program.slots['kept']} parts held",
+                f"{name} over {stages}: {made_ticks} ticks, {slots} parts held",
                 file=sys.stderr,
                 flush=True,
             )

@@ -45,7 +45,7 @@ def step_of(
         config.decoder,
         examples=examples // strategy.accumulate // mesh.shape["data"],
         weight_itemsize=strategy.dtypes.of("", jnp.dtype("float32")).itemsize,
-        recompute=strategy.remat,
+        recompute="none" if strategy.remat == "none" else "full",
         tensor=mesh.shape.get("model", 1),
         sequence_parallel="model" in mesh.shape,
         devices=mesh.shape["data"],

@@ -32,7 +32,6 @@ HEADS = ("batch", "seq", "act_heads", "head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "head_dim")
 HIDDEN = ("batch", "seq", "act_mlp")
 LOGITS = ("batch", "seq", "act_vocab")
-STACKED = {nnx.PARTITION_NAME: "layers"}
 STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and GPT-2 have it
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -371,9 +370,9 @@ class GPT(nnx.Module):
         return lay_out(x_BSD if norm is None else norm(x_BSD), RESIDUAL, WHOLE)
 
     def _run(
-        self, tokens_BS: jax.Array, blocks: Any, count: int, key: jax.Array | None, seen: Seen
+        self, tokens_BS: jax.Array, blocks: Any, count: int, key: jax.Array | None, seen: Seen, name: str = "layers"
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after `count` blocks, one after the other, and what each gives besides."""
+        """The residual stream after `count` blocks, one after the other, and what each gives besides; `name` is their dim's."""
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(
@@ -387,7 +386,11 @@ class GPT(nnx.Module):
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
         block = sl.remat(lambda block, x_BSD, key, seen: block(x_BSD, key, seen), checkpoint=checkpoint)
         keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
-        axes = {"in_axes": (0, nnx.Carry, 0, None), "out_axes": (nnx.Carry, 0), "transform_metadata": STACKED}
+        axes = {
+            "in_axes": (0, nnx.Carry, 0, None),
+            "out_axes": (nnx.Carry, 0),
+            "transform_metadata": {nnx.PARTITION_NAME: name},
+        }
         return nnx.scan(block, **axes, graph_updates=False)(blocks, x_BSD, keys, seen)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
@@ -407,11 +410,11 @@ class GPT(nnx.Module):
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
 
-def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
-    """Blocks as one block whose parameters have a leading dim `layers`: compiled once, whatever the depth."""
+def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str = "layers") -> Any:
+    """Blocks as one block whose parameters have a leading dim of this name: compiled once, whatever the depth."""
 
     @nnx.split_rngs(splits=count)
-    @nnx.vmap(transform_metadata=STACKED)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: name})
     def blocks(rngs: nnx.Rngs) -> Any:
         return make(rngs)
 

@@ -16,6 +16,7 @@ import shardlib as sl
 from models import gpt, moe
 
 GSHARD = sl.experts.Top2()
+ENCODER = "encoder_layers"  # the dim of its stack: a pipeline tells it from the decoder's
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Translation(moe.MoE):
     def __init__(self, config: TranslationConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)  # the decoder
         self.stretches = config.stretches
-        self.encoder = gpt.stack(lambda rngs: moe.Stretch(config, causal=False, rngs=rngs), config.stretches, rngs)
+        encoder = lambda rngs: moe.Stretch(config, causal=False, rngs=rngs)  # noqa: E731
+        self.encoder = gpt.stack(encoder, config.stretches, rngs, ENCODER)
         self.encoder_norm = gpt.Norm(config, rngs=rngs) if config.norm_first else None
 
     def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
@@ -85,7 +87,7 @@ class Translation(moe.MoE):
     ) -> tuple[jax.Array, sl.experts.Told]:
         """What the decoder attends to; `real_BT` is false for padding."""
         seen = gpt.Seen(segments_BS=_segments(real_BT), real_BS=real_BT)
-        x_BTD, told = self._run(source_BT, self.encoder, self.stretches, key, seen)
+        x_BTD, told = self._run(source_BT, self.encoder, self.stretches, key, seen, ENCODER)
         return self._last(x_BTD, self.encoder_norm), told
 
     def translated(

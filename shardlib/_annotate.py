@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
 
-Remat: TypeAlias = Literal["none", "full"]
+Remat: TypeAlias = Literal["none", "full", "stage"]
 
 
 @dataclass(frozen=True)

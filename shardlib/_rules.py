@@ -24,7 +24,13 @@ EXPERTS = "experts"
 """The first dim of experts' weights, the other such name: an axis of data may split it, and each device uses its own part."""
 
 LAYERS = "layers"
-"""The dim along which layers are stacked: under a pipeline the axis that splits it is that of the stages."""
+"""The dim along which layers are stacked: under a pipeline the axis that splits it is that of the stages. A model with several
+loops over layers tells them apart: `encoder_layers`."""
+
+
+def counts_layers(name: object) -> bool:
+    """Whether a name is of a dim along which layers are stacked: `layers`, `encoder_layers`."""
+    return isinstance(name, str) and (name == LAYERS or name.endswith(f"_{LAYERS}"))
 
 
 class ShardingWarning(UserWarning):

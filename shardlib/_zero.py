@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from shardlib._rules import as_tuple, keep_axes, spec_axes
+from shardlib._rules import as_tuple, counts_layers, keep_axes, spec_axes
 
 STAGES: dict[str, int] = {
     "NO_SHARD": 0,
@@ -41,7 +41,7 @@ class Zero:
       also gathers each layer's parameters only while it computes, forward and again backward.
     - `axes`: over which of the data axes; by default all of them. Over the others state is repeated.
     - `small`: parameters of at most so many elements, per layer where layers are stacked, stay whole.
-    - `stacked`: names of dims along which layers are stacked. They are not split.
+    - `stacked`: names of dims along which layers are stacked, beside those that end in `layers`. They are not split.
     - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\d+"`: parameters for which it
       finds the same text are gathered together.
     - `bucket_bytes`: of larger arrays, stages 1 and 2 gather one layer after the other.
@@ -116,7 +116,7 @@ def split_further(
     P(None, 'data', 'model')
     """
     named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
-    stacks = [named and names[dim] in zero.stacked for dim in range(len(shape))]
+    stacks = [named and (names[dim] in zero.stacked or counts_layers(names[dim])) for dim in range(len(shape))]
     elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
     free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
     if not free:

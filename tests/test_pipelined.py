@@ -109,6 +109,94 @@ def test_eight_stages_and_one_alone(alone):
     assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=pipeline.GPipe(1, 8))), alone)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [pipeline.GPipe(2, 8), pipeline.Interleaved(2, 8), pipeline.ZBV(2, 8), pipeline.DualPipeV(2, 8)],
+    ids=str,
+)
+def test_stages_that_keep_what_is_sent_to_them_alone(schedule, alone):
+    mesh = "stage=2,data=2,model=2"
+    assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule, remat="stage")), alone)
+
+
+# An encoder and a decoder: two loops, of which the second sees what the first made, and what the first told is used at the end.
+
+
+def make_both():
+    keys = jax.random.split(jax.random.key(0), 6)
+    normal = lambda key, *shape: jax.random.normal(key, shape) / math.sqrt(WIDTH)
+    model = {
+        "enter": normal(keys[0], WIDTH, WIDTH),
+        "between": normal(keys[1], WIDTH, WIDTH),
+        "encoder": {"up": normal(keys[2], 4, WIDTH, 2 * WIDTH), "down": normal(keys[3], 4, 2 * WIDTH, WIDTH)},
+        "decoder": {"up": normal(keys[4], 8, WIDTH, 2 * WIDTH), "down": normal(keys[5], 8, 2 * WIDTH, WIDTH)},
+    }
+    return sl.annotate(
+        model,
+        {
+            "enter|between": ("embed", None),
+            "encoder/up": ("encoder_layers", "embed", "mlp"),
+            "encoder/down": ("encoder_layers", "mlp", "embed"),
+            "decoder/up": ("layers", "embed", "mlp"),
+            "decoder/down": ("layers", "mlp", "embed"),
+        },
+    )
+
+
+def loss_of_both(model, batch, rng):
+    x, weight = batch["x"], batch["weight"]
+
+    def block(x, w):
+        return x + jnp.tanh(sl.shard(x @ w["up"], "batch", "act_mlp")) @ w["down"]
+
+    def encode(carry, w):
+        y = block(carry[0], w)
+        return (y, carry[1] + 1), jnp.mean(jnp.square(y), -1)
+
+    (memory, count), told = jax.lax.scan(encode, (x @ model["enter"], jnp.int32(0)), model["encoder"])
+    seen = jnp.tanh(memory @ model["between"]) + count
+
+    def decode(y, w):
+        return block(y, w) + 0.1 * seen, jnp.mean(y, -1)
+
+    end, also = jax.lax.scan(decode, x[:, ::-1] @ model["enter"], model["decoder"])
+    y = end @ model["enter"].T + 0.1 * memory
+    total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0) + 0.1 * also.mean(0)))
+    return sl.mean(total, weight.sum()), {"count": sl.mean(count * x.shape[0], x.shape[0])}
+
+
+@pytest.fixture(scope="module")
+def both_alone():
+    return stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8), make_both, loss_of_both)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [
+        (pipeline.Interleaved(2, 8), "stage"),
+        (pipeline.Interleaved(2, 8, chunks=4), "none"),
+        (pipeline.ZBV(2, 8), "none"),
+        (pipeline.ZBV(2, 8), "stage"),
+        (pipeline.DualPipeV(2, 8), "none"),
+    ],
+    ids=str,
+)
+def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule, remat=remat)
+    assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
+
+
+def test_the_layers_of_an_encoder_and_a_decoder_lie_by_stages():
+    alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.ZBV(2, 4))
+    state, other = sl.init(make_both, optax.adam(0.1), strategy), sl.init(make_both, optax.adam(0.1), alone)
+    measured = [sl.evaluation(loss_of_both, s.layout.strategy)(s, [batch(), batch(16)]) for s in (state, other)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    for one, order in (("encoder", [0, 1, 2, 3]), ("decoder", [4, 5, 6, 7, 0, 1, 2, 3])):
+        np.testing.assert_array_equal(state.params[one]["up"], np.asarray(other.params[one]["up"])[order])
+        np.testing.assert_array_equal(state.model[one]["up"], other.model[one]["up"])
+
+
 @dataclass(frozen=True)
 class Mine:
     """A schedule of somebody's own."""
@@ -202,8 +290,8 @@ def test_buffers_hold_what_the_schedule_promises(schedule, stages):
     timeline = pipeline.simulate(found.table)
     paired = made.paired  # a tick goes forward first, so that it holds one microbatch's part more for as long
     of_stage = found.table.parts // found.table.stages
-    assert found.slots["kept"] <= max(timeline.live) * of_stage + paired
-    assert {buffer: found.slots[buffer] > 0 for buffer in BUFFERS}["left"] == found.table.splits
+    assert found.slots["kept"][0] <= max(timeline.live) * of_stage + paired
+    assert (found.slots["left"][0] > 0) == found.table.splits
     assert sum(found.rows[kind].sum() for kind in "FBW") == sum(map(len, found.table.orders))
 
 
@@ -250,7 +338,7 @@ def test_slots_are_read_after_they_are_written_and_before_they_are_again():
                 there, buffer = table.placement[of[1]], "activations" if kind == "F" else "gradients"
                 far = next(d for d, pairs in made.channels[kind].items() if (stage, there) in pairs)
                 slot = int(rows[f"{kind}{far:+d}"][tick, there])
-                assert slot < made.slots[buffer]
+                assert slot < made.slots[buffer][0]
                 lies[there][buffer][slot] = of
 
 

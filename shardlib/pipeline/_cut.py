@@ -1,13 +1,13 @@
-"""A loss, traced, cut at its loop over layers: what comes before, one layer, and what comes after.
+"""A loss, traced, cut at its loops over layers: what comes before each, one layer of each, and what comes after the last.
 
-Whoever writes a model need not know where it will be cut: at the loop over stacked weights, a `scan`. What goes into that
-is of four kinds: the stacked weights; what goes from layer to layer; what is made of other weights and is the same for all
-layers, which travels along, so that its gradient comes back; and what is made of the examples alone, which every stage
-makes for itself.
+Whoever writes a model need not know where it will be cut: at the loops over stacked weights, `scan`s. What goes into one
+is of four kinds: the stacked weights; what goes from layer to layer; what is made of other weights, or of what an earlier
+loop gave, and is the same for all layers, which travels along, so that its gradient comes back; and what is made of the
+examples alone, which every stage makes for itself.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,87 +20,64 @@ from shardlib._jaxpr import JITS, behind, inlined, inputs_of, line_of, made_of, 
 from shardlib._on_use import has_layers
 
 Arrays = list[Any]
+Shapes = list[jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """A function of weights and of inputs, in three. Made by `cut`.
+class Loop:
+    """One loop over layers.
 
     What *travels* from part to part is a list of arrays: what goes from layer to layer, then what travels along, then what
-    the layers give besides, stacked, of which each part fills in its own.
+    only passes by, for later; then what the layers tell besides, stacked, of which each part fills in its own.
     """
 
-    jaxpr: Jaxpr
-    consts: Sequence[Any]
-    loop: Any  # the equation
-    weights: tuple[int, ...]  # for each stacked weight, which input of the body of the loop it is
+    equation: Any
+    weights: tuple[int, ...]  # for each stacked weight, which input of the body it is
     stacked: tuple[int, ...]  # and which of all weights
-    outer: tuple[int, ...]  # the other weights
-    trained: frozenset[int]  # of all weights
-    count: int  # of all weights
-    depends: dict[Any, frozenset[int]]  # of which trained weights a value is made
+    along: tuple[int, ...]  # the constants that travel along
+    apart: tuple[int, ...]  # the outputs besides that are made of examples alone
+    told: tuple[int, ...]  # the other outputs besides that somebody reads
+    passing: tuple[Any, ...]  # outputs of earlier loops that pass by
 
     @property
     def layers(self) -> int:
-        """How often the loop goes round."""
-        return self.loop.params["length"]
+        """How often it goes round."""
+        return self.equation.params["length"]
 
     @cached_property
-    def _parts(self) -> tuple[int, int]:
-        return scan_parts(self.loop)
-
-    @property
-    def _carried(self) -> list[Any]:
-        constants, carries = self._parts
-        return self.loop.invars[constants : constants + carries]
+    def parts(self) -> tuple[int, int]:
+        """How many constants and how many carries there are."""
+        return scan_parts(self.equation)
 
     @cached_property
-    def along(self) -> list[int]:
-        """Which of the constants of the loop have a derivative to weights."""
-        return [k for k, atom in enumerate(self.loop.invars[: self._parts[0]]) if _moves(atom, self.depends)]
+    def entering(self) -> list[Any]:
+        """What is made to enter it: what goes from layer to layer, and what travels along."""
+        constants, carries = self.parts
+        inputs = self.equation.invars
+        return [*inputs[constants : constants + carries], *[inputs[k] for k in self.along]]
 
     @cached_property
-    def _same(self) -> list[int]:
-        return [k for k in range(self._parts[0]) if k not in self.along]
+    def same(self) -> list[int]:
+        """Of its inputs, what is the same for all layers and made of examples alone."""
+        return [k for k in range(self.parts[0]) if k not in self.along]
 
     @cached_property
-    def _plain(self) -> list[int]:
-        return [k for k in range(sum(self._parts), len(self.loop.invars)) if k not in self.weights]
+    def plain(self) -> list[int]:
+        """What is taken layer by layer and made of examples alone."""
+        return [k for k in range(sum(self.parts), len(self.equation.invars)) if k not in self.weights]
 
     @cached_property
-    def _given(self) -> list[int]:
-        """Which of the outputs of the loop that layers give besides are read."""
-        read = {v for equation in self.jaxpr.eqns for v in variables(equation.invars)} | set(
-            variables(self.jaxpr.outvars)
-        )
-        return [k for k in range(self._parts[1], len(self.loop.outvars)) if self.loop.outvars[k] in read]
+    def leaving(self) -> list[Any]:
+        """Under which names what travels is known after the last part, where it is."""
+        outputs = self.equation.outvars
+        return [
+            *outputs[: self.parts[1]], *[None] * len(self.along), *self.passing, *[outputs[k] for k in self.told],
+        ]  # fmt: skip
 
     @cached_property
-    def _body(self) -> ClosedJaxpr:
-        """The body of the loop, calls taken apart, so that what a value is made of can be followed."""
-        return inlined(self.loop.params["jaxpr"], lambda _: True)
-
-    @cached_property
-    def _apart(self) -> list[int]:
-        """Which of these are made neither of weights nor of what goes from layer to layer: the count of a stream, say."""
-        jaxpr = self._body.jaxpr
-        own = {jaxpr.invars[k] for k in (*self._same, *self._plain)} | set(jaxpr.constvars)
-
-        def is_own(atom: Any) -> bool:
-            made = behind(jaxpr, [atom])
-            return own.issuperset(inputs_of(made) if made else variables([atom]))
-
-        return [k for k in self._given if is_own(jaxpr.outvars[k])]
-
-    @cached_property
-    def told(self) -> list[int]:
-        """The others, which travel."""
-        return [k for k in self._given if k not in self._apart]
-
-    @cached_property
-    def travelling(self) -> list[jax.ShapeDtypeStruct]:
+    def travelling(self) -> Shapes:
         """What travels."""
-        atoms = [*self._carried, *[self.loop.invars[k] for k in self.along], *[self.loop.outvars[k] for k in self.told]]
+        atoms = [*self.entering, *self.passing, *[self.equation.outvars[k] for k in self.told]]
         return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
 
     @cached_property
@@ -108,93 +85,18 @@ class Cut:
         """What of it has derivatives."""
         return [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.travelling]
 
-    def _values(self, outer: Arrays, inputs: Arrays) -> dict[Any, Any]:
-        """Of constants, weights and inputs, and of what the loop makes of these alone."""
-        weights = dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
-        given = zip(self.jaxpr.invars[self.count :], inputs, strict=True)
-        values = {**dict(zip(self.jaxpr.constvars, self.consts, strict=True)), **weights, **dict(given)}
-        if not self._apart:
-            return values
-        made = made_of(self.jaxpr, [self.loop.invars[k] for k in (*self._same, *self._plain)], values)
-        same, plain = made[: len(self._same)], made[len(self._same) :]
-        jaxpr = self._body.jaxpr
-
-        def layer(_: None, plain: Arrays) -> tuple[None, Arrays]:
-            now = dict(zip([jaxpr.invars[k] for k in (*self._same, *self._plain)], [*same, *plain], strict=True))
-            now |= dict(zip(jaxpr.constvars, self._body.consts, strict=True))
-            return None, made_of(jaxpr, [jaxpr.outvars[k] for k in self._apart], now)
-
-        found = lax.scan(layer, None, plain, length=self.layers)[1]
-        return values | dict(zip([self.loop.outvars[k] for k in self._apart], found, strict=True))
-
-    def before(self, outer: Arrays, inputs: Arrays) -> Arrays:
-        """What travels to the first part."""
-        wanted = [*self._carried, *[self.loop.invars[k] for k in self.along]]
-        made = made_of(self.jaxpr, wanted, self._values(outer, inputs))
-        return [jnp.asarray(x) for x in made] + [
-            jnp.zeros(one.shape, one.dtype) for one in self.travelling[len(wanted) :]
-        ]
-
-    def fixed(self, outer: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-        """What every stage makes for itself: what is the same for all layers, and what is stacked."""
-        same, plain = ([self.loop.invars[k] for k in of] for of in (self._same, self._plain))
-        made = made_of(self.jaxpr, [*same, *plain], self._values(outer, inputs))
-        return made[: len(same)], made[len(same) :]
-
-    def after(self, outer: Arrays, inputs: Arrays, travelled: Arrays, wanted: Sequence[int]) -> Arrays:
-        """Of all outputs those `wanted`, from what comes out of the last part."""
-        carries = self._parts[1]
-        outputs = [*range(carries), *self.told]
-        of = [*travelled[:carries], *travelled[len(travelled) - len(self.told) :]]
-        known = dict(zip([self.loop.outvars[k] for k in outputs], of, strict=True))
-        return made_of(self.jaxpr, [self.jaxpr.outvars[k] for k in wanted], self._values(outer, inputs) | known)
-
-    def aside(self, outer: Arrays, inputs: Arrays, wanted: Sequence[int]) -> Arrays | None:
-        """Of all outputs those `wanted`, if none is made by the layers, else nothing."""
-        atoms = [self.jaxpr.outvars[k] for k in wanted]
-        if any(self.reads_loop(atom) for atom in atoms):
-            return None
-        return made_of(self.jaxpr, atoms, self._values(outer, inputs))
-
-    def reads_loop(self, atom: Any) -> bool:
-        """Whether an output is made of what comes out of the loop."""
-        return not isinstance(atom, Literal) and atom in self._downstream
-
-    @cached_property
-    def _downstream(self) -> set[Any]:
-        found = set(self.loop.outvars) - {self.loop.outvars[k] for k in self._apart}
-        for equation in self.jaxpr.eqns:
-            if found.intersection(variables(equation.invars)):
-                found.update(equation.outvars)
-        return found
-
-    def reaching(self, wanted: Sequence[Any]) -> list[int]:
-        """Of which of the outer weights, by their number among these, some values are made, not through the loop."""
-        found = frozenset().union(*(self.depends.get(atom, frozenset()) for atom in variables(wanted)))
-        return [k for k, of in enumerate(self.outer) if of in found]
-
-    @cached_property
-    def enter(self) -> list[int]:
-        """Of which of the outer weights what travels to the first part is made."""
-        return self.reaching([*self._carried, *[self.loop.invars[k] for k in self.along]])
-
-    @cached_property
-    def leave(self) -> list[int]:
-        """Of which of the outer weights the first output is made, after the loop."""
-        return self.reaching(self.jaxpr.outvars[:1])
-
     @cached_property
     def layer(self) -> ClosedJaxpr:
-        """One layer as a function: what travels that has derivatives, what else does; trained weights, frozen ones, what
-        is the same for all layers, and of what is stacked the layer's. What comes out is what travels on, in order, and
-        what the layer gives besides.
+        """One layer as a function: what enters that has derivatives, what else does; trained weights, frozen ones, what
+        is the same for all layers, and of what is stacked the layer's. What comes out is what enters the next, in order,
+        and what the layer tells besides.
         """
-        constants, carries = self._parts
-        body = self.loop.params["jaxpr"]
+        constants, carries = self.parts
+        body = self.equation.params["jaxpr"]
         moving = [*range(constants, constants + carries), *self.along]
         floats = [k for k, smooth in zip(moving, self.smooth, strict=False) if smooth]
         others = [k for k, smooth in zip(moving, self.smooth, strict=False) if not smooth]
-        order = [*floats, *others, *self.weights, *self._same, *self._plain]
+        order = [*floats, *others, *self.weights, *self.same, *self.plain]
 
         def layer(*given: Any) -> Arrays:
             now = dict(zip(order, given, strict=True))
@@ -203,6 +105,160 @@ class Cut:
 
         avals = [body.jaxpr.invars[k].aval for k in order]
         return jax.make_jaxpr(layer)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A function of weights and of inputs, cut at its `loops`. Made by `cut`."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+    loops: tuple[Loop, ...]
+    outer: tuple[int, ...]  # the weights that are not stacked
+    trained: frozenset[int]  # of all weights
+    count: int  # of all weights
+    depends: dict[Any, frozenset[int]]  # of which trained weights a value is made, other than through loops
+
+    # On the wire, and in buffers, what travels through different loops shares places where it is alike.
+
+    @cached_property
+    def _places(self) -> tuple[Shapes, list[list[int]]]:
+        wire: Shapes = []
+        places: list[list[int]] = []
+        for loop in self.loops:
+            free = list(range(len(wire)))
+            mine = []
+            for one in loop.travelling:
+                place = next((k for k in free if (wire[k].shape, wire[k].dtype) == (one.shape, one.dtype)), None)
+                if place is None:
+                    place = len(wire)
+                    wire.append(one)
+                else:
+                    free.remove(place)
+                mine.append(place)
+            places.append(mine)
+        return wire, places
+
+    @property
+    def wire(self) -> Shapes:
+        """What is sent from part to part."""
+        return self._places[0]
+
+    @cached_property
+    def wire_back(self) -> Shapes:
+        """Its gradients."""
+        return [one for one in self.wire if jnp.issubdtype(one.dtype, jnp.inexact)]
+
+    def _places_of(self, loop: int, back: bool) -> list[int]:
+        places = self._places[1][loop]
+        if not back:
+            return places
+        floats = [k for k, one in enumerate(self.wire) if jnp.issubdtype(one.dtype, jnp.inexact)]
+        return [floats.index(k) for k in places if k in floats]
+
+    def packed(self, loop: int, arrays: Arrays, *, back: bool = False) -> Arrays:
+        """What travels through a loop, or its gradients, as it is sent."""
+        found = dict(zip(self._places_of(loop, back), arrays, strict=True))
+        shapes = self.wire_back if back else self.wire
+        return [found[k] if k in found else jnp.zeros(one.shape, one.dtype) for k, one in enumerate(shapes)]
+
+    def unpacked(self, loop: int, sent: Arrays, *, back: bool = False) -> Arrays:
+        """And the other way."""
+        return [sent[k] for k in self._places_of(loop, back)]
+
+    # What is not in a loop.
+
+    def _values(self, outer: Arrays, inputs: Arrays) -> dict[Any, Any]:
+        """Of constants, weights and inputs, and of what loops make of these alone."""
+        weights = dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
+        given = zip(self.jaxpr.invars[self.count :], inputs, strict=True)
+        values = {**dict(zip(self.jaxpr.constvars, self.consts, strict=True)), **weights, **dict(given)}
+        for loop in self.loops:
+            if loop.apart:
+                found = _aside(loop, *self._fixed(loop, values))
+                values |= dict(zip([loop.equation.outvars[k] for k in loop.apart], found, strict=True))
+        return values
+
+    def _fixed(self, loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
+        same, plain = ([loop.equation.invars[k] for k in of] for of in (loop.same, loop.plain))
+        made = made_of(self.jaxpr, [*same, *plain], values)
+        return made[: len(same)], made[len(same) :]
+
+    def _after(self, loop: int, travelled: Arrays) -> dict[Any, Any]:
+        names = self.loops[loop].leaving
+        return {name: x for name, x in zip(names, travelled, strict=True) if name is not None}
+
+    def start(self, loop: int, outer: Arrays, inputs: Arrays, travelled: Arrays) -> Arrays:
+        """What travels to the first part of a loop, made of what comes out of the last of the loop before."""
+        of = self.loops[loop]
+        values = self._values(outer, inputs) | (self._after(loop - 1, travelled) if loop else {})
+        made = [jnp.asarray(x) for x in made_of(self.jaxpr, [*of.entering, *of.passing], values)]
+        return made + [jnp.zeros(one.shape, one.dtype) for one in of.travelling[len(made) :]]
+
+    def fixed(self, loop: int, outer: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """What every stage makes for itself: what is the same for all layers, and what is stacked."""
+        return self._fixed(self.loops[loop], self._values(outer, inputs))
+
+    def after(self, outer: Arrays, inputs: Arrays, travelled: Arrays, wanted: Sequence[int]) -> Arrays:
+        """Of all outputs those `wanted`, from what comes out of the last part."""
+        values = self._values(outer, inputs) | self._after(len(self.loops) - 1, travelled)
+        return made_of(self.jaxpr, [self.jaxpr.outvars[k] for k in wanted], values)
+
+    def aside(self, outer: Arrays, inputs: Arrays, wanted: Sequence[int]) -> Arrays | None:
+        """Of all outputs those `wanted`, if none is made by the layers, else nothing."""
+        atoms = [self.jaxpr.outvars[k] for k in wanted]
+        values = self._values(outer, inputs)
+        if any(_loops_behind(self.jaxpr, [atom], self.loops) for atom in atoms if atom not in values):
+            return None
+        return made_of(self.jaxpr, atoms, values)
+
+    # Of which of the outer weights, by their number among these, values are made, not through a loop.
+
+    def reaching(self, wanted: Sequence[Any]) -> list[int]:
+        """Some values."""
+        found = frozenset().union(*(self.depends.get(atom, frozenset()) for atom in variables(wanted)))
+        return [k for k, of in enumerate(self.outer) if of in found]
+
+    def enter(self, loop: int) -> list[int]:
+        """What travels to the first part of a loop."""
+        return self.reaching(self.loops[loop].entering)
+
+    @cached_property
+    def leave(self) -> list[int]:
+        """The first output, after the last loop."""
+        return self.reaching(self.jaxpr.outvars[:1])
+
+
+def _aside(loop: Loop, same: Arrays, plain: Arrays) -> Arrays:
+    """What a loop makes of examples alone, without its layers."""
+    body = _body(loop.equation)
+    names = [body.jaxpr.invars[k] for k in (*loop.same, *loop.plain)]
+    wanted = [body.jaxpr.outvars[k] for k in loop.apart]
+
+    def layer(_: None, of_layer: Arrays) -> tuple[None, Arrays]:
+        values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+        return None, made_of(body.jaxpr, wanted, values | dict(zip(names, [*same, *of_layer], strict=True)))
+
+    return lax.scan(layer, None, plain, length=loop.layers)[1]
+
+
+def _body(equation: Any) -> ClosedJaxpr:
+    """The body of a loop, calls taken apart, so that what a value is made of can be followed."""
+    return inlined(equation.params["jaxpr"], lambda _: True)
+
+
+def _loops_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> set[int]:
+    """Out of which loops come what `wanted` is made of, at last; their numbers."""
+    return {number for number, _ in _outputs_behind(jaxpr, wanted, loops)}
+
+
+def _outputs_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> list[tuple[int, Any]]:
+    """Which outputs of loops, each with the number of its loop, `wanted` is made of, but for those made of examples alone."""
+    of = {v: k for k, loop in enumerate(loops) for v in loop.equation.outvars}
+    own = {loop.equation.outvars[k] for loop in loops for k in loop.apart}
+    equations = behind(jaxpr, wanted, of)
+    read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])
+    return [(of[v], v) for v in read if v in of and v not in own]
 
 
 def _moves(atom: Any, depends: dict[Any, frozenset[int]]) -> bool:
@@ -214,19 +270,67 @@ def cut(
     weights: Sequence[Any],
     inputs: Sequence[Any],
     paths: Sequence[str],
-    stacked: Sequence[bool],
+    stacked: Sequence[str | None],
     trained: Sequence[bool],
+    names: Sequence[str],
 ) -> Cut:
-    """Trace `function(weights, inputs)`, two lists, and cut it where it loops over the stacked weights."""
+    """Trace `function(weights, inputs)`, two lists, and cut it where it loops over the stacked weights.
+
+    `stacked` says of each weight the name of its stacked dim, if it has one; the loops come in the order of `names`.
+    """
     traced = jax.make_jaxpr(function)(list(weights), list(inputs))
     count = len(weights)
+    flat = _with_loops_outside(traced, [*[name is not None for name in stacked], *[False] * len(inputs)])
+    jaxpr = flat.jaxpr
+    of = dict(zip(jaxpr.invars[:count], range(count), strict=False))
+    stack = {var: k for var, k in of.items() if stacked[k] is not None}
+    found = [
+        (equation, [stack[atom] for atom in variables(equation.invars[sum(scan_parts(equation)) :]) if atom in stack])
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "scan"
+    ]
+    found = [(equation, over) for equation, over in found if over]
+    _check_loops(found, paths, stacked, names)
+    of_weight = {k: equation for equation, over in found for k in over}
+    for var, k in stack.items():
+        _check_reader(jaxpr, var, paths[k], of_weight.get(k))
+    equations = [equation for equation, _ in found]
+    depends: dict[Any, frozenset[int]] = {
+        var: frozenset({k}) for var, k in of.items() if trained[k] and stacked[k] is None
+    }
+    for equation in jaxpr.eqns:
+        made_of = frozenset().union(*(depends.get(var, frozenset()) for var in variables(equation.invars)))
+        if made_of and equation not in equations and equation.primitive.name != "stop_gradient":
+            depends.update(dict.fromkeys(equation.outvars, made_of))
+    loops: list[Loop] = []
+    for equation in equations:
+        places = [k for k, atom in enumerate(equation.invars) if not isinstance(atom, Literal) and atom in stack]
+        places.sort(key=lambda k: (not trained[of[equation.invars[k]]], k))
+        along = [
+            k
+            for k, atom in enumerate(equation.invars[: scan_parts(equation)[0]])
+            if _moves(atom, depends) or _outputs_behind(jaxpr, [atom], loops)
+        ]
+        loop = Loop(
+            equation, tuple(places), tuple(of[equation.invars[k]] for k in places), tuple(along), (), (), ()
+        )  # fmt: skip
+        _check_inputs(jaxpr, loop, loops, depends, paths)
+        loops.append(_with_outputs(jaxpr, loop))
+    wanted = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
+    for k, loop in enumerate(loops):
+        later = [one for atoms in wanted[k:] for one in _outputs_behind(jaxpr, atoms, loops)]
+        loops[k] = replace(loop, passing=tuple(dict.fromkeys(var for number, var in later if number < k)))
+    return Cut(
+        jaxpr, flat.consts, tuple(loops), tuple(k for k in range(count) if stacked[k] is None),
+        frozenset(k for k in range(count) if trained[k]), count, depends,
+    )  # fmt: skip
+
+
+def _with_loops_outside(traced: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
+    """With those calls taken apart that have a loop over flagged inputs within."""
     held = set()
 
-    def holds(equation: Any) -> bool:
-        return equation.primitive.name in JITS and id(equation) in held
-
     def mark(jaxpr: Jaxpr, flags: Sequence[bool]) -> None:
-        """Which calls have the loop within."""
         known = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
         for equation in jaxpr.eqns:
             read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
@@ -236,68 +340,105 @@ def cut(
                     held.add(id(equation))
                     mark(inner, read)
 
-    mark(traced.jaxpr, [*stacked, *[False] * len(inputs)])
-    flat = inlined(traced, holds)
-    jaxpr = flat.jaxpr
-    of = dict(zip(jaxpr.invars[:count], range(count), strict=False))
-    stack = {var: k for var, k in of.items() if stacked[k]}
-    loops = [
-        (equation, [atom for atom in variables(equation.invars[sum(scan_parts(equation)) :]) if atom in stack])
-        for equation in jaxpr.eqns
-        if equation.primitive.name == "scan"
-    ]
-    loops = [(equation, over) for equation, over in loops if over]
-    named = ", ".join(f"`{paths[k]}`" for k in list(stack.values())[:3])
-    if not loops:
-        raise ValueError(
-            f"A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes {named} one layer "
-            "at a time. `sl.Layers([...])` makes one of a list of modules; otherwise scan over them, as `nnx.scan` does."
-        )
-    if len(loops) > 1:
-        lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in loops)
-        raise ValueError(
-            f"The loss has {len(loops)} loops over layers, at {lines}; a pipeline cuts one. Name the stacked dim of the others "
-            "otherwise than `layers`: their weights are then outside the stages."
-        )
-    ((loop, _),) = loops
-    body_of = {atom: k for k, atom in enumerate(loop.invars) if not isinstance(atom, Literal) and atom in stack}
-    for var, k in stack.items():
-        readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
-        times = variables(loop.invars).count(var)
-        if not readers:
-            continue
-        if readers != [loop] or times != 1 or body_of[var] < sum(scan_parts(loop)) or var in variables(jaxpr.outvars):
-            other = next((equation for equation in readers if equation is not loop), loop)
-            at = line_of(other)
+    mark(traced.jaxpr, flags)
+    return inlined(traced, lambda equation: equation.primitive.name in JITS and id(equation) in held)
+
+
+def _with_outputs(jaxpr: Jaxpr, loop: Loop) -> Loop:
+    """The loop, knowing which of its outputs are read, and of which examples alone are behind."""
+    read = {v for equation in jaxpr.eqns for v in variables(equation.invars)} | set(variables(jaxpr.outvars))
+    outputs = loop.equation.outvars
+    given = [k for k in range(loop.parts[1], len(outputs)) if outputs[k] in read]
+    body = _body(loop.equation).jaxpr
+    own = {body.invars[k] for k in (*loop.same, *loop.plain)} | set(body.constvars)
+
+    def is_own(atom: Any) -> bool:
+        made = behind(body, [atom])
+        return own.issuperset(inputs_of(made) if made else variables([atom]))
+
+    apart = tuple(k for k in given if is_own(body.outvars[k]))
+    return replace(loop, apart=apart, told=tuple(k for k in given if k not in apart))
+
+
+def _check_loops(
+    found: Sequence[tuple[Any, list[int]]], paths: Sequence[str], stacked: Sequence[str | None], names: Sequence[str]
+) -> None:
+    """Refuse a loss whose loops over layers are not one for each name, in order."""
+    named = [name for name in names if name in stacked]
+    of_loops = [tuple(dict.fromkeys(stacked[k] for k in over)) for _, over in found]
+    for name in named:
+        if not any(name in of for of in of_loops):
+            some = ", ".join([f"`{paths[k]}`" for k in range(len(paths)) if stacked[k] == name][:3])
             raise ValueError(
-                f"`{paths[k]}` is stacked, each stage of the pipeline has its own layers of it, and the loss uses it outside "
-                f"the loop over layers: `{other.primitive.name}`{f' at {at}' if at else ''}. Use it in the layer."
+                f"A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes {some} one "
+                "layer at a time. `sl.Layers([...])` makes one of a list of modules; otherwise scan over them, as `nnx.scan` "
+                "does."
             )
-    if loop.params["reverse"]:
+    lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in found)
+    if len(found) > len(named):
         raise ValueError(
-            f"The loop over layers at {line_of(loop)} goes backwards; a pipeline goes from the first layer on."
+            f"The loss has {len(found)} loops over layers, at {lines}, and of stacked dims there are "
+            f"{', '.join(f'`{name}`' for name in named)}. A pipeline tells loops apart by the names of what they take: call the "
+            "stacked dim of an encoder `encoder_layers`, say; of what is to be whole on every stage, anything that no rule lays "
+            "over the stages. Each stack has one loop."
         )
-    depends: dict[Any, frozenset[int]] = {var: frozenset({k}) for var, k in of.items() if trained[k] and not stacked[k]}
-    for equation in jaxpr.eqns:
-        found = frozenset().union(*(depends.get(var, frozenset()) for var in variables(equation.invars)))
-        if equation is not loop and found and equation.primitive.name != "stop_gradient":
-            depends.update(dict.fromkeys(equation.outvars, found))
-    order = sorted(body_of.values(), key=lambda k: (not trained[of[loop.invars[k]]], k))
-    plain = [k for k in range(sum(scan_parts(loop)), len(loop.invars)) if k not in order]
-    if lost := [k for k in plain if _moves(loop.invars[k], depends)]:
-        path = paths[min(depends[loop.invars[lost[0]]])]
+    for (equation, over), of in zip(found, of_loops, strict=True):
+        if len(of) > 1:
+            one, other = (next(k for k in over if stacked[k] == name) for name in of[:2])
+            raise ValueError(
+                f"The loop over layers at {line_of(equation)} takes `{paths[one]}`, whose stacked dim is named `{of[0]}`, and "
+                f"`{paths[other]}`, where it is `{of[1]}`: what one loop takes has one name."
+            )
+    order = [name for of in of_loops for name in of]
+    if order != named:
         raise ValueError(
-            f"The loop over layers at {line_of(loop)} takes `{path}`, or what is made of it, one layer at a time, and no dim of "
-            "it is named `layers`: name its first."
+            f"The loops over layers, at {lines}, take {', '.join(f'`{name}`' for name in order)} in this order, and the rules "
+            f"have {', '.join(f'`{name}`' for name in named)}: their order says which parts of the pipeline come first. Write "
+            "the rules in the order of the loss."
         )
-    keys = [a for a in loop.invars[: sum(scan_parts(loop))] if jnp.issubdtype(a.aval.dtype, jax.dtypes.prng_key)]
-    if any(key in loop.invars[scan_parts(loop)[0] : sum(scan_parts(loop))] for key in keys):
-        raise ValueError(
-            f"The loop over layers at {line_of(loop)} hands a key from layer to layer; a pipeline cannot send one. Fold the "
-            "layer's number into one key, `jax.random.fold_in(key, number)`, and let the loop take it."
-        )
-    outer = tuple(k for k in range(count) if not stacked[k])
-    return Cut(
-        jaxpr, flat.consts, loop, tuple(order), tuple(of[loop.invars[k]] for k in order), outer,
-        frozenset(k for k in range(count) if trained[k]), count, depends,
-    )  # fmt: skip
+
+
+def _check_reader(jaxpr: Jaxpr, var: Any, path: str, loop: Any) -> None:
+    """Refuse a stacked weight that is not taken by its loop layer by layer, once, and by nobody else."""
+    readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
+    if not readers and var not in variables(jaxpr.outvars):
+        return
+    if readers == [loop] and var not in variables(jaxpr.outvars):
+        places = [k for k, atom in enumerate(loop.invars) if atom is var]
+        if len(places) == 1 and places[0] >= sum(scan_parts(loop)):
+            return
+    other = next((equation for equation in readers if equation is not loop), loop)
+    what = "it is an output" if other is None else f"`{other.primitive.name}` at {line_of(other) or 'a line unknown'}"
+    raise ValueError(
+        f"`{path}` is stacked, each stage of the pipeline has its own layers of it, and the loss uses it outside the loop over "
+        f"layers: {what}. Use it in the layer."
+    )
+
+
+def _check_inputs(
+    jaxpr: Jaxpr, loop: Loop, before: Sequence[Loop], depends: dict[Any, frozenset[int]], paths: Sequence[str]
+) -> None:
+    """Refuse a loop that takes what a pipeline cannot give."""
+    equation, at = loop.equation, line_of(loop.equation)
+    if equation.params["reverse"]:
+        raise ValueError(f"The loop over layers at {at} goes backwards; a pipeline goes from the first layer on.")
+    for k in loop.plain:
+        atom = equation.invars[k]
+        if _moves(atom, depends):
+            raise ValueError(
+                f"The loop over layers at {at} takes `{paths[min(depends[atom])]}`, or what is made of it, one layer at a time, "
+                "and no dim of it is named `layers`: name its first."
+            )
+        if outputs := _outputs_behind(jaxpr, [atom], before):
+            first = line_of(before[outputs[0][0]].equation)
+            raise ValueError(
+                f"The loop over layers at {at} takes what the loop at {first} made one layer at a time. Stages of the one do not "
+                "have what stages of the other made: hand it on from layer to layer, or give all of it to each."
+            )
+    constants, carries = loop.parts
+    for atom in equation.invars[constants : constants + carries]:
+        if jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"The loop over layers at {at} hands a key from layer to layer; a pipeline cannot send one. Fold the layer's "
+                "number into one key, `jax.random.fold_in(key, number)`, and let the loop take it."
+            )

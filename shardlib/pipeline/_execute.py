@@ -8,6 +8,7 @@ the stages are there alone, and so are the sums of gradients that come out.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,217 +21,235 @@ from shardlib.pipeline._layer import layer
 from shardlib.pipeline._program import Program, channel
 
 Arrays = list[Any]
+Buffers = dict[str, Any]
 
 
-def execute(
-    cut: Cut,
-    program: Program,
-    axis: str,
-    weights: Sequence[Any],
-    sums: Sequence[Any],
-    inputs: Callable[[Any], Arrays],
-    totals: Sequence[int],
-) -> tuple[Arrays, Arrays]:
-    """Run the schedule: what `totals`, outputs of the loss, add up to on this stage, and the sums with its gradients.
+@dataclass(eq=False)
+class Executor:
+    """A cut function, run as a program says, over the mesh axis `axis`.
 
-    `weights` are all weights, of the stacked ones this stage's layers, part after part; `sums` has for each trained one
-    what its gradients are added to. `inputs(microbatch)` are the loss's.
+    `weights` are all weights, of the stacked ones this stage's layers, part after part. `inputs(microbatch)` are the
+    function's, and `totals` those of its outputs that are added up.
     """
-    return _Executor(cut, program, axis, weights, inputs, totals).run(sums)
 
+    cut: Cut
+    program: Program
+    axis: str
+    weights: Sequence[Any]
+    inputs: Callable[[Any], Arrays]
+    totals: Sequence[int]
 
-def measure(
-    cut: Cut,
-    program: Program,
-    axis: str,
-    weights: Sequence[Any],
-    inputs: Callable[[Any], Arrays],
-    totals: Sequence[int],
-) -> Arrays:
-    """Run a schedule of forward passes alone: what `totals` add up to on this stage."""
-    return _Executor(cut, program, axis, weights, inputs, totals).measure()
-
-
-class _Executor:
-    def __init__(
-        self,
-        cut: Cut,
-        program: Program,
-        axis: str,
-        weights: Sequence[Any],
-        inputs: Callable[[Any], Arrays],
-        totals: Sequence[int],
-    ) -> None:
-        self.cut, self.program, self.axis, self.inputs, self.totals = cut, program, axis, inputs, list(totals)
-        self.table = program.table
-        self.layer = layer(cut, self.table.splits)
-        self.outer = [weights[k] for k in cut.outer]
-        self.stack = [weights[k] for k in cut.stacked]
-        self.trained = [k for k in cut.stacked if k in cut.trained]
-        self.chunks = self.table.parts // self.table.stages
-        self.per = cut.layers // self.table.parts
-        self.travels = len(cut.travelling) - len(cut.told)
-        self.smooth_told = [k for k, of in enumerate(cut.smooth[self.travels :]) if of]
+    def __post_init__(self) -> None:
+        cut, self.table = self.cut, self.program.table
+        self.layers = [layer(loop, cut.trained, self.table.splits) for loop in cut.loops]
+        self.outer = [self.weights[k] for k in cut.outer]
+        self.stacks = [[self.weights[k] for k in loop.stacked] for loop in cut.loops]
+        self.trained = [[k for k in loop.stacked if k in cut.trained] for loop in cut.loops]
+        self.parts = self.table.parts // len(cut.loops)  # of each loop
+        self.chunks = self.parts // self.table.stages  # of each loop on each stage
+        self.per = [loop.layers // self.parts for loop in cut.loops]  # layers of a part
 
     # What a stage has of it all.
 
-    def zeros(self) -> Arrays:
-        """Of what travels."""
-        return [jnp.zeros(one.shape, one.dtype) for one in self.cut.travelling]
-
-    def no_gradients(self) -> Arrays:
-        """Of the gradients of what travels."""
-        pairs = zip(self.cut.travelling, self.cut.smooth, strict=True)
-        return [jnp.zeros(one.shape, one.dtype) for one, smooth in pairs if smooth]
-
-    def buffers(self) -> dict[str, Arrays]:
-        """All that waits, nothing yet; one slot more than is used."""
+    def buffers(self) -> Buffers:
+        """All that waits, nothing yet. What is sent has one slot more than is used."""
         slots = self.program.slots
-        of = {
-            "activations": self.cut.travelling,
-            "kept": [jax.ShapeDtypeStruct((self.per, *one.shape), one.dtype) for one in self.layer.kept],
-            "gradients": [one for one, smooth in zip(self.cut.travelling, self.cut.smooth, strict=True) if smooth],
-            "left": [jax.ShapeDtypeStruct((self.per, *one.shape), one.dtype) for one in self.layer.left],
-        }
+
+        def empty(count: int, shapes: Sequence[Any], *more: int) -> Arrays:
+            return [jnp.zeros((max(count, 1), *more, *one.shape), one.dtype) for one in shapes]
+
         return {
-            name: [jnp.zeros((slots[name] + 1, *one.shape), one.dtype) for one in shapes] for name, shapes in of.items()
+            "activations": empty(slots["activations"][0] + 1, self.cut.wire),
+            "gradients": empty(slots["gradients"][0] + 1, self.cut.wire_back),
+            "kept": [empty(n, of.kept, per) for n, of, per in zip(slots["kept"], self.layers, self.per, strict=True)],
+            "left": [empty(n, of.left, per) for n, of, per in zip(slots["left"], self.layers, self.per, strict=True)],
         }
 
-    def chunk(self, arrays: Arrays, number: Any) -> Arrays:
-        """The layers of one part, of arrays with all layers of the stage."""
-        if self.chunks == 1:
-            return arrays
-        return [lax.dynamic_slice_in_dim(x, number * self.per, self.per) for x in arrays]
+    def of_loop(self, part: Any, do: Callable[..., Any], *given: Any) -> Any:
+        """`do(loop, ...)` for the loop that a part is of."""
+        if len(self.cut.loops) == 1:
+            return do(0, *given)
+        return lax.switch(part // self.parts, [partial(do, loop) for loop in range(len(self.cut.loops))], *given)
 
-    def own(self, row: dict[str, Any], kind: str) -> tuple[Arrays, Arrays, Arrays]:
-        """The inputs of a pass's microbatch, what is made of them for all layers, and layer by layer for its part."""
+    def is_first(self, part: Any, loop: int) -> Any:
+        """Whether it is a loop's first part."""
+        return part == loop * self.parts
+
+    def chunk(self, row: dict[str, Any], kind: str, loop: int) -> tuple[Any, Arrays]:
+        """The first of the stage's layers that are of a pass's part, and their weights."""
+        if self.chunks == 1:
+            return 0, self.stacks[loop]
+        first = (row[f"{kind}.chunk"] - loop * self.chunks) * self.per[loop]
+        return first, [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in self.stacks[loop]]
+
+    def own(self, row: dict[str, Any], kind: str, loop: int) -> tuple[Any, Arrays, Arrays, Arrays]:
+        """The first layer of a pass's part; the inputs of its microbatch; what is made of them for all layers, and for each."""
         given = self.inputs(row[f"{kind}.microbatch"])
-        same, plain = self.cut.fixed(self.outer, given)
-        first = row[f"{kind}.part"] * self.per
-        return given, same, [lax.dynamic_slice_in_dim(x, first, self.per) for x in plain]
+        same, plain = self.cut.fixed(loop, self.outer, given)
+        first = (row[f"{kind}.part"] - loop * self.parts) * self.per[loop]
+        return first, given, same, [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in plain]
 
     # Passes.
 
-    def forward(self, row: dict[str, Any], buffers: dict[str, Arrays]) -> tuple[Arrays, dict[str, Arrays]]:
-        """What travels on."""
-        given, same, plain = self.own(row, "F")
-        start, weights = self.travels, self.chunk(self.stack, row["F.chunk"])
-        arrived = partial(_read, buffers["activations"], row["F.activations"])
-        come = lax.cond(row["F.part"] == 0, lambda: self.cut.before(self.outer, given), arrived)
+    def come(self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers, given: Arrays) -> Arrays:
+        """What travels into a pass's part."""
+        arrived = _read(buffers["activations"], row[f"{kind}.activations"])
+
+        def start() -> Arrays:
+            before = self.cut.unpacked(loop - 1, arrived) if loop else []
+            return self.cut.start(loop, self.outer, given, before)
+
+        first = self.is_first(row[f"{kind}.part"], loop)
+        return lax.cond(first, start, lambda: self.cut.unpacked(loop, arrived))
+
+    def through(self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers) -> tuple[Arrays, Arrays]:
+        """Through a part: what travels on, and what is kept."""
+        first, given, same, plain = self.own(row, kind, loop)
+        come, entering = self.come(loop, row, kind, buffers, given), len(self.cut.loops[loop].entering)
 
         def body(travelling: Arrays, scanned: Any) -> tuple[Arrays, tuple[Arrays, Arrays]]:
             mine, of_layer = scanned
-            travelling, told, kept = self.layer.forward(travelling, mine, [*same, *of_layer])
+            travelling, told, kept = self.layers[loop].forward(travelling, mine, [*same, *of_layer])
             return travelling, (told, kept)
 
-        travelling, (told, kept) = lax.scan(body, come[:start], (weights, plain), length=self.per)
-        first = row["F.part"] * self.per
-        told = [lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in zip(come[start:], told, strict=True)]
-        return [*travelling, *told], buffers | {"kept": _write(buffers["kept"], row["F.kept"], kept)}
+        scanned = self.chunk(row, kind, loop)[1], plain
+        travelling, (told, kept) = lax.scan(body, come[:entering], scanned, length=self.per[loop])
+        told = _filled(come[len(come) - len(told) :], first, told)
+        return [*travelling, *come[entering : len(come) - len(told)], *told], kept
+
+    def forward(self, row: dict[str, Any], buffers: Buffers) -> tuple[Arrays, Buffers]:
+        """What is sent on."""
+
+        def through(loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
+            travelled, kept = self.through(loop, row, "F", buffers)
+            if not self.program.recompute:
+                buffers = _kept(buffers, "kept", loop, row["F.kept"], kept)
+            return self.cut.packed(loop, travelled), buffers
+
+        return self.of_loop(row["F.part"], through, buffers)
 
     def head(
-        self, row: dict[str, Any], travelled: Arrays, buffers: dict[str, Arrays], sums: Arrays, totals: Arrays
-    ) -> tuple[dict[str, Arrays], Arrays, Arrays]:
+        self, row: dict[str, Any], sent: Arrays, buffers: Buffers, sums: Arrays, totals: Arrays
+    ) -> tuple[Buffers, Arrays, Arrays]:
         """What comes after the last part, and at once its gradient, lest what it keeps waits."""
-        given = self.inputs(row["F.microbatch"])
+        given, last = self.inputs(row["F.microbatch"]), len(self.cut.loops) - 1
         trained = [k for k in self.cut.leave if self.cut.outer[k] in self.cut.trained]
-        floats = [x for x, smooth in zip(travelled, self.cut.smooth, strict=True) if smooth]
+        floats, together = _parted(self.cut.unpacked(last, sent), self.cut.loops[last].smooth)
 
         def loss(floats: Arrays, of_trained: Arrays) -> tuple[Any, Arrays]:
-            moved, outer = iter(floats), list(self.outer)
-            for k, weight in zip(trained, of_trained, strict=True):
-                outer[k] = weight
-            now = [next(moved) if smooth else x for x, smooth in zip(travelled, self.cut.smooth, strict=True)]
-            total, *rest = self.cut.after(outer, given, now, [0, *self.totals])
+            outer = _replaced(self.outer, trained, of_trained)
+            total, *rest = self.cut.after(outer, given, together(floats), [0, *self.totals])
             return total, rest
 
         of_trained = [self.outer[k] for k in trained]
         (_, found), (back, gradients) = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, of_trained)
+        back = self.cut.packed(last, back, back=True)
         buffers = buffers | {"gradients": _write(buffers["gradients"], row["F.gradients"], back)}
         return buffers, self.added(sums, trained, gradients), [a + b for a, b in zip(totals, found, strict=True)]
 
     def backward(
-        self, row: dict[str, Any], buffers: dict[str, Arrays], sums: Arrays
-    ) -> tuple[Arrays, dict[str, Arrays], Arrays]:
+        self, row: dict[str, Any], buffers: Buffers, sums: list[Arrays]
+    ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """Gradients of what came; of weights, where passes are not split."""
-        _, same, plain = self.own(row, "B")
-        come = _read(buffers["gradients"], row["B.gradients"])
-        kept = _read(buffers["kept"], row["B.kept"])
-        weights, moving = self.chunk(self.stack, row["B.chunk"]), sum(self.cut.smooth[: self.travels])
-        first = row["B.part"] * self.per
-        of_told = [lax.dynamic_slice_in_dim(x, first, self.per) for x in come[moving:]]
-        scanned = (jnp.arange(self.per), weights, plain, kept, of_told)
 
-        def whole(carry: Any, scanned: Any) -> Any:
-            (gradients, sums), (number, mine, of_layer, residuals, of_told) = carry, scanned
-            given = [*gradients, *of_told]
-            gradients, of_weights = self.layer.backward(residuals, mine, [*same, *of_layer], given)
-            return (gradients, self.add_layer(sums, row["B.chunk"] * self.per + number, of_weights)), None
+        def back(loop: int, buffers: Buffers, sums: list[Arrays]) -> tuple[Arrays, Buffers, list[Arrays]]:
+            of, layer = self.cut.loops[loop], self.layers[loop]
+            first, _, same, plain = self.own(row, "B", loop)
+            gradients = self.cut.unpacked(loop, _read(buffers["gradients"], row["B.gradients"]), back=True)
+            moving, told = sum(of.smooth[: len(of.entering)]), sum(of.smooth[len(of.smooth) - len(of.told) :])
+            passing = gradients[moving:]
+            of_told = [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in gradients[len(gradients) - told :]]
+            if self.program.recompute:
+                kept = self.through(loop, row, "B", buffers)[1]
+                if self.table.splits:
+                    buffers = _kept(buffers, "kept", loop, row["B.kept"], kept)
+            else:
+                kept = _read(buffers["kept"][loop], row["B.kept"])
+            place, weights = self.chunk(row, "B", loop)
+            scanned = (place + jnp.arange(self.per[loop]), weights, plain, kept, of_told)
 
-        def split(carry: Any, scanned: Any) -> Any:
-            (gradients, sums), (_, mine, of_layer, residuals, of_told) = carry, scanned
-            gradients, left = self.layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
-            return (gradients, sums), left
+            def whole(carry: Any, scanned: Any) -> Any:
+                (gradients, sums), (place, mine, of_layer, residuals, of_told) = carry, scanned
+                found = layer.backward(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
+                return (found[0], _added_at(sums, place, found[1])), None
 
-        body = split if self.table.splits else whole
-        (gradients, sums), left = lax.scan(body, (come[:moving], sums), scanned, reverse=True)
-        if self.table.splits:
-            buffers = buffers | {"left": _write(buffers["left"], row["B.left"], left)}
-        return [*gradients, *come[moving:]], buffers, sums
+            def split(carry: Any, scanned: Any) -> Any:
+                (gradients, sums), (_, mine, of_layer, residuals, of_told) = carry, scanned
+                gradients, left = layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
+                return (gradients, sums), left
 
-    def enter(self, row: dict[str, Any], gradients: Arrays, sums: Arrays) -> Arrays:
-        """What comes before the first part, backward: done again, for it is little."""
-        given = self.inputs(row["B.microbatch"])
-        trained = [k for k in self.cut.enter if self.cut.outer[k] in self.cut.trained]
+            body = split if self.table.splits else whole
+            (moved, of_loop), left = lax.scan(body, (gradients[:moving], sums[loop]), scanned, reverse=True)
+            if self.table.splits:
+                buffers = _kept(buffers, "left", loop, row["B.left"], left)
+            sums = [*sums[:loop], of_loop, *sums[loop + 1 :]]
+            return self.cut.packed(loop, [*moved, *passing], back=True), buffers, sums
 
-        def come(of_trained: Arrays) -> Arrays:
-            outer = list(self.outer)
-            for k, weight in zip(trained, of_trained, strict=True):
-                outer[k] = weight
-            made = self.cut.before(outer, given)
-            return [x for x, smooth in zip(made, self.cut.smooth, strict=True) if smooth]
+        return self.of_loop(row["B.part"], back, buffers, sums)
 
-        _, back = jax.vjp(come, [self.outer[k] for k in trained])
-        return self.added(sums, trained, back(gradients)[0])
+    def enter(self, row: dict[str, Any], sent: Arrays, buffers: Buffers, sums: Arrays) -> tuple[Arrays, Arrays]:
+        """What comes before a loop's first part, backward: done again, for it is little."""
 
-    def of_weights(self, row: dict[str, Any], buffers: dict[str, Arrays], sums: Arrays) -> Arrays:
+        def back(loop: int, sent: Arrays, sums: Arrays) -> tuple[Arrays, Arrays]:
+            given, smooth = self.inputs(row["B.microbatch"]), self.cut.loops[loop].smooth
+            trained = [k for k in self.cut.enter(loop) if self.cut.outer[k] in self.cut.trained]
+            before = self.cut.unpacked(loop - 1, _read(buffers["activations"], row["B.activations"])) if loop else []
+            floats, together = _parted(before, self.cut.loops[loop - 1].smooth if loop else [])
+
+            def come(floats: Arrays, of_trained: Arrays) -> Arrays:
+                outer = _replaced(self.outer, trained, of_trained)
+                return _parted(self.cut.start(loop, outer, given, together(floats)), smooth)[0]
+
+            _, derivative = jax.vjp(come, floats, [self.outer[k] for k in trained])
+            of_before, gradients = derivative(self.cut.unpacked(loop, sent, back=True))
+            sent = self.cut.packed(loop - 1, of_before, back=True) if loop else sent
+            return sent, self.added(sums, trained, gradients)
+
+        return self.of_loop(row["B.part"], back, sent, sums)
+
+    def of_weights(self, row: dict[str, Any], buffers: Buffers, sums: list[Arrays]) -> list[Arrays]:
         """Gradients of weights, after those of what came."""
-        _, same, plain = self.own(row, "W")
-        kept, left = (_read(buffers[name], row[f"W.{name}"]) for name in ("kept", "left"))
-        weights = self.chunk(self.stack, row["W.chunk"])
 
-        def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
-            number, mine, of_layer, residuals, left = scanned
-            found = self.layer.weights(residuals, mine, [*same, *of_layer], left)
-            return self.add_layer(sums, row["W.chunk"] * self.per + number, found), None
+        def found(loop: int, sums: list[Arrays]) -> list[Arrays]:
+            _, _, same, plain = self.own(row, "W", loop)
+            kept, left = (_read(buffers[name][loop], row[f"W.{name}"]) for name in ("kept", "left"))
+            place, weights = self.chunk(row, "W", loop)
 
-        return lax.scan(body, sums, (jnp.arange(self.per), weights, plain, kept, left))[0]
+            def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
+                place, mine, of_layer, residuals, left = scanned
+                found = self.layers[loop].weights(residuals, mine, [*same, *of_layer], left)
+                return _added_at(sums, place, found), None
 
-    # Sums of gradients: of the outer weights, then of the stacked ones.
+            scanned = (place + jnp.arange(self.per[loop]), weights, plain, kept, left)
+            of_loop, _ = lax.scan(body, sums[loop], scanned)
+            return [*sums[:loop], of_loop, *sums[loop + 1 :]]
+
+        return self.of_loop(row["W.part"], found, sums)
 
     def added(self, sums: Arrays, which: Sequence[int], gradients: Arrays) -> Arrays:
-        """With gradients of some outer weights."""
-        found = list(sums)
-        for k, gradient in zip(which, gradients, strict=True):
-            found[k] = found[k] + gradient.astype(found[k].dtype)
-        return found
+        """The sums of the outer weights with gradients of some."""
+        return _replaced(
+            sums, which, [sums[k] + g.astype(sums[k].dtype) for k, g in zip(which, gradients, strict=True)]
+        )
 
-    def add_layer(self, sums: Arrays, number: Any, gradients: Arrays) -> Arrays:
-        """With those of one layer of the stage."""
-        return [x.at[number].add(gradient.astype(x.dtype)) for x, gradient in zip(sums, gradients, strict=True)]
+    # The loop of ticks.
 
-    def run(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
-        """Go through all ticks."""
+    def gradient(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
+        """What `totals` come to on this stage, and `sums`, which has one for each trained weight, with its gradients."""
         stage = lax.axis_index(self.axis)
         start = (
-            self.buffers(), [sums[k] for k in self.cut.outer], [sums[k] for k in self.trained], self.no_totals()
+            self.buffers(), [sums[k] for k in self.cut.outer], [[sums[k] for k in of] for of in self.trained],
+            self.no_totals(),
         )  # fmt: skip
+        nothing, nothing_back = (
+            [jnp.zeros(one.shape, one.dtype) for one in of] for of in (self.cut.wire, self.cut.wire_back)
+        )
 
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
-            buffers, of_outer, of_stack, totals = state
+            buffers, of_outer, of_stacks, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
             made, buffers = lax.cond(
-                row["F"] == 1, partial(self.forward, row), lambda buffers: (self.zeros(), buffers), buffers
+                row["F"] == 1, partial(self.forward, row), lambda buffers: (nothing, buffers), buffers
             )
             buffers, of_outer, totals = lax.cond(
                 self.is_last(row),
@@ -238,46 +257,43 @@ class _Executor:
                 lambda *same: same,
                 buffers, of_outer, totals,
             )  # fmt: skip
-            gradients, buffers, of_stack = lax.cond(
+            gradients, buffers, of_stacks = lax.cond(
                 row["B"] == 1,
                 partial(self.backward, row),
-                lambda buffers, of_stack: (self.no_gradients(), buffers, of_stack),
-                buffers, of_stack,
+                lambda buffers, of_stacks: (nothing_back, buffers, of_stacks),
+                buffers, of_stacks,
             )  # fmt: skip
-            of_outer = lax.cond(
-                (row["B"] == 1) & (row["B.part"] == 0),
-                lambda of_outer: self.enter(row, gradients, of_outer),
-                lambda same: same,
-                of_outer,
-            )
+            gradients, of_outer = lax.cond(
+                (row["B"] == 1) & (row["B.part"] % self.parts == 0),
+                lambda gradients, of_outer: self.enter(row, gradients, buffers, of_outer),
+                lambda *same: same,
+                gradients, of_outer,
+            )  # fmt: skip
             if self.table.splits:
-                of_stack = lax.cond(
-                    row["W"] == 1,
-                    lambda of_stack: self.of_weights(row, buffers, of_stack),
-                    lambda same: same,
-                    of_stack,
+                of_stacks = lax.cond(
+                    row["W"] == 1, partial(self.of_weights, row, buffers), lambda same: same, of_stacks
                 )
             buffers = self.sent(self.sent(buffers, row, "F", made), row, "B", gradients)
-            return (buffers, of_outer, of_stack, totals), None
+            return (buffers, of_outer, of_stacks, totals), None
 
-        (_, of_outer, of_stack, totals), _ = lax.scan(tick, start, self.rows())
-        after = list(sums)
-        for where, of in ((self.cut.outer, of_outer), (self.trained, of_stack)):
-            for k, x in zip(where, of, strict=True):
-                after[k] = x
-        return totals, after
+        (_, of_outer, of_stacks, totals), _ = lax.scan(tick, start, self.rows())
+        places = [*self.cut.outer, *(k for of in self.trained for k in of)]
+        return totals, _replaced(sums, places, [*of_outer, *(x for of in of_stacks for x in of)])
 
     def measure(self) -> Arrays:
-        """Go through all ticks of a table of forward passes."""
+        """What `totals` come to on this stage, where the program is of forward passes alone."""
         stage = lax.axis_index(self.axis)
+        nothing = [jnp.zeros(one.shape, one.dtype) for one in self.cut.wire]
+        last = len(self.cut.loops) - 1
 
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
             buffers, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
-            made = lax.cond(row["F"] == 1, lambda: self.forward(row, buffers)[0], self.zeros)
+            made = lax.cond(row["F"] == 1, lambda: self.forward(row, buffers)[0], lambda: nothing)
 
             def head(totals: Arrays) -> Arrays:
-                found = self.cut.after(self.outer, self.inputs(row["F.microbatch"]), made, self.totals)
+                travelled = self.cut.unpacked(last, made)
+                found = self.cut.after(self.outer, self.inputs(row["F.microbatch"]), travelled, self.totals)
                 return [a + b for a, b in zip(totals, found, strict=True)]
 
             totals = lax.cond(self.is_last(row), head, lambda same: same, totals)
@@ -296,10 +312,11 @@ class _Executor:
 
     def no_totals(self) -> Arrays:
         """What is added up, before any."""
-        after = lambda travelled: self.cut.after(self.outer, self.inputs(0), travelled, self.totals)  # noqa: E731
-        return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(after, self.zeros())]
+        travelled = self.cut.loops[-1].travelling
+        after = lambda *travelled: self.cut.after(self.outer, self.inputs(0), list(travelled), self.totals)  # noqa: E731
+        return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(after, *travelled)]
 
-    def sent(self, buffers: dict[str, Arrays], row: dict[str, Any], kind: str, made: Arrays) -> dict[str, Arrays]:
+    def sent(self, buffers: Buffers, row: dict[str, Any], kind: str, made: Arrays) -> Buffers:
         """The buffers with what arrives on each of the ways that passes of a kind send."""
         buffer = {"F": "activations", "B": "gradients"}[kind]
         for far, pairs in self.program.channels[kind].items():
@@ -316,3 +333,30 @@ def _write(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
     return [
         lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0) for x, new in zip(buffer, values, strict=True)
     ]
+
+
+def _kept(buffers: Buffers, name: str, loop: int, slot: Any, values: Arrays) -> Buffers:
+    """With what a pass through a part of a loop keeps or leaves."""
+    of = buffers[name]
+    return buffers | {name: [*of[:loop], _write(of[loop], slot, values), *of[loop + 1 :]]}
+
+
+def _filled(stacks: Arrays, first: Any, values: Arrays) -> Arrays:
+    return [lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in zip(stacks, values, strict=True)]
+
+
+def _added_at(sums: Arrays, place: Any, gradients: Arrays) -> Arrays:
+    return [x.at[place].add(gradient.astype(x.dtype)) for x, gradient in zip(sums, gradients, strict=True)]
+
+
+def _replaced(arrays: Sequence[Any], places: Sequence[int], values: Arrays) -> Arrays:
+    found = list(arrays)
+    for k, value in zip(places, values, strict=True):
+        found[k] = value
+    return found
+
+
+def _parted(arrays: Arrays, smooth: Sequence[bool]) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+    """What has derivatives, and how to put it back among the others."""
+    places = [k for k, of in enumerate(smooth) if of]
+    return [arrays[k] for k in places], partial(_replaced, arrays, places)

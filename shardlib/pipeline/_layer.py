@@ -5,7 +5,7 @@ these alone. A split backward pass first makes the gradient of what travels, and
 beside what was kept: where the two part in the traced backward pass is found, not written down.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from shardlib._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
 from shardlib._region import derivative
-from shardlib.pipeline._cut import Cut
+from shardlib.pipeline._cut import Loop
 
 Arrays = list[Any]
 
@@ -41,15 +41,15 @@ class Layer:
     left: Sequence[Any]
 
 
-def layer(cut: Cut, splits: bool) -> Layer:
-    """The derivative of one layer, `splits` or not."""
+def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
+    """The derivative of one layer of a loop, `splits` or not."""
     # Calls taken apart, so that what each makes of the examples alone, a mask say, is seen to be that, and not kept.
-    closed = inlined(cut.layer, lambda equation: equation.primitive.name in JITS)
+    closed = inlined(loop.layer, lambda equation: equation.primitive.name in JITS)
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    travels = len(cut.travelling) - len(cut.told)
-    smooth = cut.smooth[:travels]
+    travels = len(loop.entering)
+    smooth = loop.smooth[:travels]
     moving = sum(smooth)
-    trained = sum(k in cut.trained for k in cut.stacked)
+    trained = sum(k in trained_weights for k in loop.stacked)
     floats, others, given = avals[:moving], avals[moving:travels], avals[travels:]
     there, back = derivative(closed, [True] * moving, trained, floats, others, given)
     kept = jax.eval_shape(there, *floats, *others, *given)[1]

@@ -104,7 +104,7 @@ class Evaluation:
 
         total = partial(forward, self.loss_fn, layout)
         if self.strategy.pipeline is not None:
-            means = Pipelined(total, self.strategy, used, params, inputs).value()
+            means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()
         else:
             _, (means, _, _) = value(total, used, params, *inputs(0))
         return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means

@@ -12,70 +12,91 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from shardlib._rules import LAYERS
+from shardlib._rules import LAYERS, counts_layers
 from shardlib._tree import map_named
 from shardlib.pipeline._program import table_of
 from shardlib.train._strategy import Strategy
 
 
-def order_of(strategy: Strategy, layers: int) -> tuple[int, ...] | None:
-    """Which layer lies where: of each place the number of the layer; None if they lie as the model has them."""
+def loops_of(strategy: Strategy, names: dict[str, Any]) -> tuple[str, ...]:
+    """The names of stacked dims, of each of a model's loops over layers one, in order."""
+    present = {name for of in names.values() if type(of) is tuple for name in of}
+    return tuple(name for name in strategy.layer_names if name in present)
+
+
+def order_of(strategy: Strategy, layers: int, loop: int = 0, loops: int = 1) -> tuple[int, ...] | None:
+    """Which layer of a loop lies where: of each place the number of the layer; None if they lie as the model has them."""
     if strategy.pipeline is None:
         return None
     table = table_of(strategy.pipeline)
-    per = layers // table.parts
-    parts = [part for stage in range(table.stages) for part, on in enumerate(table.placement) if on == stage]
-    order = tuple(part * per + k for part in parts for k in range(per))
+    parts = table.parts // loops
+    per = layers // parts
+    mine = table.placement[loop * parts : (loop + 1) * parts]
+    by_stage = [part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage]
+    order = tuple(part * per + k for part in by_stage for k in range(per))
     return None if order == tuple(range(layers)) else order
 
 
 def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, Any]) -> None:
     """Refuse stacks that do not split evenly into the parts of a pipeline."""
-    if strategy.pipeline is None:
+    schedule = strategy.pipeline
+    if schedule is None:
         return
-    parts = table_of(strategy.pipeline).parts
-    stacks = {path: shapes[path].shape for path in names if path in shapes and stacked_dim(names.get(path)) is not None}
-    if not stacks:
+    table, loops = table_of(schedule), loops_of(strategy, {path: names.get(path) for path in shapes})
+    if not loops:
         raise ValueError(
-            f"`Strategy(pipeline=...)`: no parameter has a dim named `{LAYERS}`, so there is nothing to cut into stages. Stack "
-            f'layers that are alike, `nnx.vmap` with `transform_metadata={{nnx.PARTITION_NAME: "{LAYERS}"}}`, and scan them.'
+            f"`Strategy(pipeline=...)`: no parameter has a dim named `{LAYERS}`, so there is nothing to cut into stages. "
+            "`sl.Layers([...])` makes one loop of a list of modules; or stack layers that are alike, `nnx.vmap` with "
+            f'`transform_metadata={{nnx.PARTITION_NAME: "{LAYERS}"}}`, and scan them.'
         )
-    for path, shape in stacks.items():
-        dim = stacked_dim(names[path])
-        assert dim is not None
-        if shape[dim] % parts:
-            per_stage = (
-                f", {parts // strategy.pipeline.stages} on each stage" if parts != strategy.pipeline.stages else ""
-            )
+    parts, on_stage = table.parts // len(loops), table.parts // schedule.stages
+    if on_stage % len(loops) or any(
+        table.placement[loop * parts : (loop + 1) * parts].count(stage) != on_stage // len(loops)
+        for loop in range(len(loops))
+        for stage in range(table.stages)
+    ):
+        raise ValueError(
+            f"The model has {len(loops)} loops over layers ({', '.join(f'`{name}`' for name in loops)}), and every stage has "
+            f"parts of each; `{schedule}` has {on_stage} on a stage. `sl.pipeline.Interleaved({schedule.stages}, "
+            f"{schedule.microbatches}, chunks={len(loops)})` has {len(loops)}, and so have `ZBV` and `VHalf` two."
+        )
+    for path, leaf in shapes.items():
+        dim = stacked_dim(names.get(path))
+        if dim is None or names[path][dim] not in loops:
+            continue
+        if leaf.shape[dim] % parts:
+            per_stage = f", {parts // schedule.stages} on each stage" if parts != schedule.stages else ""
             raise ValueError(
-                f"`{path}` of shape {shape} stacks {shape[dim]} layers, which do not split evenly into the {parts} parts of "
-                f"`{strategy.pipeline}`{per_stage}: use a multiple of {parts} layers, or fewer stages."
+                f"`{path}` of shape {leaf.shape} stacks {leaf.shape[dim]} layers, which do not split evenly into the {parts} "
+                f"parts of `{schedule}`{per_stage}: use a multiple of {parts} layers, or fewer stages."
             )
 
 
 def stacked_dim(names: Any) -> int | None:
     """Along which dim layers are stacked, by the names of a parameter."""
-    return names.index(LAYERS) if type(names) is tuple and LAYERS in names else None
+    return next((k for k, name in enumerate(names) if counts_layers(name)), None) if type(names) is tuple else None
 
 
 def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
     """Parameters as a model has them, put where they lie at rest."""
-    return map_named(lambda path, leaf: _moved(strategy, leaf, stacked_dim(names.get(path)), False), params)
+    move = _Mover(strategy, names, natural=False)
+    return map_named(lambda path, leaf: move(leaf, path, stacked_dim(names.get(path))), params)
 
 
 def reordered(state: Any, *, natural: bool) -> Any:
     """The state with its layers as the model has them, or, if not `natural`, from there to where they lie at rest."""
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
+    move = _Mover(layout.strategy, names, natural)
 
     def of_parameter(path: str, leaf: Any) -> Any:
-        return _moved(layout.strategy, leaf, stacked_dim(names.get(path)), natural)
+        return move(leaf, path, stacked_dim(names.get(path)))
 
     def of_state(path: str, leaf: Any) -> Any:
         relation = relations.get(path)
-        dim = stacked_dim(names.get(relation.parameter)) if relation is not None else None
-        dims = relation.dims if relation is not None else ()
-        return _moved(layout.strategy, leaf, dims.index(dim) if dim is not None and dim in dims else None, natural)
+        if relation is None or (dim := stacked_dim(names.get(relation.parameter))) not in relation.dims:
+            return leaf
+        return move(leaf, relation.parameter, relation.dims.index(dim))
 
     if layout.strategy.pipeline is None:
         return state
@@ -83,18 +104,30 @@ def reordered(state: Any, *, natural: bool) -> Any:
         params=map_named(of_parameter, state.params),
         frozen=map_named(of_parameter, state.frozen),
         opt_state=map_named(of_state, state.opt_state),
-        rest=map_named(of_parameter, state.rest),
     )
 
 
-def _moved(strategy: Strategy, leaf: Any, dim: int | None, natural: bool) -> Any:
-    order = None if dim is None or not isinstance(leaf, jax.Array) else order_of(strategy, leaf.shape[dim])
-    if order is None:
-        return leaf
-    places = np.argsort(order) if natural else np.array(order)
-    if isinstance(leaf, Tracer):
-        return _taken(leaf, places, dim)
-    return jax.jit(partial(_taken, places=places, dim=dim), out_shardings=leaf.sharding)(leaf)
+class _Mover:
+    """Moves layers from where the model has them to where they lie at rest, or, if `natural`, back."""
+
+    def __init__(self, strategy: Strategy, names: dict[str, Any], natural: bool) -> None:
+        self.strategy, self.names, self.natural = strategy, names, natural
+        self.loops = loops_of(strategy, names)
+
+    def __call__(self, leaf: Any, parameter: str, dim: int | None) -> Any:
+        """A leaf whose `dim` counts the layers of a parameter."""
+        if dim is None or not isinstance(leaf, jax.Array):
+            return leaf
+        name = self.names[parameter][stacked_dim(self.names[parameter])]
+        if name not in self.loops:
+            return leaf
+        order = order_of(self.strategy, leaf.shape[dim], self.loops.index(name), len(self.loops))
+        if order is None:
+            return leaf
+        places = np.argsort(order) if self.natural else np.array(order)
+        if isinstance(leaf, Tracer):
+            return _taken(leaf, places, dim)
+        return jax.jit(partial(_taken, places=places, dim=dim), out_shardings=leaf.sharding)(leaf)
 
 
 def _taken(leaf: jax.Array, places: np.ndarray, dim: int | None) -> jax.Array:

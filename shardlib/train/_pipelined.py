@@ -6,19 +6,20 @@ from typing import Any
 import jax
 
 from shardlib._collectives import collectives
-from shardlib._rules import LAYERS, as_tuple, spec_axes
+from shardlib._rules import LAYERS, spec_axes
 from shardlib._text import human_bytes
 from shardlib.pipeline._cut import cut
-from shardlib.pipeline._execute import execute, measure
+from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._program import program_of
+from shardlib.train._order import loops_of, stacked_dim
 from shardlib.train._strategy import Strategy
 
 
 class Pipelined:
     """A loss, cut into the parts of a strategy's pipeline; made while a step is traced, manual over data and stages.
 
-    `uses` are those of all parameters, `held` what is held of each all through; `inputs(number)` is what
-    `total(params, ...)` takes besides for a microbatch.
+    `uses` are those of all parameters, `held` what is held of each all through, `names` of their dims by path;
+    `inputs(number)` is what `total(params, ...)` takes besides for a microbatch.
     """
 
     def __init__(
@@ -27,10 +28,11 @@ class Pipelined:
         strategy: Strategy,
         uses: Any,
         params: Any,
+        names: dict[str, Any],
         inputs: Callable[[Any], tuple[Any, ...]],
     ) -> None:
         assert strategy.stage_axis is not None and strategy.pipeline is not None
-        self.axis, self.schedule = strategy.stage_axis, strategy.pipeline
+        self.strategy, self.axis, self.schedule = strategy, strategy.stage_axis, strategy.pipeline
         self.uses, treedef = jax.tree.flatten(uses)
         self.stored = treedef.flatten_up_to(params)
         self.held = [use.start(one) for use, one in zip(self.uses, self.stored, strict=True)]
@@ -46,7 +48,8 @@ class Pipelined:
 
         self.cut = cut(
             function, [use.whole for use in self.uses], self.leaves, [use.path for use in self.uses],
-            [_is_stacked(use, self.axis) for use in self.uses], [not use.frozen for use in self.uses],
+            [_stacked_by(use, names.get(use.path), self.axis) for use in self.uses],
+            [not use.frozen for use in self.uses], loops_of(strategy, names),
         )  # fmt: skip
         numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
         self.means, self.streams, rest = numbers[1]
@@ -62,9 +65,7 @@ class Pipelined:
         """What all microbatches give together on this stage, and the gradients of what it holds of trained parameters."""
         each = zip(self.uses, self.stored, self.held, strict=True)
         sums = [None if use.frozen else use.sums(one, whole) for use, one, whole in each]
-        means = jax.tree.leaves(self.means)
-        program = program_of(self.schedule)
-        totals, sums = execute(self.cut, program, self.axis, self.held, sums, self.inputs, means)
+        totals, sums = self._executor().gradient(sums)
         outer = [self.held[k] for k in self.cut.outer]
         streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
         if streams is None:
@@ -77,9 +78,12 @@ class Pipelined:
 
     def value(self) -> Any:
         """What all microbatches give together on this stage, without gradients."""
-        program = program_of(self.schedule, trains=False)
-        means = jax.tree.leaves(self.means)
-        return _like(self.means, measure(self.cut, program, self.axis, self.held, self.inputs, means))
+        return _like(self.means, self._executor(trains=False).measure())
+
+    def _executor(self, trains: bool = True) -> Executor:
+        recompute = trains and self.strategy.remat == "stage"
+        program = program_of(self.schedule, loops=len(self.cut.loops), recompute=recompute, trains=trains)
+        return Executor(self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means))
 
 
 def _like(tree: Any, leaves: Any) -> Any:
@@ -100,12 +104,14 @@ def check_branches(compiled: Any) -> None:
             )
 
 
-def _is_stacked(use: Any, axis: str) -> bool:
+def _stacked_by(use: Any, names: Any, axis: str) -> str | None:
+    """The name of the dim along which a weight is stacked over the stages, if it is."""
     if axis not in spec_axes(use.named):
-        return False
-    if axis not in as_tuple(use.named[0]):
+        return None
+    dim = stacked_dim(names)
+    if dim != 0:
         raise ValueError(
             f"`{use.path}` of shape {use.shape} is laid out as {use.named}: the stages' axis `{axis}` splits the first dim of "
             f"stacked weights, which is named `{LAYERS}`, and no other."
         )
-    return True
+    return names[dim]

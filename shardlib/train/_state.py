@@ -130,9 +130,7 @@ def init(
         with building():
             parts, names = take_apart(make_model(), trainable)
         check_layers(strategy, names, dict(named_leaves(parts.params)))
-        parts = parts._replace(
-            params=place_layers(strategy, parts.params, names), rest=place_layers(strategy, parts.rest, names)
-        )
+        parts = parts._replace(params=place_layers(strategy, parts.params, names))
         params, frozen = _frozen_apart(parts.params, strategy.frozen)
         if optimizer is not None and not jax.tree.leaves(params):
             raise ValueError(

@@ -241,7 +241,8 @@ class Step:
                 return inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
 
             with jax.named_scope("loss"):
-                made = Pipelined(total, self.strategy, united(trained, fixed), united(params, frozen), numbered)
+                of_all = united(trained, fixed), united(params, frozen), dict(layout.names)
+                made = Pipelined(total, self.strategy, *of_all, numbered)
                 (means, streams, rest), gradient = made.gradient()
                 summed = jax.tree.unflatten(jax.tree.structure(trained), gradient)
         else:

@@ -13,7 +13,7 @@ from shardlib._annotate import Remat, Scope, use
 from shardlib._mesh import make_mesh, parse_axes, slow_axes
 from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
-from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple
+from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
 from shardlib._zero import Zero, resolve_zero
 from shardlib.pipeline._schedules import Schedule
 from shardlib.train._exchange import Exact, Exchange
@@ -35,7 +35,8 @@ class Strategy:
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no gradient, no state.
     - `nonfinite`: what happens to a step whose gradient is not finite; it is counted, and `"skip"` leaves parameters and
       optimizer as they were.
-    - `remat`: what blocks marked with `sl.remat` keep for the backward pass, `"none"` dropped or `"full"`y recomputed.
+    - `remat`: what is kept for the backward pass: `"none"` of it recomputed; `"full"`, the inputs alone of blocks marked with
+      `sl.remat`; `"stage"`, under a pipeline, what was sent to each stage alone.
     - `exchange`: what happens to gradients between devices.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis that the rule `layers`
       names has a stage at each place, and the microbatches go through as the schedule says.
@@ -135,6 +136,11 @@ class Strategy:
         """Refuse what a schedule cannot be run with."""
         schedule = self.pipeline
         if schedule is None:
+            if self.remat == "stage":
+                raise ValueError(
+                    '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: give one, `pipeline=...`, or use '
+                    '`remat="full"`.'
+                )
             return
         if isinstance(schedule, type) or not all(
             hasattr(schedule, name) for name in ("stages", "microbatches", "table")
@@ -178,6 +184,17 @@ class Strategy:
     def stage_axis(self) -> str | None:
         """The axis that has the stages of the pipeline."""
         return None if self.pipeline is None else as_tuple(self.rules[LAYERS][0])[0]
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        """The names of stacked dims that the stages split: of each loop over layers one, in the order of the loops."""
+        if self.stage_axis is None:
+            return ()
+        return tuple(
+            name
+            for name, axes in self.rules.items()
+            if counts_layers(name) and [as_tuple(of) for of in axes] == [(self.stage_axis,)]
+        )
 
     @cached_property
     def manual_axes(self) -> tuple[str, ...]:
