@@ -542,7 +542,7 @@ def test_nothing_left_to_train_on(tmp_path):
 
 
 SLOW_BUILD = """
-import sys, time
+import os, sys, time
 from shardlib.data import Corpus, prepare
 from shardlib import _lock
 from shardlib.data import _store
@@ -551,16 +551,20 @@ build = _store._build
 def slow(*args):
     build(*args)
     open(sys.argv[3], "a").write("built ")
-    time.sleep(float(sys.argv[4]))
+    while os.path.getsize(sys.argv[3] + ".begun") < int(sys.argv[4]):
+        time.sleep(0.05)
+    time.sleep(1)
 _store._build = slow
+open(sys.argv[3] + ".begun", "a").write(".")
 print(prepare(Corpus(sys.argv[1]), sys.argv[2]).train.fingerprint)
 """
 
 
-def start(lines, cache, count, seconds):
+def start(lines, cache, count, others):
+    """A process that builds, or waits for who does; it has not built before as many have begun."""
     # The thread that beats must not be told from a main thread that works.
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count), str(seconds)],
+        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count), str(others)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
 
@@ -575,7 +579,7 @@ def until(condition):
 
 def test_of_several_processes_one_builds(tmp_path, lines):
     cache, count = tmp_path / "cache", tmp_path / "count"
-    processes = [start(lines, cache, count, 1.5) for _ in range(3)]
+    processes = [start(lines, cache, count, 3) for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], results
     assert len({out for out, _ in results}) == 1
@@ -586,7 +590,7 @@ def test_of_several_processes_one_builds(tmp_path, lines):
 
 def test_a_builder_that_is_killed(tmp_path, lines, capsys):
     cache, count = tmp_path / "cache", tmp_path / "count"
-    process = start(lines, cache, count, 60)
+    process = start(lines, cache, count, 2)
     until(count.exists)
     process.send_signal(signal.SIGKILL)
     process.communicate()

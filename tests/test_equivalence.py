@@ -49,7 +49,7 @@ def check(make_model, loss, batch, rules, draw):
     )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_an_mlp_under_any_rules(data):
     draw = data.draw
@@ -77,7 +77,7 @@ PRESETS = {
 }
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_decoder_under_any_preset(data):
     draw = data.draw

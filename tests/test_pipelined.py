@@ -26,7 +26,8 @@ ALL = [
 WIDTH, LAYERS, ROWS = 8, 8, 32
 
 
-# A toy whose layers hand on a tree, see something made of weights outside them, number themselves, and tell something.
+# A toy whose layers hand on a tree, see something made of weights and examples outside them, share a weight, number
+# themselves, and tell something.
 
 
 def make(layers=LAYERS):
@@ -37,12 +38,14 @@ def make(layers=LAYERS):
         "up": normal(keys[1], layers, WIDTH, 2 * WIDTH),
         "down": normal(keys[2], layers, 2 * WIDTH, WIDTH),
         "skip": normal(keys[3], WIDTH, WIDTH),
+        "gain": jnp.linspace(0.5, 1.5, WIDTH),
     }
     names = {
         "up": ("layers", "embed", "mlp"),
         "down": ("layers", "mlp", "embed"),
         "enter": ("embed", None),
         "skip": ("embed", None),
+        "gain": ("embed",),
     }
     return sl.annotate(model, names)
 
@@ -50,11 +53,12 @@ def make(layers=LAYERS):
 def loss(model, batch, rng):
     x, weight = batch["x"].astype(model["enter"].dtype), batch["weight"]
     seen, stack = x @ model["skip"], {name: model[name] for name in ("up", "down")}
+    gain = jnp.tanh(model["gain"])
 
     def layer(carry, scanned):
         w, number = scanned
         h = sl.shard(carry["x"] @ w["up"], "batch", "act_mlp")
-        y = carry["x"] + jnp.tanh(h + 0.1 * number.astype(h.dtype)) @ w["down"] + 0.1 * seen
+        y = carry["x"] + gain * (jnp.tanh(h + 0.1 * number.astype(h.dtype)) @ w["down"]) + 0.1 * seen
         return {"x": y, "count": carry["count"] + 1}, jnp.mean(jnp.square(y), -1)
 
     start = {"x": x @ model["enter"], "count": jnp.zeros((x.shape[0],), jnp.int32)}

@@ -83,6 +83,8 @@ def test_the_heap_is_known_by_kind(on_cpu):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
 def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
+    if target.startswith("tpu") and accumulate == 1:
+        pytest.skip("a minute's compilation: microbatches and recomputation are the harder case")
     mesh = sl.Target(target).mesh("data=2,model=4")
     step, state, batch = decoder_step(mesh, sl.rules.data | sl.rules.tensor, accumulate=accumulate, remat=remat)
     found = sl.plan(step, state, batch, target)

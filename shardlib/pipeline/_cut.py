@@ -1,9 +1,10 @@
 """A loss, traced, cut at its loops over layers: what comes before each, one layer of each, and what comes after the last.
 
 Whoever writes a model need not know where it will be cut: at the loops over stacked weights, `scan`s. What goes into one
-is of four kinds: the stacked weights; what goes from layer to layer; what is made of other weights, or of what an earlier
-loop gave, and is the same for all layers, which travels along, so that its gradient comes back; and what is made of the
-examples alone, which every stage makes for itself.
+is of five kinds: the stacked weights; what goes from layer to layer; of what is the same for all layers, what is made of
+weights alone, which every stage makes once; what is made of weights and examples, or of what an earlier loop gave, which
+travels along, so that its gradient comes back; and what is made of examples alone, which every stage makes whenever it
+needs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ class Loop:
     weights: tuple[int, ...]  # for each stacked weight, which input of the body it is
     stacked: tuple[int, ...]  # and which of all weights
     along: tuple[int, ...]  # the constants that travel along
+    moved: tuple[int, ...]  # those made of weights alone, trained ones among them
+    still: tuple[int, ...]  # those made of frozen weights alone
     apart: tuple[int, ...]  # the outputs besides that are made of examples alone
     told: tuple[int, ...]  # the other outputs besides that somebody reads
     passing: tuple[Any, ...]  # outputs of earlier loops that pass by
@@ -59,7 +62,7 @@ class Loop:
     @cached_property
     def same(self) -> list[int]:
         """Of its inputs, what is the same for all layers and made of examples alone."""
-        return [k for k in range(self.parts[0]) if k not in self.along]
+        return [k for k in range(self.parts[0]) if k not in (*self.along, *self.moved, *self.still)]
 
     @cached_property
     def plain(self) -> list[int]:
@@ -87,16 +90,16 @@ class Loop:
 
     @cached_property
     def layer(self) -> ClosedJaxpr:
-        """One layer as a function: what enters that has derivatives, what else does; trained weights, frozen ones, what
-        is the same for all layers, and of what is stacked the layer's. What comes out is what enters the next, in order,
-        and what the layer tells besides.
+        """One layer as a function: what enters that has derivatives, what else does; what is made of trained weights; the
+        layer's weights, trained ones first; what is made of frozen ones; what is the same for all layers, and of what is
+        stacked the layer's. What comes out is what enters the next, in order, and what the layer tells besides.
         """
         constants, carries = self.parts
         body = self.equation.params["jaxpr"]
         moving = [*range(constants, constants + carries), *self.along]
         floats = [k for k, smooth in zip(moving, self.smooth, strict=False) if smooth]
         others = [k for k, smooth in zip(moving, self.smooth, strict=False) if not smooth]
-        order = [*floats, *others, *self.weights, *self.same, *self.plain]
+        order = [*floats, *others, *self.moved, *self.weights, *self.still, *self.same, *self.plain]
 
         def layer(*given: Any) -> Arrays:
             now = dict(zip(order, given, strict=True))
@@ -199,6 +202,13 @@ class Cut:
         """What every stage makes for itself: what is the same for all layers, and what is stacked."""
         return self._fixed(self.loops[loop], self._values(outer, inputs))
 
+    def shared(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
+        """What is made of weights alone, trained ones among them, and of frozen ones."""
+        of, names = self.loops[loop], [self.jaxpr.invars[k] for k in self.outer]
+        values = dict(zip([*self.jaxpr.constvars, *names], [*self.consts, *outer], strict=True))
+        made = made_of(self.jaxpr, [of.equation.invars[k] for k in (*of.moved, *of.still)], values)
+        return made[: len(of.moved)], made[len(of.moved) :]
+
     def after(self, outer: Arrays, inputs: Arrays, travelled: Arrays, wanted: Sequence[int]) -> Arrays:
         """Of all outputs those `wanted`, from what comes out of the last part."""
         values = self._values(outer, inputs) | self._after(len(self.loops) - 1, travelled)
@@ -222,6 +232,10 @@ class Cut:
     def enter(self, loop: int) -> list[int]:
         """What travels to the first part of a loop."""
         return self.reaching(self.loops[loop].entering)
+
+    def share(self, loop: int) -> list[int]:
+        """What is made of weights alone."""
+        return self.reaching([self.loops[loop].equation.invars[k] for k in self.loops[loop].moved])
 
     @cached_property
     def leave(self) -> list[int]:
@@ -291,30 +305,42 @@ def cut(
     ]
     found = [(equation, over) for equation, over in found if over]
     _check_loops(found, paths, stacked, names)
-    of_weight = {k: equation for equation, over in found for k in over}
+    loop_of = {k: equation for equation, over in found for k in over}
     for var, k in stack.items():
-        _check_reader(jaxpr, var, paths[k], of_weight.get(k))
+        _check_reader(jaxpr, var, paths[k], loop_of.get(k))
     equations = [equation for equation, _ in found]
     depends: dict[Any, frozenset[int]] = {
         var: frozenset({k}) for var, k in of.items() if trained[k] and stacked[k] is None
     }
+    of_weights = {var: frozenset({k}) for var, k in of.items() if stacked[k] is None}
+    of_inputs: dict[Any, frozenset[int]] = dict.fromkeys(jaxpr.invars[count:], frozenset({0}))
     for equation in jaxpr.eqns:
-        made_of = frozenset().union(*(depends.get(var, frozenset()) for var in variables(equation.invars)))
-        if made_of and equation not in equations and equation.primitive.name != "stop_gradient":
-            depends.update(dict.fromkeys(equation.outvars, made_of))
+        for known, stops in ((depends, "stop_gradient"), (of_weights, ""), (of_inputs, "")):
+            found_of = frozenset().union(*(known.get(var, frozenset()) for var in variables(equation.invars)))
+            if found_of and equation not in equations and equation.primitive.name != stops:
+                known.update(dict.fromkeys(equation.outvars, found_of))
     loops: list[Loop] = []
     for equation in equations:
         places = [k for k, atom in enumerate(equation.invars) if not isinstance(atom, Literal) and atom in stack]
         places.sort(key=lambda k: (not trained[of[equation.invars[k]]], k))
-        along = [
-            k
-            for k, atom in enumerate(equation.invars[: scan_parts(equation)[0]])
-            if _moves(atom, depends) or _outputs_behind(jaxpr, [atom], loops)
-        ]
+        along, moved, still = [], [], []
+        for k, atom in enumerate(equation.invars[: scan_parts(equation)[0]]):
+            if isinstance(atom, Literal):
+                continue
+            if _outputs_behind(jaxpr, [atom], loops) or (atom in of_weights and atom in of_inputs):
+                along.append(k)
+            elif atom in of_weights:
+                (moved if _moves(atom, depends) else still).append(k)
         loop = Loop(
-            equation, tuple(places), tuple(of[equation.invars[k]] for k in places), tuple(along), (), (), ()
+            equation, tuple(places), tuple(of[equation.invars[k]] for k in places), tuple(along), tuple(moved),
+            tuple(still), (), (), (),
         )  # fmt: skip
-        _check_inputs(jaxpr, loop, loops, depends, paths)
+        whole = {
+            k: of_weights[atom]
+            for k, atom in enumerate(equation.invars)
+            if not isinstance(atom, Literal) and atom in of_weights and (atom not in of_inputs or _moves(atom, depends))
+        }
+        _check_inputs(jaxpr, loop, loops, whole, paths)
         loops.append(_with_outputs(jaxpr, loop))
     wanted = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
     for k, loop in enumerate(loops):
@@ -416,19 +442,21 @@ def _check_reader(jaxpr: Jaxpr, var: Any, path: str, loop: Any) -> None:
 
 
 def _check_inputs(
-    jaxpr: Jaxpr, loop: Loop, before: Sequence[Loop], depends: dict[Any, frozenset[int]], paths: Sequence[str]
+    jaxpr: Jaxpr, loop: Loop, before: Sequence[Loop], whole: dict[int, frozenset[int]], paths: Sequence[str]
 ) -> None:
     """Refuse a loop that takes what a pipeline cannot give."""
     equation, at = loop.equation, line_of(loop.equation)
     if equation.params["reverse"]:
         raise ValueError(f"The loop over layers at {at} goes backwards; a pipeline goes from the first layer on.")
+    if lost := [whole[k] for k in loop.plain if k in whole]:
+        named = ", ".join(f"`{path}`" for path in dict.fromkeys(paths[min(of)] for of in lost))
+        raise ValueError(
+            f"The loop over layers at {at} takes {named}, or what is made of it, one layer at a time, and no dim of it is named "
+            "`layers`, so that every stage would hold all of it. Name its first dim: `sl.logical(initializer, ...)` where it is "
+            "made, for a bias too, or `sl.annotate(model, ...)`."
+        )
     for k in loop.plain:
         atom = equation.invars[k]
-        if _moves(atom, depends):
-            raise ValueError(
-                f"The loop over layers at {at} takes `{paths[min(depends[atom])]}`, or what is made of it, one layer at a time, "
-                "and no dim of it is named `layers`: name its first."
-            )
         if outputs := _outputs_behind(jaxpr, [atom], before):
             first = line_of(before[outputs[0][0]].equation)
             raise ValueError(

@@ -10,6 +10,7 @@ the stages are there alone, and so are the sums of gradients that come out.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ class Executor:
         cut, self.table = self.cut, self.program.table
         self.layers = [layer(loop, cut.trained, self.table.splits) for loop in cut.loops]
         self.outer = [self.weights[k] for k in cut.outer]
+        self.shared = [cut.shared(loop, self.outer) for loop in range(len(cut.loops))]
         self.stacks = [[self.weights[k] for k in loop.stacked] for loop in cut.loops]
         self.trained = [[k for k in loop.stacked if k in cut.trained] for loop in cut.loops]
         self.parts = self.table.parts // len(cut.loops)  # of each loop
@@ -75,6 +77,10 @@ class Executor:
         """Whether it is a loop's first part."""
         return part == loop * self.parts
 
+    def weights_of(self, loop: int, of_layer: Arrays) -> Arrays:
+        """What a layer takes as weights: what all layers share, and its own."""
+        return [*self.shared[loop][0], *of_layer]
+
     def chunk(self, row: dict[str, Any], kind: str, loop: int) -> tuple[Any, Arrays]:
         """The first of the stage's layers that are of a pass's part, and their weights."""
         if self.chunks == 1:
@@ -87,6 +93,7 @@ class Executor:
         given = self.inputs(row[f"{kind}.microbatch"])
         same, plain = self.cut.fixed(loop, self.outer, given)
         first = (row[f"{kind}.part"] - loop * self.parts) * self.per[loop]
+        same = [*self.shared[loop][1], *same]
         return first, given, same, [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in plain]
 
     # Passes.
@@ -109,6 +116,7 @@ class Executor:
 
         def body(travelling: Arrays, scanned: Any) -> tuple[Arrays, tuple[Arrays, Arrays]]:
             mine, of_layer = scanned
+            mine = self.weights_of(loop, mine)
             travelling, told, kept = self.layers[loop].forward(travelling, mine, [*same, *of_layer])
             return travelling, (told, kept)
 
@@ -170,11 +178,13 @@ class Executor:
 
             def whole(carry: Any, scanned: Any) -> Any:
                 (gradients, sums), (place, mine, of_layer, residuals, of_told) = carry, scanned
+                mine = self.weights_of(loop, mine)
                 found = layer.backward(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
-                return (found[0], _added_at(sums, place, found[1])), None
+                return (found[0], self.added_layer(loop, sums, place, found[1])), None
 
             def split(carry: Any, scanned: Any) -> Any:
                 (gradients, sums), (_, mine, of_layer, residuals, of_told) = carry, scanned
+                mine = self.weights_of(loop, mine)
                 gradients, left = layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
                 return (gradients, sums), left
 
@@ -217,8 +227,9 @@ class Executor:
 
             def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
                 place, mine, of_layer, residuals, left = scanned
+                mine = self.weights_of(loop, mine)
                 found = self.layers[loop].weights(residuals, mine, [*same, *of_layer], left)
-                return _added_at(sums, place, found), None
+                return self.added_layer(loop, sums, place, found), None
 
             scanned = (place + jnp.arange(self.per[loop]), weights, plain, kept, left)
             of_loop, _ = lax.scan(body, sums[loop], scanned)
@@ -232,15 +243,36 @@ class Executor:
             sums, which, [sums[k] + g.astype(sums[k].dtype) for k, g in zip(which, gradients, strict=True)]
         )
 
+    def added_layer(self, loop: int, sums: Arrays, place: Any, gradients: Arrays) -> Arrays:
+        """The sums of what a loop's layers share, and of its weights, with the gradients of the layer at a place."""
+        shared = len(self.shared[loop][0])
+        return [
+            x + gradient.astype(x.dtype) if k < shared else x.at[place].add(gradient.astype(x.dtype))
+            for k, (x, gradient) in enumerate(zip(sums, gradients, strict=True))
+        ]
+
+    def sums_of_shared(self, loop: int) -> Arrays:
+        """Sums of gradients of what a loop's layers share, before any."""
+        return [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in self.shared[loop][0]]
+
+    def share(self, loop: int, sums: Arrays, of_shared: Arrays) -> Arrays:
+        """The sums of the outer weights with what comes through what a loop's layers share."""
+        trained = [k for k in self.cut.share(loop) if self.cut.outer[k] in self.cut.trained]
+
+        def make(of_trained: Arrays) -> Arrays:
+            return self.cut.shared(loop, _replaced(self.outer, trained, of_trained))[0]
+
+        made, back = jax.vjp(make, [self.outer[k] for k in trained])
+        (gradients,) = back([x.astype(one.dtype) for x, one in zip(of_shared, made, strict=True)])
+        return self.added(sums, trained, gradients)
+
     # The loop of ticks.
 
     def gradient(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """What `totals` come to on this stage, and `sums`, which has one for each trained weight, with its gradients."""
         stage = lax.axis_index(self.axis)
-        start = (
-            self.buffers(), [sums[k] for k in self.cut.outer], [[sums[k] for k in of] for of in self.trained],
-            self.no_totals(),
-        )  # fmt: skip
+        of_layers = [[*self.sums_of_shared(k), *(sums[i] for i in of)] for k, of in enumerate(self.trained)]
+        start = self.buffers(), [sums[k] for k in self.cut.outer], of_layers, self.no_totals()
         nothing, nothing_back = (
             [jnp.zeros(one.shape, one.dtype) for one in of] for of in (self.cut.wire, self.cut.wire_back)
         )
@@ -277,8 +309,11 @@ class Executor:
             return (buffers, of_outer, of_stacks, totals), None
 
         (_, of_outer, of_stacks, totals), _ = lax.scan(tick, start, self.rows())
-        places = [*self.cut.outer, *(k for of in self.trained for k in of)]
-        return totals, _replaced(sums, places, [*of_outer, *(x for of in of_stacks for x in of)])
+        for loop, of in enumerate(self.shared):
+            if of[0]:
+                of_outer = self.share(loop, of_outer, of_stacks[loop][: len(of[0])])
+        of_stacks = [x for (moved, _), found in zip(self.shared, of_stacks, strict=True) for x in found[len(moved) :]]
+        return totals, _replaced(sums, [*self.cut.outer, *chain(*self.trained)], [*of_outer, *of_stacks])
 
     def measure(self) -> Arrays:
         """What `totals` come to on this stage, where the program is of forward passes alone."""
@@ -343,10 +378,6 @@ def _kept(buffers: Buffers, name: str, loop: int, slot: Any, values: Arrays) -> 
 
 def _filled(stacks: Arrays, first: Any, values: Arrays) -> Arrays:
     return [lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in zip(stacks, values, strict=True)]
-
-
-def _added_at(sums: Arrays, place: Any, gradients: Arrays) -> Arrays:
-    return [x.at[place].add(gradient.astype(x.dtype)) for x, gradient in zip(sums, gradients, strict=True)]
 
 
 def _replaced(arrays: Sequence[Any], places: Sequence[int], values: Arrays) -> Arrays:

@@ -24,12 +24,13 @@ Arrays = list[Any]
 class Layer:
     """A layer, forward and backward, all lists of arrays.
 
-    - `forward(travelling, weights, own)`: what travels on, what it gives besides, what is kept.
+    - `forward(travelling, weights, own)`: what travels on, what it tells besides, what is kept.
     - `backward(kept, weights, own, gradients)`: gradients of what travels, and of trained weights.
     - `inputs(kept, weights, own, gradients)`: gradients of what travels, and what is left.
     - `weights(kept, weights, own, left)`: gradients of trained weights.
 
-    `own` is what every stage makes for itself. Gradients are those of what has derivatives: of what travels on, then of
+    `weights` are first those that all layers share, then the layer's. `own` is what every stage makes for itself.
+    Gradients are those of what has derivatives: of what travels on, then of
     what is given besides.
     """
 
@@ -49,7 +50,7 @@ def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
     travels = len(loop.entering)
     smooth = loop.smooth[:travels]
     moving = sum(smooth)
-    trained = sum(k in trained_weights for k in loop.stacked)
+    trained = len(loop.moved) + sum(k in trained_weights for k in loop.stacked)
     floats, others, given = avals[:moving], avals[moving:travels], avals[travels:]
     there, back = derivative(closed, [True] * moving, trained, floats, others, given)
     kept = jax.eval_shape(there, *floats, *others, *given)[1]
@@ -76,10 +77,14 @@ def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
     of_gradients = jaxpr.invars[len(kept) + len(given) :]
     to_inputs, to_weights = jaxpr.outvars[:moving], jaxpr.outvars[moving:]
     first = behind(jaxpr, to_inputs)
-    made = {var for equation in first for var in equation.outvars}
+    # Left is what gradients went into; what is made of what was kept alone, as all that is recomputed, is made again.
+    made = set(of_gradients)
+    for equation in first:
+        if made.intersection(variables(equation.invars)):
+            made.update(equation.outvars)
     second = behind(jaxpr, to_weights, made)
     read = [*inputs_of(second), *variables(to_weights)]
-    left = list(dict.fromkeys(var for var in read if var in made or var in of_gradients))
+    left = list(dict.fromkeys(var for var in read if var in made))
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in left]
 
     def run(equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
