@@ -54,7 +54,10 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
     """
     ask = _Ask(init, params)
     which = _which(ask)
-    dims = _dims(ask, {path: i for path, i in which.items() if isinstance(i, int)})
+    sure = {path: i for path, i in which.items() if isinstance(i, int)}
+    dims = _dims(ask, sure)
+    first = _first_dims(ask, {path: i for path, i in sure.items() if path not in dims})
+    dims |= first
 
     def relation(path: str, shape: Shape) -> Relation:
         followed, whole = dims.get(path), (None,) * len(shape)
@@ -71,6 +74,8 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
             return Relation("ambiguous", name, whole, f"follows `{name}`, by which dims cannot be told")
         if followed == tuple(range(len(parameter))):
             return Relation("same", name, followed)
+        if path in first:
+            return Relation("part", name, followed, f"follows dim 0 of `{name}`; by which dims else cannot be told")
         listed = ", ".join(str(dim) for dim in followed if dim is not None)
         return Relation("part", name, followed, f"follows dim {listed} of `{name}`")
 
@@ -152,6 +157,27 @@ def _dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
             dims = _explained(ask.base[path], parameter, [shapes[path] for shapes in rounds], resize)
             if dims is not None:
                 found[path] = dims
+    return found
+
+
+def _first_dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
+    """For leaves that nothing explains, of stacks whose layers are not as many as any other dim is large: where dim 0 went.
+
+    A moment that is factored over a square has dims that cannot be told apart, but for that which counts the squares.
+    """
+    found: dict[str, Dims] = {}
+    for resize in _RESIZES if which else ():
+        try:
+            shapes = ask(resize, lambda _, dim: dim == 0)
+        except _Refused:
+            continue
+        for path in which.keys() - found.keys():
+            shape, other, parameter = ask.base[path], shapes[path], ask.parameters[which[path]][1]
+            if other is None or len(parameter) < 3 or len(other) != len(shape) or parameter.count(parameter[0]) > 1:
+                continue
+            changed = [at for at, size in enumerate(shape) if other[at] != size]
+            if [(shape[at], other[at]) for at in changed] == [(parameter[0], resize(parameter[0]))]:
+                found[path] = tuple(0 if at in changed else None for at in range(len(shape)))
     return found
 
 

@@ -1,5 +1,7 @@
 """A list of layers as one that loops: alone, under a strategy, in a pipeline."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,21 +16,22 @@ WIDTH = 8
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs, hidden=16, dropout=0.0):
+    def __init__(self, rngs, hidden=16, dropout=0.0, number=1):
         self.up = nnx.Linear(
             WIDTH, hidden, kernel_init=sl.logical(nnx.initializers.lecun_normal(), "embed", "mlp"), rngs=rngs
         )
         self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(()))
+        self.number = nnx.Variable(jnp.float32(number))
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x, shift=0.0):
-        return x + self.scale * self.dropout(self.down(jnp.tanh(self.up(x) + shift)))
+        return x + self.scale * self.number * self.dropout(self.down(jnp.tanh(self.up(x) + shift)))
 
 
 def blocks(count=4, **options):
     rngs = nnx.Rngs(0)
-    return [Block(rngs, **options) for _ in range(count)]
+    return [Block(rngs, **options, number=1 + k / count) for k in range(count)]
 
 
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("f")
@@ -95,8 +98,8 @@ def test_a_pipeline_of_a_list_of_layers_steps_as_the_list_does():
 
 
 def test_layers_with_streams_of_their_own_draw_the_same_in_a_pipeline():
-    make = lambda: Model(0.5)
-    assert_alike(stepped(make, STAGES, 2), stepped(make, ALONE, 2))
+    make, stages = lambda: Model(0.5), replace(STAGES, pipeline=sl.pipeline.ZBV(2, 4))
+    assert_alike(stepped(make, stages, 2), stepped(make, ALONE, 2))
 
 
 class Laid(nnx.Module):

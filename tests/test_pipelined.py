@@ -12,7 +12,7 @@ from flax import nnx
 from machines import compile_for, mesh_on
 
 import shardlib as sl
-from models import gpt, moe
+from models import gpt, moe, translation
 from shardlib import pipeline
 from shardlib._collectives import collectives
 from shardlib.pipeline._program import BUFFERS, program, program_of
@@ -201,22 +201,20 @@ def test_the_layers_of_an_encoder_and_a_decoder_lie_by_stages():
         np.testing.assert_array_equal(state.model[one]["up"], other.model[one]["up"])
 
 
-@dataclass(frozen=True)
-class Mine:
-    """A schedule of somebody's own."""
-
-    stages: int = 2
-    microbatches: int = 8
-    paired: bool = False
-
-    def table(self):
-        first = "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"
-        second = " ".join(f"F{k} B{k}" for k in range(8))
-        return pipeline.Table.parse(f"{first}\n{second}")
-
-
 def test_a_table_written_by_hand(alone):
-    assert_alike(stepped(sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=Mine())), alone)
+    first = "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"
+    second = " ".join(f"F{k} B{k}" for k in range(8))
+    schedule = pipeline.Custom(pipeline.Table.parse(f"{first}\n{second}"))
+    assert_alike(stepped(sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)), alone)
+
+
+def test_the_oracle_holds_a_pipeline_to_one_device():
+    given = {name: x[:16] for name, x in batch().items()}
+    options = {"pipeline": pipeline.ZBV(2, 4), "remat": "stage"}
+    (found,) = sl.testing.check_step(
+        make, optax.adam(0.1), loss, given, RULES, meshes=["stage=2,data=2,model=1"], **options
+    )
+    assert found.mesh == "stage=2,data=2,model=1"
 
 
 CONFIG = gpt.tiny(layers=2, width=32, heads=4, context=16, vocab=64)
@@ -241,12 +239,42 @@ def test_gpt_with_dropout_zero_and_recomputed_blocks(schedule, changes, options)
     assert_alike(stepped(strategy, make, gpt.loss, TOKENS), expected)
 
 
-def test_experts_over_the_data_in_stages():
-    config = moe.tiny(layers=2, width=32, heads=4, context=16, vocab=64, every=1, experts=4)
-    make, rules = lambda: moe.MoE(config, rngs=nnx.Rngs(0)), RULES | sl.AxisRules(experts="data")
-    expected = stepped(sl.Strategy(mesh="stage=1,data=2,model=4", rules=rules, accumulate=4), make, moe.loss, TOKENS)
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=rules, pipeline=pipeline.OneFOneB(2, 4))
-    assert_alike(stepped(strategy, make, moe.loss, TOKENS), expected)
+EXPERTS = RULES | sl.AxisRules(experts="data")
+
+
+@pytest.fixture(scope="module")
+def experts_alone():
+    return stepped(
+        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4), make_experts, moe.loss, TOKENS
+    )
+
+
+def make_experts():
+    config = moe.tiny(layers=4, width=32, heads=4, context=16, vocab=64, every=1, experts=4)
+    return moe.MoE(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
+def test_experts_over_the_data_in_stages(schedule, experts_alone):
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=schedule(2, 4))
+    assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
+
+
+def test_gshards_translation_in_stages():
+    random = np.random.default_rng(0)
+    given = {
+        "source": random.integers(1, 64, (8, 8)),
+        "target": random.integers(1, 64, (8, 7)),
+        "pad": np.zeros(8, int),
+    }
+    given["source"][:, 6:] = 0
+    config = translation.tiny(layers=8, width=16, heads=4, context=8, vocab=64, experts=4)
+    make = lambda: translation.Translation(config, rngs=nnx.Rngs(0))
+    expected = stepped(
+        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4), make, translation.loss, given
+    )
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=pipeline.ZBV(2, 4))
+    assert_alike(stepped(strategy, make, translation.loss, given), expected)
 
 
 def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
@@ -281,6 +309,35 @@ def test_layers_lie_by_stages_and_are_read_as_the_model_has_them(schedule, tmp_p
         jax.tree.map(
             np.testing.assert_array_equal, (found.params, found.opt_state), (expected.params, expected.opt_state)
         )
+
+
+def square(layers=8):
+    keys = jax.random.split(jax.random.key(0), layers)
+    made = jax.vmap(lambda key: jax.random.normal(key, (16, 16)) / 4)(keys)
+    return sl.annotate(
+        {"square": made, "out": jnp.eye(16)}, {"square": ("layers", "embed", None), "out": ("embed", None)}
+    )
+
+
+def loss_of_squares(model, x, rng):
+    y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, model["square"])
+    return jnp.mean((y @ model["out"]) ** 2)
+
+
+def test_moments_factored_over_squares_follow_their_layers():
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype("f")
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
+    alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4)
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.Interleaved(2, 4))
+    found, expected = (
+        reordered(sl.train_step(loss_of_squares, s)(sl.init(square, optimizer, s), x)[0], natural=True)
+        for s in (strategy, alone)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.opt_state, expected.opt_state
+    )
+    with pytest.raises(ValueError, match=r"v_row/square.*cannot be told.*which dim of it counts"):
+        sl.init(lambda: square(16), optimizer, strategy)
 
 
 # What lies where, and what waits.
@@ -416,6 +473,45 @@ def test_strategies_that_cannot_be(changes, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """A schedule whose table is another's."""
+
+    written: pipeline.Table
+    stages: int = 2
+    microbatches: int = 8
+    paired: bool = False
+
+    def table(self):
+        return self.written
+
+
+def test_schedules_that_are_not_what_they_say():
+    few, forward = pipeline.OneFOneB(2, 4).table(), pipeline.Table.parse("F0 F1\nF0 F1")
+    uneven = pipeline.Table.parse("F0@0 F0@2 B0@2 B0@0\nF0 B0", placement=(0, 1, 0))
+    for schedule, words in [
+        (few, ["sl.pipeline.Custom(table)"]),
+        (Wrong(few), ["8 microbatches", "has 2 and 4"]),
+        (pipeline.Custom(forward), ["forward passes alone"]),
+        (pipeline.Custom(uneven), ["[2, 1] parts"]),
+        (object(), ["`paired`"]),
+    ]:
+        with pytest.raises(ValueError) as error:
+            strategy(pipeline=schedule)
+        assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_state_in_the_order_of_another_schedule():
+    state = sl.init(make, optax.sgd(0.1), strategy(pipeline=pipeline.Interleaved(2, 8)))
+    for other in (pipeline.OneFOneB(2, 8), pipeline.ZBV(2, 8)):
+        with pytest.raises(ValueError, match="Interleaved.*in the order of that"):
+            sl.train_step(loss, strategy(pipeline=other))(state, batch())
+    with pytest.raises(ValueError, match=r"Interleaved.*`pipeline=None`.*state.layout.strategy"):
+        sl.evaluation(loss, strategy(pipeline=None))(state, [batch()])
+    state = sl.init(make, optax.sgd(0.1), strategy())
+    assert sl.evaluation(loss, strategy(pipeline=None))(state, [batch()])["loss"] > 0, "stage by stage is in order"
+
+
 def test_layers_that_do_not_split_over_the_parts():
     with pytest.raises(ValueError, match="stacks 6 layers.*4 parts.*2 on each stage.*multiple of 4"):
         sl.init(lambda: make(6), optax.sgd(0.1), strategy(pipeline=pipeline.VHalf(2, 8)))
@@ -471,6 +567,21 @@ def test_losses_that_cannot_be_cut():
         return over_layers(model, batch, layer, (stack_of(model), model["enter"]))
 
     refused(unnamed, ["`enter`", "no dim of it is named `layers`"])
+    refused(unnamed, ["`enter`", "no dim of it is named `layers`"], frozen=("enter",))
+
+    def cast(model, batch, rng):
+        return over_layers(model, batch, plain, jax.tree.map(lambda w: 2 * w, stack_of(model)))
+
+    refused(cast, ["no `jax.lax.scan`", "`mul` at", "test_pipelined.py", "into the layer"])
+
+    def prints(model, batch, rng):
+        def layer(x, w):
+            jax.debug.print("{}", x[0, 0])
+            return plain(x, w)
+
+        return over_layers(model, batch, layer, stack_of(model))
+
+    refused(prints, ["debug", "test_pipelined.py", "Take it out"])
 
 
 def test_layers_that_change_what_they_hand_on():
@@ -490,6 +601,8 @@ def test_a_shift_along_a_split_dim_is_refused_before_it_hangs():
         return over_layers(model, batch, layer, stack_of(model))
 
     refused(shifted, ["permute within the work of one stage", "test_pipelined.py"])
+    with pytest.raises(ValueError, match="permute within the work of one stage"):
+        sl.evaluation(shifted, strategy())(sl.init(make, None, strategy()), [batch()])
 
 
 def test_state_that_changes_with_the_microbatches():

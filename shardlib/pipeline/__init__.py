@@ -6,6 +6,7 @@ from shardlib.pipeline._schedules import SCHEDULES as SCHEDULES
 from shardlib.pipeline._schedules import ZBH1 as ZBH1
 from shardlib.pipeline._schedules import ZBH2 as ZBH2
 from shardlib.pipeline._schedules import ZBV as ZBV
+from shardlib.pipeline._schedules import Custom as Custom
 from shardlib.pipeline._schedules import DualPipeV as DualPipeV
 from shardlib.pipeline._schedules import Eager1F1B as Eager1F1B
 from shardlib.pipeline._schedules import GPipe as GPipe

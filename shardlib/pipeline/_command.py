@@ -35,9 +35,10 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--schedule", choices=SCHEDULES, metavar="NAME", help="one of those below")
     command.add_argument("--table", type=Path, metavar="FILE", help="a schedule of your own, in place of a known one")
-    command.add_argument("--stages", type=int, default=4)
-    command.add_argument("--microbatches", type=int, default=8)
-    command.add_argument("--chunks", type=int, default=2, help="parts on a stage, of `interleaved`")
+    command.add_argument("--paired", action="store_true", help="of such: a forward and a backward pass in a tick")
+    command.add_argument("--stages", type=int, help="(default: 4)")
+    command.add_argument("--microbatches", type=int, help="(default: 8)")
+    command.add_argument("--chunks", type=int, help="parts on a stage, of `interleaved` (default: 2)")
     command.add_argument("--forward", type=float, default=1.0, help="what a stage's forward pass takes (default: 1)")
     command.add_argument("--backward", type=float, default=1.0, help="that of the gradient of what came (default: 1)")
     command.add_argument("--weights", type=float, default=1.0, help="that of the gradients of weights (default: 1)")
@@ -50,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     """The command; 2 for a mistake."""
     try:
         costs = Costs(arguments.forward, arguments.backward, arguments.weights, arguments.send)
+        if not any((arguments.forward, arguments.backward, arguments.weights)):
+            raise ValueError("--forward, --backward and --weights are all 0: then nothing takes any time.")
+        _check_options(arguments)
         if arguments.schedule is None and arguments.table is None:
             if arguments.svg is not None:
                 raise ValueError("--svg draws one schedule: say which, --schedule NAME.")
@@ -62,6 +66,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse what would not be used; fill in the rest."""
+    if arguments.table is not None:
+        if arguments.schedule is not None:
+            raise ValueError("--schedule and --table: give one of them.")
+        if unused := [name for name in ("stages", "microbatches", "chunks") if getattr(arguments, name) is not None]:
+            raise ValueError(f"--{unused[0]}: the table says that itself.")
+    elif arguments.paired:
+        raise ValueError("--paired is for a --table; the other schedules know.")
+    if arguments.chunks is not None and arguments.schedule not in (None, "interleaved"):
+        raise ValueError(f"--chunks is for `interleaved`; got --schedule {arguments.schedule}.")
+    for name, default in (("stages", 4), ("microbatches", 8), ("chunks", 2)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+
+
 def _made(name: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Table, bool]:
     more: dict[str, Any] = {"costs": costs} if name in COSTED else {}
     if name == "interleaved":
@@ -72,9 +92,7 @@ def _made(name: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Table
 
 def _shown(arguments: argparse.Namespace, costs: Costs) -> str:
     if arguments.table is not None:
-        if arguments.schedule is not None:
-            raise ValueError("--schedule and --table: give one of them.")
-        name, (made, paired) = str(arguments.table), (Table.parse(arguments.table.read_text()), False)
+        name, made, paired = str(arguments.table), Table.parse(arguments.table.read_text()), arguments.paired
     else:
         name, (made, paired) = arguments.schedule, _made(arguments.schedule, arguments, costs)
     timeline = simulate(made, costs)

@@ -222,6 +222,18 @@ class Cut:
             return None
         return made_of(self.jaxpr, atoms, values)
 
+    def unchanged(self, output: int, given: int) -> bool:
+        """Whether an output is one of the inputs, be it that a loop took it layer by layer and gave it back."""
+        one, other = self.jaxpr.outvars[output], self.jaxpr.invars[self.count + given]
+        for loop in self.loops:
+            if one in loop.equation.outvars[loop.parts[1] :]:
+                body = _body(loop.equation).jaxpr
+                back = body.outvars[loop.equation.outvars.index(one)]
+                one = next(
+                    (atom for var, atom in zip(body.invars, loop.equation.invars, strict=True) if var is back), one
+                )
+        return one is other
+
     # Of which of the outer weights, by their number among these, values are made, not through a loop.
 
     def reaching(self, wanted: Sequence[Any]) -> list[int]:
@@ -294,6 +306,7 @@ def cut(
     """
     traced = jax.make_jaxpr(function)(list(weights), list(inputs))
     count = len(weights)
+    _check_effects(traced)
     flat = _with_loops_outside(traced, [*[name is not None for name in stacked], *[False] * len(inputs)])
     jaxpr = flat.jaxpr
     of = dict(zip(jaxpr.invars[:count], range(count), strict=False))
@@ -304,7 +317,7 @@ def cut(
         if equation.primitive.name == "scan"
     ]
     found = [(equation, over) for equation, over in found if over]
-    _check_loops(found, paths, stacked, names)
+    _check_loops(jaxpr, found, paths, stacked, names)
     loop_of = {k: equation for equation, over in found for k in over}
     for var, k in stack.items():
         _check_reader(jaxpr, var, paths[k], loop_of.get(k))
@@ -386,19 +399,53 @@ def _with_outputs(jaxpr: Jaxpr, loop: Loop) -> Loop:
     return replace(loop, apart=apart, told=tuple(k for k in given if k not in apart))
 
 
+def _check_effects(traced: ClosedJaxpr) -> None:
+    """Refuse what does something besides: a pipeline does parts of a loss again, and leaves out what nobody reads."""
+
+    def seen(of: Any) -> bool:  # there are effects of other kinds: an axis that is named, an array that is changed
+        return any("Debug" in type(effect).__name__ or "IO" in type(effect).__name__ for effect in of.effects)
+
+    def first(jaxpr: Jaxpr) -> Any:
+        for equation in jaxpr.eqns:
+            if seen(equation):
+                inner = [getattr(value, "jaxpr", value) for value in equation.params.values()]
+                return next((first(one) for one in inner if isinstance(one, Jaxpr) and seen(one)), None) or equation
+        return None
+
+    if (equation := first(traced.jaxpr)) is not None:
+        raise ValueError(
+            f"The loss prints, calls back or the like: `{equation.primitive.name}` at {line_of(equation) or 'a line unknown'}. "
+            "Stages do parts of it again, and leave out what nobody reads, so that it would happen never or several times. "
+            "Take it out, or look without the pipeline."
+        )
+
+
 def _check_loops(
-    found: Sequence[tuple[Any, list[int]]], paths: Sequence[str], stacked: Sequence[str | None], names: Sequence[str]
+    jaxpr: Jaxpr,
+    found: Sequence[tuple[Any, list[int]]],
+    paths: Sequence[str],
+    stacked: Sequence[str | None],
+    names: Sequence[str],
 ) -> None:
     """Refuse a loss whose loops over layers are not one for each name, in order."""
     named = [name for name in names if name in stacked]
     of_loops = [tuple(dict.fromkeys(stacked[k] for k in over)) for _, over in found]
     for name in named:
         if not any(name in of for of in of_loops):
-            some = ", ".join([f"`{paths[k]}`" for k in range(len(paths)) if stacked[k] == name][:3])
+            mine = [k for k in range(len(paths)) if stacked[k] == name]
+            readers = [
+                equation for equation in jaxpr.eqns if {jaxpr.invars[k] for k in mine} & set(variables(equation.invars))
+            ]
+            read = (
+                f"; `{readers[0].primitive.name}` at {line_of(readers[0]) or 'a line unknown'} is the first to"
+                if readers
+                else ""
+            )
             raise ValueError(
-                f"A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes {some} one "
-                "layer at a time. `sl.Layers([...])` makes one of a list of modules; otherwise scan over them, as `nnx.scan` "
-                "does."
+                "A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes "
+                f"{', '.join(f'`{paths[k]}`' for k in mine[:3])} one layer at a time{read}. `sl.Layers([...])` makes one of a "
+                "list of modules; otherwise scan over them, as `nnx.scan` does. What casts weights or reshapes them belongs into "
+                "the layer (`Strategy(precision=...)` casts them), and so does a `jax.checkpoint`: `sl.remat` marks a layer."
             )
     lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in found)
     if len(found) > len(named):

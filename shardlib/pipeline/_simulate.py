@@ -112,7 +112,15 @@ class Timeline:
     @property
     def sends(self) -> int:
         """How often an activation, or the gradient of one, goes from stage to stage."""
-        return 2 * self.table.microbatches * sum(map(self.table.crosses, range(self.table.parts)))
+        return sum(self.sends_of)
+
+    @cached_property
+    def sends_of(self) -> tuple[int, ...]:
+        """How often each stage sends one: `bytes * timeline.sends_of[stage]` is what it puts on the wire in a step."""
+        table = self.table
+        to = lambda op: op.part + {"F": 1, "B": -1}[op.kind]  # noqa: E731
+        away = lambda op: 0 <= to(op) < table.parts and table.placement[to(op)] != table.placement[op.part]  # noqa: E731
+        return tuple(sum(op.kind != "W" and away(op) for op in order) for order in table.orders)
 
 
 def _held(table: Table, order: Sequence[Op], kept: float) -> tuple[float, ...]:

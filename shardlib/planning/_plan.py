@@ -26,6 +26,7 @@ from shardlib.planning._memory import Memory, attribute
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.planning._targets import Target
+from shardlib.train._pipelined import check_branches
 from shardlib.train._state import State, state_specs
 from shardlib.train._step import Step
 from shardlib.train._strategy import Strategy
@@ -162,6 +163,9 @@ def plan(
     memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     strategy = step.strategy if isinstance(step, Step) else None
+    found = collectives(compiled.program, mesh)
+    if strategy is not None and strategy.pipeline is not None:
+        check_branches(found)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
         target=str(machine or f"{mesh.size if mesh else 1} {chip.name} devices"),
@@ -170,7 +174,7 @@ def plan(
         devices=mesh.size if mesh else 1,
         chip=chip,
         memory=memory,
-        collectives=collectives(compiled.program, mesh),
+        collectives=found,
         remarks=compiled.remarks,
         advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
         prices=prices(state, strategy) if strategy is not None else (),

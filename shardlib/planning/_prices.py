@@ -26,7 +26,7 @@ class Price:
 
 def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
     """Of a step under ZeRO, what its own stage costs, and what the other stages would."""
-    zero, dtypes, count = strategy.sharding, strategy.dtypes, strategy.accumulate
+    zero, dtypes, count = strategy.sharding, strategy.dtypes, strategy.microbatches
     if not zero.stage:
         return ()
     mesh_shape = strategy.device_mesh.shape
@@ -50,4 +50,5 @@ def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
         part = wire if count == 1 else size * dtypes.accumulated(dtypes.reduced(leaf.dtype)).itemsize
         held[2] += weight + part / devices
         held[3] += part / devices
-    return tuple(Price(stage, round(sent[stage]), round(held[stage]), stage == zero.stage) for stage in (1, 2, 3))
+    stages = (1, 2, 3) if strategy.pipeline is None else (1,)  # the others would send in every tick, and are refused
+    return tuple(Price(stage, round(sent[stage]), round(held[stage]), stage == zero.stage) for stage in stages)

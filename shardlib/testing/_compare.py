@@ -14,8 +14,9 @@ import optax
 from shardlib._batch import mean
 from shardlib._mesh import format_mesh, make_mesh, parse_axes
 from shardlib._random import is_key
-from shardlib._rules import AxisRules
+from shardlib._rules import LAYERS, AxisRules, as_tuple
 from shardlib._tree import named_leaves
+from shardlib.train._order import reordered
 from shardlib.train._state import init
 from shardlib.train._step import train_step
 from shardlib.train._strategy import Strategy
@@ -54,8 +55,8 @@ def check_step(
     what the loss function's key and the model's own random streams draw. A difference counts relative to the largest
     entry of its array, or to a hundredth of the largest entry of all arrays of its kind where that is more, since what
     is zero but for rounding has no scale. An `AssertionError` names the mesh, the array and the difference. `meshes` are
-    by default all ways to arrange the devices along the axes that the rules mention; `options` are other fields of
-    `Strategy`, such as `remat` or `exchange`.
+    by default all ways to arrange the devices along the axes that the rules mention, with as many stages as a `pipeline` has;
+    `options` are other fields of `Strategy`, such as `remat`, `exchange` or `pipeline`.
 
     >>> rules = AxisRules(batch="data", embed=None, mlp="model")
     >>> loss = lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2)
@@ -69,9 +70,13 @@ def check_step(
             "`check_step` takes lists of meshes and of numbers of microbatches, and takes at least one step."
         )
     shapes = list(mesh_shapes(rules.axes) if meshes is None else meshes)
+    if meshes is None and (schedule := options.get("pipeline")) is not None:
+        axis = next(as_tuple(axes)[0] for name, (axes, *_) in rules.items() if name == LAYERS)
+        shapes = [shape for shape in shapes if parse_axes(shape)[axis] == schedule.stages]
     if not shapes or not rules.axes:
         raise ValueError("`check_step` has no mesh to compare: no rule mentions an axis, or `meshes` is empty.")
-    alone = {name: value for name, value in options.items() if name not in ("exchange", "dcn", "zero")}
+    left_out = ("exchange", "dcn", "zero", "pipeline", *(["remat"] if options.get("remat") == "stage" else []))
+    alone = {name: value for name, value in options.items() if name not in left_out}
     single = Strategy(mesh=make_mesh(dict.fromkeys(rules.axes, 1), devices=jax.devices()[:1]), rules=rules, **alone)
     expected = _run(make_model, optimizer, loss_fn, batch, single, steps, trainable)
     comparisons = []
@@ -114,7 +119,7 @@ def _run(
     records = []
     for _ in range(steps):
         state, metrics = step(state, batch)
-        gradients, opt_state = state.opt_state
+        gradients, opt_state = reordered(state, natural=True).opt_state
         metrics = jax.device_get(metrics)
         records.append(
             {

@@ -97,13 +97,14 @@ def describe(state: State) -> Description:
     rules, names, relations = layout.strategy.rules, dict(layout.names), dict(layout.relations)
     splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
     frozen = {path for path, _ in named_leaves(state.frozen)}
+    over = "data" if layout.strategy.stage_axis is None else " and ".join(layout.strategy.zero_axes)
 
     def remark(path: str, shape: tuple[int, ...]) -> str:
         split = splits.get(path)
         parts = [
             "frozen" if path in frozen else "",
             _remark(path, shape, names.get(path), rules, dict(mesh.shape), split is not None and split.dim is not None),
-            f"whole over data ({split.reason})" if split is not None and split.reason else "",
+            f"whole over {over} ({split.reason})" if split is not None and split.reason else "",
         ]
         return "; ".join(filter(None, parts))
 

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
+from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
-from shardlib.train._pipelined import Pipelined
+from shardlib.train._order import check_order
+from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
 from shardlib.train._step import LossFunction, every_nth, forward, with_row_keys
 from shardlib.train._strategy import Strategy
@@ -45,6 +47,7 @@ class Evaluation:
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
+        self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, Any]:
         """The means over the batches of a source, each weighed by its weight: over all, or `at_most` so many.
@@ -60,7 +63,7 @@ class Evaluation:
             for batch in on_mesh:
                 check_batch(batch, self.strategy)
                 with self.strategy.scope():
-                    means = self._compiled(state, batch)
+                    means = self._program(state, batch)(state, batch)
                 for name, mean in jax.device_get(means).items():
                     total, weight = sums.get(name, (0.0, 0.0))
                     sums[name] = total + np.float64(mean.total), weight + np.float64(mean.weight)
@@ -70,6 +73,15 @@ class Evaluation:
             raise ValueError("There was no batch to evaluate on.")
         means = {name: total / weight if weight else total * np.nan for name, (total, weight) in sums.items()}
         return {name: float(mean) if np.ndim(mean) == 0 else mean for name, mean in means.items()}
+
+    def _program(self, state: State, batch: Any) -> Any:
+        check_order(state.layout.strategy, self.strategy, dict(state.layout.names))
+        if self.strategy.pipeline is None:
+            return self._compiled
+        kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
+        if kind not in self._programs:
+            self._programs[kind] = checked(self._compiled.lower(state, batch).compile())
+        return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will do."""
@@ -104,7 +116,8 @@ class Evaluation:
 
         total = partial(forward, self.loss_fn, layout)
         if self.strategy.pipeline is not None:
-            means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()
+            with jax.named_scope("loss"):
+                means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()
         else:
             _, (means, _, _) = value(total, used, params, *inputs(0))
         return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means

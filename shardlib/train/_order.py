@@ -4,7 +4,8 @@ At rest layers lie stage after stage, and of each stage part after part, so that
 whoever reads a state, a model or a checkpoint, they lie as the model has them.
 """
 
-from functools import partial
+import math
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -35,6 +36,36 @@ def order_of(strategy: Strategy, layers: int, loop: int = 0, loops: int = 1) -> 
     by_stage = [part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage]
     order = tuple(part * per + k for part in by_stage for k in range(per))
     return None if order == tuple(range(layers)) else order
+
+
+def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None:
+    """Refuse a state whose layers lie otherwise than a strategy has them."""
+    loops = loops_of(theirs, names) or loops_of(mine, names)
+    count = math.lcm(*(table_of(one.pipeline).parts for one in (theirs, mine) if one.pipeline is not None))
+    for loop in range(len(loops)):
+        if order_of(theirs, count, loop, len(loops)) != order_of(mine, count, loop, len(loops)):
+            raise ValueError(
+                f"The state was made for `pipeline={theirs.pipeline}`, and its layers lie in the order of that; this is for "
+                f"`pipeline={mine.pipeline}`, which has another. Use the strategy that it was made with, "
+                "`state.layout.strategy`; a checkpoint goes from one schedule to another: `sl.Checkpoints`."
+            )
+
+
+def check_state(strategy: Strategy, names: dict[str, Any], relations: dict[str, Any], shapes: dict[str, Any]) -> None:
+    """Refuse an optimizer's state of which it is unknown how it follows the layers, if these lie in an order of their own."""
+    loops = loops_of(strategy, names)
+    for path, relation in relations.items():
+        of: Any = names.get(relation.parameter)
+        dim = stacked_dim(of)
+        if relation.kind != "ambiguous" or dim is None or of[dim] not in loops or not shapes[path].ndim:
+            continue
+        table = table_of(strategy.pipeline)  # type: ignore[arg-type]
+        if order_of(strategy, table.parts // len(loops), loops.index(of[dim]), len(loops)) is not None:
+            raise ValueError(
+                f"`{path}` of the optimizer's state, of shape {shapes[path].shape}, {relation.reason}: under "
+                f"`{strategy.pipeline}` layers lie stage after stage, and it must be known which dim of it counts them. Make the "
+                "number of layers other than the sizes beside it, or use a schedule with one part on a stage."
+            )
 
 
 def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, Any]) -> None:
@@ -94,7 +125,7 @@ def reordered(state: Any, *, natural: bool) -> Any:
 
     def of_state(path: str, leaf: Any) -> Any:
         relation = relations.get(path)
-        if relation is None or (dim := stacked_dim(names.get(relation.parameter))) not in relation.dims:
+        if relation is None or (dim := stacked_dim(names.get(relation.parameter))) is None or dim not in relation.dims:
             return leaf
         return move(leaf, relation.parameter, relation.dims.index(dim))
 
@@ -126,9 +157,10 @@ class _Mover:
             return leaf
         places = np.argsort(order) if self.natural else np.array(order)
         if isinstance(leaf, Tracer):
-            return _taken(leaf, places, dim)
-        return jax.jit(partial(_taken, places=places, dim=dim), out_shardings=leaf.sharding)(leaf)
+            return jnp.take(leaf, places, axis=dim)
+        return _taker(dim, leaf.sharding)(leaf, places)
 
 
-def _taken(leaf: jax.Array, places: np.ndarray, dim: int | None) -> jax.Array:
-    return jnp.take(leaf, places, axis=dim)
+@lru_cache(maxsize=1024)
+def _taker(dim: int, sharding: Any) -> Any:
+    return jax.jit(lambda leaf, places: jnp.take(leaf, places, axis=dim), out_shardings=sharding)

@@ -1,11 +1,11 @@
 """What takes the place of microbatches one after the other where layers are the stages of a pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from shardlib._collectives import collectives
+from shardlib._collectives import Collective, collectives
 from shardlib._rules import LAYERS, spec_axes
 from shardlib._text import human_bytes
 from shardlib.pipeline._cut import cut
@@ -54,8 +54,7 @@ class Pipelined:
         numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
         self.means, self.streams, rest = numbers[1]
         of_rest = jax.tree.leaves(of_inputs.unflatten(range(len(self.leaves)))[1])
-        outputs, given = self.cut.jaxpr.outvars, self.cut.jaxpr.invars[len(self.uses) :]
-        if any(outputs[k] is not given[of] for k, of in zip(jax.tree.leaves(rest), of_rest, strict=True)):
+        if not all(map(self.cut.unchanged, jax.tree.leaves(rest), of_rest)):
             raise ValueError(
                 "The loss changes state of the model, such as the statistics of a batch norm. Under a pipeline microbatches "
                 "overlap, so that there is no order in which to change it: leave the state as it is."
@@ -90,9 +89,15 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def check_branches(compiled: Any) -> None:
+def checked(compiled: Any) -> Any:
+    """A compiled program, unless it would hang."""
+    check_branches(collectives(compiled))
+    return compiled
+
+
+def check_branches(found: Iterable[Collective]) -> None:
     """Refuse a program in which a stage's own work has a permute: devices that do other work would never join it."""
-    for one in collectives(compiled):
+    for one in found:
         if one.kind == "collective-permute" and one.conditional and ("loss" in one.op_name or not one.op_name):
             where = f"`{one.sources[0]}`" if one.sources else f"`{one.op_name.rsplit('/', 1)[-1]}`"
             raise ValueError(

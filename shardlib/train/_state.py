@@ -21,7 +21,7 @@ from shardlib._relate import Relation, relate
 from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
-from shardlib.train._order import check_layers, place_layers, reordered
+from shardlib.train._order import check_layers, check_state, place_layers, reordered
 from shardlib.train._strategy import Strategy
 
 
@@ -156,6 +156,7 @@ def init(
             found["definition"], optimizer, strategy, tuple(sorted(names.items())), tuple(sorted(relations.items()))
         )
         _check_relations(relations, dict(named_leaves(opt_state)), strategy)
+        check_state(strategy, names, relations, dict(named_leaves(opt_state)))
         for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
             say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
         _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy)

@@ -34,7 +34,8 @@ from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Exact, exchange_gradients, inverse
-from shardlib.train._pipelined import Pipelined, check_branches
+from shardlib.train._order import check_order
+from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
@@ -96,9 +97,7 @@ class Step:
         """The program of a step, compiled before its first run, since there are some that would hang."""
         kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
         if kind not in self._programs:
-            compiled = step.lower(state, batch).compile()
-            check_branches(compiled)
-            self._programs[kind] = compiled
+            self._programs[kind] = checked(step.lower(state, batch).compile())
         return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
@@ -128,6 +127,7 @@ class Step:
                 theirs := layout.strategy
             ).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
                 raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
+            check_order(theirs, self.strategy, dict(layout.names))
             mesh = self.strategy.device_mesh
             to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
             self._compiled[layout] = jax.jit(

@@ -15,7 +15,9 @@ from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
 from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
 from shardlib._zero import Zero, resolve_zero
+from shardlib.pipeline._program import table_of
 from shardlib.pipeline._schedules import Schedule
+from shardlib.pipeline._table import Table
 from shardlib.train._exchange import Exact, Exchange
 
 
@@ -142,12 +144,27 @@ class Strategy:
                     '`remat="full"`.'
                 )
             return
+        if isinstance(schedule, Table):
+            raise ValueError("`Strategy(pipeline=...)`: of a table a schedule is made by `sl.pipeline.Custom(table)`.")
         if isinstance(schedule, type) or not all(
-            hasattr(schedule, name) for name in ("stages", "microbatches", "table")
+            hasattr(schedule, name) for name in ("stages", "microbatches", "paired", "table")
         ):
             raise ValueError(
                 f"`Strategy(pipeline={schedule!r})` takes a schedule, such as "
-                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
+                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`: what has `stages`, `microbatches`, `paired` and `table()`."
+            )
+        table = table_of(schedule)
+        if (table.stages, table.microbatches) != (schedule.stages, schedule.microbatches):
+            raise ValueError(
+                f"`{schedule}` says {schedule.stages} stages and {schedule.microbatches} microbatches, and its table has "
+                f"{table.stages} and {table.microbatches}."
+            )
+        if not table.trains:
+            raise ValueError(f"The table of `{schedule}` has forward passes alone: nothing would be learned.")
+        counts = [table.placement.count(stage) for stage in range(table.stages)]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"The table of `{schedule}` has {counts} parts on its stages: one program has as many on each."
             )
         candidates = next((of for name, of in self.rules.items() if name == LAYERS), (None,))
         if len(candidates) != 1 or len(as_tuple(candidates[0])) != 1:
