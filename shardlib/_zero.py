@@ -4,7 +4,6 @@ At rest everything is split, from stage 1 on: parameters, and optimizer state as
 is whole during a step: of stage 1 parameters and gradients, of stage 2 parameters, of stage 3 one layer's parameters.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -140,7 +139,7 @@ def split_further(
 def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], limit: int = 0) -> jax.Array:
     """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the layout over others.
 
-    Where that comes to more than `limit` bytes, piece by piece along the first dim, if that is another one.
+    Where that comes to more than `limit` bytes, in pieces of the first dim, if that is another one.
     """
 
     def collective(part: jax.Array, axis: int) -> jax.Array:
@@ -151,7 +150,7 @@ def gather(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], l
     def gathered(part: jax.Array) -> jax.Array:
         whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
         if limit and dim and whole > limit:
-            return in_pieces(functools.partial(collective, axis=dim - 1), part)
+            return in_pieces(collective, part, dim, -(-whole // limit))
         return collective(part, axis=dim)
 
     return _on_shards(gathered, x, spec)
@@ -187,23 +186,28 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
 
-def in_pieces(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """A collective for one row of an array after the other.
+def in_pieces(collective: Callable[[jax.Array, int], jax.Array], x: jax.Array, dim: int, count: int) -> jax.Array:
+    """A collective along `dim`, not the first, of an array in `count` pieces of its first, one after the other.
 
     Collectives along any but the first dim of a large array are turned around it: GPUs would copy all of it, twice.
     """
+    rows = -(-x.shape[0] // min(count, x.shape[0]))
+    count = -(-x.shape[0] // rows)
 
-    def put(row: jax.Array, rows: jax.Array) -> jax.Array:
-        made = collective(lax.dynamic_index_in_dim(x, row, keepdims=False))
+    def piece(first: jax.Array | int) -> jax.Array:
+        # A single row goes without the first dim, so that it may have the collective's dim as its first.
+        part = lax.dynamic_slice_in_dim(x, first, rows)
+        return collective(part[0], dim - 1)[None] if rows == 1 else collective(part, dim)
+
+    def put(number: jax.Array, made: jax.Array) -> jax.Array:
+        first = jnp.minimum(number * rows, x.shape[0] - rows)  # the last begins with rows of the one before
         # As it is numbered: else compilers lay all rows out as the collective gives one, and turn all of them later.
-        made = with_layout_constraint(made, Layout(tuple(range(made.ndim))))
-        return lax.dynamic_update_index_in_dim(rows, made, row, 0)
+        one = with_layout_constraint(piece(first), Layout(tuple(range(x.ndim))))
+        return lax.dynamic_update_slice_in_dim(made, one, first, 0)
 
     # All of it is overwritten. Of zeros, compilers would keep one array for all that start as zeros of this shape.
-    anything = x[(0,) * x.ndim]
-    return lax.fori_loop(
-        0, x.shape[0], put, jnp.broadcast_to(anything, (x.shape[0], *jax.eval_shape(collective, x[0]).shape))
-    )
+    anything, shape = x[(0,) * x.ndim], jax.eval_shape(lambda: piece(0)).shape
+    return lax.fori_loop(0, count, put, jnp.broadcast_to(anything, (x.shape[0], *shape[1:])))
 
 
 def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:

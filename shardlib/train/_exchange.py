@@ -131,7 +131,7 @@ def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], li
     if len(arrays) == 1:
         ((array,), (dim,)) = arrays, dims
         if dim and array.nbytes > limit:
-            return [in_pieces(partial(sum_scatter, dim=dim - 1, axes=axes), array)]
+            return [in_pieces(partial(sum_scatter, axes=axes), array, dim, -(-array.nbytes // limit))]
         return [sum_scatter(array, dim, axes)]
     parts = math.prod(lax.axis_size(axis) for axis in axes)
     # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
