@@ -116,12 +116,18 @@ def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
     mine.write_text("F0 F1 B0 B1\nF0 B0 F1 B1\n")
     assert main(["pipeline", "--table", str(mine), "--weights", "0"]) == 0
     assert "stage 0 | F0 F1 .. B0 .. B1\nstage 1 | .. F0 B0 F1 B1" in capsys.readouterr().out
+    assert main(["pipeline", "--table", str(mine), "--paired"]) == 0
+    assert "4 paired" in capsys.readouterr().out
     mine.write_text("F0 F1 B0 B1\nF0 B0 F1\n")
     for arguments, words in (
         (["--table", str(mine)], "`B1@1` is missing: stage 1 never does it"),
         (["--schedule", "1f1b", "--stages", "0"], "stages=0"),
         (["--svg", "x.svg"], "say which"),
         (["--table", str(tmp_path / "none.txt")], "No such file"),
+        (["--table", str(mine), "--stages", "2"], "--stages: the table says"),
+        (["--schedule", "1f1b", "--chunks", "4"], "--chunks is for `interleaved`"),
+        (["--paired"], "--paired is for a --table"),
+        (["--forward", "0", "--backward", "0", "--weights", "0"], "nothing takes any time"),
     ):
         assert main(["pipeline", *arguments]) == 2
         assert words in capsys.readouterr().err

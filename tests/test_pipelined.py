@@ -254,7 +254,7 @@ def make_experts():
     return moe.MoE(config, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize("schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__)
 def test_experts_over_the_data_in_stages(schedule, experts_alone):
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=schedule(2, 4))
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
@@ -268,7 +268,7 @@ def test_gshards_translation_in_stages():
         "pad": np.zeros(8, int),
     }
     given["source"][:, 6:] = 0
-    config = translation.tiny(layers=8, width=16, heads=4, context=8, vocab=64, experts=4)
+    config = translation.tiny(layers=4, every=1, width=16, heads=4, context=8, vocab=64, experts=4)
     make = lambda: translation.Translation(config, rngs=nnx.Rngs(0))
     expected = stepped(
         sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4), make, translation.loss, given

@@ -11,6 +11,7 @@ from machines import mesh_on
 
 import shardlib as sl
 from shardlib import testing
+from shardlib._zero import in_pieces
 
 PLATFORMS = [
     "cpu",
@@ -162,6 +163,40 @@ def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
     sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
     assert max(one.sent_bytes for one in found.collectives) <= moved(BYTES // LAYERS, 8), "at most a layer at a time"
+
+
+def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
+    make = lambda: sl.annotate({"table": jnp.ones((2000, WIDTH))}, {"table": ("vocab", "embed")})
+    rules = RULES | sl.AxisRules(vocab="model")
+    strategy = sl.Strategy(
+        mesh="pod=1,data=4,model=2", rules=rules, zero=sl.Zero(1, bucket_bytes=2**18),
+        exchange=sl.Exact(bucket_bytes=2**18),
+    )  # fmt: skip
+    look = lambda model, x, rng: jnp.mean(model["table"][x] ** 2)
+    state = sl.init(make, optax.sgd(1.0), strategy)
+    step, x = sl.train_step(look, strategy), np.arange(16)
+    found = sl.plan(step, state, x)
+    assert sent(found, "data") == dict.fromkeys(("all-gather", "reduce-scatter"), 1000 * WIDTH * 4 * 3 // 4)
+    times = {one.kind: one.times for one in found.collectives if one.sent_bytes > 1024 and one.axes == ("data",)}
+    assert times == {"all-gather": 4, "reduce-scatter": 4}, "a device's half has 1,000 rows of 1 KiB"
+    testing.check_step(
+        make,
+        optax.sgd(1.0),
+        look,
+        x,
+        rules,
+        meshes=["pod=1,data=4,model=2"],
+        zero=strategy.zero,
+        exchange=strategy.exchange,
+    )
+
+
+@pytest.mark.parametrize("rows", [7, 8, 9])
+@pytest.mark.parametrize("count", [1, 3, 4, 99])
+def test_pieces_that_are_not_of_equal_size(rows, count):
+    x = jnp.arange(rows * 4 * 3.0).reshape(rows, 4, 3)
+    half = lambda part, dim: jax.lax.slice_in_dim(part, 0, 2, axis=dim) * 2
+    np.testing.assert_array_equal(jax.jit(lambda x: in_pieces(half, x, 1, count))(x), 2 * x[:, :2])
 
 
 @pytest.mark.parametrize("stage", [1, 2])
