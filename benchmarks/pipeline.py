@@ -4,9 +4,10 @@
   against the closed formula, what stages hold against the promise, the bubble in ticks beside it; and the zero-bubble paper's
   Table 5 from its measured costs. `worst_difference` is the largest of all differences of shares, `worst_held` of all
   excesses of what is held.
-- Every schedule executed over 2, 4 and 8 stages of simulated devices: `ticks_differ` counts those whose compiled loop has
-  another number of ticks, `stash_differs` those whose compiled buffer is not the fullest stage's, and `worst_error` is the
-  largest difference of loss and parameters after a step from one stage's, relative to the largest entry of each.
+- Every schedule executed over 2, 4 and 8 stages of simulated devices, with axes of data, tensors and experts:
+  `ticks_differ` counts those whose compiled loop has another number of ticks, `stash_differs` those whose compiled buffer is
+  not the fullest stage's, and `worst_error` is the largest difference of loss and gradients from one stage's, relative to the
+  largest entry of each.
 - `memory_ratio`: temporaries of the compiled step of four stages, 32 microbatches over 8, the worst of the compilers that are
   installed.
 - `efficiency_2_stages`: a data-parallel step over the two-stage step of the same model and microbatches, on two simulated
@@ -64,7 +65,7 @@ PUBLISHED = [
     (32, 128, 2, (48, 6144), (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.0490, 0.1106, 0.0029)),
 ]  # fmt: skip
 COLUMNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
-WIDTH, ROWS = 8, 4
+WIDTH, TOKENS, EXPERTS, ROWS = 8, 4, 4, 4
 
 
 def made(name: str, stages: int, microbatches: int, costs: Costs = UNIT, **more: Any) -> Any:
@@ -122,37 +123,55 @@ def simulated() -> dict[str, Any]:
 
 
 def toy(layers: int) -> Any:
-    """Layers of two products."""
-    keys = jax.random.split(jax.random.key(0), 3)
+    """Layers of two products and of experts."""
+    keys = jax.random.split(jax.random.key(0), 5)
     normal = lambda key, *shape: jax.random.normal(key, shape) / math.sqrt(WIDTH)  # noqa: E731
     up, down = normal(keys[0], layers, WIDTH, 2 * WIDTH), normal(keys[1], layers, 2 * WIDTH, WIDTH)
-    names = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "enter": ("embed", None)}
-    return sl.annotate({"up": up, "down": down, "enter": normal(keys[2], WIDTH, WIDTH)}, names)
+    gate, experts = normal(keys[3], layers, WIDTH, EXPERTS), normal(keys[4], layers, EXPERTS, WIDTH, WIDTH)
+    names = {
+        "up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "gate": ("layers", "embed", None),
+        "experts": ("layers", "experts", "embed", None), "enter": ("embed", None),
+    }  # fmt: skip
+    weights = {"up": up, "down": down, "gate": gate, "experts": experts, "enter": normal(keys[2], WIDTH, WIDTH)}
+    return sl.annotate(weights, names)
 
 
-def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> jax.Array:
-    """Enter, layer by layer, and out by the same weight."""
-    stack = model["up"], model["down"]
-    layer = lambda x, w: (x + jnp.tanh(sl.shard(x @ w[0], "batch", "act_mlp")) @ w[1], None)  # noqa: E731
-    return jnp.mean((jax.lax.scan(layer, x @ model["enter"], stack)[0] @ model["enter"].T) ** 2)
+def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.Mean:
+    """Enter, layer by layer, and out by the same weight. Branches are scaled as deep models scale theirs: else one stage on
+    another mesh differs by more than rounding, which layers would amplify.
+    """
+    scale = 1 / model["up"].shape[0]
+
+    def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        x += scale * jnp.tanh(sl.shard(x @ w["up"], "batch", None, "act_mlp")) @ w["down"]
+        router = sl.experts.TopK(2)
+        y, told = sl.experts.moe(
+            x, router, lambda w, x: jnp.tanh(x @ w), gate=w["gate"], weights=w["experts"], names=("batch", None, None)
+        )
+        return x + scale * y, told.balance
+
+    stack = {name: model[name] for name in ("up", "down", "gate", "experts")}
+    x, balance = jax.lax.scan(layer, x @ model["enter"], stack)
+    y = x @ model["enter"].T
+    return sl.mean(jnp.sum(y * y), y.size) + 0.01 * jax.tree.map(lambda of: of.mean(0), balance)
 
 
 def executed() -> dict[str, Any]:
     """Every schedule on simulated devices, against one stage."""
-    rules = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
+    rules = sl.rules.data | sl.rules.tensor | sl.rules.pipeline | sl.AxisRules(experts="data")
     error, ticks, stash, runs = 0.0, [], [], 0
     for stages in (2, 4, 8):
         count, layers = 2 * stages, 2 * stages
-        x = np.random.default_rng(0).normal(size=(ROWS * count, WIDTH)).astype("f")
-        mesh = {2: "stage=2,data=2,model=2", 4: "stage=4,data=1,model=2", 8: "stage=8,data=1,model=1"}[stages]
+        x = np.random.default_rng(0).normal(size=(ROWS * count, TOKENS, WIDTH)).astype("f")
+        mesh = {2: "stage=2,data=2,model=2", 4: "stage=4,data=2,model=1", 8: "stage=8,data=1,model=1"}[stages]
 
         def stepped(strategy: sl.Strategy, layers: int = layers, x: np.ndarray = x) -> Any:
-            state = sl.init(lambda: toy(layers), optax.sgd(1.0), strategy)
+            state = sl.init(lambda: toy(layers), optax.trace(0.0), strategy)  # whose state is the gradient
             step = sl.train_step(toy_loss, strategy)
             with jax.default_matmul_precision("highest"):
                 text = step.lower(state, x).compile().as_text() if strategy.pipeline else ""
                 state, metrics = step(state, x)
-            return jax.device_get((reordered(state, natural=True).params, metrics["loss"])), text
+            return jax.device_get((reordered(state, natural=True).opt_state.trace, metrics["loss"])), text
 
         alone, _ = stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=rules, accumulate=count))
         for name in SCHEDULES:
@@ -169,7 +188,7 @@ def executed() -> dict[str, Any]:
             promised = max(timeline.live) * program.table.parts / program.table.stages
             per, rows = layers // program.table.parts, ROWS // int(mesh[mesh.index("data=") + 5])
             (slots,) = program.slots["kept"]
-            held = f"f32[{slots},{per},{rows},{WIDTH}]"
+            held = f"f32[{slots},{per},{rows},{TOKENS},{WIDTH}]"
             # A paired tick goes forward first, so that a stage may hold one part more while it does.
             if slots not in (promised, promised + schedule.paired) or held not in text:
                 stash.append(f"{name} over {stages}: {slots} for {promised:g}")
