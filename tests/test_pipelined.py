@@ -353,6 +353,9 @@ def test_buffers_hold_what_the_schedule_promises(schedule, stages):
     of_stage = found.table.parts // found.table.stages
     assert found.slots["kept"][0] <= max(timeline.live) * of_stage + paired
     assert (found.slots["left"][0] > 0) == found.table.splits
+    again = program_of(made, recompute=True)
+    assert again.slots["kept"][0] == (again.slots["left"][0] if found.table.splits else 0)
+    assert again.slots["activations"][0] >= found.slots["activations"][0]
     assert sum(found.rows[kind].sum() for kind in "FBW") == sum(map(len, found.table.orders))
 
 

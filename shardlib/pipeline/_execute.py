@@ -58,7 +58,7 @@ class Executor:
         slots = self.program.slots
 
         def empty(count: int, shapes: Sequence[Any], *more: int) -> Arrays:
-            return [jnp.zeros((max(count, 1), *more, *one.shape), one.dtype) for one in shapes]
+            return [jnp.zeros((count, *more, *one.shape), one.dtype) for one in shapes if count]
 
         return {
             "activations": empty(slots["activations"][0] + 1, self.cut.wire),
@@ -130,7 +130,7 @@ class Executor:
 
         def through(loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
             travelled, kept = self.through(loop, row, "F", buffers)
-            if not self.program.recompute:
+            if self.table.trains and not self.program.recompute:
                 buffers = _kept(buffers, "kept", loop, row["F.kept"], kept)
             return self.cut.packed(loop, travelled), buffers
 
