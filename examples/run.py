@@ -259,10 +259,11 @@ def _rules(text: str) -> sl.AxisRules:
 
 def _schedule(text: str) -> sl.pipeline.Schedule:
     name, *numbers = text.split(":")
-    if name not in sl.pipeline.SCHEDULES or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+    counts = (2, 3) if name == "interleaved" else (2,)
+    if name not in sl.pipeline.SCHEDULES or len(numbers) not in counts or not all(map(str.isdecimal, numbers)):
         raise ValueError(
             f"A pipeline is a schedule, its stages and its microbatches, `1f1b:4:16`, of {', '.join(sl.pipeline.SCHEDULES)}; "
-            f"got `{text}`."
+            f"`interleaved:4:16:3` has 3 parts on a stage. Got `{text}`."
         )
     return sl.pipeline.SCHEDULES[name](*map(int, numbers))
 

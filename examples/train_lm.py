@@ -87,6 +87,10 @@ def main(arguments: list[str]) -> None:
 def check(run: Run) -> None:
     """What can be seen before the data is read."""
     check_folder(run, run.lines())
+    try:
+        sl.rows_here(run.batch, run.strategy)
+    except ValueError as error:
+        raise SystemExit(f"`batch={run.batch}`: {error}") from None
     kind, _, size = run.data.tokenizer.partition(":")
     if kind == "bpe" and size.isdecimal() and int(size) > run.model.vocab:
         raise SystemExit(f"`data.tokenizer={run.data.tokenizer}` has more tokens than `model.vocab={run.model.vocab}`.")

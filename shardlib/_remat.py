@@ -34,7 +34,7 @@ def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Bl
     def marked(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()  # of the call: a block may be marked where it is defined
         chosen = policy or (scope.remat if scope else "none")
-        return (recomputed if chosen == "full" else block)(*args, **kwargs)
+        return (block if chosen == "none" else recomputed)(*args, **kwargs)
 
     return marked  # type: ignore[return-value]
 

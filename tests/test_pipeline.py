@@ -118,6 +118,9 @@ def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
     assert "stage 0 | F0 F1 .. B0 .. B1\nstage 1 | .. F0 B0 F1 B1" in capsys.readouterr().out
     assert main(["pipeline", "--table", str(mine), "--paired"]) == 0
     assert "4 paired" in capsys.readouterr().out
+    mine.write_text("# there and back\nF0@0 F0@3 B0@3 B0@0\nF0@1 F0@2 B0@2 B0@1\n")
+    assert main(["pipeline", "--table", str(mine)]) == 0
+    assert "stage 1 | .. F0" in capsys.readouterr().out
     mine.write_text("F0 F1 B0 B1\nF0 B0 F1\n")
     for arguments, words in (
         (["--table", str(mine)], "`B1@1` is missing: stage 1 never does it"),

@@ -133,4 +133,5 @@ def _compared(arguments: argparse.Namespace, costs: Costs) -> str:
     if not rows:
         raise ValueError(left_out[0])
     said = f"{arguments.stages} stages, {arguments.microbatches} microbatches; see --schedule NAME for one with a picture\n"
-    return "\n".join([said, text_table([_HEAD, *rows]), *(["", *left_out] if left_out else [])])
+    units = "takes: in the units of --forward; a tick: one part, or where paired, there and back; held: in microbatches"
+    return "\n".join([said, text_table([_HEAD, *rows]), "", units, *left_out])

@@ -436,11 +436,8 @@ def _check_loops(
             readers = [
                 equation for equation in jaxpr.eqns if {jaxpr.invars[k] for k in mine} & set(variables(equation.invars))
             ]
-            read = (
-                f"; `{readers[0].primitive.name}` at {line_of(readers[0]) or 'a line unknown'} is the first to"
-                if readers
-                else ""
-            )
+            at = (line_of(readers[0]) or "a line unknown") if readers else ""
+            read = f"; `{readers[0].primitive.name}` at {at} takes it whole" if readers else ""
             raise ValueError(
                 "A pipeline cuts a model at its loop over layers, and the loss has no `jax.lax.scan` that takes "
                 f"{', '.join(f'`{paths[k]}`' for k in mine[:3])} one layer at a time{read}. `sl.Layers([...])` makes one of a "
@@ -448,12 +445,18 @@ def _check_loops(
                 "the layer (`Strategy(precision=...)` casts them), and so does a `jax.checkpoint`: `sl.remat` marks a layer."
             )
     lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in found)
+    taken = [k for _, over in found for k in over]
+    if (twice := next((k for k in taken if taken.count(k) > 1), None)) is not None:
+        raise ValueError(
+            f"`{paths[twice]}` goes through {taken.count(twice)} loops over layers, at {lines}: layers that are used again are "
+            "not cut, for each stage has its own once."
+        )
     if len(found) > len(named):
         raise ValueError(
             f"The loss has {len(found)} loops over layers, at {lines}, and of stacked dims there are "
             f"{', '.join(f'`{name}`' for name in named)}. A pipeline tells loops apart by the names of what they take: call the "
-            "stacked dim of an encoder `encoder_layers`, say; of what is to be whole on every stage, anything that no rule lays "
-            "over the stages. Each stack has one loop."
+            'stacked dim of an encoder `encoder_layers`, say, `sl.Layers([...], name="encoder_layers")`; of what is to be '
+            "whole on every stage, anything that no rule lays over the stages."
         )
     for (equation, over), of in zip(found, of_loops, strict=True):
         if len(of) > 1:

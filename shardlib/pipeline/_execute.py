@@ -57,14 +57,15 @@ class Executor:
         """All that waits, nothing yet. What is sent has one slot more than is used."""
         slots = self.program.slots
 
-        def empty(count: int, shapes: Sequence[Any], *more: int) -> Arrays:
-            return [jnp.zeros((count, *more, *one.shape), one.dtype) for one in shapes if count]
-
         return {
-            "activations": empty(slots["activations"][0] + 1, self.cut.wire),
-            "gradients": empty(slots["gradients"][0] + 1, self.cut.wire_back),
-            "kept": [empty(n, of.kept, per) for n, of, per in zip(slots["kept"], self.layers, self.per, strict=True)],
-            "left": [empty(n, of.left, per) for n, of, per in zip(slots["left"], self.layers, self.per, strict=True)],
+            "activations": _empty(self.cut.wire, slots["activations"][0] + 1),
+            "gradients": _empty(self.cut.wire_back, slots["gradients"][0] + 1),
+            "kept": [
+                _empty(of.kept, *of_slots) for of, *of_slots in zip(self.layers, slots["kept"], self.per, strict=True)
+            ],
+            "left": [
+                _empty(of.left, *of_slots) for of, *of_slots in zip(self.layers, slots["left"], self.per, strict=True)
+            ],
         }
 
     def of_loop(self, part: Any, do: Callable[..., Any], *given: Any) -> Any:
@@ -109,30 +110,34 @@ class Executor:
         first = self.is_first(row[f"{kind}.part"], loop)
         return lax.cond(first, start, lambda: self.cut.unpacked(loop, arrived))
 
-    def through(self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers) -> tuple[Arrays, Arrays]:
-        """Through a part: what travels on, and what is kept."""
+    def through(
+        self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers, keep: Arrays, slot: Any
+    ) -> tuple[Arrays, Arrays]:
+        """Through a part: what travels on, and the buffers `keep` with what is kept of each layer in a slot.
+
+        It is written where it will lie, layer by layer: stacked first, it would be written twice.
+        """
         first, given, same, plain = self.own(row, kind, loop)
         come, entering = self.come(loop, row, kind, buffers, given), len(self.cut.loops[loop].entering)
 
-        def body(travelling: Arrays, scanned: Any) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-            mine, of_layer = scanned
+        def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
+            (travelling, keep), (number, mine, of_layer) = carry, scanned
             mine = self.weights_of(loop, mine)
             travelling, told, kept = self.layers[loop].forward(travelling, mine, [*same, *of_layer])
-            return travelling, (told, kept)
+            return (travelling, _put(keep, slot, number, kept) if keep else keep), told
 
-        scanned = self.chunk(row, kind, loop)[1], plain
-        travelling, (told, kept) = lax.scan(body, come[:entering], scanned, length=self.per[loop])
+        scanned = jnp.arange(self.per[loop]), self.chunk(row, kind, loop)[1], plain
+        (travelling, keep), told = lax.scan(body, (come[:entering], keep), scanned)
         told = _filled(come[len(come) - len(told) :], first, told)
-        return [*travelling, *come[entering : len(come) - len(told)], *told], kept
+        return [*travelling, *come[entering : len(come) - len(told)], *told], keep
 
     def forward(self, row: dict[str, Any], buffers: Buffers) -> tuple[Arrays, Buffers]:
         """What is sent on."""
 
         def through(loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
-            travelled, kept = self.through(loop, row, "F", buffers)
-            if self.table.trains and not self.program.recompute:
-                buffers = _kept(buffers, "kept", loop, row["F.kept"], kept)
-            return self.cut.packed(loop, travelled), buffers
+            keep = [] if self.program.recompute or not self.table.trains else buffers["kept"][loop]
+            travelled, keep = self.through(loop, row, "F", buffers, keep, row["F.kept"])
+            return self.cut.packed(loop, travelled), _with(buffers, "kept", loop, keep) if keep else buffers
 
         return self.of_loop(row["F.part"], through, buffers)
 
@@ -167,32 +172,31 @@ class Executor:
             moving, told = sum(of.smooth[: len(of.entering)]), sum(of.smooth[len(of.smooth) - len(of.told) :])
             passing = gradients[moving:]
             of_told = [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in gradients[len(gradients) - told :]]
+            kept, slot = buffers["kept"][loop], row["B.kept"]
             if self.program.recompute:
-                kept = self.through(loop, row, "B", buffers)[1]
-                if self.table.splits:
-                    buffers = _kept(buffers, "kept", loop, row["B.kept"], kept)
-            else:
-                kept = _read(buffers["kept"][loop], row["B.kept"])
+                kept, slot = (kept, slot) if kept else (_empty(layer.kept, 1, self.per[loop]), 0)
+                _, kept = self.through(loop, row, "B", buffers, kept, slot)
             place, weights = self.chunk(row, "B", loop)
-            scanned = (place + jnp.arange(self.per[loop]), weights, plain, kept, of_told)
 
             def whole(carry: Any, scanned: Any) -> Any:
-                (gradients, sums), (place, mine, of_layer, residuals, of_told) = carry, scanned
-                mine = self.weights_of(loop, mine)
+                (gradients, sums), (number, mine, of_layer, of_told) = carry, scanned
+                mine, residuals = self.weights_of(loop, mine), _get(kept, slot, number)
                 found = layer.backward(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
-                return (found[0], self.added_layer(loop, sums, place, found[1])), None
+                return (found[0], self.added_layer(loop, sums, place + number, found[1])), None
 
             def split(carry: Any, scanned: Any) -> Any:
-                (gradients, sums), (_, mine, of_layer, residuals, of_told) = carry, scanned
-                mine = self.weights_of(loop, mine)
-                gradients, left = layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
-                return (gradients, sums), left
+                (gradients, left), (number, mine, of_layer, of_told) = carry, scanned
+                mine, residuals = self.weights_of(loop, mine), _get(kept, slot, number)
+                gradients, new = layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
+                return (gradients, _put(left, row["B.left"], number, new)), None
 
-            body = split if self.table.splits else whole
-            (moved, of_loop), left = lax.scan(body, (gradients[:moving], sums[loop]), scanned, reverse=True)
+            scanned = (jnp.arange(self.per[loop]), weights, plain, of_told)
+            body, start = (split, buffers["left"][loop]) if self.table.splits else (whole, sums[loop])
+            (moved, end), _ = lax.scan(body, (gradients[:moving], start), scanned, reverse=True)
             if self.table.splits:
-                buffers = _kept(buffers, "left", loop, row["B.left"], left)
-            sums = [*sums[:loop], of_loop, *sums[loop + 1 :]]
+                buffers = _with(_with(buffers, "left", loop, end), "kept", loop, kept)
+            else:
+                sums = [*sums[:loop], end, *sums[loop + 1 :]]
             return self.cut.packed(loop, [*moved, *passing], back=True), buffers, sums
 
         return self.of_loop(row["B.part"], back, buffers, sums)
@@ -222,17 +226,15 @@ class Executor:
 
         def found(loop: int, sums: list[Arrays]) -> list[Arrays]:
             _, _, same, plain = self.own(row, "W", loop)
-            kept, left = (_read(buffers[name][loop], row[f"W.{name}"]) for name in ("kept", "left"))
             place, weights = self.chunk(row, "W", loop)
 
             def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
-                place, mine, of_layer, residuals, left = scanned
-                mine = self.weights_of(loop, mine)
-                found = self.layers[loop].weights(residuals, mine, [*same, *of_layer], left)
-                return self.added_layer(loop, sums, place, found), None
+                number, mine, of_layer = scanned
+                kept, left = (_get(buffers[name][loop], row[f"W.{name}"], number) for name in ("kept", "left"))
+                found = self.layers[loop].weights(kept, self.weights_of(loop, mine), [*same, *of_layer], left)
+                return self.added_layer(loop, sums, place + number, found), None
 
-            scanned = (place + jnp.arange(self.per[loop]), weights, plain, kept, left)
-            of_loop, _ = lax.scan(body, sums[loop], scanned)
+            of_loop, _ = lax.scan(body, sums[loop], (jnp.arange(self.per[loop]), weights, plain))
             return [*sums[:loop], of_loop, *sums[loop + 1 :]]
 
         return self.of_loop(row["W.part"], found, sums)
@@ -370,10 +372,27 @@ def _write(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
     ]
 
 
-def _kept(buffers: Buffers, name: str, loop: int, slot: Any, values: Arrays) -> Buffers:
-    """With what a pass through a part of a loop keeps or leaves."""
-    of = buffers[name]
-    return buffers | {name: [*of[:loop], _write(of[loop], slot, values), *of[loop + 1 :]]}
+def _empty(shapes: Sequence[Any], count: int, *more: int) -> Arrays:
+    """Buffers of so many slots; no slot, no buffer."""
+    return [jnp.zeros((count, *more, *one.shape), one.dtype) for one in shapes if count]
+
+
+def _with(buffers: Buffers, name: str, loop: int, of_loop: Arrays) -> Buffers:
+    """With those of one loop."""
+    return buffers | {name: [*buffers[name][:loop], of_loop, *buffers[name][loop + 1 :]]}
+
+
+def _get(buffer: Arrays, slot: Any, number: Any) -> Arrays:
+    """What lies in a slot of one layer."""
+    return [lax.dynamic_slice(x, (slot, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))[0, 0] for x in buffer]
+
+
+def _put(buffer: Arrays, slot: Any, number: Any, values: Arrays) -> Arrays:
+    """With values in a slot for one layer."""
+    return [
+        lax.dynamic_update_slice(x, new.astype(x.dtype)[None, None], (slot, number, *[0] * (x.ndim - 2)))
+        for x, new in zip(buffer, values, strict=True)
+    ]
 
 
 def _filled(stacks: Arrays, first: Any, values: Arrays) -> Arrays:

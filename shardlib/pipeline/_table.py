@@ -54,11 +54,19 @@ class Table:
     def parse(cls, text: str, placement: Sequence[int] | None = None) -> "Table":
         """A table written by hand: a line for each stage, `F3` for microbatch 3, `F3@5` where a stage has several parts.
 
-        Without a `placement` each stage has one part, in order; `.` and `|` may be put in for looks.
+        Without a `placement` each part is on the stage in whose line it is named, or, where none is, each stage has one, in
+        order. `.` and `|` may be put in for looks; from `#` on a line is a remark.
         """
-        lines = [
-            [word for word in line.split() if word not in (".", "|")] for line in text.splitlines() if line.strip()
-        ]
+        bare = [line.split("#")[0] for line in text.splitlines()]
+        lines = [[word for word in line.split() if word not in (".", "|")] for line in bare if line.strip()]
+        named = {
+            int(part): stage
+            for stage, words in enumerate(lines)
+            for word in words
+            for part in re.findall(r"@(\d+)$", word)
+        }
+        if placement is None and sorted(named) == list(range(len(named))) and len(named) > len(lines):
+            placement = [named[part] for part in range(len(named))]
         placed = tuple(range(len(lines)) if placement is None else placement)
 
         def op(word: str, stage: int, at: int) -> Op:
@@ -131,7 +139,7 @@ def _check(table: Table) -> None:
             where = f"op {at} of stage {stage}"
             if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
                 raise ValueError(
-                    f"`{op}`, {where}, is none: there are {table.parts} parts, and kinds {', '.join(KINDS)}."
+                    f"`{op}`, {where}, cannot be: there are {table.parts} parts, from 0 on, and kinds {', '.join(KINDS)}."
                 )
             if table.placement[op.part] != stage:
                 raise ValueError(f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}.")

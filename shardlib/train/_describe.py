@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 from shardlib._flax import Names
 from shardlib._mesh import format_mesh
 from shardlib._random import is_key
-from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, resolve, spec_axes
+from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, resolve, spec_axes
 from shardlib._text import human_bytes, table
 from shardlib._tree import named_leaves
+from shardlib.train._order import orders
 from shardlib.train._state import State, united
 
 
@@ -46,6 +47,7 @@ class Description:
     bytes_per_device: dict[str, int]
     unused_rules: tuple[str, ...]
     idle_axes: tuple[str, ...]
+    order: tuple[str, ...] = ()  # of stacks that do not lie as the model has them
 
     def __str__(self) -> str:
         cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
@@ -74,7 +76,7 @@ class Description:
             )
         if self.idle_axes:
             lines.append(f"mesh axes that no rule uses, along which devices repeat work: {', '.join(self.idle_axes)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.order])
 
 
 def describe(state: State) -> Description:
@@ -133,12 +135,13 @@ def describe(state: State) -> Description:
             "optimizer state": _total_here(state.opt_state),
             "other state": _total_here((state.rest, state.streams)),
         },
-        unused_rules=tuple(name for name in splitting if name not in used | {BATCH}),
+        unused_rules=tuple(name for name in splitting if name not in used | {BATCH} and not counts_layers(name)),
         idle_axes=tuple(
             axis
             for axis, size in mesh.shape.items()
             if size > 1 and axis not in {*rules.axes, *(a for row in rows for a in spec_axes(row.spec))}
         ),
+        order=orders(layout.strategy, names, [(row.path, row.shape) for row in rows]),
     )
 
 

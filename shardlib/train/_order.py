@@ -5,6 +5,7 @@ whoever reads a state, a model or a checkpoint, they lie as the model has them.
 """
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,24 @@ def order_of(strategy: Strategy, layers: int, loop: int = 0, loops: int = 1) -> 
     by_stage = [part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage]
     order = tuple(part * per + k for part in by_stage for k in range(per))
     return None if order == tuple(range(layers)) else order
+
+
+def orders(strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
+    """A line for each loop whose layers do not lie as the model has them."""
+    loops, lines = loops_of(strategy, names), {}
+    for path, shape in shapes:
+        dim = stacked_dim(names.get(path))
+        if dim is None or names[path][dim] not in loops:
+            continue
+        order = order_of(strategy, shape[dim], loops.index(names[path][dim]), len(loops))
+        if order is not None:
+            each = len(order) // table_of(strategy.pipeline).stages  # type: ignore[arg-type]
+            stages = [" ".join(map(str, order[k : k + each])) for k in range(0, len(order), each)]
+            lines[names[path][dim]] = (
+                f"`{names[path][dim]}` lie stage after stage, not as the model has them: {' | '.join(stages)} "
+                "(`state.model` has them in order, `state.with_weights` takes them so)"
+            )
+    return tuple(lines.values())
 
 
 def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None:

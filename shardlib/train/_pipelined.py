@@ -8,6 +8,7 @@ import jax
 from shardlib._collectives import Collective, collectives
 from shardlib._rules import LAYERS, spec_axes
 from shardlib._text import human_bytes
+from shardlib._tree import named_leaves
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._program import program_of
@@ -53,12 +54,14 @@ class Pipelined:
         )  # fmt: skip
         numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
         self.means, self.streams, rest = numbers[1]
-        of_rest = jax.tree.leaves(of_inputs.unflatten(range(len(self.leaves)))[1])
-        if not all(map(self.cut.unchanged, jax.tree.leaves(rest), of_rest)):
-            raise ValueError(
-                "The loss changes state of the model, such as the statistics of a batch norm. Under a pipeline microbatches "
-                "overlap, so that there is no order in which to change it: leave the state as it is."
-            )
+        of_rest = dict(named_leaves(of_inputs.unflatten(range(len(self.leaves)))[1]))
+        for path, output in named_leaves(rest):
+            if not self.cut.unchanged(output, of_rest[path]):
+                raise ValueError(
+                    f"The loss changes `{path}` of the model, as a batch norm does its statistics. Under a pipeline microbatches "
+                    "overlap, so that there is no order in which to change it: leave it as it is, or use what needs no state, a "
+                    "layer norm say."
+                )
 
     def gradient(self) -> tuple[Any, list[Any]]:
         """What all microbatches give together on this stage, and the gradients of what it holds of trained parameters."""

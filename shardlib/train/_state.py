@@ -86,6 +86,25 @@ class State:
         state = reordered(self, natural=True)
         return self.layout.definition.merge(united(state.params, state.frozen), state.streams, state.rest)
 
+    def with_weights(self, weights: Any) -> "State":
+        """The state with these parameters, each put in its place: a tree as `model` has it, of arrays on the host or anywhere.
+
+        Assigning to `params` is not the same: under some pipelines layers lie there in another order than the model's.
+        """
+        of = united(self.params, self.frozen)
+        given, here = (dict(named_leaves(tree)) for tree in (weights, of))
+        if lost := [path for path in here if path not in given] or [path for path in given if path not in here]:
+            raise ValueError(f"`with_weights` takes a tree as the model's parameters are; `{lost[0]}` is in one alone.")
+        for path, leaf in here.items():
+            if given[path].shape != leaf.shape:
+                raise ValueError(
+                    f"`{path}` is of shape {leaf.shape}, and the weights given for it {given[path].shape}."
+                )
+        put = jax.tree.map(lambda leaf, one: jax.device_put(one.astype(leaf.dtype), leaf.sharding), of, weights)
+        put = place_layers(self.layout.strategy, put, dict(self.layout.names))
+        mine = lambda tree: jax.tree.map(lambda old, new: None if old is None else new, tree, put, is_leaf=_is_none)  # noqa: E731
+        return self.replaced(params=mine(self.params), frozen=mine(self.frozen))
+
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
         return replace(self, **changes)
@@ -217,6 +236,10 @@ def state_specs(state: State) -> State:
         nonfinite=whole,
         layout=layout,
     )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def united(params: Any, frozen: Any) -> Any:

@@ -38,10 +38,10 @@ class Strategy:
     - `nonfinite`: what happens to a step whose gradient is not finite; it is counted, and `"skip"` leaves parameters and
       optimizer as they were.
     - `remat`: what is kept for the backward pass: `"none"` of it recomputed; `"full"`, the inputs alone of blocks marked with
-      `sl.remat`; `"stage"`, under a pipeline, what was sent to each stage alone.
+      `sl.remat`; `"stage"`, under a pipeline, what was sent to each stage alone, and again inputs of its blocks alone.
     - `exchange`: what happens to gradients between devices.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis that the rule `layers`
-      names has a stage at each place, and the microbatches go through as the schedule says.
+      names has a stage at each place, and the microbatches go through as the schedule says. (To the trainer, `1f1b:4:16`.)
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
       that split nothing else but `experts`; an axis that splits other weights too, as in `sl.rules.fsdp`, is left to the
       partitioner.
@@ -144,6 +144,11 @@ class Strategy:
                     '`remat="full"`.'
                 )
             return
+        if isinstance(schedule, str):
+            raise ValueError(
+                f"`Strategy(pipeline={schedule!r})`: text is for the trainer's command line; here it is a schedule, such as "
+                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
+            )
         if isinstance(schedule, Table):
             raise ValueError("`Strategy(pipeline=...)`: of a table a schedule is made by `sl.pipeline.Custom(table)`.")
         if isinstance(schedule, type) or not all(
