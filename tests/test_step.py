@@ -62,7 +62,7 @@ def run(make_model, loss_fn, strategy=STRATEGY, batch=BATCH, optimizer=None, ste
 
 @pytest.mark.parametrize("loss_fn", [masked_loss, plain_loss])
 def test_the_step_equals_one_device(loss_fn):
-    options = {"accumulate": 2} if loss_fn is masked_loss else {"accumulate": (1, 2), "meshes": ["data=4,model=2"]}
+    options = {"accumulate": [2]} if loss_fn is masked_loss else {"accumulate": (1, 2), "meshes": ["data=4,model=2"]}
     testing.check_step(make(), optax.adamw(1e-2), loss_fn, BATCH, RULES, **options)
 
 
