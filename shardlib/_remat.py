@@ -70,4 +70,4 @@ def zero3_layer(block: Block) -> Block:
 
 def _check(policy: Any) -> None:
     if policy not in ("none", "full"):
-        raise ValueError(f"`remat={policy!r}`: the policies are 'none', 'full'; `"stage"` is a strategy's.")
+        raise ValueError(f"`remat={policy!r}`: the policies are 'none', 'full'; 'stage' is a strategy's.")
