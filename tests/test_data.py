@@ -553,7 +553,7 @@ def slow(*args):
     open(sys.argv[3], "a").write("built ")
     while os.path.getsize(sys.argv[3] + ".begun") < int(sys.argv[4]):
         time.sleep(0.05)
-    time.sleep(1)
+    time.sleep(5)  # in which the others come to wait
 _store._build = slow
 open(sys.argv[3] + ".begun", "a").write(".")
 print(prepare(Corpus(sys.argv[1]), sys.argv[2]).train.fingerprint)
