@@ -33,7 +33,7 @@ ORDER = [
     *("_random", "_batch", "_flax", "_layers", "_precision", "_zero"),
     *("optimizers._each", "optimizers"),
     *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules")),
-    *(f"pipeline.{name}" for name in ("_program", "_cut", "_layer", "_execute", "_draw", "_command")),
+    *(f"pipeline.{name}" for name in ("_program", "_loop", "_cut", "_layer", "_execute", "_draw", "_command")),
     "pipeline",
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
     *(

@@ -6,7 +6,6 @@ from shardlib.pipeline._schedules import SCHEDULES as SCHEDULES
 from shardlib.pipeline._schedules import ZBH1 as ZBH1
 from shardlib.pipeline._schedules import ZBH2 as ZBH2
 from shardlib.pipeline._schedules import ZBV as ZBV
-from shardlib.pipeline._schedules import Custom as Custom
 from shardlib.pipeline._schedules import DualPipeV as DualPipeV
 from shardlib.pipeline._schedules import Eager1F1B as Eager1F1B
 from shardlib.pipeline._schedules import GPipe as GPipe
@@ -22,5 +21,6 @@ from shardlib.pipeline._simulate import Ticks as Ticks
 from shardlib.pipeline._simulate import Timeline as Timeline
 from shardlib.pipeline._simulate import pack as pack
 from shardlib.pipeline._simulate import simulate as simulate
+from shardlib.pipeline._table import Custom as Custom
 from shardlib.pipeline._table import Op as Op
 from shardlib.pipeline._table import Table as Table

@@ -14,100 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib._jaxpr import JITS, behind, inlined, inputs_of, line_of, made_of, scan_parts, variables
 from shardlib._on_use import has_layers
+from shardlib.pipeline._loop import Loop, Shapes, aside, body_of, outputs_behind
 
 Arrays = list[Any]
-Shapes = list[jax.ShapeDtypeStruct]
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """One loop over layers.
-
-    What *travels* from part to part is a list of arrays: what goes from layer to layer, then what travels along, then what
-    only passes by, for later; then what the layers tell besides, stacked, of which each part fills in its own.
-    """
-
-    equation: Any
-    weights: tuple[int, ...]  # for each stacked weight, which input of the body it is
-    stacked: tuple[int, ...]  # and which of all weights
-    along: tuple[int, ...]  # the constants that travel along
-    moved: tuple[int, ...]  # those made of weights alone, trained ones among them
-    still: tuple[int, ...]  # those made of frozen weights alone
-    apart: tuple[int, ...]  # the outputs besides that are made of examples alone
-    told: tuple[int, ...]  # the other outputs besides that somebody reads
-    passing: tuple[Any, ...]  # outputs of earlier loops that pass by
-
-    @property
-    def layers(self) -> int:
-        """How often it goes round."""
-        return self.equation.params["length"]
-
-    @cached_property
-    def parts(self) -> tuple[int, int]:
-        """How many constants and how many carries there are."""
-        return scan_parts(self.equation)
-
-    @cached_property
-    def entering(self) -> list[Any]:
-        """What is made to enter it: what goes from layer to layer, and what travels along."""
-        constants, carries = self.parts
-        inputs = self.equation.invars
-        return [*inputs[constants : constants + carries], *[inputs[k] for k in self.along]]
-
-    @cached_property
-    def same(self) -> list[int]:
-        """Of its inputs, what is the same for all layers and made of examples alone."""
-        return [k for k in range(self.parts[0]) if k not in (*self.along, *self.moved, *self.still)]
-
-    @cached_property
-    def plain(self) -> list[int]:
-        """What is taken layer by layer and made of examples alone."""
-        return [k for k in range(sum(self.parts), len(self.equation.invars)) if k not in self.weights]
-
-    @cached_property
-    def leaving(self) -> list[Any]:
-        """Under which names what travels is known after the last part, where it is."""
-        outputs = self.equation.outvars
-        return [
-            *outputs[: self.parts[1]], *[None] * len(self.along), *self.passing, *[outputs[k] for k in self.told],
-        ]  # fmt: skip
-
-    @cached_property
-    def travelling(self) -> Shapes:
-        """What travels."""
-        atoms = [*self.entering, *self.passing, *[self.equation.outvars[k] for k in self.told]]
-        return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
-
-    @cached_property
-    def smooth(self) -> list[bool]:
-        """What of it has derivatives."""
-        return [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.travelling]
-
-    @cached_property
-    def layer(self) -> ClosedJaxpr:
-        """One layer as a function: what enters that has derivatives, what else does; what is made of trained weights; the
-        layer's weights, trained ones first; what is made of frozen ones; what is the same for all layers, and of what is
-        stacked the layer's. What comes out is what enters the next, in order, and what the layer tells besides.
-        """
-        constants, carries = self.parts
-        body = self.equation.params["jaxpr"]
-        moving = [*range(constants, constants + carries), *self.along]
-        floats = [k for k, smooth in zip(moving, self.smooth, strict=False) if smooth]
-        others = [k for k, smooth in zip(moving, self.smooth, strict=False) if not smooth]
-        order = [*floats, *others, *self.moved, *self.weights, *self.still, *self.same, *self.plain]
-
-        def layer(*given: Any) -> Arrays:
-            now = dict(zip(order, given, strict=True))
-            results = jaxpr_as_fun(body)(*[now[k] for k in range(len(body.jaxpr.invars))])
-            return [*results[:carries], *[now[k] for k in self.along], *[results[k] for k in self.told]]
-
-        avals = [body.jaxpr.invars[k].aval for k in order]
-        return jax.make_jaxpr(layer)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +91,7 @@ class Cut:
         values = {**dict(zip(self.jaxpr.constvars, self.consts, strict=True)), **weights, **dict(given)}
         for loop in self.loops:
             if loop.apart:
-                found = _aside(loop, *self._fixed(loop, values))
+                found = aside(loop, *self._fixed(loop, values))
                 values |= dict(zip([loop.equation.outvars[k] for k in loop.apart], found, strict=True))
         return values
 
@@ -227,7 +140,7 @@ class Cut:
         one, other = self.jaxpr.outvars[output], self.jaxpr.invars[self.count + given]
         for loop in self.loops:
             if one in loop.equation.outvars[loop.parts[1] :]:
-                body = _body(loop.equation).jaxpr
+                body = body_of(loop.equation).jaxpr
                 back = body.outvars[loop.equation.outvars.index(one)]
                 one = next(
                     (atom for var, atom in zip(body.invars, loop.equation.invars, strict=True) if var is back), one
@@ -255,36 +168,9 @@ class Cut:
         return self.reaching(self.jaxpr.outvars[:1])
 
 
-def _aside(loop: Loop, same: Arrays, plain: Arrays) -> Arrays:
-    """What a loop makes of examples alone, without its layers."""
-    body = _body(loop.equation)
-    names = [body.jaxpr.invars[k] for k in (*loop.same, *loop.plain)]
-    wanted = [body.jaxpr.outvars[k] for k in loop.apart]
-
-    def layer(_: None, of_layer: Arrays) -> tuple[None, Arrays]:
-        values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        return None, made_of(body.jaxpr, wanted, values | dict(zip(names, [*same, *of_layer], strict=True)))
-
-    return lax.scan(layer, None, plain, length=loop.layers)[1]
-
-
-def _body(equation: Any) -> ClosedJaxpr:
-    """The body of a loop, calls taken apart, so that what a value is made of can be followed."""
-    return inlined(equation.params["jaxpr"], lambda _: True)
-
-
 def _loops_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> set[int]:
     """Out of which loops come what `wanted` is made of, at last; their numbers."""
-    return {number for number, _ in _outputs_behind(jaxpr, wanted, loops)}
-
-
-def _outputs_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> list[tuple[int, Any]]:
-    """Which outputs of loops, each with the number of its loop, `wanted` is made of, but for those made of examples alone."""
-    of = {v: k for k, loop in enumerate(loops) for v in loop.equation.outvars}
-    own = {loop.equation.outvars[k] for loop in loops for k in loop.apart}
-    equations = behind(jaxpr, wanted, of)
-    read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])
-    return [(of[v], v) for v in read if v in of and v not in own]
+    return {number for number, _ in outputs_behind(jaxpr, wanted, loops)}
 
 
 def _moves(atom: Any, depends: dict[Any, frozenset[int]]) -> bool:
@@ -340,7 +226,7 @@ def cut(
         for k, atom in enumerate(equation.invars[: scan_parts(equation)[0]]):
             if isinstance(atom, Literal):
                 continue
-            if _outputs_behind(jaxpr, [atom], loops) or (atom in of_weights and atom in of_inputs):
+            if outputs_behind(jaxpr, [atom], loops) or (atom in of_weights and atom in of_inputs):
                 along.append(k)
             elif atom in of_weights:
                 (moved if _moves(atom, depends) else still).append(k)
@@ -357,7 +243,7 @@ def cut(
         loops.append(_with_outputs(jaxpr, loop))
     wanted = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
     for k, loop in enumerate(loops):
-        later = [one for atoms in wanted[k:] for one in _outputs_behind(jaxpr, atoms, loops)]
+        later = [one for atoms in wanted[k:] for one in outputs_behind(jaxpr, atoms, loops)]
         loops[k] = replace(loop, passing=tuple(dict.fromkeys(var for number, var in later if number < k)))
     return Cut(
         jaxpr, flat.consts, tuple(loops), tuple(k for k in range(count) if stacked[k] is None),
@@ -388,7 +274,7 @@ def _with_outputs(jaxpr: Jaxpr, loop: Loop) -> Loop:
     read = {v for equation in jaxpr.eqns for v in variables(equation.invars)} | set(variables(jaxpr.outvars))
     outputs = loop.equation.outvars
     given = [k for k in range(loop.parts[1], len(outputs)) if outputs[k] in read]
-    body = _body(loop.equation).jaxpr
+    body = body_of(loop.equation).jaxpr
     own = {body.invars[k] for k in (*loop.same, *loop.plain)} | set(body.constvars)
 
     def is_own(atom: Any) -> bool:
@@ -507,7 +393,7 @@ def _check_inputs(
         )
     for k in loop.plain:
         atom = equation.invars[k]
-        if outputs := _outputs_behind(jaxpr, [atom], before):
+        if outputs := outputs_behind(jaxpr, [atom], before):
             first = line_of(before[outputs[0][0]].equation)
             raise ValueError(
                 f"The loop over layers at {at} takes what the loop at {first} made one layer at a time. Stages of the one do not "

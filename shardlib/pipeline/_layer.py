@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from shardlib._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
 from shardlib._region import derivative
-from shardlib.pipeline._cut import Loop
+from shardlib.pipeline._loop import Loop
 
 Arrays = list[Any]
 

@@ -433,35 +433,6 @@ class ZeroBubble:
         return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
 
 
-@dataclass(frozen=True, repr=False)
-class Custom:
-    """A table of your own as a schedule; if `paired`, a tick takes a forward and a backward pass.
-
-    >>> Custom(Table.parse("F0 F1 B0 B1"))
-    Custom(<1 stages, 2 microbatches>, paired=False)
-    """
-
-    written: Table
-    paired: bool = False
-
-    @property
-    def stages(self) -> int:
-        """Stages, S."""
-        return self.written.stages
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches, M."""
-        return self.written.microbatches
-
-    def table(self) -> Table:
-        """What each stage does."""
-        return self.written
-
-    def __repr__(self) -> str:
-        return f"Custom(<{self.stages} stages, {self.microbatches} microbatches>, paired={self.paired})"
-
-
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": GPipe,
     "1f1b": OneFOneB,

@@ -125,6 +125,35 @@ class Table:
         return part + 1 < self.parts and self.placement[part] != self.placement[part + 1]
 
 
+@dataclass(frozen=True, repr=False)
+class Custom:
+    """A table of your own as a schedule; if `paired`, a tick takes a forward and a backward pass.
+
+    >>> Custom(Table.parse("F0 F1 B0 B1"))
+    Custom(<1 stages, 2 microbatches>, paired=False)
+    """
+
+    written: Table
+    paired: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Stages, S."""
+        return self.written.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches, M."""
+        return self.written.microbatches
+
+    def table(self) -> Table:
+        """What each stage does."""
+        return self.written
+
+    def __repr__(self) -> str:
+        return f"Custom(<{self.stages} stages, {self.microbatches} microbatches>, paired={self.paired})"
+
+
 def _check(table: Table) -> None:
     """Refuse a table in which something is missing, done twice, or on a stage that does not have it."""
     if not table.orders or not any(table.orders):
