@@ -35,7 +35,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
-from shardlib._collectives import collectives
+from shardlib._traffic import collectives
 from shardlib.pipeline import SCHEDULES, UNIT, Costs, pack, simulate
 from shardlib.pipeline._program import program_of
 from shardlib.pipeline._schedules import COSTED

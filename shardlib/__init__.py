@@ -1,5 +1,6 @@
 """shardlib: name the dimensions of a model once, and run it on any mesh."""
 
+from shardlib import collectives as collectives
 from shardlib import data as data
 from shardlib import experts as experts
 from shardlib import optimizers as optimizers
@@ -32,6 +33,9 @@ from shardlib._reshard import reshard as reshard
 from shardlib._rules import AxisRules as AxisRules
 from shardlib._rules import ShardingWarning as ShardingWarning
 from shardlib._zero import Zero as Zero
+from shardlib.collectives._exact import Exact as Exact
+from shardlib.collectives._exact import Exchange as Exchange
+from shardlib.collectives._exact import Parameter as Parameter
 from shardlib.planning._estimate import Decoder as Decoder
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import Module as Module
@@ -52,9 +56,6 @@ from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
 from shardlib.train._evaluate import Evaluation as Evaluation
 from shardlib.train._evaluate import evaluation as evaluation
-from shardlib.train._exchange import Exact as Exact
-from shardlib.train._exchange import Exchange as Exchange
-from shardlib.train._exchange import Parameter as Parameter
 from shardlib.train._loop import Loop as Loop
 from shardlib.train._loop import fit as fit
 from shardlib.train._sinks import JsonLines as JsonLines

@@ -16,7 +16,7 @@ from machines import mesh_on
 
 import shardlib as sl
 from models import gpt
-from shardlib._collectives import collectives, summary
+from shardlib._traffic import collectives, summary
 
 SMALL = gpt.tiny(width=32, heads=8, context=16, vocab=40)
 LLAMA = replace(SMALL, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, hidden=96, kv_heads=4)

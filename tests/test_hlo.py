@@ -3,7 +3,7 @@
 import pytest
 
 import shardlib
-from shardlib._collectives import Collective, collectives
+from shardlib._traffic import Collective, collectives
 from shardlib._hlo import Program, _line_of_user
 
 PACKAGE = shardlib.__path__[0]

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_collectives"),
+    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_traffic"),
     *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_claim", "_store", "_sequences")),
     "data",
     *(
@@ -30,8 +30,10 @@ ORDER = [
         "_on_use",
         "_remat",
     ),
-    *("_random", "_batch", "_flax", "_layers", "_precision", "_zero"),
-    *("optimizers._each", "optimizers"),
+    *("_random", "_batch", "_flax", "_layers", "_precision"),
+    *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
+    *("collectives", "_zero"),
+    *("optimizers._each", "optimizers._local", "optimizers._onebit_adam", "optimizers"),
     *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules")),
     *(f"pipeline.{name}" for name in ("_program", "_loop", "_cut", "_layer", "_execute", "_draw", "_command")),
     "pipeline",
@@ -44,6 +46,7 @@ ORDER = [
             "_batches",
             "_order",
             "_state",
+            "_errors",
             "_describe",
             "_varying",
             "_widened",

@@ -14,7 +14,7 @@ from machines import compile_for, mesh_on
 import shardlib as sl
 from models import gpt, moe, translation
 from shardlib import pipeline
-from shardlib._collectives import collectives
+from shardlib._traffic import collectives
 from shardlib.pipeline._program import BUFFERS, program, program_of
 from shardlib.train._order import reordered
 

@@ -462,49 +462,30 @@ def test_state_drawn_for_the_examples_of_one_device_is_refused_and_other_draws_a
 
 
 @dataclasses.dataclass(frozen=True)
-class ReduceScatter:
-    """What ZeRO will do, in a few lines: each device keeps the part of a gradient that it will need."""
+class InHalf(sl.Exchange):
+    """Gradients that are averaged as bfloat16s, between pods say."""
 
-    def spec(self, parameter):
-        if not parameter.axes or (dim := self.dim(parameter)) is None:
-            return parameter.spec
-        entries = [*parameter.spec, *[None] * (len(parameter.shape) - len(parameter.spec))]
-        entries[dim] = parameter.axes
-        return P(*entries)
+    axes: tuple[str, ...] = ("data",)
 
-    def dim(self, parameter):
-        free = [d for d, entry in enumerate(parameter.spec) if entry is None and parameter.shape[d] % 4 == 0]
-        return free[0] if free else None
-
-    def reduce(self, contributions, weight, parameters):
-        return [
-            (
-                lax.psum(x, p.axes)
-                if self.spec(p) == p.spec
-                else lax.psum_scatter(x, p.axes, scatter_dimension=self.dim(p), tiled=True)
-            )
-            / weight
-            for x, p in zip(contributions, parameters, strict=True)
-        ]
+    def average(self, gradients, parameters, told):
+        means = [lax.pmean(g.astype(jnp.bfloat16), self.over(p)) for g, p in zip(gradients, parameters, strict=True)]
+        return [mean.astype(g.dtype) for mean, g in zip(means, gradients, strict=True)], told.errors
 
 
-def test_an_exchange_may_split_gradients_further():
+def test_an_exchange_of_ones_own_averages_what_it_takes():
     meshes = ["data=4,model=2", "data=2,model=4"]
-    testing.check_step(make(), optax.adam(1e-2), masked_loss, BATCH, RULES, meshes=meshes, accumulate=(1, 2),
-                       exchange=ReduceScatter())  # fmt: skip
+    testing.check_step(make(), optax.sgd(1e-2), masked_loss, BATCH, RULES, meshes=meshes, accumulate=(1, 2),
+                       tolerance=2**-6, exchange=InHalf())  # fmt: skip
     mesh = sl.make_mesh("data=4,model=2")
-    strategy = sl.Strategy(mesh=mesh, rules=RULES, exchange=ReduceScatter())
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, exchange=InHalf())
     state = sl.init(make(), optax.sgd(0.1), strategy, abstract=True)
-    found = testing.collectives(sl.train_step(masked_loss, strategy).lower(state, BATCH).compile(), mesh)
-    scattered = [one for one in found if one.kind == "reduce-scatter"]
-    assert {one.axes for one in scattered} == {("data",)}
-    kernels = 2 * 8 * 16 * 4
-    assert sum(one.operand_bytes for one in scattered) == kernels // 2, "each device its own shards"
+    sums = sl.train_step(masked_loss, strategy).lower(state, BATCH).as_text().count("bf16")
+    assert sums > 0
 
 
 def test_an_exchange_that_would_never_run_is_refused():
-    with pytest.raises(ValueError, match="ReduceScatter.* would never run"):
-        sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=ReduceScatter())
+    with pytest.raises(ValueError, match="InHalf.* would never run"):
+        sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=InHalf())
 
 
 def test_complex_parameters_move_as_without_the_library():

@@ -449,13 +449,13 @@ def test_what_is_not_finite_is_counted_named_and_skipped_on_demand(nonfinite, st
 
 
 @dataclasses.dataclass(frozen=True)
-class Doubled:
+class Doubled(sl.Exchange):
     """Any exchange other than `Exact`."""
 
-    spec = sl.Exact.spec
+    axes: tuple[str, ...] = ("pod",)
 
-    def reduce(self, contributions, weight, parameters):
-        return [2 * gradient for gradient in sl.Exact().reduce(contributions, weight, parameters)]
+    def average(self, gradients, parameters, told):
+        return [2 * lax.pmean(g, self.over(p)) for g, p in zip(gradients, parameters, strict=True)], told.errors
 
 
 def strategy(**options):
@@ -482,7 +482,9 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
         (lambda: strategy(zero="HYBRID_SHARD"), "of the data axes .'data',. none crosses"),
         (lambda: strategy(zero="HYBRID_SHARD", dcn="data=8"), "none stays within"),
         (lambda: strategy(zero="HYBRID_SHARD", **HYBRID), "none crosses.*dcn=\"pod\".*zero=sl.Zero.3, axes="),
-        (lambda: strategy(zero=2, exchange=Doubled()), "Doubled.* would never run: stage 2.*`zero=1`"),
+        (lambda: strategy(zero=2, exchange=Doubled()), "Doubled.*`pod` is no axis of the mesh"),
+        (lambda: strategy(zero=2, exchange=Doubled(("data",))), "Doubled.*takes all axes of data"),
+        (lambda: strategy(zero=sl.Zero(3, axes=("pod",)), exchange=Doubled(), **HYBRID), "split parameters over `pod` too"),
         (lambda: strategy(clip=0), "clip=0"),
         (lambda: strategy(clip=optax.adam), "clip="),
         (lambda: strategy(frozen="bias"), "frozen='bias'.*takes a tuple of patterns"),

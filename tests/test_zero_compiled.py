@@ -11,7 +11,7 @@ from machines import mesh_on
 
 import shardlib as sl
 from shardlib import testing
-from shardlib._zero import in_pieces
+from shardlib.collectives._sums import in_pieces
 
 PLATFORMS = [
     "cpu",

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib._chips import CHIPS, Chip
-from shardlib._collectives import Collective, collectives
+from shardlib._traffic import Collective, collectives
 from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
 from shardlib.planning._compile import compile_apart
@@ -322,7 +322,7 @@ def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     for number, path in enumerate(paths):
         if number >= leaves_of_state:
             kinds[path] = "inputs"
-        elif re.search(r"\bopt_state\b", path):
+        elif re.search(r"\b(opt_state|errors)\b", path):
             kinds[path] = "optimizer state"
         else:
             kinds[path] = "parameters" if re.search(r"\bparams\b", path) else "other state"

@@ -1,8 +1,8 @@
 """Test the sharding of your own code on a laptop: one call compares a step on many meshes with one device."""
 
-from shardlib._collectives import Collective as Collective
-from shardlib._collectives import collectives as collectives
-from shardlib._collectives import summary as summary
+from shardlib._traffic import Collective as Collective
+from shardlib._traffic import collectives as collectives
+from shardlib._traffic import summary as summary
 from shardlib.testing._assert import assert_collectives as assert_collectives
 from shardlib.testing._assert import assert_memory as assert_memory
 from shardlib.testing._compare import Comparison as Comparison

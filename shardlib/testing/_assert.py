@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib._collectives import KINDS
+from shardlib._traffic import KINDS
 from shardlib._text import human_bytes, table
 from shardlib.planning._memory import KINDS as MEMORY_KINDS
 from shardlib.planning._plan import Plan, plan

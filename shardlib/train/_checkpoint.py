@@ -34,7 +34,7 @@ from shardlib.train._contents import (
     sealed,
     unsealed,
 )
-from shardlib.train._order import reordered
+from shardlib.train._errors import from_saved, saved, saved_like
 from shardlib.train._state import State
 
 FORMAT = 1
@@ -114,7 +114,8 @@ class Checkpoints:
         if not self._writes:
             self._clear()
             self._writes = True
-        step, arrays = int(state.step), arrays_of(reordered(state, natural=True))
+        state = saved(state)
+        step, arrays = int(state.step), arrays_of(state)
         content = {
             "format": FORMAT,
             "leaves": describe_leaves(state, arrays, digests(arrays)),
@@ -208,10 +209,14 @@ class Checkpoints:
     def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
         content = _together(lambda: self._content(step))
+        held, here = like, like
+        like = saved_like(here, {path: tuple(leaf["shape"]) for path, leaf in content["leaves"].items()})
         wanted = arrays_of(like)
         check_leaves(content["leaves"], describe_leaves(like, wanted, {}), step, str(self.folder))
         wanted = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held := like)
+        like, here = (
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), of) for of in (like, here)
+        )
         for leaf in jax.tree.leaves(held) if release else ():
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
@@ -245,7 +250,7 @@ class Checkpoints:
             raise _UnreadableError(f"the bits of {listed} are not those that were saved")
         leaves = [as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-        state = reordered(state, natural=False)
+        state = from_saved(state, here)
         return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
 
     def _put_aside(self, steps: list[int]) -> None:

@@ -109,9 +109,11 @@ def check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int,
         *(f"`{path}` is here alone, {kind(leaf)}" for path, leaf in wanted.items() if path not in saved),
     ]  # fmt: skip
     if differing:
+        owed = any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys())
+        exchange = " What is left over, `errors`, belongs to the exchange that left it: use that again." if owed else ""
         raise ValueError(
             f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
-            f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder."
+            f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder.{exchange}"
         )
 
 

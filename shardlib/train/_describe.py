@@ -133,6 +133,7 @@ def describe(state: State) -> Description:
         bytes_per_device={
             "parameters": _total_here((state.params, state.frozen)),
             "optimizer state": _total_here(state.opt_state),
+            **({"errors": _total_here(state.errors)} if state.errors else {}),
             "other state": _total_here((state.rest, state.streams)),
         },
         unused_rules=tuple(name for name in splitting if name not in used | {BATCH} and not counts_layers(name)),

@@ -1,177 +1,193 @@
-"""What happens to gradients between the devices that computed them: one pluggable value.
+"""The exchange of a step: exact sums first, then whatever the strategy's exchange makes of the workers' gradients."""
 
-An exchange is given the gradient of each device's own total and the weight of the whole batch: the gradient is the sum
-of the one, divided by the other, in whichever order suits the exchange. It runs manual over every axis of the mesh, on
-each device's own shard, and returns the gradient, laid out as `spec` says, once per step however many microbatches
-there were.
-"""
-
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._rules import as_tuple, keep_axes, spec_axes
-from shardlib._zero import BUCKET_BYTES, in_pieces, sum_scatter
+from shardlib._rules import keep_axes, spec_axes
+from shardlib.collectives._compressed import Errors, Pieces
+from shardlib.collectives._exact import Exchange, Parameter, Told
+from shardlib.optimizers._local import Local
+
+ErrorsByPath = dict[str, Errors]
 
 
-class Parameter(NamedTuple):
-    """What an exchange knows of a parameter: where it is, its global shape, how it lies, and over what to reduce it."""
+class Gradient(NamedTuple):
+    """What an exchange makes of contributions."""
 
-    path: str
-    shape: tuple[int, ...]
-    spec: PartitionSpec  # of the contributions to its gradient
-    axes: tuple[str, ...]  # the data axes that do not split these: its gradient is a sum over them
-    stored: PartitionSpec  # of the parameter at rest, which ZeRO may have split further than the contributions
-    reduce: Any = jnp.float32  # the dtype in which to add up
+    values: Any  # of the batch; of what an optimizer has sent itself, that
+    errors: ErrorsByPath  # what is left over for the next step
+    square: jax.Array  # of the norm of the whole gradient
+    finite: jax.Array  # of each parameter whether its gradient is
 
 
-class Exchange(Protocol):
-    """How contributions become gradients; implementations are frozen dataclasses."""
+class Sender(NamedTuple):
+    """An optimizer that says itself what is sent, with its state, and the largest norm of a gradient."""
 
-    def spec(self, parameter: Parameter) -> PartitionSpec:
-        """How the gradient of a parameter will be laid out: as its contributions, or split further over its `axes`."""
-        ...
-
-    def reduce(
-        self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
-    ) -> list[jax.Array]:
-        """Sum each contribution over its parameter's axes and divide by the weight, the same on every device.
-
-        Shapes are local: each device's own shard, manual over all axes.
-        """
-        ...
+    optimizer: Local
+    state: Any
+    specs: Any
+    clip: float | None
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split that further.
-
-    What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered and is smaller than
-    that is put together into buckets of that size, ZeRO's constant buffers; larger stacks go one layer after the other.
-
-    With `overlap`, a layer's gradients go as soon as they are there, in the backward pass of the last microbatch, and a
-    machine may go on with the next layer meanwhile. That pass is then compiled apart from those before.
-    """
-
-    bucket_bytes: int = BUCKET_BYTES
-    overlap: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise ValueError(f"`Exact(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
-        if type(self.overlap) is not bool:
-            raise ValueError(f"`Exact(overlap={self.overlap!r})` takes True or False.")
-
-    def spec(self, parameter: Parameter) -> PartitionSpec:
-        """As the parameter at rest."""
-        return parameter.stored
-
-    def reduce(
-        self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
-    ) -> list[jax.Array]:
-        """Scatter what is stored split further, in buckets; sum the rest, in one go for all that have the same axes.
-
-        The division comes after it: there it is one more factor in the optimizer's own pass over the gradient, and no
-        device waits for the weight before it goes backward.
-        """
-        reduced = [g.astype(parameter.reduce) for g, parameter in zip(contributions, parameters, strict=True)]
-        splits = [_scattered(parameter) for parameter in parameters]
-        for axes in dict.fromkeys(axes for _, axes in splits if axes):
-            members = [i for i, split in enumerate(splits) if split[1] == axes]
-            for bucket in _buckets(reduced, members, self.bucket_bytes):
-                parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes, self.bucket_bytes)
-                for i, part in zip(bucket, parts, strict=True):
-                    reduced[i] = part
-        left = [
-            tuple(axis for axis in parameter.axes if axis not in axes)
-            for parameter, (_, axes) in zip(parameters, splits, strict=True)
-        ]
-        for axes in dict.fromkeys(filter(None, left)):
-            members = [i for i, over in enumerate(left) if over == axes]
-            for bucket in _buckets(reduced, members, self.bucket_bytes):
-                for i, total in zip(bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True):
-                    reduced[i] = total
-        each = inverse(weight)
-        return [total * each.astype(total.real.dtype) for total in reduced]
-
-
-def _scattered(parameter: Parameter) -> tuple[int, tuple[str, ...]]:
-    """The dim over which a sum is scattered, and over which axes; of one that is not, no axes."""
-    for dim, entry in enumerate(parameter.stored):
-        if axes := tuple(axis for axis in as_tuple(entry) if axis in parameter.axes):
-            return dim, axes
-    return 0, ()
-
-
-def _buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
-    """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes alone."""
-    buckets: list[list[int]] = []
-    filled: dict[Any, int] = {}
-    last: dict[Any, list[int]] = {}
-    for i in members:
-        size, dtype = arrays[i].nbytes, arrays[i].dtype
-        if dtype not in last or filled[dtype] + size > limit:
-            last[dtype], filled[dtype] = [], 0
-            buckets.append(last[dtype])
-        last[dtype].append(i)
-        filled[dtype] += size
-    return buckets
-
-
-def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int) -> list[jax.Array]:
-    """Sums over `axes`, of which each device keeps its part of a dim of each array, in one collective."""
-    if len(arrays) == 1:
-        ((array,), (dim,)) = arrays, dims
-        if dim and array.nbytes > limit:
-            return [in_pieces(partial(sum_scatter, axes=axes), array, dim, -(-array.nbytes // limit))]
-        return [sum_scatter(array, dim, axes)]
-    parts = math.prod(lax.axis_size(axis) for axis in axes)
-    # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
-    rows, shapes = [], []
-    for x, dim in zip(arrays, dims, strict=True):
-        shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-        moved = jnp.moveaxis(x.reshape(shape), dim, 0)
-        rows.append(moved.reshape(parts, -1))
-        shapes.append(moved.shape[1:])
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
-    mine = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
-    return [mine[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
-
-
-_TILE = 16 * 128  # a row of the buffer fills tiles of a TPU
-
-
-def exchange_gradients(exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any) -> tuple[Any, jax.Array]:
-    """Turn every device's own gradients into the batch's, and the square of the norm of each. Manual over the data axes."""
+def exchange_gradients(
+    exchange: Exchange, gradients: Any, weight: jax.Array, parameters: Any, errors: ErrorsByPath, sender: Sender | None
+) -> Gradient:
+    """Turn every device's own gradients into the batch's. Manual over the data axes."""
     leaves, treedef = jax.tree.flatten(gradients)
     described = treedef.flatten_up_to(parameters)
     mesh = jax.sharding.get_abstract_mesh()
 
-    def exchanged(shards: list[jax.Array], weight: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        reduced = exchange.reduce(shards, weight, described)
-        return reduced, _squares(reduced, [spec_axes(exchange.spec(parameter)) for parameter in described], mesh.shape)
+    def exchanged(shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any) -> tuple[Any, ...]:
+        at = _Exchanged(exchange, described, dict(mesh.shape))
+        sums = at.within(shards, weight)
+        if not at.members:
+            squares = _squares(sums, at.axes, mesh.shape)
+            return sums, errors, jnp.sum(squares), jnp.isfinite(squares)
+        if sender is None:
+            return at.averaged(sums, errors)
+        return at.sent(sums, errors, sender._replace(state=state), treedef)
 
+    state = () if sender is None else sender.state
     if mesh.auto_axes:
+        auto, same = mesh.auto_axes, PartitionSpec()
+        of_errors = jax.tree.map(lambda _: PartitionSpec(auto), errors)
+        of_state = () if sender is None else jax.tree.map(lambda spec: keep_axes(spec, auto), sender.specs)
         exchanged = jax.shard_map(
             exchanged,
-            in_specs=([keep_axes(parameter.spec, mesh.auto_axes) for parameter in described], PartitionSpec()),
-            out_specs=(
-                [keep_axes(exchange.spec(parameter), mesh.auto_axes) for parameter in described], PartitionSpec()
-            ),
-            axis_names=set(mesh.auto_axes),
+            in_specs=([keep_axes(one.spec, auto) for one in described], same, of_errors, of_state),
+            out_specs=([keep_axes(one.stored, auto) for one in described], of_errors, same, same),
+            axis_names=set(auto),
             check_vma=False,
-        )  # fmt: skip
-    reduced, squares = exchanged(leaves, weight)
-    return treedef.unflatten(reduced), squares
+        )
+    values, errors, square, finite = exchanged(leaves, weight, errors, state)
+    return Gradient(treedef.unflatten(values), errors, square, finite)
+
+
+class _Exchanged:
+    """One exchange of a step's gradients, manual over every axis."""
+
+    def __init__(self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]) -> None:
+        self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
+        self.over = [exchange.over(one) for one in parameters]
+        self.axes = [spec_axes(one.stored) for one in parameters]
+        self.members = [i for i, over in enumerate(self.over) if over]
+
+    def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
+        """What is summed exactly: whole gradients, and each worker's part of those that are to be averaged."""
+        summed = [
+            one._replace(axes=tuple(axis for axis in one.axes if axis not in over))
+            for one, over in zip(self.parameters, self.over, strict=True)
+        ]
+        return self.exchange.within.reduce(contributions, weight, summed)
+
+    def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
+        """The workers' gradients, averaged."""
+        values, errors = self._average(sums, self._workers(sums), errors, [None] * len(self.members))
+        squares = _squares(values, self.axes, self.sizes)
+        return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+
+    def sent(self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any) -> tuple[Any, ...]:
+        """What the optimizer sends, averaged; while it sends nothing of its own, exact gradients."""
+
+        def messages() -> tuple[Any, ...]:
+            own = self._workers(sums)
+            square, finite = self._measured(sums, own)
+            if sender.clip is not None:
+                scale = sender.clip / jnp.maximum(jnp.sqrt(square), sender.clip)
+                own = [g * scale.astype(g.dtype) for g in own]
+            found, alive = sender.optimizer.message(treedef.unflatten(self._with(sums, own)), sender.state)
+            found, alive = treedef.flatten_up_to(found), treedef.flatten_up_to(alive)
+            living = [alive[i] for i in self.members]
+            sends = [found[i].astype(sums[i].dtype) for i in self.members]
+            values, after = self._average(sums, sends, errors, living)
+            return values, after, square, finite
+
+        def exactly() -> tuple[Any, ...]:
+            whole = [self.parameters[i]._replace(spec=self.parameters[i].stored, axes=self.over[i]) for i in self.members]
+            found = self.exchange.within.reduce([sums[i] for i in self.members], jnp.float32(1), whole)
+            values = self._with(sums, found)
+            squares = _squares(values, self.axes, self.sizes)
+            return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+
+        def named(name: str, branch: Any) -> Any:
+            def under_its_name() -> Any:
+                with jax.named_scope(name):
+                    return branch()
+
+            return under_its_name
+
+        return lax.cond(sender.optimizer.sends(sender.state), named("compressed", messages), named("exact", exactly))
+
+    def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """Each worker's own gradient: the mean of these is the gradient of the batch."""
+        return [sums[i] * math.prod(self.sizes[axis] for axis in self.over[i]) for i in self.members]
+
+    def _with(self, sums: list[jax.Array], members: list[jax.Array]) -> list[jax.Array]:
+        values = list(sums)
+        for i, value in zip(self.members, members, strict=True):
+            values[i] = value
+        return values
+
+    def _average(
+        self, sums: list[jax.Array], own: list[jax.Array], errors: ErrorsByPath, alive: list[Any]
+    ) -> tuple[list[jax.Array], ErrorsByPath]:
+        described = [self.parameters[i] for i in self.members]
+        shared = [
+            tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in (*self.over[i], *self.axes[i]))
+            for i in self.members
+        ]
+        owed: list[Any] = [None] * len(self.members)
+        if self.exchange.keeps_errors:
+            owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]
+        found = self.exchange.average(own, described, Told(shared, owed, alive))
+        if self.exchange.keeps_errors:
+            left = [jax.tree.map(lambda x: x[None], one) for one in found.errors]
+            errors = {one.path: one_left for one, one_left in zip(described, left, strict=True)}
+        return self._with(sums, found.means), errors
+
+    def _measured(self, sums: list[jax.Array], own: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """About the square of the norm of the whole gradient, of which nobody has the mean, and what of it is finite.
+
+        A sum of elements with random signs has the square of their norm, on average; so have the sums of workers' sums.
+        `_WIDTH` of them tell the norm to some two percent.
+        """
+        every = tuple(axis for axis, size in self.sizes.items() if size > 1)
+        local = self._with(sums, own)
+        finite = lax.psum(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in local]).astype(jnp.int32), every) == 0
+        rest = [i for i in range(len(sums)) if i not in self.members]
+        exact = [_squares([sums[i]], [self.axes[i]], self.sizes)[0] for i in rest]
+        square = sum(exact, jnp.float32(0))
+        for over in dict.fromkeys(self.over[i] for i in self.members):
+            sketch = jnp.zeros(_WIDTH)
+            for i, gradient in zip(self.members, own, strict=True):
+                if self.over[i] == over:
+                    split = {*self.axes[i], *over}
+                    again = math.prod(size for axis, size in self.sizes.items() if axis not in split)
+                    sketch += _sketch(gradient, i) / math.sqrt(again)
+            mean = lax.pmean(sketch, over)
+            others = tuple(axis for axis in every if axis not in over)
+            found = jnp.sum(jnp.square(mean))
+            square += lax.psum(found, others) if others else found
+        return square, finite
+
+
+_WIDTH = 2048
+
+
+def _sketch(x: jax.Array, number: int) -> jax.Array:
+    """Sums of the elements of an array, with signs that are drawn once and for all."""
+    rows = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
+    word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_WIDTH)
+    word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finalizer
+        word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return jnp.sum(jnp.where((word ^ (word >> jnp.uint32(16))) & 1 == 1, rows, -rows), 0)
 
 
 def _squares(shards: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> jax.Array:
@@ -188,6 +204,9 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
 
 
-def inverse(weight: jax.Array) -> jax.Array:
-    """One over the weight; of a batch of which nothing counts zero, so that loss and gradient are zero and not nan."""
-    return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
+    """How a device's shard of a parameter's gradient is cut for the exchange."""
+    over, split = exchange.over(parameter), spec_axes(parameter.stored)
+    elements = math.prod(parameter.shape) // math.prod(sizes[axis] for axis in split)
+    shared = math.prod(size for axis, size in sizes.items() if axis not in (*over, *split))
+    return Pieces(elements, shared, math.prod(sizes[axis] for axis in over))

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 from shardlib._chips import chip_of
 from shardlib._processes import agree, catch_termination
 from shardlib._tree import named_leaves
+from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import occupied
@@ -97,6 +98,8 @@ def fit(
     [(10, 0.1002), (20, 0.0078)]
     """
     _check(step, state, loop)
+    if isinstance(optimizer := state.layout.optimizer, Local):
+        state = state.replaced(layout=replace(state.layout, optimizer=optimizer.for_run(loop.steps)))
     if folder is not None and "://" in str(folder):
         raise ValueError(
             f"`fit(folder={str(folder)!r})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, s3fs)."
@@ -249,7 +252,7 @@ class _Run:
         self.speed.count(weight)
         if bad >= 0:
             self.nonfinite += 1
-            skipped = "skipped" if self.step.strategy.nonfinite == "skip" else "taken all the same"
+            skipped = "skipped" if self.step.strategy.skips else "taken all the same"
             self.note(step, f"the gradient of `{self.paths[bad]}` is not finite; the step is {skipped}")
             if self.nonfinite >= self.loop.nonfinite:
                 kept = "" if self.latest() is None else f" The last checkpoint is that of step {self.latest()}."
@@ -273,7 +276,7 @@ class _Run:
         """Begin to save. A save that fails is told of and the run goes on, unless it was the last."""
         if done == self.saved:
             return
-        if self.nonfinite and self.step.strategy.nonfinite == "count":
+        if self.nonfinite and not self.step.strategy.skips:
             self.note(done, "not saved: the last gradient was not finite, and so may be the parameters")
             return
         # Of several processes one may fail while others go on. Then the run ends, to be taken up where all of them were.

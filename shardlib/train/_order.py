@@ -129,7 +129,7 @@ def stacked_dim(names: Any) -> int | None:
 
 def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
     """Parameters as a model has them, put where they lie at rest."""
-    move = _Mover(strategy, names, natural=False)
+    move = Mover(strategy, names, natural=False)
     return map_named(lambda path, leaf: move(leaf, path, stacked_dim(names.get(path))), params)
 
 
@@ -137,7 +137,7 @@ def reordered(state: Any, *, natural: bool) -> Any:
     """The state with its layers as the model has them, or, if not `natural`, from there to where they lie at rest."""
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
-    move = _Mover(layout.strategy, names, natural)
+    move = Mover(layout.strategy, names, natural)
 
     def of_parameter(path: str, leaf: Any) -> Any:
         return move(leaf, path, stacked_dim(names.get(path)))
@@ -157,7 +157,7 @@ def reordered(state: Any, *, natural: bool) -> Any:
     )
 
 
-class _Mover:
+class Mover:
     """Moves layers from where the model has them to where they lie at rest, or, if `natural`, back."""
 
     def __init__(self, strategy: Strategy, names: dict[str, Any], natural: bool) -> None:

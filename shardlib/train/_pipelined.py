@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from shardlib._collectives import Collective, collectives
+from shardlib._traffic import Collective, collectives
 from shardlib._rules import LAYERS, spec_axes
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves

@@ -21,7 +21,10 @@ from shardlib._relate import Relation, relate
 from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
+from shardlib.collectives._exact import Parameter
+from shardlib.optimizers._local import Local
 from shardlib.train._order import check_layers, check_state, place_layers, reordered
+from shardlib.train._exchange import ErrorsByPath, pieces
 from shardlib.train._strategy import Strategy
 
 
@@ -56,6 +59,28 @@ class Layout:
             for path, leaf in named_leaves(params)
         }  # fmt: skip
 
+    def parameters(self, params: Any) -> dict[str, Parameter]:
+        """What an exchange is told of each parameter, by its path."""
+        manual, dtypes = self.strategy.manual_axes, self.strategy.dtypes
+        leaves = dict(named_leaves(params))
+        named = {path: self.named(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()}
+        return {
+            path: Parameter(
+                path, leaf.shape, named[path], tuple(axis for axis in manual if axis not in spec_axes(named[path])),
+                split.spec, dtypes.reduced(leaf.dtype),
+            )
+            for (path, leaf), split in zip(leaves.items(), self.splits(params).values(), strict=True)
+        }  # fmt: skip
+
+    def no_errors(self, params: Any) -> ErrorsByPath:
+        """What the exchange has left over before the first step: nothing, of each parameter that it takes."""
+        exchange, mesh = self.strategy.exchange, self.strategy.device_mesh
+        if not exchange.keeps_errors:
+            return {}
+        taken = {path: one for path, one in self.parameters(params).items() if exchange.over(one)}
+        none = {path: pieces(exchange, one, mesh.shape).errors() for path, one in taken.items()}
+        return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), none)
+
     def __hash__(self) -> int:  # computed once: every call of a step hashes the layout
         return self._hash
 
@@ -66,7 +91,8 @@ class State:
     """A run between two steps: a pytree of global arrays, each with its sharding.
 
     `params` are the parameters that the optimizer moves, `frozen` those that stay as they are; where one tree has a leaf,
-    the other has None. `rest` is whatever else the model carries, `streams` the random streams inside it, `key` the key
+    the other has None. `errors` is what a compressed exchange has left over, by the paths of parameters, each device's own
+    along dim 0; a checkpoint has it by worker and in the parameter's shape. `rest` is whatever else the model carries, `streams` the random streams inside it, `key` the key
     from which each step derives its randomness. `nonfinite` counts the steps whose gradient was not finite.
     """
 
@@ -74,6 +100,7 @@ class State:
     params: Any
     frozen: Any
     opt_state: Any
+    errors: ErrorsByPath
     streams: Any
     rest: Any
     key: Any
@@ -142,6 +169,7 @@ def init(
         )
     if not isinstance(strategy, Strategy):
         raise ValueError(f"`init` takes a `sl.Strategy`; got {strategy!r}.")
+    check_sender(optimizer, strategy)
     mesh = strategy.device_mesh
     found: dict[str, Any] = {}
 
@@ -161,11 +189,13 @@ def init(
         opt_state = optimizer.init(params) if optimizer is not None else ()
         key = jax.random.key(seed, impl=THREEFRY)
         count = jnp.int32(0)
-        return strong((count, params, frozen, opt_state, parts.streams, parts.rest, key, count))
+        layout = Layout(parts.definition, optimizer, strategy, tuple(sorted(names.items())))
+        errors = {} if optimizer is None else layout.no_errors(params)
+        return strong((count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count))
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
-        _, params, frozen, opt_state, _, rest, *_ = shapes
+        _, params, frozen, opt_state, errors, _, rest, *_ = shapes
         names = found["names"]
         parameters = united(params, frozen)
         _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)
@@ -230,6 +260,7 @@ def state_specs(state: State) -> State:
         params=place(at_rest, state.params),
         frozen=place(at_rest, state.frozen),
         opt_state=place(follow, state.opt_state),
+        errors=jax.tree.map(lambda _: PartitionSpec(layout.strategy.every_axis), state.errors),
         streams=place(named, state.streams),
         rest=place(named, state.rest),
         key=whole,
@@ -247,6 +278,23 @@ def united(params: Any, frozen: Any) -> Any:
     return jax.tree.map(
         lambda p, f: f if p is None else p, params, frozen, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held)
     )
+
+
+def check_sender(optimizer: Any, strategy: Strategy) -> None:
+    """Refuse an optimizer that needs workers' own gradients where it would be given others."""
+    if not isinstance(optimizer, Local):
+        return
+    if not strategy.exchange.axes:
+        raise ValueError(
+            f"The optimizer makes what it sends of each worker's own gradient, and `Strategy(exchange={strategy.exchange})` "
+            "gives it averaged ones alone. Use an exchange that sends codes, `exchange=sl.collectives.OneBit(axis=...)`; or for "
+            "averaged gradients `optax.adamw`."
+        )
+    if isinstance(strategy.clip, optax.GradientTransformation):
+        raise ValueError(
+            "`Strategy(clip=...)` has a transformation that looks at the averaged gradient, which nobody has once the optimizer "
+            "sends something else: clip by the global norm, `clip=1.0`."
+        )
 
 
 def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:

@@ -26,17 +26,19 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib._annotate import constrain, say
+from shardlib._annotate import say
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
+from shardlib.collectives._exact import inverse
+from shardlib.optimizers._local import Local
 from shardlib.train._batches import batch_sharding, check_batch
-from shardlib.train._exchange import Exact, exchange_gradients, inverse
+from shardlib.train._exchange import Gradient, Sender, exchange_gradients
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
-from shardlib.train._state import Layout, State, state_specs, strong, united
+from shardlib.train._state import Layout, State, check_sender, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
 from shardlib.train._weights import Weights, uses
@@ -127,6 +129,13 @@ class Step:
                 theirs := layout.strategy
             ).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
                 raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
+            keeps = theirs.exchange.keeps_errors or self.strategy.exchange.keeps_errors
+            if keeps and theirs.exchange != self.strategy.exchange:
+                raise ValueError(
+                    f"The state was made for `exchange={theirs.exchange}`, whose errors it has; the step is for "
+                    f"`exchange={self.strategy.exchange}`. Use one strategy."
+                )
+            check_sender(layout.optimizer, self.strategy)
             check_order(theirs, self.strategy, dict(layout.names))
             mesh = self.strategy.device_mesh
             to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(state))
@@ -138,34 +147,43 @@ class Step:
         return self._compiled[layout]
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        specs, manual, exchange = state_specs(state), self.strategy.manual_axes, self.strategy.exchange
+        specs, manual = state_specs(state), self.strategy.manual_axes
         trained, frozen = self._uses(state, state.params, False), self._uses(state, state.frozen, True)
-        gradients = partial(self._gradients, state.layout, trained, frozen)
+        sends = self._sender(state, specs)
+        gradients = partial(self._gradients, state.layout, trained, frozen, sends)
         if manual:
             mine, same = PartitionSpec(self.strategy.data_axes or None), PartitionSpec()
             at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, manual))
-            after = jax.tree.map(lambda use: keep_axes(exchange.spec(use.parameter), manual), trained)
+            errors = jax.tree.map(lambda _: PartitionSpec(manual), state.errors)
+            of_sender = () if sends is None else jax.tree.map(lambda spec: keep_axes(spec, manual), sends.specs)
             gradients = jax.shard_map(
                 gradients,
-                in_specs=(at_rest(trained), at_rest(frozen), same, same, same, mine),
-                out_specs=(after, same, same, same, same),
+                in_specs=(at_rest(trained), at_rest(frozen), errors, of_sender, same, same, same, mine),
+                out_specs=(Gradient(at_rest(trained), errors, same, same), same, same, same),
                 axis_names=set(manual),
                 check_vma=False,
             )
         key = jax.random.fold_in(state.key, state.step)
-        every = (state.params, state.frozen, state.streams, state.rest)
-        gradient, squares, streams, rest, metrics = gradients(*every, key, batch)
+        every = (state.params, state.frozen, state.errors, () if sends is None else sends.state, state.streams, state.rest)
+        gradient, streams, rest, metrics = gradients(*every, key, batch)
         self._check_experts(state.layout)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
         with jax.named_scope("optimizer"):
-            if not isinstance(exchange, Exact):  # which may leave a gradient otherwise than its parameter is at rest
-                gradient = jax.tree.map(constrain, gradient, specs.params)
-            params, opt_state, bad, of_gradient = self._update(state, gradient, squares, metrics["loss"])
+            params, opt_state, errors, bad, of_gradient = self._update(state, gradient, trained, metrics["loss"])
         params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
-        count = state.nonfinite + bad
-        after = State(state.step + 1, params, state.frozen, opt_state, streams, rest, state.key, count, state.layout)
+        after = state.replaced(
+            step=state.step + 1, params=params, opt_state=opt_state, errors=errors, streams=streams, rest=rest,
+            nonfinite=state.nonfinite + bad,
+        )  # fmt: skip
         return after, metrics | of_gradient
+
+    def _sender(self, state: State, specs: State) -> Sender | None:
+        """The optimizer, if it says itself what is sent."""
+        optimizer, clip = state.layout.optimizer, self.strategy.clip
+        if not isinstance(optimizer, Local):
+            return None
+        return Sender(optimizer, state.opt_state, specs.opt_state, clip)
 
     def _check_experts(self, layout: Layout) -> None:
         """Refuse experts none of whose weights is split as the rule says, where a layer cannot see that itself."""
@@ -188,38 +206,49 @@ class Step:
         return uses(params, named, state.layout.splits(params), self.strategy, frozen=frozen)
 
     def _update(
-        self, state: State, gradient: Any, squares: jax.Array, loss: jax.Array
-    ) -> tuple[Any, Any, jax.Array, Metrics]:
+        self, state: State, made: Gradient, trained: Any, loss: jax.Array
+    ) -> tuple[Any, Any, Any, jax.Array, Metrics]:
         """Clip and let the optimizer move the parameters. The norm is that of the whole gradient, computed once."""
-        strategy = self.strategy
-        norm, finite = jnp.sqrt(jnp.sum(squares)), jnp.isfinite(squares)
-        all_finite = jnp.all(finite)
-        metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(finite))}
+        strategy, gradient, optimizer = self.strategy, made.values, state.layout.optimizer
+        norm, all_finite = jnp.sqrt(made.square), jnp.all(made.finite)
+        metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(made.finite))}
+        extra: dict[str, Any] = {}
+        if isinstance(optimizer, Local):
+            metrics["compressed"] = optimizer.sends(state.opt_state)
+            extra["sent"] = jax.tree.map(lambda use: bool(strategy.exchange.over(use.parameter)), trained)
         if isinstance(strategy.clip, optax.GradientTransformation):
             gradient = _clipped(strategy.clip, gradient, state.params)
         elif strategy.clip is not None:
             scale = strategy.clip / jnp.maximum(norm, strategy.clip)
-            gradient = jax.tree.map(lambda g: g * scale.astype(g.real.dtype), gradient)
-        updates, opt_state = _updated(state.layout.optimizer, gradient, state.opt_state, state.params, loss)
+            scales = jax.tree.map(lambda _: scale, gradient)
+            if extra:  # what was sent was clipped before
+                scales = jax.tree.map(lambda sent: jnp.where(metrics["compressed"] & sent, 1, scale), extra["sent"])
+            gradient = jax.tree.map(lambda g, scale: g * scale.astype(g.real.dtype), gradient, scales)
+        updates, opt_state = _updated(optimizer, gradient, state.opt_state, state.params, loss, extra)
         params = optax.apply_updates(state.params, updates)
-        if strategy.nonfinite == "skip":
+        if strategy.skips:
             new, old = (params, opt_state), (state.params, state.opt_state)
             params, opt_state = jax.tree.map(lambda n, o: jnp.where(all_finite, n, o), new, old)
-        return params, opt_state, 1 - all_finite.astype(jnp.int32), metrics
+        # What is owed is never of what is not finite: it would be owed forever.
+        errors = jax.tree.map(lambda n, o: jnp.where(all_finite, n, o), made.errors, state.errors)
+        return params, opt_state, errors, 1 - all_finite.astype(jnp.int32), metrics
 
     def _gradients(
         self,
         layout: Layout,
         trained: Any,
         fixed: Any,
+        sends: Sender | None,
         params: Any,
         frozen: Any,
+        errors: Any,
+        opt_state: Any,
         streams: Any,
         rest: Any,
         key: Any,
         batch: Any,
-    ) -> tuple[Any, jax.Array, Any, Any, Metrics]:
-        """The gradient of the whole batch's loss, and the square of its norm by parameter.
+    ) -> tuple[Gradient, Any, Any, Metrics]:
+        """The gradient of the whole batch's loss, or what the optimizer makes of the workers' own.
 
         Manual over the data axes: `batch` is this device's examples.
         """
@@ -261,9 +290,11 @@ class Step:
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda use: use.parameter, trained)
         with jax.named_scope("exchange"):
-            gradient, squares = exchange_gradients(self.strategy.exchange, summed, weight, parameters)
-        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        return gradient, squares, streams, rest, metrics | {"weight": weight}
+            if sends is not None:
+                sends = sends._replace(state=opt_state)
+            made = exchange_gradients(self.strategy.exchange, summed, weight, parameters, errors, sends)
+        values = jax.tree.map(lambda g, p: g.astype(p.dtype), made.values, params)
+        return made._replace(values=values), streams, rest, metrics | {"weight": weight}
 
 
 def forward(
@@ -280,8 +311,8 @@ def forward(
 
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
     """What keeps the compiler of a GPU from joining the buckets of an exchange: it would hold the buffers of all."""
-    devices, exchange = strategy.device_mesh.devices.flat, strategy.exchange
-    if devices[0].platform not in ("gpu", "cuda") or not isinstance(exchange, Exact):
+    devices, exchange = strategy.device_mesh.devices.flat, strategy.exchange.within
+    if devices[0].platform not in ("gpu", "cuda"):
         return None
     parts = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes)
     # The compiler counts what comes out: of a scatter one part.
@@ -300,9 +331,11 @@ def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> 
     return clip.update(gradient, state, params)[0]
 
 
-def _updated(optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
+def _updated(
+    optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: jax.Array, extra: dict[str, Any]
+) -> tuple[Any, Any]:
     """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it wants them."""
-    extra = {"value": loss, "grad": gradient}
+    extra = {"value": loss, "grad": gradient} | extra
     accepted = inspect.signature(optimizer.update).parameters
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
         extra = {name: value for name, value in extra.items() if name in accepted}

@@ -15,10 +15,10 @@ from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
 from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
 from shardlib._zero import Zero, resolve_zero
+from shardlib.collectives._exact import Exact, Exchange
 from shardlib.pipeline._program import table_of
 from shardlib.pipeline._schedules import Schedule
 from shardlib.pipeline._table import Table
-from shardlib.train._exchange import Exact, Exchange
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Strategy:
     - `clip`: the global norm above which a gradient is scaled down to it, or an optax transformation without state that
       clips otherwise: `optax.clip(1.0)` by value, `optax.adaptive_grad_clip(0.01)` adaptively.
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no gradient, no state.
-    - `nonfinite`: what happens to a step whose gradient is not finite; it is counted, and `"skip"` leaves parameters and
-      optimizer as they were.
+    - `nonfinite`: what happens to a step whose gradient is not finite: it is counted; and `"skip"` leaves parameters and
+      optimizer as they were, `"count"` does not. By default it is skipped if the exchange keeps errors, else counted.
     - `remat`: what is kept for the backward pass: `"none"` of it recomputed; `"full"`, the inputs alone of blocks marked with
       `sl.remat`; `"stage"`, under a pipeline, what was sent to each stage alone, and again inputs of its blocks alone.
-    - `exchange`: what happens to gradients between devices.
+    - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes of data what
+      `sl.collectives` has, `sl.collectives.OneBit("pod")`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis that the rule `layers`
       names has a stage at each place, and the microbatches go through as the schedule says. (To the trainer, `1f1b:4:16`.)
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
@@ -59,7 +60,7 @@ class Strategy:
     precision: str | Precision = "float32"
     clip: float | optax.GradientTransformation | None = None
     frozen: tuple[str, ...] = ()
-    nonfinite: Literal["count", "skip"] = "count"
+    nonfinite: Literal["count", "skip"] | None = None
     remat: Remat = "none"
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
@@ -84,15 +85,18 @@ class Strategy:
             raise ValueError(
                 f"`Strategy(accumulate={self.accumulate!r})`: a whole number, at least one, of microbatches."
             )
-        if isinstance(self.exchange, type) or not (hasattr(self.exchange, "spec") and hasattr(self.exchange, "reduce")):
-            raise ValueError(f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.Exact()`.")
+        if not isinstance(self.exchange, Exchange):
+            raise ValueError(
+                f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.Exact()` or "
+                '`sl.collectives.OneBit("data")`.'
+            )
         if self.manual is not None and not isinstance(self.manual, tuple):
             raise ValueError(f"`Strategy(manual={self.manual!r})` takes a tuple of axes.")
         if isinstance(self.frozen, str) or not all(isinstance(pattern, str) for pattern in self.frozen):
             raise ValueError(
                 f'`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(".*embedding",)`.'
             )
-        if self.nonfinite not in ("count", "skip"):
+        if self.nonfinite not in ("count", "skip", None):
             raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "count" or "skip".')
         if not (
             self.clip is None
@@ -120,19 +124,37 @@ class Strategy:
                 )
         resolve_precision(self.precision)
         zero = self.sharding
-        if zero.stage > 1 and not isinstance(self.exchange, Exact) and set(self.zero_axes) >= set(self.data_axes):
-            raise ValueError(
-                f"`Strategy(exchange={self.exchange})` would never run: stage {zero.stage} of ZeRO adds gradients up exactly "
-                f"over {self.zero_axes}, layer by layer, and no data axis is left. Use `zero=1`, or split over fewer axes: "
-                "`zero=sl.Zero(..., axes=(...))`."
-            )
-        if not self.data_axes and not isinstance(self.exchange, Exact):
+        self._check_exchange(axes, zero)
+        self._check_pipeline(axes)
+
+    def _check_exchange(self, axes: Mapping[str, int], zero: Zero) -> None:
+        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits."""
+        taken = self.exchange.axes
+        if taken and not self.data_axes:
             raise ValueError(
                 f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch and nothing else, so the "
                 "partitioner sums the gradients. Give `batch` an axis of its own in the rules, or name it: `manual=(...)`."
             )
-
-        self._check_pipeline(axes)
+        for axis in taken:
+            if axis not in self.data_axes:
+                why = "splits no batch, so that no gradients differ along it" if axis in axes else "is no axis of the mesh"
+                raise ValueError(
+                    f"`Strategy(exchange={self.exchange})`: `{axis}` {why}. The mesh has {', '.join(map(repr, axes))}; gradients "
+                    f"are exchanged over {', '.join(map(repr, self.data_axes))}."
+                )
+            if zero.stage and axis in (zero.axes or ()):
+                raise ValueError(
+                    f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: ZeRO would split parameters over `{axis}` too, "
+                    "and every step gather them whole again over it, in more bytes than the exchange saves. Split over other "
+                    "axes."
+                )
+        if taken and zero.stage and set(taken) >= set(self.data_axes):
+            raise ValueError(
+                f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all axes of data, and none is left "
+                "for ZeRO, which would gather parameters whole over it in every step, in more bytes than the exchange saves. "
+                'Leave `zero` out; or exchange over some of the axes, those of the slow network say: `mesh="pod=4,data=8"`, with '
+                '`exchange=...(axis="pod")`.'
+            )
 
     def _check_pipeline(self, axes: Mapping[str, int]) -> None:
         """Refuse what a schedule cannot be run with."""
@@ -223,6 +245,11 @@ class Strategy:
         """All axes over which the step is manual: those of the data, and that of the stages."""
         return self.data_axes if self.stage_axis is None else (*self.data_axes, self.stage_axis)
 
+    @cached_property
+    def every_axis(self) -> tuple[str, ...]:
+        """All axes of the mesh, the manual ones first: how what each device has of its own lies."""
+        return (*self.manual_axes, *(axis for axis in self.device_mesh.shape if axis not in self.manual_axes))
+
     @property
     def microbatches(self) -> int:
         """Into how many parts a device's examples are split, one after the other."""
@@ -244,6 +271,11 @@ class Strategy:
         return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
 
     @property
+    def skips(self) -> bool:
+        """Whether a step whose gradient is not finite leaves parameters and optimizer as they were."""
+        return self.nonfinite == "skip" or (self.nonfinite is None and self.exchange.keeps_errors)
+
+    @property
     def crossing(self) -> tuple[str, ...]:
         """The axes that cross the slow network."""
         if isinstance(self.mesh, str):
@@ -259,10 +291,13 @@ class Strategy:
     def zero_axes(self) -> tuple[str, ...]:
         """The axes that ZeRO splits over, those on the fast network first; over the other data axes, state is repeated.
 
+        By default those are all that the exchange does not take.
+
         Under a pipeline what is outside the stages is split over these too, whatever the stage of ZeRO.
         """
         zero = self.sharding
-        axes = () if not zero.stage else self.data_axes if zero.axes is None else zero.axes
+        free = tuple(axis for axis in self.data_axes if axis not in self.exchange.axes)
+        axes = () if not zero.stage else free if zero.axes is None else zero.axes
         axes = axes if self.stage_axis is None else (*axes, self.stage_axis)
         return tuple(sorted(axes, key=lambda axis: axis in self.crossing))
 

@@ -16,7 +16,7 @@ from shardlib._region import Held, Weight
 from shardlib._rules import as_tuple, keep_axes, spec_axes
 from shardlib._tree import map_named
 from shardlib._zero import Split, gather, scatter, total
-from shardlib.train._exchange import Exact, Parameter
+from shardlib.collectives._exact import Exact, Parameter
 from shardlib.train._state import united
 from shardlib.train._strategy import Strategy
 

@@ -1,0 +1,136 @@
+"""Codecs: rows of numbers as rows of bytes, and back. Pure, and each row by itself, its scales in its bytes."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SCALE = 4  # bytes of a float32
+
+
+class Codec(Protocol):
+    """What turns the last dim of an array of rows into bytes and back."""
+
+    def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> jax.Array:
+        """Rows `(n, elements)` as bytes `(n, size(elements))`; of what is not `alive` nothing need come back."""
+        ...
+
+    def decode(self, code: jax.Array, elements: int) -> jax.Array:
+        """What the rows were, about, in float32."""
+        ...
+
+    def size(self, elements: int) -> int:
+        """The bytes of a row."""
+        ...
+
+
+@dataclass(frozen=True)
+class Signs:
+    """A bit for each number, its sign, and one scale for a row.
+
+    - `scale`: `"mean"` of the absolute values, which is closest to the row and never further from it than zero is; or
+      `"rms"`, the root of the mean square, as the 1-bit Adam of DeepSpeed has it.
+
+    Zero has no sign: it comes back as the scale. What is always zero is to be left out, by `alive`.
+
+    >>> row = jnp.array([[1.0, -2.0, 3.0, -2.0]])
+    >>> Signs().decode(Signs().encode(row), 4).tolist(), Signs().size(1024)
+    ([[2.0, -2.0, 2.0, -2.0]], 132)
+    """
+
+    scale: Literal["mean", "rms"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("mean", "rms"):
+            raise ValueError(f'`Signs(scale={self.scale!r})`: choose "mean" or "rms".')
+
+    def size(self, elements: int) -> int:
+        """The bytes of a row."""
+        return -(-elements // 8) + _SCALE
+
+    def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> jax.Array:
+        """Eight signs in a byte, and the scale."""
+        rows = rows.astype(jnp.float32)
+        if alive is None:
+            count = jnp.full((rows.shape[0], 1), rows.shape[1], jnp.float32)
+        else:
+            rows, count = jnp.where(alive, rows, 0), jnp.sum(alive, 1, keepdims=True, dtype=jnp.float32)
+        size = jnp.abs(rows) if self.scale == "mean" else jnp.square(rows)
+        mean = jnp.sum(size, 1, keepdims=True) / jnp.maximum(count, 1)
+        bits = _padded(rows >= 0, 8).reshape(rows.shape[0], 8, -1)
+        places = jnp.arange(8, dtype=jnp.uint8)[:, None]
+        packed = jnp.sum(bits.astype(jnp.uint8) << places, 1, dtype=jnp.uint8)
+        return jnp.concatenate([packed, _bytes(mean if self.scale == "mean" else jnp.sqrt(mean))], 1)
+
+    def decode(self, code: jax.Array, elements: int) -> jax.Array:
+        """The scale, with signs."""
+        packed, scale = code[:, :-_SCALE], _floats(code[:, -_SCALE:])
+        bits = (packed[:, None, :] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
+        return jnp.where(bits.reshape(code.shape[0], -1)[:, :elements] == 1, scale, -scale)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers of 8 or 4 bits, and a scale for each block of numbers: the largest of them is the largest integer.
+
+    >>> row = jnp.array([[0.0, 1.0, -7.0, 3.4]])
+    >>> Integers(4).decode(Integers(4).encode(row), 4).tolist(), Integers(4).size(1024), Integers(8).size(1024)
+    ([[0.0, 1.0, -7.0, 3.0]], 528, 1040)
+    """
+
+    bits: Literal[8, 4] = 8
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"`Integers(bits={self.bits!r})`: there are integers of 8 and of 4 bits.")
+        if type(self.block) is not int or self.block < 2 or self.block % 2:
+            raise ValueError(f"`Integers(block={self.block!r})` takes an even number of elements.")
+
+    def size(self, elements: int) -> int:
+        """The bytes of a row."""
+        block = self._block(elements)
+        return -(-elements // block) * (block * self.bits // 8 + _SCALE)
+
+    def _block(self, elements: int) -> int:
+        return min(self.block, elements + elements % 2)
+
+    def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> jax.Array:
+        """All integers, then all scales."""
+        rows = rows.astype(jnp.float32) if alive is None else jnp.where(alive, rows.astype(jnp.float32), 0)
+        count, block, most = rows.shape[0], self._block(rows.shape[1]), 2 ** (self.bits - 1) - 1
+        blocks = _padded(rows, block).reshape(count, -1, block)
+        scale = jnp.max(jnp.abs(blocks), 2) / most
+        whole = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
+        # What is not finite has no integer, and its scale says so.
+        whole = jnp.nan_to_num(whole, posinf=0, neginf=0).astype(jnp.int8).reshape(count, -1)
+        packed = lax.bitcast_convert_type(whole, jnp.uint8)
+        if self.bits == 4:
+            halves = packed.reshape(count, 2, -1)
+            packed = (halves[:, 0] & 15) | (halves[:, 1] << 4)
+        return jnp.concatenate([packed, _bytes(scale)], 1)
+
+    def decode(self, code: jax.Array, elements: int) -> jax.Array:
+        """Each integer times its scale."""
+        count, block = code.shape[0], self._block(elements)
+        blocks = -(-elements // block)
+        packed, scale = code[:, : -_SCALE * blocks], _floats(code[:, -_SCALE * blocks :])
+        whole = lax.bitcast_convert_type(packed, jnp.int8)
+        if self.bits == 4:  # shifted up and down again, with their signs
+            whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], 1)
+        found = whole.reshape(count, blocks, block).astype(jnp.float32) * scale[..., None]
+        return found.reshape(count, -1)[:, :elements]
+
+
+def _padded(rows: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple)))
+
+
+def _bytes(scales: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
+
+
+def _floats(code: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(code.reshape(code.shape[0], -1, _SCALE), jnp.float32)
