@@ -59,8 +59,13 @@ class Exchange:
         """Over which of these a parameter's are; it is summed exactly over all others that do not split it."""
         return tuple(axis for axis in self.axes if axis in parameter.axes)
 
-    def average(self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: "Told") -> "Averaged":
-        """The mean over workers of each gradient, the same on all. Shapes are those of a device's own shards."""
+    def average(
+        self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: "Told"
+    ) -> tuple[list[jax.Array], Sequence[Any]]:
+        """The mean over workers of each gradient, and what of it is left over for the next step.
+
+        Shapes are those of a device's own shards; a mean is the same on all workers.
+        """
         raise NotImplementedError
 
 
@@ -70,13 +75,6 @@ class Told(NamedTuple):
     shared: Sequence[tuple[str, ...]]  # the axes along which it is the same on every device, for they do not split it
     errors: Sequence[Any]  # what was left over of it in the step before, `Errors`, if the exchange keeps some
     alive: Sequence[jax.Array | None]  # where it is not always zero, if that is known
-
-
-class Averaged(NamedTuple):
-    """What an exchange makes of gradients: their means, and what is left over for the step to come."""
-
-    means: list[jax.Array]
-    errors: Sequence[Any]
 
 
 @dataclass(frozen=True)

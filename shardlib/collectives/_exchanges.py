@@ -4,14 +4,14 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from shardlib._rules import as_tuple
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
-from shardlib.collectives._exact import Averaged, Exact, Exchange, Parameter, Told
+from shardlib.collectives._exact import Exchange, Parameter, Told
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class Compressed(Exchange):
         """The axes, where they do not split the parameter and its path is not one of the exact ones."""
         return () if any(re.fullmatch(pattern, parameter.path) for pattern in self.exact) else super().over(parameter)
 
-    def average(self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: Told) -> Averaged:
+    def average(
+        self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: Told
+    ) -> tuple[list[jax.Array], Sequence[Any]]:
         """Those that have the same axes go together, in two collectives."""
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
         for i, (parameter, shared) in enumerate(zip(parameters, told.shared, strict=True)):
@@ -82,7 +84,7 @@ class Compressed(Exchange):
                 means[i] = found[k]
                 if self.feedback:
                     errors[i] = left[k]
-        return Averaged(means, errors)
+        return means, errors
 
 
 @dataclass(frozen=True)

@@ -145,11 +145,11 @@ class _Exchanged:
         owed: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
             owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]
-        found = self.exchange.average(own, described, Told(shared, owed, alive))
+        means, left = self.exchange.average(own, described, Told(shared, owed, alive))
         if self.exchange.keeps_errors:
-            left = [jax.tree.map(lambda x: x[None], one) for one in found.errors]
+            left = [jax.tree.map(lambda x: x[None], one) for one in left]
             errors = {one.path: one_left for one, one_left in zip(described, left, strict=True)}
-        return self._with(sums, found.means), errors
+        return self._with(sums, means), errors
 
     def _measured(self, sums: list[jax.Array], own: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """About the square of the norm of the whole gradient, of which nobody has the mean, and what of it is finite.
