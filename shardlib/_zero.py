@@ -6,12 +6,11 @@ is whole during a step: of stage 1 parameters and gradients, of stage 2 paramete
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -26,6 +25,7 @@ STAGES: dict[str, int] = {
     "_HYBRID_SHARD_ZERO2": 2,
 }
 """What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow one."""
+
 
 @dataclass(frozen=True)
 class Zero:

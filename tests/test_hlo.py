@@ -3,8 +3,8 @@
 import pytest
 
 import shardlib
-from shardlib._traffic import Collective, collectives
 from shardlib._hlo import Program, _line_of_user
+from shardlib._traffic import Collective, collectives
 
 PACKAGE = shardlib.__path__[0]
 

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
-from shardlib._traffic import collectives
 from shardlib._reshard import reshard
 from shardlib._route import plan
 from shardlib._rules import as_tuple
+from shardlib._traffic import collectives
 
 SIZES = {"x": 2, "y": 4}
 

@@ -32,16 +32,22 @@ class Compressed(Exchange):
     def __post_init__(self) -> None:
         axes = as_tuple(self.axis) if isinstance(self.axis, str | tuple) else ()
         if not axes or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
-            raise ValueError(f'`{self._name}(axis={self.axis!r})` takes an axis of the mesh, `"pod"`, or several: a tuple.')
+            raise ValueError(
+                f'`{self._name}(axis={self.axis!r})` takes an axis of the mesh, `"pod"`, or several: a tuple.'
+            )
         if type(self.feedback) is not bool:
             raise ValueError(f"`{self._name}(feedback={self.feedback!r})` takes True or False.")
         if not isinstance(self.exact, tuple) or not all(isinstance(pattern, str) for pattern in self.exact):
-            raise ValueError(f'`{self._name}(exact={self.exact!r})` takes a tuple of patterns: `exact=(".*embedding",)`.')
+            raise ValueError(
+                f'`{self._name}(exact={self.exact!r})` takes a tuple of patterns: `exact=(".*embedding",)`.'
+            )
         for pattern in self.exact:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"`{self._name}(exact=...)`: `{pattern}` is no regular expression: {error}.") from error
+                raise ValueError(
+                    f"`{self._name}(exact=...)`: `{pattern}` is no regular expression: {error}."
+                ) from error
 
     @property
     def _name(self) -> str:

@@ -28,7 +28,7 @@ class OneBitAdamState(NamedTuple):
 def onebit_adam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    freeze: int | float | Literal["auto"],
+    freeze: int | float | Literal["auto"] = 0.2,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -113,7 +113,9 @@ def onebit_adam(
 
     def for_run(length: int) -> Local:
         if steps is not None and steps != length:
-            raise ValueError(f"`onebit_adam(steps={steps})` says another length than the run has, which is {length} steps.")
+            raise ValueError(
+                f"`onebit_adam(steps={steps})` says another length than the run has, which is {length} steps."
+            )
         of_run: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "mask": mask}
         return onebit_adam(learning_rate, freeze=freeze, steps=length, **of_run)
 
@@ -145,7 +147,7 @@ def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
     part = type(freeze) is float and 0 < freeze < 1
     if not (whole or part or freeze == "auto"):
         raise ValueError(
-            f"`onebit_adam(freeze={freeze!r})` takes a step, at least 1, a part of the run between 0 and 1, or \"auto\"."
+            f'`onebit_adam(freeze={freeze!r})` takes a step, at least 1, a part of the run between 0 and 1, or "auto".'
         )
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:

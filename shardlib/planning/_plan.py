@@ -17,9 +17,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib._chips import CHIPS, Chip
-from shardlib._traffic import Collective, collectives
 from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
+from shardlib._traffic import Collective, collectives
 from shardlib.planning._compile import compile_apart
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._memory import Memory, attribute

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib._traffic import KINDS
 from shardlib._text import human_bytes, table
+from shardlib._traffic import KINDS
 from shardlib.planning._memory import KINDS as MEMORY_KINDS
 from shardlib.planning._plan import Plan, plan
 from shardlib.planning._report import short

@@ -215,7 +215,8 @@ class Checkpoints:
         check_leaves(content["leaves"], describe_leaves(like, wanted, {}), step, str(self.folder))
         wanted = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
         like, here = (
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), of) for of in (like, here)
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), of)
+            for of in (like, here)
         )
         for leaf in jax.tree.leaves(held) if release else ():
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():

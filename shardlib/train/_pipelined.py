@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from shardlib._traffic import Collective, collectives
 from shardlib._rules import LAYERS, spec_axes
 from shardlib._text import human_bytes
+from shardlib._traffic import Collective, collectives
 from shardlib._tree import named_leaves
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor

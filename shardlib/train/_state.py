@@ -23,8 +23,8 @@ from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
 from shardlib.collectives._exact import Parameter
 from shardlib.optimizers._local import Local
-from shardlib.train._order import check_layers, check_state, place_layers, reordered
 from shardlib.train._exchange import ErrorsByPath, pieces
+from shardlib.train._order import check_layers, check_state, place_layers, reordered
 from shardlib.train._strategy import Strategy
 
 

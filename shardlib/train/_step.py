@@ -164,7 +164,14 @@ class Step:
                 check_vma=False,
             )
         key = jax.random.fold_in(state.key, state.step)
-        every = (state.params, state.frozen, state.errors, () if sends is None else sends.state, state.streams, state.rest)
+        every = (
+            state.params,
+            state.frozen,
+            state.errors,
+            () if sends is None else sends.state,
+            state.streams,
+            state.rest,
+        )
         gradient, streams, rest, metrics = gradients(*every, key, batch)
         self._check_experts(state.layout)
 

@@ -1,0 +1,218 @@
+"""Codecs, the collectives around them, and the bytes they say they send."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import compile_for, mesh_on
+
+import shardlib as sl
+from shardlib import testing
+from shardlib.collectives import Integers, Signs
+
+P = jax.P
+CODECS = [Signs(), Signs("rms"), Integers(8), Integers(4), Integers(8, block=16)]
+PLATFORMS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def on(mesh, function, *specs, out=P()):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-20, 1, 1e20]),
+)
+@settings(deadline=None, max_examples=6)
+def test_a_code_is_as_long_as_it_says_and_comes_back_as_near_as_it_can(codec, shape, seed, scale):
+    rows = normal(*shape, seed=seed) * np.float32(scale)
+    code = codec.encode(jnp.asarray(rows))
+    assert code.dtype == jnp.uint8 and code.shape == (shape[0], codec.size(shape[1]))
+    found = np.asarray(codec.decode(code, shape[1]))
+    assert found.shape == rows.shape
+    if isinstance(codec, Signs):
+        wide = rows.astype(np.float64)
+        scales = np.abs(wide).mean(1) if codec.scale == "mean" else np.sqrt((wide**2).mean(1))
+        if codec.scale == "mean" or scale == 1:  # squares of the others are no float32
+            np.testing.assert_allclose(found, np.where(rows >= 0, 1, -1) * scales[:, None], rtol=1e-5)
+    else:
+        block = min(codec.block, shape[1] + shape[1] % 2)
+        padded = np.pad(rows, ((0, 0), (0, -shape[1] % block))).reshape(shape[0], -1, block)
+        step = np.abs(padded).max(2, keepdims=True) / (2 ** (codec.bits - 1) - 1)
+        wrong = np.abs(padded.reshape(shape[0], -1)[:, : shape[1]] - found)
+        assert (wrong <= np.broadcast_to(step * 0.501, padded.shape).reshape(shape[0], -1)[:, : shape[1]]).all()
+
+
+def test_eight_signs_are_a_byte():
+    rows = normal(3, 800)
+    code = np.asarray(Signs().encode(jnp.asarray(rows)))
+    assert code.shape == (3, 104)
+    bits = np.unpackbits(code[:, :100], axis=1, bitorder="little").reshape(3, 100, 8).swapaxes(1, 2).reshape(3, 800)
+    np.testing.assert_array_equal(bits, rows >= 0)
+
+
+def test_what_is_not_alive_counts_for_no_scale():
+    rows, alive = jnp.array([[4.0, 7.0, -2.0, 9.0]]), jnp.array([[True, False, True, False]])
+    assert Signs().decode(Signs().encode(rows, alive), 4)[0, ::2].tolist() == [3.0, -3.0]
+    assert Signs().decode(Signs().encode(rows, jnp.zeros((1, 4), bool)), 4).tolist() == [[0.0] * 4]
+    assert Integers(4).decode(Integers(4).encode(rows, alive), 4)[0].tolist()[1::2] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_comes_back_so_in_its_row(codec, bad):
+    rows = normal(2, 40)
+    rows[1, 3] = bad
+    found = np.asarray(codec.decode(codec.encode(jnp.asarray(rows)), 40))
+    assert np.isfinite(found[0]).all() and not np.isfinite(found[1, :16]).all()
+
+
+def reference(arrays, errors, codec, shared=1):
+    """`pmean`, an array of each worker at a time."""
+    workers, size = arrays.shape[0], arrays[0].size
+    elements = -(-size // (workers * shared))
+    pad = lambda x: np.pad(x.reshape(-1), (0, workers * shared * elements - size)).reshape(shared * workers, elements)
+    alive = pad(np.ones(size, bool))
+
+    def coded(rows, alive):
+        return np.asarray(codec.decode(codec.encode(jnp.asarray(rows), jnp.asarray(alive)), elements)) * alive
+
+    sends = np.stack([pad(x) for x in arrays]) + errors[0]
+    sent = np.stack([coded(rows, alive) for rows in sends])
+    means = sent.mean(0) + errors[1]
+    again = coded(means, alive)
+    return again.reshape(-1)[:size].reshape(arrays.shape[1:]), ((sends - sent) * alive, means - again)
+
+
+@pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
+@pytest.mark.parametrize(
+    ("axis", "shared"), [("a", ()), (("a", "b"), ()), (("b", "a"), ()), ("b", ("a",)), ("a", ("b", "c"))]
+)
+def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared):
+    mesh = sl.make_mesh("a=2,b=4" if "c" not in shared else "a=2,b=2,c=2")
+    axes = (axis,) if isinstance(axis, str) else axis
+    workers, k = (int(np.prod([mesh.shape[a] for a in of])) for of in (axes, shared))
+    others = tuple(a for a in mesh.shape if a not in (*axes, *shared))
+
+    def mean(x, errors):
+        errors = jax.tree.map(lambda e: e[0], errors)
+        found, left = sl.collectives.pmean({"x": x[0]}, axis, codec, {"x": errors}, shared=shared)
+        return found["x"], jax.tree.map(lambda e: e[None], left["x"])
+
+    every = (*shared, *axes, *others)
+    step = on(mesh, mean, P(axes), P(every), out=(P(), P(every)))
+    shape = (5, 7)
+    elements = -(-35 // (workers * k))
+    errors = sl.collectives.Errors(np.zeros((8, workers, elements), "f"), np.zeros((8, elements), "f"))
+    expected = np.zeros((workers, workers * k, elements)), np.zeros((workers * k, elements))
+    owed = np.zeros(shape)
+    for seed in range(3):
+        arrays = normal(workers, *shape, seed=seed)
+        found, errors = step(arrays, errors)
+        wanted, expected = reference(arrays, expected, codec, k)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        of_workers, of_servers = expected
+        now = (of_workers.mean(0) + of_servers).reshape(-1)[:35].reshape(shape)
+        np.testing.assert_allclose(found + now, arrays.mean(0) + owed, rtol=1e-5, atol=1e-5)
+        owed = now
+    repeats = 8 // (workers * k)
+    server = np.asarray(errors.server).reshape(k, workers, repeats, elements)[:, :, 0].reshape(-1, elements)
+    np.testing.assert_allclose(server, of_servers, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_without_errors_loses_what_it_leaves_out_and_keeps_dtypes():
+    mesh = sl.make_mesh("data=8")
+    arrays = {"a": normal(8, 33), "b": normal(8, 4, 3).astype(jnp.bfloat16)}
+
+    def mean(x):
+        found, left = sl.collectives.pmean(jax.tree.map(lambda x: x[0], x), "data", Integers(8))
+        assert left is None
+        return found
+
+    found = on(mesh, mean, P("data"))(arrays)
+    assert found["b"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(found["a"], arrays["a"].mean(0), atol=0.03)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("axis", ["a", ("a", "b")])
+def test_gathers_and_scatters_are_their_exact_kin_about_and_in_derivative(axis, dim):
+    mesh, spec = sl.make_mesh("a=4,b=2"), (P(axis), P(None, axis))[dim]
+    x, codec = normal(16, 24), Integers(8, block=4)
+    whole = on(mesh, lambda x: sl.collectives.all_gather(x, axis, codec, dim), spec)
+    np.testing.assert_allclose(whole(x), x, atol=np.abs(x).max() / 254 * 1.01)
+    summed = on(mesh, lambda x: sl.collectives.psum_scatter(x, axis, codec, dim), P(), out=spec)
+    n = 4 if axis == "a" else 8
+    np.testing.assert_allclose(summed(x), n * x, atol=n * np.abs(x).max() / 254 * 1.01)
+
+    weights = normal(16, 24, seed=1)
+    of_gather = on(
+        mesh, jax.grad(lambda x, w: jnp.sum(sl.collectives.all_gather(x, axis, codec, dim) * w)), spec, P(), out=spec
+    )
+    np.testing.assert_allclose(of_gather(x, weights), n * weights, rtol=1e-6)
+    of_sum = on(mesh, jax.grad(lambda x, w: jnp.sum(sl.collectives.psum_scatter(x, axis, codec, dim) * w)), P(), spec)
+    np.testing.assert_allclose(of_sum(x, weights), weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("codec", [Signs(), Integers(8), Integers(4)], ids=repr)
+def test_what_is_sent_is_what_the_formulas_say(platform, codec):
+    mesh, elements = mesh_on(platform, "pod=4,data=2"), 4096
+    c = sl.collectives
+    both = ("pod", "data")
+    programs = {
+        c.pmean_bytes(elements, 8, codec): lambda x: c.pmean(x, both, codec)[0],
+        c.pmean_bytes(elements, 4, codec, shared=2): lambda x: c.pmean(x, "pod", codec, shared=("data",))[0],
+        c.all_gather_bytes(elements, 4, codec): lambda x: c.all_gather(x, "pod", codec),
+        c.psum_scatter_bytes(elements, 4, codec): lambda x: c.psum_scatter(x, "pod", codec),
+    }
+    for formula, program in programs.items():
+        lowered = on(mesh, lambda x, program=program: program(x)[None], P(), out=P(both)).lower(
+            jax.ShapeDtypeStruct((elements,), "float32", sharding=jax.NamedSharding(mesh, P()))
+        )
+        found = testing.collectives(compile_for(mesh, lowered), mesh)
+        assert sum(one.total_bytes for one in found) == formula
+        assert {dtype for one in found for dtype in one.dtypes} == {"u8"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Signs("max"), 'scale=\'max\'.*"mean" or "rms"'),
+        (lambda: Integers(3), "bits=3.*of 8 and of 4"),
+        (lambda: Integers(4, block=7), "block=7.*even"),
+        (
+            lambda: on(
+                sl.make_mesh("data=8"), lambda x: sl.collectives.psum_scatter(x, "data", Signs()), P(), out=P("data")
+            )(jnp.ones(12)),
+            "dim 0 of an array of shape .12,. does not divide into 8 parts",
+        ),
+        (
+            lambda: on(sl.make_mesh("data=8"), lambda x: sl.collectives.pmean(x, "data", Signs())[0], P())(
+                jnp.arange(8)
+            ),
+            "compresses real numbers.*int32.8.",
+        ),
+        (
+            lambda: on(
+                sl.make_mesh("data=8"), jax.grad(lambda x: jnp.sum(sl.collectives.pmean(x, "data", Signs())[0])), P()
+            )(jnp.ones(8)),
+            "no derivative",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

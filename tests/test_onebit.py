@@ -1,0 +1,341 @@
+"""1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while, wherever it lies."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from machines import mesh_on
+
+import shardlib as sl
+from models import gpt
+from shardlib.collectives import OneBit, Quantised
+from shardlib.optimizers import onebit_adam
+from shardlib.train._errors import saved
+from shardlib.train._exchange import _sketch
+
+RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", rows=None)
+NAMES = {"table": ("rows", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed"), "bias": (None,)}
+B1, B2 = 0.9, 0.99
+
+
+def make():
+    shapes = {"table": (12, 8), "up": (8, 16), "down": (16, 8), "bias": (5,)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return sl.annotate(
+        {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}, NAMES
+    )
+
+
+def batch(seed=0):
+    """Rows 9 to 11 of the table are never used."""
+    random = np.random.default_rng(seed)
+    return {"id": random.integers(0, 9, 16), "y": random.normal(size=(16, 8)).astype(np.float32)}
+
+
+def loss(model, batch, rng):
+    x = model["table"][batch["id"]]
+    y = x + jnp.tanh(x @ model["up"]) @ model["down"]
+    return jnp.mean((y - batch["y"]) ** 2) + jnp.mean((y[:, :5] - model["bias"]) ** 2)
+
+
+def adam(freeze, **options):
+    return onebit_adam(1e-2, freeze=freeze, b1=B1, b2=B2, **options)
+
+
+def owed(state):
+    """What the mean of all workers is owed, in the shape of each parameter."""
+    errors = jax.device_get(saved(state).errors)
+    return {path: worker.mean(0) + server for path, (worker, server) in errors.items()}
+
+
+def run(optimizer, steps, strategy, state=None, first=0):
+    state = state or sl.init(make, optimizer, strategy)
+    step, metrics = sl.train_step(loss, strategy), []
+    for seed in range(first, first + steps):
+        state, told = step(state, batch(seed))
+        metrics.append(jax.device_get(told))
+    return state, metrics
+
+
+PODS = "pod=2,data=2,model=2"
+STRATEGIES = {
+    "every device a worker": dict(mesh="pod=1,data=8,model=1", exchange=OneBit("data")),
+    "pods": dict(mesh=PODS, exchange=OneBit("pod")),
+    "pods, stage 1": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(1, small=0)),
+    "pods, stage 2, accumulated": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(2, small=0), accumulate=2),
+    "both axes, clipped": dict(mesh=PODS, exchange=OneBit(("pod", "data"), scale="rms"), clip=0.5),
+    "integers": dict(mesh=PODS, exchange=Quantised("pod", bits=4, block=8, feedback=True), zero=sl.Zero(3, small=0)),
+    "one pod": dict(mesh="pod=1,data=4,model=2", exchange=OneBit("pod")),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
+    strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
+    optimizer, plain = adam(2), optax.adam(1e-2, b1=B1, b2=B2)
+    alone = sl.Strategy(
+        mesh=sl.make_mesh("pod=1,data=1,model=1", devices=jax.devices()[:1]), rules=RULES, clip=strategy.clip
+    )
+    expected = run(plain, 2, alone)[0]
+    state, metrics = run(optimizer, 2, strategy)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-5, atol=1e-6)
+    assert all(not np.any(x) for x in owed(state).values()) and not metrics[-1]["compressed"]
+    frozen = jax.device_get(state.opt_state.nu)
+
+    step = sl.train_step(loss, strategy)
+    for seed in (2, 3):
+        before, owed_before = jax.device_get((state.params, state.opt_state)), owed(state)
+        gradient = jax.device_get(jax.grad(lambda p, seed=seed: loss(p, batch(seed), None))(before[0]))
+        norm = float(optax.tree.norm(gradient))
+        state, told = step(state, batch(seed))
+        assert bool(told["compressed"]) and told["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        clip = 1.0 if strategy.clip is None else strategy.clip / max(strategy.clip, float(told["grad_norm"]))
+        after = jax.device_get((state.params, state.opt_state))
+        chex.assert_trees_all_equal(after[1].nu, frozen)
+        for path, sent in after[1].mu.items():
+            wanted = owed_before[path] + B1 * before[1].mu[path] + (1 - B1) * clip * gradient[path]
+            wanted[frozen[path] == 0] = 0
+            found = sent + owed(state)[path]
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+            # And it moves by the momentum that was sent, over the root of the variance that was frozen.
+            scale = np.sqrt(frozen[path] / (1 - B2**2)) + 1e-8
+            moved = -1e-2 * sent / (1 - B1 ** (seed + 1)) / scale
+            np.testing.assert_allclose(after[0][path] - before[0][path], moved, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(state.params["table"][9:], expected.params["table"][9:])  # rows that are never used
+    if isinstance(strategy.exchange, OneBit):
+        sizes = {np.abs(x).max() for x in np.unique(np.abs(np.asarray(state.opt_state.mu["bias"])))}
+        assert len(sizes) <= 5
+
+
+def test_what_is_summed_exactly_stays_adams():
+    strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*")))
+    state, _ = run(adam(1), 1, strategy)
+    assert set(state.errors) == {"down", "bias"}
+    before = jax.device_get((state.params, state.opt_state))
+    gradient = jax.device_get(jax.grad(lambda p: loss(p, batch(1), None))(before[0]))
+    state, told = run(None, 1, strategy, state, first=1)
+    assert told[0]["compressed"]
+    for path in ("table", "up"):
+        np.testing.assert_allclose(
+            state.opt_state.mu[path], B1 * before[1].mu[path] + (1 - B1) * gradient[path], rtol=1e-4, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            state.opt_state.nu[path], B2 * before[1].nu[path] + (1 - B2) * gradient[path] ** 2, rtol=1e-4, atol=1e-7
+        )
+
+
+def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises():
+    strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data"))
+    frozen = {}
+    for rises in (0, 40):
+        schedule = optax.linear_schedule(1e-6, 2e-6, rises) if rises else 1e-6
+        optimizer = onebit_adam(schedule, freeze="auto", b2=0.9)
+        state = sl.init(make, optimizer, strategy)
+        step, norms = sl.train_step(loss, strategy), []
+        for seed in range(60):
+            state, told = step(state, batch(0))
+            norms.append(float(state.opt_state.norm))
+            if bool(state.opt_state.frozen):
+                frozen[rises] = seed + 1
+                break
+    assert frozen[0] % 10 == 0 and 20 <= frozen[0] < frozen[40] and frozen[40] > 40
+
+
+@pytest.mark.parametrize("size", [2000, 300_000])
+def test_a_norm_is_told_from_few_sums(size):
+    random = np.random.default_rng(0)
+    for scale in (1.0, random.normal(size=size) ** 4):
+        x = (random.normal(size=size) * scale).astype(np.float32)
+        assert jnp.sum(_sketch(jnp.asarray(x), 0) ** 2) == pytest.approx(
+            np.sum(x**2), rel=1e-5 if size == 2000 else 0.1
+        )
+
+
+@pytest.mark.parametrize("nonfinite", [None, "count"])
+def test_errors_are_not_poisoned(nonfinite):
+    strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"), nonfinite=nonfinite)
+    state, _ = run(adam(1), 2, strategy)
+    before = jax.device_get((state.params, state.opt_state, state.errors))
+    assert any(np.any(x) for x in jax.tree.leaves(before[2]))
+    poisoned = batch(2)
+    poisoned["y"][3] = np.inf
+    state, told = sl.train_step(loss, strategy)(state, poisoned)
+    assert told["first_nonfinite"] >= 0 and int(state.nonfinite) == 1
+    chex.assert_trees_all_equal(jax.device_get(state.errors), before[2])
+    if nonfinite is None:
+        chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before[:2])
+        state, _ = run(None, 1, strategy, state, first=3)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get((state.params, state.errors))))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "optimizer"), [(OneBit("data"), optax.sgd(0.1)), (OneBit("data", feedback=False), optax.sign_sgd(0.1))]
+)
+def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, optimizer):
+    """Worker by worker, in numpy; the bias has five elements on eight workers, of which three serve none."""
+    strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=exchange)
+    state = sl.init(make, optimizer, strategy)
+    params = jax.device_get(state.params)
+    worker, server = (dict.fromkeys(params, 0.0) for _ in range(2))
+    coded = lambda x: np.where(x >= 0, 1, -1) * np.abs(x).mean() if x.size else x
+    for seed in range(3):
+        state, _ = run(None, 1, strategy, state, first=seed)
+        rows = [{name: x[2 * i : 2 * i + 2] for name, x in batch(seed).items()} for i in range(8)]
+        own = [jax.device_get(jax.grad(lambda p, of=of: loss(p, of, None))(params)) for of in rows]
+        for path, p in params.items():
+            sends = np.stack([g[path].reshape(-1) for g in own]) + worker[path]
+            parts = [slice(k, k + -(-p.size // 8)) for k in range(0, p.size, -(-p.size // 8))]
+            sent = np.concatenate([np.stack([coded(one) for one in sends[:, part]]) for part in parts], 1)
+            mean = sent.mean(0) + server[path]
+            again = np.concatenate([coded(mean[part]) for part in parts])
+            if exchange.feedback:
+                worker[path], server[path] = sends - sent, mean - again
+            step = again if exchange.feedback else np.sign(again)
+            params[path] = p - 0.1 * step.reshape(p.shape)
+        chex.assert_trees_all_close(jax.device_get(state.params), params, rtol=2e-4, atol=1e-5)
+
+
+# A model that is worth restarting.
+
+CONFIG = gpt.tiny(layers=1, width=16, heads=2, context=8, vocab=32)
+
+
+def words(seed):
+    """Sequences that count up, each in steps of its own."""
+    random = np.random.default_rng(seed)
+    return {
+        "tokens": ((random.integers(0, 32, (16, 1)) + np.arange(9) * random.integers(1, 4, (16, 1))) % 32).astype(
+            np.int32
+        )
+    }
+
+
+def learned(strategy, state, steps):
+    step, losses = sl.train_step(gpt.loss, strategy), []
+    for seed in range(int(state.step), int(state.step) + steps):
+        state, told = step(state, words(seed))
+        losses.append(float(told["loss"]))
+    return state, losses
+
+
+def start(strategy, **options):
+    optimizer = onebit_adam(optax.cosine_decay_schedule(5e-3, 350), freeze=100, b2=B2)
+    return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, **options)
+
+
+def test_it_goes_on_bit_for_bit_and_on_fewer_devices_as_well(tmp_path):
+    rules = sl.rules.data | sl.rules.tensor | sl.AxisRules(batch=("pod", "data"))
+    common = dict(rules=rules, exchange=OneBit("pod"), zero=sl.Zero(1, small=0))
+    eight = sl.Strategy(mesh="pod=4,data=2,model=1", **common)
+    state, _ = learned(eight, start(eight), 150)
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        owes = owed(state)
+        onward, losses = learned(eight, state, 200)
+        for mesh in ("pod=4,data=2,model=1", "pod=4,data=1,model=2", "pod=2,data=2,model=1", "pod=1,data=2,model=2"):
+            sizes = [int(part.partition("=")[2]) for part in mesh.split(",")]
+            on = sl.make_mesh(mesh, devices=jax.devices()[: int(np.prod(sizes))])
+            strategy = sl.Strategy(mesh=on, **common)
+            restored = checkpoints.restore(start(strategy, abstract=True)).state
+            chex.assert_trees_all_close(owed(restored), owes, rtol=1e-5, atol=1e-9)
+            if mesh == "pod=4,data=2,model=1":
+                again, others = learned(strategy, restored, 200)
+                assert losses == others
+                chex.assert_trees_all_equal(
+                    *(jax.device_get((s.params, s.opt_state, s.errors)) for s in (onward, again))
+                )
+            elif mesh == "pod=2,data=2,model=1":
+                _, others = learned(strategy, restored, 200)
+                assert np.mean(others[-50:]) == pytest.approx(np.mean(losses[-50:]), rel=0.005)
+    assert np.mean(losses[-50:]) < 0.95 * np.mean(losses[:50])
+
+
+PLATFORMS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_between_pods_there_are_bits_alone(platform):
+    """Compiled: what crosses, of a step that compresses, is bytes of codes, and a few numbers."""
+    width, hidden = 256, 1024
+    make = lambda: sl.annotate(
+        {"up": jnp.ones((width, hidden)), "down": jnp.ones((hidden, width))},
+        {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
+    )
+    total = lambda model, x, rng: jnp.mean((x + jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
+    strategy = sl.Strategy(mesh=mesh_on(platform, PODS), rules=RULES, zero=sl.Zero(1), exchange=OneBit("pod"), clip=1.0)
+    state = sl.init(make, adam(10), strategy, abstract=True)
+    plan = sl.plan(sl.train_step(total, strategy), state, jax.ShapeDtypeStruct((16, width), "float32"))
+    crossing = [one for one in plan.collectives if "pod" in (one.axes or ()) and one.sent_bytes > 1000]
+    shard = 2 * width * hidden // 4
+    codes = [one for one in crossing if set(one.dtypes) == {"u8"}]
+    assert {one.kind for one in codes} == {"all-to-all", "all-gather"}
+    formula = 2 * sl.collectives.pmean_bytes(shard // 2, 2, sl.collectives.Signs())
+    assert sum(one.total_bytes for one in codes) == formula
+    others = sorted(one.total_bytes for one in crossing if one not in codes)
+    assert others == [8 * 1024, 4 * shard], "sums from which the norm is told, and before the freeze one of shards"
+
+
+def with_exchange(exchange, optimizer=None, **options):
+    strategy = sl.Strategy(**{"mesh": PODS, "rules": RULES, **options}, exchange=exchange)
+    return run(optimizer or adam(1), 1, strategy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: with_exchange(OneBit("slice")),
+            "`slice` is no axis of the mesh.*'pod', 'data', 'model'.*over 'pod', 'data'",
+        ),
+        (lambda: with_exchange(OneBit("model")), "`model` splits no batch"),
+        (lambda: OneBit(()), "takes an axis of the mesh"),
+        (lambda: OneBit("pod", exact="table"), "takes a tuple of patterns"),
+        (lambda: OneBit("pod", exact=("(",)), "no regular expression"),
+        (lambda: OneBit("pod", scale="max"), "scale='max'"),
+        (lambda: Quantised("pod", bits=2), "bits=2"),
+        (lambda: with_exchange(OneBit(("pod", "data")), zero=1), "takes all axes of data, and none is left for ZeRO"),
+        (lambda: with_exchange(OneBit("pod"), zero=sl.Zero(1, axes=("pod",))), "split parameters over `pod` too"),
+        (lambda: with_exchange(sl.Exact()), "of each worker's own gradient.*averaged ones alone.*OneBit"),
+        (lambda: with_exchange(OneBit("pod"), clip=optax.clip(1.0)), "looks at the averaged gradient"),
+        (lambda: with_exchange(OneBit("pod"), optax.chain(optax.clip(1.0), adam(1))), "not in `optax.chain`"),
+        (lambda: adam(2).update({}, None), "averaged already"),
+        (lambda: with_exchange(OneBit("pod"), adam(0.2)), "freeze=0.2.* is a part of the run.*steps=10_000"),
+        (lambda: onebit_adam(0.1, freeze=0), "freeze=0.*takes a step"),
+        (lambda: onebit_adam(0.1, freeze=1.5), "freeze=1.5.*takes a step"),
+        (lambda: onebit_adam(0.1, freeze=100, steps=100), "freeze=100.* lies beyond the run, which has 100 steps"),
+        (lambda: onebit_adam(0.1, freeze=1, b1=1.0), "b1=1.0"),
+        (lambda: onebit_adam(0.1, freeze=1, steps=0), "steps=0"),
+        (lambda: adam(0.5, steps=10).for_run(20), "steps=10.* says another length.*20 steps"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_run_says_how_long_it_is(tmp_path):
+    strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
+    step, records = sl.train_step(loss, strategy), []
+    source = (batch(seed) for seed in range(10))
+    loop = sl.Loop(steps=8, log_every=1)
+    state = sl.fit(step, sl.init(make, adam(0.5), strategy), source, loop, sinks=[records.append])
+    assert [record["compressed"] for record in records if "loss" in record] == [False] * 4 + [True] * 4
+    with pytest.raises(ValueError, match="beyond the run, which has 8 steps"):
+        sl.fit(step, sl.init(make, adam(8), strategy), source, loop, sinks=[])
+    other = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("data"))
+    with pytest.raises(ValueError, match="whose errors it has; the step is for"):
+        sl.train_step(loss, other)(state, batch())
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        plain = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", feedback=False))
+        with pytest.raises(ValueError, match="`errors/bias/worker` is there alone.*belongs to the exchange"):
+            checkpoints.restore(sl.init(make, adam(4), plain, abstract=True))
