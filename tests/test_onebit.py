@@ -136,7 +136,7 @@ def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises()
         state = sl.init(make, optimizer, strategy)
         step, norms = sl.train_step(loss, strategy), []
         for seed in range(60):
-            state, told = step(state, batch(0))
+            state, _ = step(state, batch(0))
             norms.append(float(state.opt_state.norm))
             if bool(state.opt_state.frozen):
                 frozen[rises] = seed + 1

@@ -28,47 +28,56 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Signs:
-    """A bit for each number, its sign, and one scale for a row.
+    """A bit for each number, its sign, and a scale for each block of numbers.
 
-    - `scale`: `"mean"` of the absolute values, which is closest to the row and never further from it than zero is; or
+    - `scale`: `"mean"` of the absolute values, which is closest to the block and never further from it than zero is; or
       `"rms"`, the root of the mean square, as the 1-bit Adam of DeepSpeed has it.
+    - `block`: how many numbers share a scale.
 
     Zero has no sign: it comes back as the scale. What is always zero is to be left out, by `alive`.
 
     >>> row = jnp.array([[1.0, -2.0, 3.0, -2.0]])
-    >>> Signs().decode(Signs().encode(row), 4).tolist(), Signs().size(1024)
-    ([[2.0, -2.0, 2.0, -2.0]], 132)
+    >>> Signs().decode(Signs().encode(row), 4).tolist(), Signs().size(2**20) / 2**20 * 8
+    ([[2.0, -2.0, 2.0, -2.0]], 1.015625)
     """
 
     scale: Literal["mean", "rms"] = "mean"
+    block: int = 2048
 
     def __post_init__(self) -> None:
         if self.scale not in ("mean", "rms"):
             raise ValueError(f'`Signs(scale={self.scale!r})`: choose "mean" or "rms".')
+        if type(self.block) is not int or self.block < 8 or self.block % 8:
+            raise ValueError(f"`Signs(block={self.block!r})` takes a multiple of 8 elements.")
 
     def size(self, elements: int) -> int:
         """The bytes of a row."""
-        return -(-elements // 8) + _SCALE
+        block = self._block(elements)
+        return -(-elements // block) * (block // 8 + _SCALE)
+
+    def _block(self, elements: int) -> int:
+        return min(self.block, elements + -elements % 8)
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> jax.Array:
-        """Eight signs in a byte, and the scale."""
-        rows = rows.astype(jnp.float32)
-        if alive is None:
-            count = jnp.full((rows.shape[0], 1), rows.shape[1], jnp.float32)
-        else:
-            rows, count = jnp.where(alive, rows, 0), jnp.sum(alive, 1, keepdims=True, dtype=jnp.float32)
-        size = jnp.abs(rows) if self.scale == "mean" else jnp.square(rows)
-        mean = jnp.sum(size, 1, keepdims=True) / jnp.maximum(count, 1)
-        bits = _padded(rows >= 0, 8).reshape(rows.shape[0], 8, -1)
-        places = jnp.arange(8, dtype=jnp.uint8)[:, None]
-        packed = jnp.sum(bits.astype(jnp.uint8) << places, 1, dtype=jnp.uint8)
+        """Eight signs in a byte, and the scales."""
+        (count, elements), block = rows.shape, self._block(rows.shape[1])
+        alive = jnp.ones((1, elements), bool) if alive is None else alive
+        rows = _padded(jnp.where(alive, rows.astype(jnp.float32), 0), block)
+        blocks = rows.reshape(count, -1, block)
+        living = jnp.sum(_padded(alive, block).reshape(-1, blocks.shape[1], block), 2, dtype=jnp.float32)
+        size = jnp.abs(blocks) if self.scale == "mean" else jnp.square(blocks)
+        mean = jnp.sum(size, 2) / jnp.maximum(living, 1)
+        bits = (rows >= 0).reshape(count, 8, -1).astype(jnp.uint8)
+        packed = jnp.sum(bits << jnp.arange(8, dtype=jnp.uint8)[:, None], 1, dtype=jnp.uint8)
         return jnp.concatenate([packed, _bytes(mean if self.scale == "mean" else jnp.sqrt(mean))], 1)
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """The scale, with signs."""
-        packed, scale = code[:, :-_SCALE], _floats(code[:, -_SCALE:])
+        """The scales, with signs."""
+        count, block = code.shape[0], self._block(elements)
+        scales = _SCALE * -(-elements // block)
+        packed, scale = code[:, :-scales], _floats(code[:, -scales:])[..., None]
         bits = (packed[:, None, :] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
-        return jnp.where(bits.reshape(code.shape[0], -1)[:, :elements] == 1, scale, -scale)
+        return jnp.where(bits.reshape(count, -1, block) == 1, scale, -scale).reshape(count, -1)[:, :elements]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Of n devices, each sends what the functions beside them say by formula, in bytes
 however many arrays go in them together.
 """
 
+import itertools
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,7 +136,7 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
 
     >>> from shardlib.collectives._codecs import Signs
     >>> f"{pmean_bytes(2**20, 8, Signs()) / (2 * 7 / 8 * 4 * 2**20):.5f} of an all-reduce in float32"
-    '0.03126 of an all-reduce in float32'
+    '0.03174 of an all-reduce in float32'
     """
     code = codec.size(Pieces(elements, shared, workers).elements)
     return 2 * (workers - 1) * code + (shared - 1) * workers * code
@@ -152,7 +153,7 @@ def _apart(together: jax.Array, codes: list[jax.Array]) -> list[jax.Array]:
     ends = [0]
     for code in codes:
         ends.append(ends[-1] + code.shape[1])
-    return [together[:, first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    return [together[:, first:last] for first, last in itertools.pairwise(ends)]
 
 
 @jax.custom_jvp

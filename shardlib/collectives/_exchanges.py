@@ -95,19 +95,20 @@ class Compressed(Exchange):
 
 @dataclass(frozen=True)
 class OneBit(Compressed):
-    """A bit for each number: its sign, with a scale for each part that is sent.
+    """A bit for each number: its sign, with a scale for each block.
 
     Of momenta, as `onebit_adam` has it; or of gradients: with `optax.sgd` that is SGD with error compensation, and without
     `feedback` and with `optax.sign_sgd` the majority vote of signSGD.
 
     - `axis`, `feedback`, `exact`: as every compressed exchange has them, see `Compressed`.
-    - `scale`: of signs, see `Signs`.
+    - `scale`, `block`: of signs, see `Signs`.
 
     >>> OneBit("pod").over(Parameter("w", (8,), jax.P(), ("pod", "data"), jax.P("data")))
     ('pod',)
     """
 
     scale: Literal["mean", "rms"] = "mean"
+    block: int = 2048
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +117,7 @@ class OneBit(Compressed):
     @property
     def codec(self) -> Codec:
         """Signs."""
-        return Signs(self.scale)
+        return Signs(self.scale, self.block)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def onebit_adam(
             raise ValueError(
                 "`onebit_adam` needs each worker's own gradient, and was given what is averaged already. Hand it to `sl.init` as "
                 "it is, not in `optax.chain` or another transformation, under "
-                "`Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip by `Strategy(clip=...)`. For averaged gradients there "
-                "is `optax.adamw`."
+                "`Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip by `Strategy(clip=...)`. For averaged gradients "
+                "there is `optax.adamw`."
             )
         if at is None:
             raise ValueError(

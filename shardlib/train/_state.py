@@ -92,8 +92,9 @@ class State:
 
     `params` are the parameters that the optimizer moves, `frozen` those that stay as they are; where one tree has a leaf,
     the other has None. `errors` is what a compressed exchange has left over, by the paths of parameters, each device's own
-    along dim 0; a checkpoint has it by worker and in the parameter's shape. `rest` is whatever else the model carries, `streams` the random streams inside it, `key` the key
-    from which each step derives its randomness. `nonfinite` counts the steps whose gradient was not finite.
+    along dim 0; a checkpoint has it by worker and in the parameter's shape. `rest` is whatever else the model carries,
+    `streams` the random streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts the
+    steps whose gradient was not finite.
     """
 
     step: Any
@@ -195,7 +196,7 @@ def init(
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
-        _, params, frozen, opt_state, errors, _, rest, *_ = shapes
+        _, params, frozen, opt_state, _, _, rest, *_ = shapes
         names = found["names"]
         parameters = united(params, frozen)
         _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)

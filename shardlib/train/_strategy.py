@@ -154,8 +154,8 @@ class Strategy:
                 )
         if taken and zero.stage and set(taken) >= set(self.data_axes):
             raise ValueError(
-                f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all axes of data, and none is left "
-                "for ZeRO, which would gather parameters whole over it in every step, in more bytes than the exchange saves. "
+                f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all axes of data, and none is "
+                "left for ZeRO, which would gather parameters whole over it in every step, in more bytes than are saved. "
                 'Leave `zero` out; or exchange over some of the axes, those of the slow network say: `mesh="pod=4,data=8"`, with '
                 '`exchange=...(axis="pod")`.'
             )
