@@ -1,0 +1,147 @@
+"""What compressed exchanges send, read off compiled programs, against a float32 all-reduce and against their own formulas.
+
+First collectives by themselves, of 2^24 numbers among eight devices: means of signs and of integers, gathers and scatters. Then
+whole steps of a GPT: 1-bit Adam over eight devices, between two pods under ZeRO, and beside a tensor axis; Adam with
+gradients of integers. On the compilers of TPU v5e, H200 and CPU. Everything counts that a step sends over the axes of the
+exchange in place of gradients, the sums from which it tells the norm too. In a step of 1-bit Adam the exact all-reduce of
+before the freeze stands beside it, in a branch of its own: that is what it is compared with.
+
+`onebit_ratio`, `int8_ratio` and `int4_ratio` are the worst of all programs; `onebit_bf16_ratio` is against an all-reduce in
+bfloat16. `worst_formula_ratio` is the worst of what is sent over what the formula beside each collective says, or the inverse.
+
+It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`. Some three minutes on two cores.
+
+    python -m benchmarks.compressed --json
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections import defaultdict
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import shardlib as sl
+from benchmarks._report import report
+from models import gpt
+from shardlib import collectives as c
+from shardlib import testing
+from shardlib.planning._targets import COMPILE_ONLY
+
+BOUNDS = {
+    "onebit_ratio": 1 / 30,
+    "onebit_bf16_ratio": 1 / 15,
+    "int8_ratio": 0.27,
+    "int4_ratio": 0.14,
+    "worst_formula_ratio": 1.02,
+}
+MACHINES = {
+    "v5e": ("tpu:v5e:2x4", "tpu:v5e:2x2:slices=2"),
+    "h200": ("gpu:h200:1x1x8", "gpu:h200:2x1x4"),
+    "cpu": ("cpu:8", "cpu:8"),
+}
+CODECS = {"onebit": c.Signs(), "int8": c.Integers(8), "int4": c.Integers(4)}
+ELEMENTS, DEVICES = 2**24, 8
+CONFIG = gpt.GPTConfig(
+    layers=4, width=512, heads=8, context=64, vocab=4096, norm="rms", positions="rotary", bias=False, tied=False
+)
+PODS = sl.AxisRules(batch=("pod", "data"))
+MESHES = {
+    "data=8": (sl.rules.data, "data", 0),
+    "data=4,model=2": (sl.rules.data | sl.rules.tensor, "data", 0),
+    "pod=2,data=4": (sl.rules.data | PODS, "pod", 1),
+    "pod=2,data=2,model=2": (sl.rules.data | sl.rules.tensor | PODS, "pod", 1),
+}
+
+
+def alone(target: sl.Target, kind: str, codec: Any) -> tuple[int, int]:
+    """What a collective sends, and what its formula says."""
+    mesh, P = target.mesh(f"data={DEVICES}"), jax.P
+    function, formula = {
+        "pmean": (lambda x: c.pmean(x, "data", codec)[0], c.pmean_bytes(ELEMENTS, DEVICES, codec)),
+        "all_gather": (
+            lambda x: c.all_gather(x, "data", codec)[:1],
+            c.all_gather_bytes(ELEMENTS // DEVICES, DEVICES, codec),
+        ),
+        "psum_scatter": (lambda x: c.psum_scatter(x, "data", codec), c.psum_scatter_bytes(ELEMENTS, DEVICES, codec)),
+    }[kind]
+    size = ELEMENTS * (1 if kind == "all_gather" else DEVICES)
+    given = jax.ShapeDtypeStruct((size,), "float32", sharding=jax.NamedSharding(mesh, P("data")))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    compiled = jax.jit(mapped).lower(given).compile(compiler_options=target.compiler_options)
+    return sum(one.total_bytes for one in testing.collectives(compiled, mesh)), formula
+
+
+def of_step(target: sl.Target, shape: str, name: str) -> tuple[int, int, int]:
+    """What a step sends over the exchange's axis, what the formulas say, and what an all-reduce in float32 sends."""
+    rules, axis, stage = MESHES[shape]
+    mesh = target.mesh(shape, dcn="pod" if "pod" in shape else "")
+    exchange = c.OneBit(axis) if name == "onebit" else c.Quantised(axis, bits=8 if name == "int8" else 4)
+    optimizer = sl.optimizers.onebit_adam(1e-3, freeze=100) if name == "onebit" else optax.adam(1e-3)
+    zero = sl.Zero(stage, small=0)  # so that all of it is split, and nothing goes in parts along other axes
+    strategy = sl.Strategy(mesh=mesh, rules=rules, zero=zero, exchange=exchange, clip=1.0)
+    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((16, CONFIG.context + 1), "int32")}
+    plan = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, target)
+    sent: dict[bool, int] = defaultdict(int)
+    for one in plan.collectives:
+        if axis in (one.axes or ()) and one.sent_bytes > 1024:
+            exact = name == "onebit" and one.kind == "all-reduce" and "f32" in one.dtypes and one.sent_bytes > 2**15
+            sent[exact] += one.total_bytes
+    workers, sizes, formula, whole = mesh.shape[axis], mesh.shape, 0, 0
+    for leaf in jax.tree.leaves(state.params):
+        split = [a for entry in leaf.sharding.spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+        elements = leaf.size // math.prod(sizes[a] for a in split)
+        shared = math.prod(size for a, size in sizes.items() if a not in (*split, axis))
+        one = c.pmean_bytes(elements, workers, exchange.codec, shared)
+        formula += one - (shared - 1) * workers * exchange.codec.size(-(-elements // (workers * shared)))
+        whole += 2 * 4 * elements * (workers - 1) // workers
+    if name == "onebit":
+        formula += 2 * 2048 * 4 * (workers - 1) // workers  # of the norm
+    return sent[False], formula, sent[True] or whole
+
+
+def main() -> None:
+    """Measure, print, and with `--json` print for machines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last")
+    parser.add_argument("--machines", default=",".join(MACHINES), help="some of v5e, h200 and cpu")
+    arguments = parser.parse_args()
+    os.environ.update(COMPILE_ONLY)  # before a compiler is loaded
+    sl.simulate_devices(DEVICES)
+    ratios: dict[str, dict[str, float]] = {name: {} for name in CODECS}
+    worst, programs = 1.0, 0
+
+    def told(name: str, what: str, sent: int, formula: int, exact: float) -> None:
+        nonlocal worst, programs
+        ratios[name][what] = sent / exact
+        worst, programs = max(worst, sent / formula, formula / sent), programs + 1
+        print(f"{name:7} {what:34} {sent:>12,} bytes, {sent / exact:.5f} of float32, {sent / formula:.4f} of the formula",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    reduced = 2 * 4 * ELEMENTS * (DEVICES - 1) / DEVICES
+    for machine in arguments.machines.split(","):
+        one_slice, two_slices = (sl.Target(text) for text in MACHINES[machine])
+        for name, codec in CODECS.items():
+            for kind in ("pmean", "all_gather", "psum_scatter"):
+                half = reduced if kind == "pmean" else reduced / 2
+                told(name, f"{machine} {kind}", *alone(one_slice, kind, codec), half)
+            for shape in MESHES:
+                target = two_slices if "pod" in shape else one_slice
+                told(name, f"{machine} step {shape}", *of_step(target, shape, name))
+    figures = {f"{name}_ratio": max(of.values()) for name, of in ratios.items()}
+    figures |= {
+        "onebit_bf16_ratio": 2 * figures["onebit_ratio"],
+        "worst_formula_ratio": worst,
+        "programs": programs,
+        "ratios": ratios,
+    }
+    report("compressed", figures, BOUNDS, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
