@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -31,6 +32,8 @@ class AdamW:
     - `warmup`: steps until then.
     - `final`: the share of it that is left at the end.
     - `b1`, `b2`, `weight_decay`: AdamW's; what has one dim, norms and biases, does not decay.
+    - `freeze`: 1-bit Adam, under a `strategy.exchange` of one bit: after how many steps, what part of the run, or `auto`, the
+      variance is frozen and momenta are sent; none: never.
     """
 
     learning_rate: float = 3e-4
@@ -39,6 +42,7 @@ class AdamW:
     b1: float = 0.9
     b2: float = 0.95
     weight_decay: float = 0.1
+    freeze: int | float | Literal["auto"] | None = None
 
     def schedule(self, steps: int) -> optax.Schedule:
         """The learning rate by step of a run of so many."""
@@ -46,9 +50,10 @@ class AdamW:
 
     def make(self, steps: int) -> optax.GradientTransformation:
         """The optimizer for a run of so many steps."""
-        return optax.adamw(
-            self.schedule(steps), b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, mask=gpt.decays
-        )
+        options: dict[str, Any] = {"b1": self.b1, "b2": self.b2, "weight_decay": self.weight_decay, "mask": gpt.decays}
+        if self.freeze is not None:
+            return sl.optimizers.onebit_adam(self.schedule(steps), freeze=self.freeze, steps=steps, **options)
+        return optax.adamw(self.schedule(steps), **options)
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def override(value: Any, arguments: Sequence[str]) -> Any:
     """A value of frozen dataclasses with fields changed by their dotted names: `--loop.steps 100`, or `--loop.steps=100`.
 
     >>> override(AdamW(), ["--warmup", "20", "--learning_rate=1e-3"])
-    AdamW(learning_rate=0.001, warmup=20, final=0.1, b1=0.9, b2=0.95, weight_decay=0.1)
+    AdamW(learning_rate=0.001, warmup=20, final=0.1, b1=0.9, b2=0.95, weight_decay=0.1, freeze=None)
     >>> override(AdamW(), ["--warmpu", "20"])
     Traceback (most recent call last):
     ValueError: There is no field `warmpu`; did you mean `warmup`?
@@ -223,6 +228,8 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         return _rules(text)
     if name == "pipeline" and text.lower() != "none":
         return _schedule(text)
+    if name == "exchange":
+        return _exchange(text)
     choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if text.lower() != "none" else None
@@ -268,10 +275,26 @@ def _schedule(text: str) -> sl.pipeline.Schedule:
     return sl.pipeline.SCHEDULES[name](*map(int, numbers))
 
 
+def _exchange(text: str) -> sl.Exchange:
+    made = {
+        "onebit": sl.collectives.OneBit,
+        "int8": partial(sl.collectives.Quantised, bits=8),
+        "int4": partial(sl.collectives.Quantised, bits=4),
+    }
+    name, _, axes = text.partition(":")
+    if text == "exact":
+        return sl.Exact()
+    if name not in made or not axes:
+        raise ValueError(
+            f"An exchange is `exact`, or one of {', '.join(made)} and the axes that it takes, `onebit:pod`; got `{text}`."
+        )
+    return made[name](tuple(axes.split(",")) if "," in axes else axes)
+
+
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        whole = isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exact) or field.name == "pipeline"
+        whole = isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exchange) or field.name == "pipeline"
         if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:

@@ -1,6 +1,7 @@
 """What is sent between devices in fewer bytes: codecs, collectives around them, and exchanges of gradients made of these."""
 
 from shardlib.collectives._codecs import Codec as Codec
+from shardlib.collectives._codecs import Encoded as Encoded
 from shardlib.collectives._codecs import Integers as Integers
 from shardlib.collectives._codecs import Signs as Signs
 from shardlib.collectives._compressed import Errors as Errors

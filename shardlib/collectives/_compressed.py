@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib._rules import Axes, as_tuple
-from shardlib.collectives._codecs import Codec
+from shardlib.collectives._codecs import Codec, Encoded
 
 
 class Errors(NamedTuple):
@@ -91,8 +91,9 @@ def pmean(
         row = cut.all_rows(_not_differentiated(leaf.astype(jnp.float32)))[mine]
         rows.append(row if error is None else row + error.worker)
         masks.append(_mask(living_one, cut, mine))
-    codes = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
-    received = _apart(lax.all_to_all(jnp.concatenate(codes, 1), over, 0, 0, tiled=True), codes)
+    sent = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
+    widths = [one.code.shape[1] for one in sent]
+    received = _apart(lax.all_to_all(jnp.concatenate([one.code for one in sent], 1), over, 0, 0, tiled=True), widths)
 
     means = []
     for code, cut, error, mask in zip(received, cuts, owed, masks, strict=True):
@@ -100,22 +101,22 @@ def pmean(
         means.append(mean[None] if mask is None else jnp.where(mask[place], mean, 0)[None])
     mine_of_all = [None if mask is None else mask[place][None] for mask in masks]
     again = [codec.encode(mean, mask) for mean, mask in zip(means, mine_of_all, strict=True)]
-    gathered = lax.all_gather(jnp.concatenate(again, 1), over, axis=0, tiled=True)
+    gathered = lax.all_gather(jnp.concatenate([one.code for one in again], 1), over, axis=0, tiled=True)
     if shared:
         gathered = lax.all_gather(gathered, shared, axis=0, tiled=True)
 
     found = []
-    for leaf, cut, code, living_one in zip(leaves, cuts, _apart(gathered, codes), living, strict=True):
+    for leaf, cut, code, living_one in zip(leaves, cuts, _apart(gathered, widths), living, strict=True):
         one = cut.whole(codec.decode(code, cut.elements), leaf.shape)
         found.append((one if living_one is None else jnp.where(living_one, one, 0)).astype(leaf.dtype))
 
-    def left(row: jax.Array, code: jax.Array, mask: jax.Array | None) -> jax.Array:
-        rest = row - codec.decode(code, row.shape[1])
+    def left(row: jax.Array, encoded: Encoded, mask: jax.Array | None) -> jax.Array:
+        rest = row - encoded.decoded
         return rest if mask is None else jnp.where(mask, rest, 0)
 
     if errors is None:
         return treedef.unflatten(found), None
-    each = zip(rows, codes, masks, means, again, mine_of_all, strict=True)
+    each = zip(rows, sent, masks, means, again, mine_of_all, strict=True)
     after = [Errors(left(r, c, m), left(r2, c2, m2)[0]) for r, c, m, r2, c2, m2 in each]
     return treedef.unflatten(found), treedef.unflatten(after)
 
@@ -149,10 +150,8 @@ def _mask(alive: jax.Array | None, cut: Pieces, mine: Any) -> jax.Array | None:
     return cut.all_rows(jnp.ones(cut.size, bool) if alive is None else alive)[mine]
 
 
-def _apart(together: jax.Array, codes: list[jax.Array]) -> list[jax.Array]:
-    ends = [0]
-    for code in codes:
-        ends.append(ends[-1] + code.shape[1])
+def _apart(together: jax.Array, widths: list[int]) -> list[jax.Array]:
+    ends = [0, *itertools.accumulate(widths)]
     return [together[:, first:last] for first, last in itertools.pairwise(ends)]
 
 
@@ -183,7 +182,7 @@ def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Arra
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     over = as_tuple(axis)
-    codes = lax.all_gather(codec.encode(x.reshape(1, -1)), over, axis=0, tiled=True)
+    codes = lax.all_gather(codec.encode(x.reshape(1, -1)).code, over, axis=0, tiled=True)
     parts = codec.decode(codes, math.prod(x.shape)).astype(x.dtype).reshape(-1, *x.shape)
     shape = (*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])
     return jnp.moveaxis(parts, 0, dim).reshape(shape)
@@ -228,7 +227,7 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
         )
     shape = (*x.shape[:dim], x.shape[dim] // parts, *x.shape[dim + 1 :])
     rows = jnp.moveaxis(x.reshape(*shape[:dim], parts, *shape[dim:]), dim, 0).reshape(parts, -1)
-    codes = lax.all_to_all(codec.encode(rows), over, 0, 0, tiled=True)
+    codes = lax.all_to_all(codec.encode(rows).code, over, 0, 0, tiled=True)
     return jnp.sum(codec.decode(codes, rows.shape[1]), 0).astype(x.dtype).reshape(shape)
 
 
