@@ -101,7 +101,7 @@ def of_step(target: sl.Target, shape: str, name: str) -> tuple[int, int, int]:
         formula += one - (shared - 1) * workers * exchange.codec.size(-(-elements // (workers * shared)))
         whole += 2 * 4 * elements * (workers - 1) // workers
     if name == "onebit":
-        formula += 2 * 2048 * 4 * (workers - 1) // workers  # of the norm
+        formula += 2 * 2039 * 4 * (workers - 1) // workers  # of the norm
     return sent[False], formula, sent[True] or whole
 
 

@@ -57,47 +57,53 @@ class Signs:
     def __post_init__(self) -> None:
         if self.scale not in ("mean", "rms"):
             raise ValueError(f'`Signs(scale={self.scale!r})`: choose "mean" or "rms".')
-        if type(self.block) is not int or self.block < 8 or self.block % 8:
-            raise ValueError(f"`Signs(block={self.block!r})` takes a multiple of 8 elements.")
+        tile = 8 * _LANES
+        if type(self.block) is not int or self.block < 8 or self.block % (tile if self.block > tile else 8):
+            raise ValueError(f"`Signs(block={self.block!r})` takes a multiple of {tile} elements, or below that of 8.")
 
     def size(self, elements: int) -> int:
-        """The bytes of a row."""
-        block = self._block(elements)
-        return -(-elements // block) * (block // 8 + _SCALE)
+        """The bytes of a row: signs fill up a tile, of 1,024 where there are as many."""
+        tiles, lanes, together = self._cut(elements)
+        return tiles * lanes + -(-tiles // together) * _SCALE
 
-    def _block(self, elements: int) -> int:
-        return min(self.block, elements + -elements % 8)
+    def _cut(self, elements: int) -> tuple[int, int, int]:
+        """The tiles of a row, of eight rows of lanes each, and how many share a scale."""
+        lanes = max(1, min(_LANES, self.block // 8, -(-elements // 8)))
+        return -(-elements // (8 * lanes)), lanes, max(1, self.block // (8 * lanes))
 
-    def _tiled(self, rows: jax.Array, elements: int) -> jax.Array:
-        """Rows as `(row, block, tile, 8, lane)`: the eight signs of a byte lie across, as a TPU's tiles do in memory."""
-        block = self._block(elements)
-        lanes = _LANES if block % (8 * _LANES) == 0 else block // 8
-        return _padded(rows, block).reshape(rows.shape[0], -1, block // (8 * lanes), 8, lanes)
+    def _tiled(self, rows: jax.Array) -> jax.Array:
+        """Rows as `(row, tile, 8, lane)`: the eight signs of a byte lie across, as a TPU's tiles do in memory."""
+        _, lanes, _ = self._cut(rows.shape[1])
+        return _padded(rows, 8 * lanes).reshape(rows.shape[0], -1, 8, lanes)
+
+    def _by_block(self, of_tiles: jax.Array, elements: int) -> jax.Array:
+        """Sums over the tiles that share a scale."""
+        together = self._cut(elements)[2]
+        return jnp.sum(_padded(of_tiles, together).reshape(of_tiles.shape[0], -1, together), 2)
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """Eight signs in a byte, and the scales."""
         count, elements = rows.shape
         rows = rows.astype(jnp.float32)
-        tiles = self._tiled(rows if alive is None else jnp.where(alive, rows, 0), elements)
-        living = self._tiled(jnp.ones((1, elements), bool) if alive is None else alive, elements)
+        tiles = self._tiled(rows if alive is None else jnp.where(alive, rows, 0))
+        living = self._tiled(jnp.ones((1, elements), bool) if alive is None else alive)
         size = jnp.abs(tiles) if self.scale == "mean" else jnp.square(tiles)
-        number = jnp.maximum(jnp.sum(living, (2, 3, 4), dtype=jnp.float32), 1)
-        mean = jnp.sum(size, (2, 3, 4)) / number
+        number = self._by_block(jnp.sum(living, (2, 3), dtype=jnp.float32), elements)
+        mean = self._by_block(jnp.sum(size, (2, 3)), elements) / jnp.maximum(number, 1)
         scale = mean if self.scale == "mean" else jnp.sqrt(mean)
-        packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _PLACES, 3, dtype=jnp.uint8)
+        packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _PLACES, 2, dtype=jnp.uint8)
         code = jnp.concatenate([packed.reshape(count, -1), _bytes(scale)], 1)
         return Encoded(code, self._signed(tiles >= 0, scale, elements))
 
     def _signed(self, positive: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
-        scale = scale[:, :, None, None, None]
+        scale = jnp.repeat(scale, self._cut(elements)[2], 1)[:, : positive.shape[1], None, None]
         return jnp.where(positive, scale, -scale).reshape(positive.shape[0], -1)[:, :elements]
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
         """The scales, with signs."""
-        count, scales = code.shape[0], _SCALE * -(-elements // self._block(elements))
-        shape = jax.eval_shape(lambda: self._tiled(jnp.zeros((count, elements)), elements)).shape
-        packed = code[:, :-scales].reshape(*shape[:3], 1, shape[4])
-        return self._signed((packed >> _PLACES) & 1 == 1, _floats(code[:, -scales:]), elements)
+        tiles, lanes, _ = self._cut(elements)
+        packed = code[:, : tiles * lanes].reshape(code.shape[0], tiles, 1, lanes)
+        return self._signed((packed >> _PLACES) & 1 == 1, _floats(code[:, tiles * lanes :]), elements)
 
 
 @dataclass(frozen=True)
@@ -120,27 +126,22 @@ class Integers:
 
     def size(self, elements: int) -> int:
         """The bytes of a row."""
-        block = self._block(elements)
-        return -(-elements // block) * (block * self.bits // 8 + _SCALE)
-
-    def _block(self, elements: int) -> int:
-        return min(self.block, elements + elements % 2)
+        return (elements + elements % 2) * self.bits // 8 + -(-elements // self.block) * _SCALE
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """All integers, then all scales."""
         rows = rows.astype(jnp.float32) if alive is None else jnp.where(alive, rows.astype(jnp.float32), 0)
-        (count, elements), block, most = rows.shape, self._block(rows.shape[1]), 2 ** (self.bits - 1) - 1
-        blocks = _padded(rows, block).reshape(count, -1, block)
-        scale = jnp.max(jnp.abs(blocks), 2) / most
+        (count, elements), most = rows.shape, 2 ** (self.bits - 1) - 1
+        blocks = _padded(rows, self.block).reshape(count, -1, self.block)
+        scale = jnp.max(jnp.abs(blocks), 2, initial=0) / most
         whole = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
         # What is not finite has no integer, and its scale says so.
         whole = jnp.nan_to_num(whole, posinf=0, neginf=0).astype(jnp.int8)
-        packed = lax.bitcast_convert_type(whole, jnp.uint8).reshape(count, -1)
+        packed = lax.bitcast_convert_type(whole, jnp.uint8).reshape(count, -1)[:, : elements + elements % 2]
         if self.bits == 4:
             halves = packed.reshape(count, 2, -1)
             packed = (halves[:, 0] & 15) | (halves[:, 1] << 4)
-        code = jnp.concatenate([packed, _bytes(scale)], 1)
-        return Encoded(code, self._scaled(whole, scale, elements))
+        return Encoded(jnp.concatenate([packed, _bytes(scale)], 1), self._scaled(whole, scale, elements))
 
     def _scaled(self, whole: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
         found = whole.astype(jnp.float32) * scale[..., None]
@@ -148,13 +149,11 @@ class Integers:
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
         """Each integer times its scale."""
-        count, block = code.shape[0], self._block(elements)
-        blocks = -(-elements // block)
-        packed, scale = code[:, : -_SCALE * blocks], _floats(code[:, -_SCALE * blocks :])
-        whole = lax.bitcast_convert_type(packed, jnp.int8)
+        integers = (elements + elements % 2) * self.bits // 8
+        whole, scale = lax.bitcast_convert_type(code[:, :integers], jnp.int8), _floats(code[:, integers:])
         if self.bits == 4:  # shifted up and down again, with their signs
             whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], 1)
-        return self._scaled(whole.reshape(count, blocks, block), scale, elements)
+        return self._scaled(_padded(whole, self.block).reshape(code.shape[0], -1, self.block), scale, elements)
 
 
 def _padded(rows: jax.Array, multiple: int) -> jax.Array:

@@ -64,7 +64,7 @@ def pmean(
 
     Each array goes in parts to its servers by an all-to-all; each server takes the mean of what came, compresses it again,
     and all gather it. With `errors` of an earlier call, or of `no_errors`, what was owed is sent along: nothing is lost, it
-    comes later. Without, what compression takes away is gone.
+    comes later, but for what an array narrower than float32 rounds away. Without, what compression takes away is gone.
 
     - `alive`: arrays of bools like `x`, the same on every device: what is not stays zero, and is left out of scales.
     - `shared`: axes along which `x` is the same. Each device there sends a part of it, and all gather these.
@@ -79,6 +79,8 @@ def pmean(
     """
     over = as_tuple(axis)
     leaves, treedef = jax.tree.flatten(x)
+    if not leaves:
+        return x, errors
     owed = [None] * len(leaves) if errors is None else treedef.flatten_up_to(errors)
     living = [None] * len(leaves) if alive is None else treedef.flatten_up_to(alive)
     cuts = [pieces_of(leaf, over, shared) for leaf in leaves]
@@ -86,8 +88,7 @@ def pmean(
 
     rows, masks = [], []
     for leaf, cut, error, living_one in zip(leaves, cuts, owed, living, strict=True):
-        if jnp.iscomplexobj(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(f"`pmean` compresses real numbers; an array of it is {leaf.dtype}{list(leaf.shape)}.")
+        _check_real(leaf, "pmean")
         row = cut.all_rows(_not_differentiated(leaf.astype(jnp.float32)))[mine]
         rows.append(row if error is None else row + error.worker)
         masks.append(_mask(living_one, cut, mine))
@@ -128,7 +129,7 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
-    """Errors with which to begin, for what `pmean` is given: nothing is owed."""
+    """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing is owed."""
     return jax.tree.map(lambda leaf: pieces_of(leaf, as_tuple(axis), shared).errors(), x)
 
 
@@ -141,6 +142,20 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
     """
     code = codec.size(Pieces(elements, shared, workers).elements)
     return 2 * (workers - 1) * code + (shared - 1) * workers * code
+
+
+def _check_real(x: jax.Array, name: str) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"`{name}` compresses real numbers, and was given {x.dtype}{list(x.shape)}: send that exactly."
+        )
+
+
+def _dim(x: jax.Array, dim: int, name: str) -> int:
+    _check_real(x, name)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"`{name}(dim={dim})`: an array of shape {x.shape} has {x.ndim} dims.")
+    return dim % x.ndim
 
 
 def _mask(alive: jax.Array | None, cut: Pieces, mine: Any) -> jax.Array | None:
@@ -181,7 +196,7 @@ def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Arra
     >>> jax.jit(gather)(jnp.arange(8.0)).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
-    over = as_tuple(axis)
+    over, dim = as_tuple(axis), _dim(x, dim, "all_gather")
     codes = lax.all_gather(codec.encode(x.reshape(1, -1)).code, over, axis=0, tiled=True)
     parts = codec.decode(codes, math.prod(x.shape)).astype(x.dtype).reshape(-1, *x.shape)
     shape = (*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])
@@ -193,7 +208,7 @@ def _gather_forward(x: jax.Array, axis: Axes, codec: Codec, dim: int) -> tuple[j
 
 
 def _gather_backward(axis: Axes, codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (lax.psum_scatter(g, as_tuple(axis), scatter_dimension=dim, tiled=True),)
+    return (lax.psum_scatter(g, as_tuple(axis), scatter_dimension=dim % g.ndim, tiled=True),)
 
 
 all_gather.defvjp(_gather_forward, _gather_backward)
@@ -219,7 +234,7 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
     >>> jax.jit(scatter)(jnp.arange(8.0)).tolist()
     [0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0, 56.0]
     """
-    over = as_tuple(axis)
+    over, dim = as_tuple(axis), _dim(x, dim, "psum_scatter")
     parts = math.prod(lax.axis_size(one) for one in over)
     if x.shape[dim] % parts:
         raise ValueError(
@@ -237,7 +252,7 @@ def _scatter_forward(x: jax.Array, axis: Axes, codec: Codec, dim: int) -> tuple[
 
 def _scatter_backward(axis: Axes, codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
     for name in reversed(as_tuple(axis)):
-        g = lax.all_gather(g, name, axis=dim, tiled=True)
+        g = lax.all_gather(g, name, axis=dim % g.ndim, tiled=True)
     return (g,)
 
 

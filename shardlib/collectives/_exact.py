@@ -57,7 +57,7 @@ class Exchange:
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
         """Over which of these a parameter's are; it is summed exactly over all others that do not split it."""
-        return tuple(axis for axis in self.axes if axis in parameter.axes)
+        return tuple(axis for axis in self.axes if axis in parameter.axes) if math.prod(parameter.shape) else ()
 
     def average(
         self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: "Told"

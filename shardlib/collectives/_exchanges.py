@@ -100,7 +100,9 @@ class OneBit(Compressed):
     Of momenta, as `onebit_adam` has it; or of gradients: with `optax.sgd` that is SGD with error compensation, and without
     `feedback` and with `optax.sign_sgd` the majority vote of signSGD.
 
-    - `axis`, `feedback`, `exact`: as every compressed exchange has them, see `Compressed`.
+    - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
+    - `feedback`: what compression takes from a message is added to the next. It is kept in the state, `State.errors`.
+    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these axes too.
     - `scale`, `block`: of signs, see `Signs`.
 
     >>> OneBit("pod").over(Parameter("w", (8,), jax.P(), ("pod", "data"), jax.P("data")))
@@ -124,7 +126,7 @@ class OneBit(Compressed):
 class Quantised(Compressed):
     """Integers of eight or four bits, with a scale for each block.
 
-    - `axis`, `feedback`, `exact`: as every compressed exchange has them, see `Compressed`.
+    - `axis`, `feedback`, `exact`: as `OneBit` has them; feedback is for the asking.
     - `bits`, `block`: of integers, see `Integers`.
     """
 

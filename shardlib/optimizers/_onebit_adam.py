@@ -1,6 +1,7 @@
 """1-bit Adam (arXiv 2102.02888): Adam until its variance settles, then momenta of one bit."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ def onebit_adam(
 
     It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters that the exchange sums exactly
     stay Adam's for good. Elements whose gradient was zero in every step before the freeze have no variance to divide by, and
-    no bit says zero: they stay as they are. Where such elements are to be learned later, sum them exactly.
+    no bit says zero: gradients no longer move them. Where such elements are to be learned later, sum them exactly.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, exchange=sl.collectives.OneBit("data"))
@@ -59,7 +60,7 @@ def onebit_adam(
     [False, False, True, True]
     """
     _check(freeze, b1, b2, steps)
-    at = freeze if freeze == "auto" else _resolved(freeze, steps)
+    at = _resolved(freeze, steps)
     rest = optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate))
     interval = max(1, round(1 / (1 - b2)))
 
@@ -70,7 +71,7 @@ def onebit_adam(
 
     def message(gradients: Any, state: OneBitAdamState) -> tuple[Any, Any]:
         momenta = jax.tree.map(lambda g, mu: (1 - b1) * g + b1 * mu, gradients, state.mu)
-        return momenta, jax.tree.map(lambda nu: nu > 0, state.nu)
+        return momenta, jax.tree.map(lambda nu: nu.real > 0, state.nu)
 
     def update(
         updates: Any, state: OneBitAdamState, params: Any = None, *, sent: Any = None, **extra: Any
@@ -93,33 +94,42 @@ def onebit_adam(
         def moments(g: jax.Array, mu: jax.Array, nu: jax.Array, sent: bool) -> tuple[jax.Array, ...]:
             averaged = jnp.logical_and(sent, state.frozen)
             mu = jnp.where(averaged, g, (1 - b1) * g + b1 * mu)
-            nu = jnp.where(averaged, nu, (1 - b2) * jnp.square(g) + b2 * nu)
+            nu = jnp.where(averaged, nu, (1 - b2) * (g * g.conj()).real + b2 * nu)
             unbiased = nu / (1 - b2 ** (seen if sent else count)).astype(nu.dtype)
             step = mu / (1 - b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + eps)
             return mu.astype(g.dtype), nu, step
 
         found = jax.tree.map(moments, updates, state.mu, state.nu, sent)
         mu, nu, step = (jax.tree.map(lambda _, of, k=k: of[k], updates, found) for k in range(3))
-        scale = 1 - b2 ** count.astype(jnp.float32)
-        total = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(nu)) / scale
-        due, norm = count % interval == 0, state.norm
+        freezes, norm = count >= at if at != "auto" else False, state.norm
         if at == "auto":
-            settled = due & (norm > 0) & (jnp.abs(total / norm - 1) < SETTLED)
-            freezes = settled & ~_rises(learning_rate, state.count)
-        else:
-            freezes = count >= at
-        step, after = rest.update(step, state.rest, params, **extra)
-        return step, OneBitAdamState(count, seen, state.frozen | freezes, jnp.where(due, total, norm), mu, nu, after)
 
+            def compared() -> tuple[jax.Array, jax.Array]:
+                scale = 1 - b2 ** count.astype(jnp.float32)
+                now = sum(jnp.sum(leaf.real.astype(jnp.float32)) for leaf in jax.tree.leaves(nu)) / scale
+                settled = (norm > 0) & (jnp.abs(now / norm - 1) < SETTLED)
+                return settled & jnp.logical_not(_rises(learning_rate, state.count)), now
+
+            due = (count % interval == 0) & ~state.frozen
+            freezes, norm = jax.lax.cond(due, compared, lambda: (jnp.zeros((), bool), norm))
+        step, after = rest.update(step, state.rest, params, **extra)
+        return step, OneBitAdamState(count, seen, state.frozen | freezes, norm, mu, nu, after)
+
+    @lru_cache
     def for_run(length: int) -> Local:
         if steps is not None and steps != length:
             raise ValueError(
-                f"`onebit_adam(steps={steps})` says another length than the run has, which is {length} steps."
+                f"`onebit_adam(steps={steps})` says another length than the run has, which is {length} steps: make them the "
+                "same, or leave `steps` out where `sl.fit` says it."
             )
+        _resolved(freeze, length)
+        if steps is not None or not isinstance(freeze, float):
+            return made
         of_run: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "mask": mask}
         return onebit_adam(learning_rate, freeze=freeze, steps=length, **of_run)
 
-    return Local(init, update, sends=lambda state: state.frozen, message=message, for_run=for_run)
+    made = Local(init, update, sends=lambda state: state.frozen, message=message, for_run=for_run)
+    return made
 
 
 def _rises(learning_rate: Any, count: jax.Array) -> Any:
@@ -130,19 +140,25 @@ def _rises(learning_rate: Any, count: jax.Array) -> Any:
     return schedule(count) > schedule(jnp.maximum(count - 1, 0))
 
 
-def _resolved(freeze: int | float, steps: int | None) -> int | None:
+def _resolved(freeze: int | float | str, steps: int | None) -> Any:
     """After how many steps to freeze, if the run is as long as is said; None if that is a part of what is not known."""
-    if isinstance(freeze, float):
-        return None if steps is None else max(1, round(freeze * steps))
-    if steps is not None and freeze >= steps:
+    if freeze == "auto" or steps is None:
+        return None if isinstance(freeze, float) else freeze
+    at = max(1, round(freeze * steps)) if isinstance(freeze, float) else freeze
+    if at >= steps:
         raise ValueError(
             f"`onebit_adam(freeze={freeze})` lies beyond the run, which has {steps} steps: nothing would ever be compressed. "
             "Freeze earlier, after 15 to 25 % of a run say, `freeze=0.2`; or use `optax.adamw`."
         )
-    return freeze
+    return at
 
 
 def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
+    if isinstance(freeze, jax.core.Tracer):
+        raise ValueError(
+            "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into `optax.inject_hyperparams`. "
+            "What changes over a run, the learning rate, is a schedule: `onebit_adam(optax.cosine_decay_schedule(...))`."
+        )
     whole = type(freeze) is int and freeze >= 1
     part = type(freeze) is float and 0 < freeze < 1
     if not (whole or part or freeze == "auto"):

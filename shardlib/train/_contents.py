@@ -110,7 +110,9 @@ def check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int,
     ]  # fmt: skip
     if differing:
         owed = any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys())
-        exchange = " What is left over, `errors`, belongs to the exchange that left it: use that again." if owed else ""
+        exchange = (
+            " What an exchange has left over, `errors`, belongs to it: restore under the same exchange." if owed else ""
+        )
         raise ValueError(
             f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
             f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder.{exchange}"

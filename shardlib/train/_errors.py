@@ -39,6 +39,8 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
     """What is to be read from a checkpoint, which has these shapes by path, for `from_saved` to make such a state of."""
     if not state.errors:
         return state
+    if not any(path.startswith("errors/") for path in shapes):  # of a run that left nothing over
+        return state.replaced(errors={})
     mesh, exchange, errors = state.layout.strategy.device_mesh, state.layout.strategy.exchange, {}
     for path, parameter in _taken(state).items():
         over = exchange.over(parameter)
@@ -59,6 +61,10 @@ def from_saved(state: State, like: State) -> State:
     if not like.errors:
         return state
     taken = _taken(like)
+    if not state.errors:
+        to = jax.tree.map(lambda x: x.sharding, like.errors)
+        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.errors), out_shardings=to)
+        return state.replaced(errors=zeros())
     errors = _moved(state.layout, state.errors, natural=False)
     return state.replaced(errors=_converter(state.layout.strategy, tuple(taken.values()), False)(errors))
 

@@ -1,6 +1,8 @@
 """The exchange of a step: exact sums first, then whatever the strategy's exchange makes of the workers' gradients."""
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +79,10 @@ class _Exchanged:
         self.over = [exchange.over(one) for one in parameters]
         self.axes = [spec_axes(one.stored) for one in parameters]
         self.members = [i for i, over in enumerate(self.over) if over]
+        self.shared = [
+            tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*over, *axes))
+            for over, axes in zip(self.over, self.axes, strict=True)
+        ]
 
     def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
         """What is summed exactly: whole gradients, and each worker's part of those that are to be averaged."""
@@ -104,16 +110,13 @@ class _Exchanged:
             found, alive = sender.optimizer.message(treedef.unflatten(self._with(sums, own)), sender.state)
             found, alive = treedef.flatten_up_to(found), treedef.flatten_up_to(alive)
             living = [alive[i] for i in self.members]
-            sends = [found[i].astype(sums[i].dtype) for i in self.members]
-            values, after = self._average(sums, sends, errors, living)
-            return values, after, square, finite
+            own = [found[i].astype(jnp.float32) for i in self.members]
+            values, after = self._average(sums, own, errors, living)
+            # What was finite may be none as a code; and what is owed then would be owed forever.
+            return values, after, square, finite & self._finite(values) & jnp.isfinite(square)
 
         def exactly() -> tuple[Any, ...]:
-            whole = [
-                self.parameters[i]._replace(spec=self.parameters[i].stored, axes=self.over[i]) for i in self.members
-            ]
-            found = self.exchange.within.reduce([sums[i] for i in self.members], jnp.float32(1), whole)
-            values = self._with(sums, found)
+            values = self._with(sums, self._exactly([sums[i] for i in self.members]))
             squares = _squares(values, self.axes, self.sizes)
             return values, errors, jnp.sum(squares), jnp.isfinite(squares)
 
@@ -126,9 +129,29 @@ class _Exchanged:
 
         return lax.cond(sender.optimizer.sends(sender.state), named("compressed", messages), named("exact", exactly))
 
+    def _exactly(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """The sums over workers. Of what is the same along other axes each device there adds up a part."""
+        found, groups = list(sums), defaultdict(list)
+        for k, i in enumerate(self.members):
+            groups[self.over[i], self.shared[i]].append(k)
+        for (over, shared), members in groups.items():
+            if not shared:
+                for k, total in zip(members, lax.psum([sums[k] for k in members], over), strict=True):
+                    found[k] = total.astype(jnp.float32)
+                continue
+            flat = jnp.concatenate([sums[k].reshape(-1) for k in members])
+            parts = math.prod(self.sizes[axis] for axis in shared)
+            rows = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)
+            whole = lax.all_gather(lax.psum(rows[lax.axis_index(shared)], over), shared, axis=0, tiled=True)
+            ends = itertools.accumulate((sums[k].size for k in members), initial=0)
+            for k, (first, last) in zip(members, itertools.pairwise(ends), strict=True):
+                found[k] = whole[first:last].reshape(sums[k].shape).astype(jnp.float32)
+        return found
+
     def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Each worker's own gradient: the mean of these is the gradient of the batch."""
-        return [sums[i] * math.prod(self.sizes[axis] for axis in self.over[i]) for i in self.members]
+        workers = [math.prod(self.sizes[axis] for axis in self.over[i]) for i in self.members]
+        return [sums[i].astype(jnp.float32) * count for i, count in zip(self.members, workers, strict=True)]
 
     def _with(self, sums: list[jax.Array], members: list[jax.Array]) -> list[jax.Array]:
         values = list(sums)
@@ -139,11 +162,7 @@ class _Exchanged:
     def _average(
         self, sums: list[jax.Array], own: list[jax.Array], errors: ErrorsByPath, alive: list[Any]
     ) -> tuple[list[jax.Array], ErrorsByPath]:
-        described = [self.parameters[i] for i in self.members]
-        shared = [
-            tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in (*self.over[i], *self.axes[i]))
-            for i in self.members
-        ]
+        described, shared = ([of[i] for i in self.members] for of in (self.parameters, self.shared))
         owed: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
             owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]
@@ -160,11 +179,10 @@ class _Exchanged:
         `_WIDTH` of them tell it to some three percent, and the norm to half of that.
         """
         every = tuple(axis for axis, size in self.sizes.items() if size > 1)
-        local = self._with(sums, own)
-        finite = lax.psum(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in local]).astype(jnp.int32), every) == 0
         rest = [i for i in range(len(sums)) if i not in self.members]
-        exact = [_squares([sums[i]], [self.axes[i]], self.sizes)[0] for i in rest]
-        square = sum(exact, jnp.float32(0))
+        square = jnp.float32(0)
+        if rest:
+            square = jnp.sum(_squares([sums[i] for i in rest], [self.axes[i] for i in rest], self.sizes))
         for over in dict.fromkeys(self.over[i] for i in self.members):
             sketch, place = jnp.zeros(_WIDTH), 0
             for i, gradient in zip(self.members, own, strict=True):
@@ -178,10 +196,15 @@ class _Exchanged:
             others = tuple(axis for axis in every if axis not in over)
             found = jnp.sum(jnp.square(mean))
             square += lax.psum(found, others) if others else found
-        return square, finite
+        return square, self._finite(self._with(sums, own))
+
+    def _finite(self, values: list[jax.Array]) -> jax.Array:
+        every = tuple(axis for axis, size in self.sizes.items() if size > 1)
+        bad = jnp.stack([jnp.any(~jnp.isfinite(x)) for x in values]).astype(jnp.int32)
+        return (lax.psum(bad, every) if every else bad) == 0
 
 
-_WIDTH = 2048
+_WIDTH = 2039  # a prime, lest a column of a matrix, which may have most of its gradient, fall into one sum
 
 
 def _sketch(x: jax.Array, number: int) -> jax.Array:

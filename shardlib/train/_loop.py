@@ -98,8 +98,9 @@ def fit(
     [(10, 0.1002), (20, 0.0078)]
     """
     _check(step, state, loop)
-    if isinstance(optimizer := state.layout.optimizer, Local):
-        state = state.replaced(layout=replace(state.layout, optimizer=optimizer.for_run(loop.steps)))
+    optimizer = state.layout.optimizer
+    if isinstance(optimizer, Local):
+        state = _with_optimizer(state, optimizer.for_run(loop.steps))
     if folder is not None and "://" in str(folder):
         raise ValueError(
             f"`fit(folder={str(folder)!r})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, s3fs)."
@@ -127,12 +128,16 @@ def fit(
     keep = {"keep": loop.keep, "keep_every": loop.keep_every}
     try:
         if place is None:
-            return run.steps(run.resume(state, None), None)
+            return _with_optimizer(run.steps(run.resume(state, None), None), optimizer)
         with occupied(place, run.about), Checkpoints(place / "checkpoints", **keep) as checkpoints:
-            return run.steps(run.resume(state, checkpoints), checkpoints)
+            return _with_optimizer(run.steps(run.resume(state, checkpoints), checkpoints), optimizer)
     finally:
         if run.batches is not source:  # which whoever made them may go on with
             run.batches.close()
+
+
+def _with_optimizer(state: State, optimizer: Any) -> State:
+    return state.replaced(layout=replace(state.layout, optimizer=optimizer))
 
 
 class _Run:

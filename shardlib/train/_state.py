@@ -21,7 +21,8 @@ from shardlib._relate import Relation, relate
 from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
-from shardlib.collectives._exact import Parameter
+from shardlib.collectives._exact import Exchange, Parameter
+from shardlib.collectives._exchanges import Compressed
 from shardlib.optimizers._local import Local
 from shardlib.train._exchange import ErrorsByPath, pieces
 from shardlib.train._order import check_layers, check_state, place_layers, reordered
@@ -202,6 +203,10 @@ def init(
         _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)
         check_patterns("Precision(keep=...)", strategy.dtypes.keep, [path for path, _ in named_leaves(parameters)])
         relations = relate(optimizer.init, params) if optimizer is not None else {}
+        if optimizer is not None and strategy.exchange.axes:
+            _check_exchange(
+                strategy.exchange, Layout(found["definition"], optimizer, strategy, tuple(names.items())), params
+            )
         layout = Layout(
             found["definition"], optimizer, strategy, tuple(sorted(names.items())), tuple(sorted(relations.items()))
         )
@@ -279,6 +284,24 @@ def united(params: Any, frozen: Any) -> Any:
     return jax.tree.map(
         lambda p, f: f if p is None else p, params, frozen, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held)
     )
+
+
+def _check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
+    """Refuse an exchange that finds nothing to do, or what it cannot send."""
+    leaves = dict(named_leaves(params))
+    if isinstance(exchange, Compressed):
+        check_patterns("exact=...", exchange.exact, list(leaves))
+    taken = [path for path, one in layout.parameters(params).items() if exchange.over(one)]
+    if not taken:
+        raise ValueError(
+            f"`Strategy(exchange={exchange})` takes the gradient of no parameter: each is exact by a pattern, or split over "
+            f"{', '.join(map(repr, exchange.axes))}. Use `sl.Exact()`."
+        )
+    if isinstance(exchange, Compressed) and (odd := [path for path in taken if jnp.iscomplexobj(leaves[path])]):
+        raise ValueError(
+            f"`Strategy(exchange={exchange})` compresses real numbers, and `{odd[0]}` is {leaves[odd[0]].dtype}: have it summed "
+            f"exactly, `exact=({odd[0]!r},)`."
+        )
 
 
 def check_sender(optimizer: Any, strategy: Strategy) -> None:

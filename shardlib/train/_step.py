@@ -129,12 +129,14 @@ class Step:
                 theirs := layout.strategy
             ).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
                 raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
-            keeps = theirs.exchange.keeps_errors or self.strategy.exchange.keeps_errors
-            if keeps and theirs.exchange != self.strategy.exchange:
-                raise ValueError(
-                    f"The state was made for `exchange={theirs.exchange}`, whose errors it has; the step is for "
-                    f"`exchange={self.strategy.exchange}`. Use one strategy."
-                )
+            if theirs.exchange.axes or self.strategy.exchange.axes:
+                for name in ("exchange", "zero_axes", "every_axis"):  # by which errors lie as they do
+                    if getattr(theirs, name) != getattr(self.strategy, name):
+                        raise ValueError(
+                            f"The state was made for another exchange than the step's: `{name}` is {getattr(theirs, name)} "
+                            f"there and {getattr(self.strategy, name)} here. Use one strategy; a checkpoint may be read into "
+                            "another."
+                        )
             check_sender(layout.optimizer, self.strategy)
             check_order(theirs, self.strategy, dict(layout.names))
             mesh = self.strategy.device_mesh
@@ -149,13 +151,13 @@ class Step:
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, manual = state_specs(state), self.strategy.manual_axes
         trained, frozen = self._uses(state, state.params, False), self._uses(state, state.frozen, True)
-        sends = self._sender(state, specs)
-        gradients = partial(self._gradients, state.layout, trained, frozen, sends)
+        sender = self._sender(state, specs)
+        gradients = partial(self._gradients, state.layout, trained, frozen, sender)
         if manual:
             mine, same = PartitionSpec(self.strategy.data_axes or None), PartitionSpec()
             at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, manual))
             errors = jax.tree.map(lambda _: PartitionSpec(manual), state.errors)
-            of_sender = () if sends is None else jax.tree.map(lambda spec: keep_axes(spec, manual), sends.specs)
+            of_sender = () if sender is None else jax.tree.map(lambda spec: keep_axes(spec, manual), sender.specs)
             gradients = jax.shard_map(
                 gradients,
                 in_specs=(at_rest(trained), at_rest(frozen), errors, of_sender, same, same, same, mine),
@@ -168,7 +170,7 @@ class Step:
             state.params,
             state.frozen,
             state.errors,
-            () if sends is None else sends.state,
+            () if sender is None else sender.state,
             state.streams,
             state.rest,
         )
@@ -221,8 +223,8 @@ class Step:
         metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(made.finite))}
         extra: dict[str, Any] = {}
         if isinstance(optimizer, Local):
-            metrics["compressed"] = optimizer.sends(state.opt_state)
             extra["sent"] = jax.tree.map(lambda use: bool(strategy.exchange.over(use.parameter)), trained)
+            metrics["compressed"] = optimizer.sends(state.opt_state)
         if isinstance(strategy.clip, optax.GradientTransformation):
             gradient = _clipped(strategy.clip, gradient, state.params)
         elif strategy.clip is not None:
@@ -245,7 +247,7 @@ class Step:
         layout: Layout,
         trained: Any,
         fixed: Any,
-        sends: Sender | None,
+        sender: Sender | None,
         params: Any,
         frozen: Any,
         errors: Any,
@@ -297,9 +299,9 @@ class Step:
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda use: use.parameter, trained)
         with jax.named_scope("exchange"):
-            if sends is not None:
-                sends = sends._replace(state=opt_state)
-            made = exchange_gradients(self.strategy.exchange, summed, weight, parameters, errors, sends)
+            if sender is not None:
+                sender = sender._replace(state=opt_state)
+            made = exchange_gradients(self.strategy.exchange, summed, weight, parameters, errors, sender)
         values = jax.tree.map(lambda g, p: g.astype(p.dtype), made.values, params)
         return made._replace(values=values), streams, rest, metrics | {"weight": weight}
 

@@ -137,11 +137,11 @@ class Strategy:
             )
         for axis in taken:
             if axis not in self.data_axes:
-                why = (
-                    "splits no batch, so that no gradients differ along it"
-                    if axis in axes
-                    else "is no axis of the mesh"
-                )
+                why = "is no axis of the mesh"
+                if axis in self.rules.batch_axes:
+                    why = "splits weights too, or is not manual, so that the partitioner sums gradients along it"
+                elif axis in axes:
+                    why = "splits no batch, so that no gradients differ along it"
                 raise ValueError(
                     f"`Strategy(exchange={self.exchange})`: `{axis}` {why}. The mesh has {', '.join(map(repr, axes))}; gradients "
                     f"are exchanged over {', '.join(map(repr, self.data_axes))}."
