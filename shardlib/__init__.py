@@ -36,6 +36,8 @@ from shardlib._zero import Zero as Zero
 from shardlib.collectives._exact import Exact as Exact
 from shardlib.collectives._exact import Exchange as Exchange
 from shardlib.collectives._exact import Parameter as Parameter
+from shardlib.planning._break_even import BreakEven as BreakEven
+from shardlib.planning._break_even import break_even as break_even
 from shardlib.planning._estimate import Decoder as Decoder
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import Module as Module

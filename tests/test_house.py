@@ -59,7 +59,17 @@ ORDER = [
     "train",
     *(
         f"planning.{name}"
-        for name in ("_targets", "_estimate", "_compile", "_flow", "_memory", "_prices", "_report", "_plan")
+        for name in (
+            "_targets",
+            "_break_even",
+            "_estimate",
+            "_compile",
+            "_flow",
+            "_memory",
+            "_prices",
+            "_report",
+            "_plan",
+        )
     ),
     *("planning._command", "planning", "__main__", "launch"),
     *("testing._traces", "testing._assert", "testing._compare", "testing"),

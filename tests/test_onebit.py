@@ -1,16 +1,16 @@
 """1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while, wherever it lies."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from machines import mesh_on
 
 import shardlib as sl
-from models import gpt
 from shardlib.collectives import OneBit, Quantised
 from shardlib.optimizers import onebit_adam
 from shardlib.train._errors import saved
@@ -60,6 +60,16 @@ def run(optimizer, steps, strategy, state=None, first=0):
     return state, metrics
 
 
+@functools.cache
+def two_steps_of_adam(clip):
+    alone = sl.make_mesh("pod=1,data=1,model=1", devices=jax.devices()[:1])
+    state, _ = run(optax.adam(1e-2, b1=B1, b2=B2), 2, sl.Strategy(mesh=alone, rules=RULES, clip=clip))
+    return jax.device_get(state.params)
+
+
+gradient_of = jax.jit(jax.grad(lambda params, batch: loss(params, batch, None)))
+
+
 PODS = "pod=2,data=2,model=2"
 STRATEGIES = {
     "every device a worker": dict(mesh="pod=1,data=8,model=1", exchange=OneBit("data")),
@@ -75,20 +85,16 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
     strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
-    optimizer, plain = adam(2), optax.adam(1e-2, b1=B1, b2=B2)
-    alone = sl.Strategy(
-        mesh=sl.make_mesh("pod=1,data=1,model=1", devices=jax.devices()[:1]), rules=RULES, clip=strategy.clip
-    )
-    expected = run(plain, 2, alone)[0]
+    optimizer, expected = adam(2), two_steps_of_adam(strategy.clip)
     state, metrics = run(optimizer, 2, strategy)
-    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected.params), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(state.params), expected, rtol=1e-5, atol=1e-6)
     assert all(not np.any(x) for x in owed(state).values()) and not metrics[-1]["compressed"]
     frozen = jax.device_get(state.opt_state.nu)
 
     step = sl.train_step(loss, strategy)
     for seed in (2, 3):
         before, owed_before = jax.device_get((state.params, state.opt_state)), owed(state)
-        gradient = jax.device_get(jax.grad(lambda p, seed=seed: loss(p, batch(seed), None))(before[0]))
+        gradient = jax.device_get(gradient_of(before[0], batch(seed)))
         norm = float(optax.tree.norm(gradient))
         state, told = step(state, batch(seed))
         assert bool(told["compressed"]) and told["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -104,7 +110,7 @@ def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
             scale = np.sqrt(frozen[path] / (1 - B2**2)) + 1e-8
             moved = -1e-2 * sent / (1 - B1 ** (seed + 1)) / scale
             np.testing.assert_allclose(after[0][path] - before[0][path], moved, rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(state.params["table"][9:], expected.params["table"][9:])  # rows that are never used
+    np.testing.assert_array_equal(state.params["table"][9:], expected["table"][9:])  # rows that are never used
     if isinstance(strategy.exchange, OneBit):
         sizes = {np.abs(x).max() for x in np.unique(np.abs(np.asarray(state.opt_state.mu["bias"])))}
         assert len(sizes) <= 5
@@ -115,7 +121,7 @@ def test_what_is_summed_exactly_stays_adams():
     state, _ = run(adam(1), 1, strategy)
     assert set(state.errors) == {"down", "bias"}
     before = jax.device_get((state.params, state.opt_state))
-    gradient = jax.device_get(jax.grad(lambda p: loss(p, batch(1), None))(before[0]))
+    gradient = jax.device_get(gradient_of(before[0], batch(1)))
     state, told = run(None, 1, strategy, state, first=1)
     assert told[0]["compressed"]
     for path in ("table", "up"):
@@ -127,21 +133,20 @@ def test_what_is_summed_exactly_stays_adams():
         )
 
 
-def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises():
-    strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data"))
-    frozen = {}
-    for rises in (0, 40):
-        schedule = optax.linear_schedule(1e-6, 2e-6, rises) if rises else 1e-6
-        optimizer = onebit_adam(schedule, freeze="auto", b2=0.9)
-        state = sl.init(make, optimizer, strategy)
-        step, norms = sl.train_step(loss, strategy), []
-        for seed in range(60):
-            state, _ = step(state, batch(0))
-            norms.append(float(state.opt_state.norm))
-            if bool(state.opt_state.frozen):
-                frozen[rises] = seed + 1
-                break
-    assert frozen[0] % 10 == 0 and 20 <= frozen[0] < frozen[40] and frozen[40] > 40
+@pytest.mark.parametrize(("rises", "frozen"), [(0, 50), (60, 70)])
+def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises(rises, frozen):
+    rate = optax.linear_schedule(1e-3, 2e-3, rises) if rises else 1e-3
+    optimizer, gradient = onebit_adam(rate, freeze="auto", b2=0.9), {"w": jnp.arange(1.0, 9)}
+    update = jax.jit(
+        lambda state, scale: optimizer.update({"w": gradient["w"] * scale}, state, gradient, sent={"w": True})[1]
+    )
+    state = optimizer.init(gradient)
+    for count in range(1, 90):
+        state = update(state, 1.2 if count < 15 else 1.0)
+        if optimizer.sends(state):
+            break
+    # Compared every ten steps, with what it was ten steps before: 1.26, 1.09, 1.03, 1.01 of what it comes to.
+    assert count == frozen
 
 
 @pytest.mark.parametrize("size", [2000, 300_000])
@@ -155,21 +160,19 @@ def test_a_norm_is_told_from_few_sums(size):
         )
 
 
-@pytest.mark.parametrize("nonfinite", [None, "count"])
-def test_errors_are_not_poisoned(nonfinite):
-    strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"), nonfinite=nonfinite)
+def test_errors_are_not_poisoned():
+    strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
+    step = sl.train_step(loss, strategy)
     state, _ = run(adam(1), 2, strategy)
     before = jax.device_get((state.params, state.opt_state, state.errors))
     assert any(np.any(x) for x in jax.tree.leaves(before[2]))
     poisoned = batch(2)
     poisoned["y"][3] = np.inf
-    state, told = sl.train_step(loss, strategy)(state, poisoned)
+    state, told = step(state, poisoned)
     assert told["first_nonfinite"] >= 0 and int(state.nonfinite) == 1
-    chex.assert_trees_all_equal(jax.device_get(state.errors), before[2])
-    if nonfinite is None:
-        chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before[:2])
-        state, _ = run(None, 1, strategy, state, first=3)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get((state.params, state.errors))))
+    chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state, state.errors)), before)
+    state, _ = step(state, batch(3))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get((state.params, state.errors))))
 
 
 @pytest.mark.parametrize(
@@ -182,10 +185,11 @@ def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, op
     params = jax.device_get(state.params)
     worker, server = (dict.fromkeys(params, 0.0) for _ in range(2))
     coded = lambda x: np.where(x >= 0, 1, -1) * np.abs(x).mean() if x.size else x
+    train = sl.train_step(loss, strategy)
     for seed in range(3):
-        state, _ = run(None, 1, strategy, state, first=seed)
+        state, _ = train(state, batch(seed))
         rows = [{name: x[2 * i : 2 * i + 2] for name, x in batch(seed).items()} for i in range(8)]
-        own = [jax.device_get(jax.grad(lambda p, of=of: loss(p, of, None))(params)) for of in rows]
+        own = [jax.device_get(gradient_of(params, of)) for of in rows]
         for path, p in params.items():
             sends = np.stack([g[path].reshape(-1) for g in own]) + worker[path]
             parts = [slice(k, k + -(-p.size // 8)) for k in range(0, p.size, -(-p.size // 8))]
@@ -199,60 +203,30 @@ def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, op
         chex.assert_trees_all_close(jax.device_get(state.params), params, rtol=2e-4, atol=1e-5)
 
 
-# A model that is worth restarting.
-
-CONFIG = gpt.tiny(layers=1, width=16, heads=2, context=8, vocab=32)
-
-
-def words(seed):
-    """Sequences that count up, each in steps of its own."""
-    random = np.random.default_rng(seed)
-    return {
-        "tokens": ((random.integers(0, 32, (16, 1)) + np.arange(9) * random.integers(1, 4, (16, 1))) % 32).astype(
-            np.int32
-        )
-    }
-
-
-def learned(strategy, state, steps):
-    step, losses = sl.train_step(gpt.loss, strategy), []
-    for seed in range(int(state.step), int(state.step) + steps):
-        state, told = step(state, words(seed))
-        losses.append(float(told["loss"]))
-    return state, losses
-
-
-def start(strategy, **options):
-    optimizer = onebit_adam(optax.cosine_decay_schedule(5e-3, 350), freeze=100, b2=B2)
-    return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, **options)
-
-
-def test_it_goes_on_bit_for_bit_and_on_fewer_devices_as_well(tmp_path):
-    rules = sl.rules.data | sl.rules.tensor | sl.AxisRules(batch=("pod", "data"))
-    common = dict(rules=rules, exchange=OneBit("pod"), zero=sl.Zero(1, small=0))
+def test_it_goes_on_bit_for_bit_and_for_other_workers_as_much_is_owed(tmp_path):
+    common = dict(rules=RULES, exchange=OneBit("pod"), zero=sl.Zero(1, small=0))
     eight = sl.Strategy(mesh="pod=4,data=2,model=1", **common)
-    state, _ = learned(eight, start(eight), 150)
+    state, _ = run(adam(2), 4, eight)
+    owes = owed(state)
+    assert any(np.any(x) for x in owes.values())
+    read = {}
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
-        owes = owed(state)
-        onward, losses = learned(eight, state, 200)
         for mesh in ("pod=4,data=2,model=1", "pod=4,data=1,model=2", "pod=2,data=2,model=1", "pod=1,data=2,model=2"):
             sizes = [int(part.partition("=")[2]) for part in mesh.split(",")]
             on = sl.make_mesh(mesh, devices=jax.devices()[: int(np.prod(sizes))])
-            strategy = sl.Strategy(mesh=on, **common)
-            restored = checkpoints.restore(start(strategy, abstract=True)).state
-            chex.assert_trees_all_close(owed(restored), owes, rtol=1e-5, atol=1e-9)
-            if mesh == "pod=4,data=2,model=1":
-                again, others = learned(strategy, restored, 200)
-                assert losses == others
-                chex.assert_trees_all_equal(
-                    *(jax.device_get((s.params, s.opt_state, s.errors)) for s in (onward, again))
-                )
-            elif mesh == "pod=2,data=2,model=1":
-                _, others = learned(strategy, restored, 200)
-                assert np.mean(others[-50:]) == pytest.approx(np.mean(losses[-50:]), rel=0.005)
-    assert np.mean(losses[-50:]) < 0.95 * np.mean(losses[:50])
+            strategy = eight if mesh == eight.mesh else sl.Strategy(mesh=on, **common)
+            read[mesh] = checkpoints.restore(sl.init(make, adam(2), strategy, abstract=True)).state
+            now = owed(read[mesh])
+            if sizes[0] == 4:  # as many workers
+                chex.assert_trees_all_equal(now, owes)
+            chex.assert_trees_all_close(now, owes, rtol=1e-5, atol=1e-9)
+    never_stopped, again = (run(None, 2, eight, one, first=4)[0] for one in (state, read[eight.mesh]))
+    chex.assert_trees_all_equal(*(jax.device_get((s.params, s.opt_state, s.errors)) for s in (never_stopped, again)))
+    half = read["pod=2,data=2,model=1"]
+    half, told = run(None, 1, half.layout.strategy, half, first=4)
+    assert told[0]["compressed"] and all(np.isfinite(x).all() for x in owed(half).values())
 
 
 PLATFORMS = [

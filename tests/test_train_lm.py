@@ -12,7 +12,7 @@ import pytest
 
 import shardlib as sl
 from examples import train_lm
-from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny
+from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit
 from examples.run import from_command_line, override
 
 pytest.importorskip("grain")
@@ -174,6 +174,9 @@ def test_fields_are_overridden_by_their_dotted_names():
     assert run.strategy.mesh == "data=2,model=4" and run.strategy.rules == sl.rules.data | sl.rules.tensor
     assert run.strategy.sharding.stage == 3 and run.strategy.dtypes.compute == "bfloat16"
     assert isinstance(run.optimizer.learning_rate, float)
+    onebit = ["--strategy.exchange", "onebit:data", "--strategy.zero", "0", "--optimizer.freeze", "auto"]
+    run = from_command_line(["gpt2_124m", *onebit])
+    assert run.strategy.exchange == sl.collectives.OneBit("data") and run.optimizer.freeze == "auto"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,7 @@ def test_fields_are_overridden_by_their_dotted_names():
         (["tiny", "--evaluation_batches", "0"], "`Run(evaluation_batches=0)`: a whole number, at least one"),
         (["tiny", "--loop.profile", "20"], "takes the first step and how many"),
         (["tiny", "--loop.steps"], "`--loop.steps` has no value"),
+        (["tiny", "--strategy.exchange", "onebit"], "`exact`, or one of onebit, int8, int4 and the axes"),
         (["tiny", "7"], "Fields are given as `--FIELD VALUE`; got `7`"),
         (["tiny", "--model.width", "30"], "must be a multiple of `heads=4`"),
     ],
@@ -233,7 +237,7 @@ def test_data_that_has_changed_since(tmp_path):
 def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
     with pytest.raises(SystemExit):
         from_command_line(["--help"])
-    assert "gpt2_124m, llama3_8b, llama3_8b_3d, tiny" in capsys.readouterr().out
+    assert "gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         from_command_line(["tiny", "--help"])
     told = capsys.readouterr().out
@@ -241,7 +245,7 @@ def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
     assert re.search(r"--strategy.accumulate 1\n +microbatches per step", told)
 
 
-@pytest.mark.parametrize("config", [tiny, gpt2_124m, llama3_8b, llama3_8b_3d])
+@pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
 def test_every_recipe_is_a_value_that_prints_and_compares(config):
     assert config.run() == config.run()
     lines = config.run().lines()
