@@ -60,19 +60,22 @@ MESHES = {
 
 def alone(target: sl.Target, kind: str, codec: Any) -> tuple[int, int]:
     """What a collective sends, and what its formula says."""
-    mesh, P = target.mesh(f"data={DEVICES}"), jax.P
-    function, formula = {
+    mesh: Any = target.mesh(f"data={DEVICES}")
+    P: Any = jax.P
+    kinds: dict[str, tuple[Any, int]] = {
         "pmean": (lambda x: c.pmean(x, "data", codec)[0], c.pmean_bytes(ELEMENTS, DEVICES, codec)),
         "all_gather": (
             lambda x: c.all_gather(x, "data", codec)[:1],
             c.all_gather_bytes(ELEMENTS // DEVICES, DEVICES, codec),
         ),
         "psum_scatter": (lambda x: c.psum_scatter(x, "data", codec), c.psum_scatter_bytes(ELEMENTS, DEVICES, codec)),
-    }[kind]
+    }
+    function, formula = kinds[kind]
     size = ELEMENTS * (1 if kind == "all_gather" else DEVICES)
     given = jax.ShapeDtypeStruct((size,), "float32", sharding=jax.NamedSharding(mesh, P("data")))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    compiled = jax.jit(mapped).lower(given).compile(compiler_options=target.compiler_options)
+    options: Any = target.compiler_options
+    compiled = jax.jit(mapped).lower(given).compile(compiler_options=options)
     return sum(one.total_bytes for one in testing.collectives(compiled, mesh)), formula
 
 

@@ -65,8 +65,8 @@ def train(
     )
     state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(seed)), optimizer, strategy, seed=seed)
     records: list[dict[str, Any]] = []
-    loop = sl.Loop(steps=steps, log_every=20)
-    state = sl.fit(sl.train_step(gpt.loss, strategy), state, windows(texts()[1], seed), loop, sinks=[records.append])
+    loop, sinks = sl.Loop(steps=steps, log_every=20), [records.append]
+    state = sl.fit(sl.train_step(gpt.loss, strategy), state, windows(texts()[1], seed), loop, sinks=sinks)  # type: ignore[arg-type]
     return measured(state, strategy), [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 

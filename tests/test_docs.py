@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardlib
+import shardlib.collectives
 import shardlib.data
 import shardlib.experts
 import shardlib.launch
@@ -124,6 +125,7 @@ def test_the_reference_lists_every_public_name():
         f"{module.__name__}.{name}"
         for module in (
             shardlib,
+            shardlib.collectives,
             shardlib.data,
             shardlib.experts,
             shardlib.optimizers,

@@ -20,8 +20,8 @@ from shardlib.collectives._codecs import Codec, Encoded
 class Errors(NamedTuple):
     """What a device still owes of what it was to send: as a worker of its own array, as a server of its part of the mean."""
 
-    worker: jax.Array  # (workers, elements of a part)
-    server: jax.Array  # (elements of a part,)
+    worker: Any  # (workers, elements of a part)
+    server: Any  # (elements of a part,)
 
 
 class Pieces(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from shardlib.optimizers._local import Local
 
@@ -17,7 +18,7 @@ SETTLED = 0.04
 class OneBitAdamState(NamedTuple):
     """Adam's, and whether the variance is frozen."""
 
-    count: jax.Array  # steps taken
+    steps: jax.Array  # taken
     seen: jax.Array  # of these, those that the variance has seen
     frozen: jax.Array
     norm: jax.Array  # of the variance, when it was last compared
@@ -88,7 +89,7 @@ def onebit_adam(
                 f"`onebit_adam(freeze={freeze})` is a part of the run, and a step by itself does not know how long that is. "
                 "`sl.fit` does; or say it: `onebit_adam(..., steps=10_000)`, or the step at which to freeze."
             )
-        count = state.count + 1
+        count = state.steps + 1
         seen = jnp.where(state.frozen, state.seen, count)
 
         def moments(g: jax.Array, mu: jax.Array, nu: jax.Array, sent: bool) -> tuple[jax.Array, ...]:
@@ -108,7 +109,7 @@ def onebit_adam(
                 scale = 1 - b2 ** count.astype(jnp.float32)
                 now = sum(jnp.sum(leaf.real.astype(jnp.float32)) for leaf in jax.tree.leaves(nu)) / scale
                 settled = (norm > 0) & (jnp.abs(now / norm - 1) < SETTLED)
-                return settled & jnp.logical_not(_rises(learning_rate, state.count)), now
+                return settled & jnp.logical_not(_rises(learning_rate, state.steps)), now
 
             due = (count % interval == 0) & ~state.frozen
             freezes, norm = jax.lax.cond(due, compared, lambda: (jnp.zeros((), bool), norm))
@@ -140,7 +141,7 @@ def _rises(learning_rate: Any, count: jax.Array) -> Any:
     return schedule(count) > schedule(jnp.maximum(count - 1, 0))
 
 
-def _resolved(freeze: int | float | str, steps: int | None) -> Any:
+def _resolved(freeze: Any, steps: int | None) -> Any:
     """After how many steps to freeze, if the run is as long as is said; None if that is a part of what is not known."""
     if freeze == "auto" or steps is None:
         return None if isinstance(freeze, float) else freeze
@@ -154,7 +155,7 @@ def _resolved(freeze: int | float | str, steps: int | None) -> Any:
 
 
 def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
-    if isinstance(freeze, jax.core.Tracer):
+    if isinstance(freeze, Tracer):
         raise ValueError(
             "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into `optax.inject_hyperparams`. "
             "What changes over a run, the learning rate, is a schedule: `onebit_adam(optax.cosine_decay_schedule(...))`."

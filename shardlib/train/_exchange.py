@@ -24,8 +24,8 @@ class Gradient(NamedTuple):
 
     values: Any  # of the batch; of what an optimizer has sent itself, that
     errors: ErrorsByPath  # what is left over for the next step
-    square: jax.Array  # of the norm of the whole gradient
-    finite: jax.Array  # of each parameter whether its gradient is
+    square: Any  # of the norm of the whole gradient
+    finite: Any  # of each parameter whether its gradient is
 
 
 class Sender(NamedTuple):
@@ -162,7 +162,7 @@ class _Exchanged:
     def _average(
         self, sums: list[jax.Array], own: list[jax.Array], errors: ErrorsByPath, alive: list[Any]
     ) -> tuple[list[jax.Array], ErrorsByPath]:
-        described, shared = ([of[i] for i in self.members] for of in (self.parameters, self.shared))
+        described, shared = [self.parameters[i] for i in self.members], [self.shared[i] for i in self.members]
         owed: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
             owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]

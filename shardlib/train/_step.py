@@ -190,7 +190,7 @@ class Step:
     def _sender(self, state: State, specs: State) -> Sender | None:
         """The optimizer, if it says itself what is sent."""
         optimizer, clip = state.layout.optimizer, self.strategy.clip
-        if not isinstance(optimizer, Local):
+        if not isinstance(optimizer, Local) or isinstance(clip, optax.GradientTransformation):
             return None
         return Sender(optimizer, state.opt_state, specs.opt_state, clip)
 
