@@ -22,6 +22,7 @@ from collections import defaultdict
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -65,7 +66,7 @@ def alone(target: sl.Target, kind: str, codec: Any) -> tuple[int, int]:
     kinds: dict[str, tuple[Any, int]] = {
         "pmean": (lambda x: c.pmean(x, "data", codec)[0], c.pmean_bytes(ELEMENTS, DEVICES, codec)),
         "all_gather": (
-            lambda x: c.all_gather(x, "data", codec)[:1],
+            lambda x: jnp.sum(c.all_gather(x, "data", codec), keepdims=True),
             c.all_gather_bytes(ELEMENTS // DEVICES, DEVICES, codec),
         ),
         "psum_scatter": (lambda x: c.psum_scatter(x, "data", codec), c.psum_scatter_bytes(ELEMENTS, DEVICES, codec)),
