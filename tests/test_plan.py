@@ -142,7 +142,7 @@ def test_between_slices_is_slow_and_its_gradients_are_known():
 
 def test_collectives_name_the_users_line(on_cpu):
     [exchange] = on_cpu.collectives
-    assert any("_exchange.py" in line for line in exchange.sources)  # the step's own: no line of a user's asks for it
+    assert any("_exact.py" in line for line in exchange.sources)  # the step's own: no line of a user's asks for it
     mesh = sl.Target("cpu:8").mesh("data=2,model=4")
     found = sl.plan(*decoder_step(mesh, sl.rules.data | sl.rules.tensor), "cpu:8")
     of_model = [one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024]
@@ -356,7 +356,7 @@ def test_failed_assertions_show_the_difference(on_cpu):
         testing.assert_collectives(on_cpu, sends={("all-gather", "data"): 8})
     text = str(failure.value)
     assert re.search(r"all-gather +data +8 +0 +-8\n", text)
-    assert "+1,376,270" in text and "_exchange.py" in text  # 2 x 7/8 of the gradients, the loss and the weight
+    assert "+1,376,270" in text and "_exact.py" in text  # 2 x 7/8 of the gradients, the loss and the weight
     with pytest.raises(AssertionError, match="gradients .* 1,000 .*"):
         testing.assert_memory(on_cpu, at_most={"gradients": 1000, "total": 2**30})
     assert testing.assert_memory(on_cpu, at_most={"total": 2**30}) is on_cpu

@@ -121,7 +121,7 @@ class Exact(Exchange):
         splits = [_scattered(parameter) for parameter in parameters]
         for axes in dict.fromkeys(axes for _, axes in splits if axes):
             members = [i for i, split in enumerate(splits) if split[1] == axes]
-            for bucket in _buckets(reduced, members, self.bucket_bytes):
+            for bucket in buckets(reduced, members, self.bucket_bytes):
                 parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes, self.bucket_bytes)
                 for i, part in zip(bucket, parts, strict=True):
                     reduced[i] = part
@@ -131,7 +131,7 @@ class Exact(Exchange):
         ]
         for axes in dict.fromkeys(filter(None, left)):
             members = [i for i, over in enumerate(left) if over == axes]
-            for bucket in _buckets(reduced, members, self.bucket_bytes):
+            for bucket in buckets(reduced, members, self.bucket_bytes):
                 for i, total in zip(bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True):
                     reduced[i] = total
         each = inverse(weight)
@@ -146,7 +146,7 @@ def _scattered(parameter: Parameter) -> tuple[int, tuple[str, ...]]:
     return 0, ()
 
 
-def _buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
+def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
     """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes alone."""
     buckets: list[list[int]] = []
     filled: dict[Any, int] = {}

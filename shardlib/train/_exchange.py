@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib._rules import keep_axes, spec_axes
 from shardlib.collectives._compressed import Errors, Pieces
-from shardlib.collectives._exact import Exchange, Parameter, Told
+from shardlib.collectives._exact import Exchange, Parameter, Told, buckets
 from shardlib.optimizers._local import Local
 
 ErrorsByPath = dict[str, Errors]
@@ -135,17 +135,18 @@ class _Exchanged:
         for k, i in enumerate(self.members):
             groups[self.over[i], self.shared[i]].append(k)
         for (over, shared), members in groups.items():
-            if not shared:
-                for k, total in zip(members, lax.psum([sums[k] for k in members], over), strict=True):
-                    found[k] = total.astype(jnp.float32)
-                continue
-            flat = jnp.concatenate([sums[k].reshape(-1) for k in members])
-            parts = math.prod(self.sizes[axis] for axis in shared)
-            rows = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)
-            whole = lax.all_gather(lax.psum(rows[lax.axis_index(shared)], over), shared, axis=0, tiled=True)
-            ends = itertools.accumulate((sums[k].size for k in members), initial=0)
-            for k, (first, last) in zip(members, itertools.pairwise(ends), strict=True):
-                found[k] = whole[first:last].reshape(sums[k].shape).astype(jnp.float32)
+            for bucket in buckets(sums, members, self.exchange.within.bucket_bytes):
+                if not shared:
+                    for k, total in zip(bucket, lax.psum([sums[k] for k in bucket], over), strict=True):
+                        found[k] = total.astype(jnp.float32)
+                    continue
+                flat = jnp.concatenate([sums[k].reshape(-1) for k in bucket])
+                parts = math.prod(self.sizes[axis] for axis in shared)
+                rows = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)
+                whole = lax.all_gather(lax.psum(rows[lax.axis_index(shared)], over), shared, axis=0, tiled=True)
+                ends = itertools.accumulate((sums[k].size for k in bucket), initial=0)
+                for k, (first, last) in zip(bucket, itertools.pairwise(ends), strict=True):
+                    found[k] = whole.reshape(-1)[first:last].reshape(sums[k].shape).astype(jnp.float32)
         return found
 
     def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
