@@ -9,7 +9,7 @@ before the freeze stands beside it, in a branch of its own: that is what it is c
 `onebit_ratio`, `int8_ratio` and `int4_ratio` are the worst of all programs; `onebit_bf16_ratio` is against an all-reduce in
 bfloat16. `worst_formula_ratio` is the worst of what is sent over what the formula beside each collective says, or the inverse.
 
-It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`. Some three minutes on two cores.
+It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`. Some twelve minutes on two cores.
 
     python -m benchmarks.compressed --json
 """
