@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -293,7 +294,18 @@ class Checkpoints:
             yield
         except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
             if jax.process_count() == 1:
-                self._clear()
+                with contextlib.suppress(
+                    Exception
+                ):  # threads of Orbax may write on for a while, and fail as this one did
+                    self._manager.wait_until_finished()
+                for last in (False, False, False, True):
+                    try:
+                        self._clear()
+                        break
+                    except OSError:
+                        if last:
+                            raise
+                        time.sleep(0.5)
                 self._manager.reload()  # which had counted it among the others
             what = "A checkpoint" if step is None else f"The checkpoint of step {step}"
             raise OSError(self._failure(what, _reason(error))) from error
