@@ -251,16 +251,20 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         raise ValueError(f"`{name}` is a number, {now} now; got `{text}`.")
     if may_be == {int} and isinstance(value, float):
         raise ValueError(f"`{name}` is a whole number, {now} now; got `{text}`.")
-    return float(value) if isinstance(now, float) and type(value) is int else value
+    return float(value) if isinstance(now, float) and type(value) is int and int not in may_be else value
 
 
 def _rules(text: str) -> sl.AxisRules:
     presets = {name: value for name, value in vars(sl.rules).items() if isinstance(value, sl.AxisRules)}
     rules = sl.AxisRules({})
-    for name in text.split("|"):
-        if name.strip() not in presets:
-            raise ValueError(f"Rules are presets joined by `|`, of {', '.join(presets)}; got `{text}`.")
-        rules = rules | presets[name.strip()]
+    for part in text.split("|"):
+        name, given, axes = (word.strip() for word in part.partition("="))
+        if not given and name not in presets:
+            raise ValueError(
+                f"Rules are presets, of {', '.join(presets)}, and rules of a name, `batch=pod,data`, joined by `|`; got `{text}`."
+            )
+        one = axes.split(",") if axes.lower() != "none" else None
+        rules = rules | (presets[name] if not given else sl.AxisRules({name: None if one is None else tuple(one)}))
     return rules
 
 

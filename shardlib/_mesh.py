@@ -225,7 +225,7 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     if product < count:
         raise ValueError(
             f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one axis -1 to use them "
-            f"all, or choose some: `devices=jax.devices()[:{product}]`."
+            f"all, or choose some: `sl.make_mesh(..., devices=jax.devices()[:{product}])`."
         )
     if product > count:
         more = ""

@@ -136,6 +136,21 @@ def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared
     np.testing.assert_allclose(server, of_servers, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [(), ("data",)])
+def test_a_worker_alone_loses_nothing_and_pays_what_it_owed(shared):
+    mesh, x = sl.make_mesh("pod=1,data=8"), normal(45)
+
+    def twice(x):
+        none = sl.collectives.no_errors(x, "pod", shared=shared)
+        owed = jax.tree.map(lambda e: e + 1, none)  # as a worker, and as a server
+        return sl.collectives.pmean(x, "pod", Signs(), owed, shared=shared)
+
+    found, left = on(mesh, twice, P(), out=(P(), P()))(x)
+    np.testing.assert_allclose(found, x + 2, rtol=1e-6)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(left))
+    assert sl.collectives.pmean_bytes(64, 1, Signs()) == 0
+
+
 def test_a_mean_without_errors_loses_what_it_leaves_out_and_keeps_dtypes():
     mesh = sl.make_mesh("data=8")
     arrays = {"a": normal(8, 33), "b": normal(8, 4, 3).astype(jnp.bfloat16)}
@@ -195,8 +210,8 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
     ("call", "message"),
     [
         (lambda: Signs("max"), 'scale=\'max\'.*"mean" or "rms"'),
-        (lambda: Signs(block=12), "block=12.*multiple of 1024.*of 8"),
-        (lambda: Signs(block=1504), "block=1504.*multiple of 1024"),
+        (lambda: Signs(block=12), "block=12.*multiple of 8 up to 1024"),
+        (lambda: Signs(block=1504), "block=1504.*of 1024 beyond"),
         (lambda: Integers(3), "bits=3.*of 8 and of 4"),
         (lambda: Integers(4, block=7), "block=7.*even"),
         (
@@ -217,8 +232,17 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
             )(jnp.ones(8)),
             "no derivative",
         ),
+        (lambda: sl.collectives.pmean(jnp.ones(8), "data", "int8"), "`pmean` takes a codec.*'int8'"),
+        (lambda: sl.collectives.pmean_bytes(8, 8, Signs), "`pmean_bytes` takes a codec"),
+        (lambda: sl.collectives.pmean(jnp.ones(8), "data", Signs(), jnp.zeros(8)), "no_errors"),
+        (lambda: sl.break_even(parameters=1e6, workers=2, bandwidth=1e9, codec="int8"), "`break_even` takes a codec"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_break_even_without_the_memorys_bandwidth_prints():
+    pays = sl.break_even(parameters=350e6, workers=2, bandwidth=1.25e9)
+    assert str(pays).endswith("times as fast, and faster whatever the network")

@@ -177,6 +177,10 @@ def test_fields_are_overridden_by_their_dotted_names():
     onebit = ["--strategy.exchange", "onebit:data", "--strategy.zero", "0", "--optimizer.freeze", "auto"]
     run = from_command_line(["gpt2_124m", *onebit])
     assert run.strategy.exchange == sl.collectives.OneBit("data") and run.optimizer.freeze == "auto"
+    pods = ["--strategy.mesh", "pod=2,data=4", "--strategy.rules", "data|batch=pod,data|embed=none"]
+    run = from_command_line(["tiny_onebit", *pods, "--strategy.exchange", "onebit:pod", "--optimizer.freeze", "4"])
+    assert run.strategy.rules == sl.rules.data | sl.AxisRules(batch=("pod", "data"), embed=None)
+    assert repr(run.optimizer.freeze) == "4"  # a step, not a part of the run
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,7 @@ def test_fields_are_overridden_by_their_dotted_names():
         (["tiny", "--steps", "7"], "There is no field `steps`; did you mean `loop.steps`?"),
         (["tiny", "--model.width", "wide"], "`width` is a number, 128 now; got `wide`"),
         (["tiny", "--model.bias", "maybe"], "`bias` is true or false; got `maybe`"),
-        (["tiny", "--strategy.rules", "data|tensr"], "Rules are presets joined by `|`"),
+        (["tiny", "--strategy.rules", "data|tensr"], "Rules are presets, of vocabulary, "),
         (["tiny", "--loop.steps", "1e3"], "`steps` is a whole number"),
         (["tiny", "--batch", "true"], "`batch` is neither true nor false"),
         (["tiny", "--seed", "none"], "`seed` cannot be none"),

@@ -59,7 +59,9 @@ class Signs:
             raise ValueError(f'`Signs(scale={self.scale!r})`: choose "mean" or "rms".')
         tile = 8 * _LANES
         if type(self.block) is not int or self.block < 8 or self.block % (tile if self.block > tile else 8):
-            raise ValueError(f"`Signs(block={self.block!r})` takes a multiple of {tile} elements, or below that of 8.")
+            raise ValueError(
+                f"`Signs(block={self.block!r})` takes a multiple of 8 up to {tile} elements, and of {tile} beyond."
+            )
 
     def size(self, elements: int) -> int:
         """The bytes of a row: signs fill up a tile, of 1,024 where there are as many."""

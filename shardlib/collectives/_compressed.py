@@ -78,9 +78,14 @@ def pmean(
     [1.0, -1.0, 1.0, -1.0]
     """
     over = as_tuple(axis)
+    check_codec("pmean", codec)
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
         return x, errors
+    if errors is not None and not all(isinstance(e, Errors) for e in jax.tree.leaves(errors, is_leaf=_is_errors)):
+        raise ValueError(
+            "`pmean(errors=...)` takes those of an earlier call, or of `no_errors(x, axis)` in the same `shard_map`."
+        )
     owed = [None] * len(leaves) if errors is None else treedef.flatten_up_to(errors)
     living = [None] * len(leaves) if alive is None else treedef.flatten_up_to(alive)
     cuts = [pieces_of(leaf, over, shared) for leaf in leaves]
@@ -92,6 +97,15 @@ def pmean(
         row = cut.all_rows(_not_differentiated(leaf.astype(jnp.float32)))[mine]
         rows.append(row if error is None else row + error.worker)
         masks.append(_mask(living_one, cut, mine))
+    if cuts[0].workers == 1:  # nothing is sent between workers, so nothing is lost
+        rows = [row if error is None else row + error.server for row, error in zip(rows, owed, strict=True)]
+        every = [lax.all_gather(row, shared, axis=0, tiled=True) if shared else row for row in rows]
+        found = [cut.whole(row, leaf.shape) for row, cut, leaf in zip(every, cuts, leaves, strict=True)]
+        found = [
+            (one if mask is None else jnp.where(mask, one, 0)).astype(leaf.dtype)
+            for one, mask, leaf in zip(found, living, leaves, strict=True)
+        ]
+        return treedef.unflatten(found), jax.tree.map(jnp.zeros_like, errors)
     sent = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
     widths = [one.code.shape[1] for one in sent]
     received = _apart(lax.all_to_all(jnp.concatenate([one.code for one in sent], 1), over, 0, 0, tiled=True), widths)
@@ -136,12 +150,30 @@ def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
 def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> int:
     """What a device sends for `pmean` of an array of so many elements: 2 (n-1) codes of a part; if shared, n (k-1) more.
 
+    Of one worker it is nothing but, if shared, the part itself.
+
     >>> from shardlib.collectives._codecs import Signs
     >>> f"{pmean_bytes(2**20, 8, Signs()) / (2 * 7 / 8 * 4 * 2**20):.5f} of an all-reduce in float32"
     '0.03174 of an all-reduce in float32'
     """
-    code = codec.size(Pieces(elements, shared, workers).elements)
+    check_codec("pmean_bytes", codec)
+    part = Pieces(elements, shared, workers).elements
+    if workers == 1:
+        return (shared - 1) * part * 4
+    code = codec.size(part)
     return 2 * (workers - 1) * code + (shared - 1) * workers * code
+
+
+def check_codec(name: str, codec: Any) -> None:
+    """Refuse what is no codec."""
+    if isinstance(codec, type) or not hasattr(codec, "encode") or not hasattr(codec, "size"):
+        raise ValueError(
+            f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; got {codec!r}."
+        )
+
+
+def _is_errors(x: Any) -> bool:
+    return isinstance(x, Errors)
 
 
 def _check_real(x: jax.Array, name: str) -> None:

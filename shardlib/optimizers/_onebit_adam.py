@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -42,7 +43,8 @@ def onebit_adam(
 
     - `freeze`: after how many steps; or after what part of the run, below 1; or `"auto"`, when the variance has settled:
       when its norm changes by less than 4 % over 1 / (1 - b2) steps, and the learning rate has stopped rising.
-    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`. Until the freeze it is `optax.adamw`.
+    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`, which it is until the freeze; without weight decay unless
+      some is given.
     - `steps`: the length of the run, of which `freeze` may be a part. `sl.fit` says it.
 
     It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters that the exchange sums exactly
@@ -160,11 +162,12 @@ def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
             "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into `optax.inject_hyperparams`. "
             "What changes over a run, the learning rate, is a schedule: `onebit_adam(optax.cosine_decay_schedule(...))`."
         )
-    whole = type(freeze) is int and freeze >= 1
+    whole = isinstance(freeze, int | np.integer) and not isinstance(freeze, bool) and freeze >= 1
     part = type(freeze) is float and 0 < freeze < 1
     if not (whole or part or freeze == "auto"):
         raise ValueError(
-            f'`onebit_adam(freeze={freeze!r})` takes a step, at least 1, a part of the run between 0 and 1, or "auto".'
+            f"`onebit_adam(freeze={freeze!r})` takes a step, an int of at least 1, a part of the run, a float "
+            'between 0 and 1, or "auto".'
         )
     for name, value in {"b1": b1, "b2": b2}.items():
         if not 0 <= value < 1:

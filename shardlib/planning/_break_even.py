@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shardlib._text import human_bytes
 from shardlib.collectives._codecs import Codec, Signs
-from shardlib.collectives._compressed import pmean_bytes
+from shardlib.collectives._compressed import check_codec, pmean_bytes
 
 TOUCHED = 150.0
 """Bytes of its memory that a device reads and writes for each number that it sends in bits, and not for an exact sum: what
@@ -27,10 +27,12 @@ class BreakEven:
         return (self.compute_seconds + self.exact_seconds) / (self.compute_seconds + self.compressed_seconds)
 
     def __str__(self) -> str:
+        where = (
+            "whatever the network" if math.isinf(self.bandwidth) else f"below {human_bytes(round(self.bandwidth))}/s"
+        )
         return (
             f"{1e3 * self.compute_seconds:.1f} ms to compute; exchanged in {1e3 * self.exact_seconds:.1f} ms exactly, "
-            f"{1e3 * self.compressed_seconds:.1f} ms compressed: {self.speedup:.2f} times as fast, and faster below "
-            f"{human_bytes(round(self.bandwidth))}/s"
+            f"{1e3 * self.compressed_seconds:.1f} ms compressed: {self.speedup:.2f} times as fast, and faster {where}"
         )
 
 
@@ -60,6 +62,7 @@ def break_even(
     for name, value in {"parameters": parameters, "workers": workers, "bandwidth": bandwidth, "shards": shards}.items():
         if not value > 0:
             raise ValueError(f"`break_even({name}={value!r})`: above 0.")
+    check_codec("break_even", codec or Signs())
     elements = math.ceil(parameters / shards)
     exact = 2 * itemsize * elements * (workers - 1) / workers
     packed = pmean_bytes(elements, workers, codec or Signs())

@@ -168,6 +168,7 @@ def init(
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(
             f"`init` takes an optax transformation, such as `optax.adam(1e-3)`, or None; got {optimizer!r}."
+            " `optax.MultiSteps` is `Strategy(accumulate=...)` here."
         )
     if not isinstance(strategy, Strategy):
         raise ValueError(f"`init` takes a `sl.Strategy`; got {strategy!r}.")

@@ -141,7 +141,7 @@ class Strategy:
                 if axis in self.rules.batch_axes:
                     why = "splits weights too, or is not manual, so that the partitioner sums gradients along it"
                 elif axis in axes:
-                    why = "splits no batch, so that no gradients differ along it"
+                    why = "splits no batch, so that no gradients differ along it; for it to, `rules | sl.AxisRules(batch=(...))`"
                 raise ValueError(
                     f"`Strategy(exchange={self.exchange})`: `{axis}` {why}. The mesh has {', '.join(map(repr, axes))}; gradients "
                     f"are exchanged over {', '.join(map(repr, self.data_axes))}."
