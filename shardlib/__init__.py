@@ -3,6 +3,7 @@
 from shardlib import collectives as collectives
 from shardlib import data as data
 from shardlib import experts as experts
+from shardlib import kernels as kernels
 from shardlib import optimizers as optimizers
 from shardlib import pipeline as pipeline
 from shardlib import rules as rules

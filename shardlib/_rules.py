@@ -212,10 +212,12 @@ def resolve(
     *,
     what: str = "array",
     manual: frozenset[str] = frozenset(),
+    parts: bool = False,
 ) -> Resolution:
     """Turn the names of an array's dims into a spec, or say exactly why that cannot be.
 
-    `manual` are the axes over which the surrounding `shard_map` is manual: the batch is split over them already.
+    `manual` are the axes over which the surrounding `shard_map` is manual: the batch is split over them already, and, where
+    the array is known to be a device's own part, every dim is.
 
     >>> rules = AxisRules(batch="data", heads=["model", None], embed=None)
     >>> resolve(rules, {"data": 2, "model": 4}, ("batch", "heads", "embed"), (8, 6, 64)).spec
@@ -237,7 +239,7 @@ def resolve(
             entries.append(_literal(name, array))
             continue
         where = f"dim {dim}, `{name}`={size}, of {array}"
-        usable = [_outside_manual(name, axes, manual, where) for axes in rules[name]]
+        usable = [_outside_manual(name, axes, manual, where, parts) for axes in rules[name]]
         free = [axes for axes in usable if not any(axis in taken for axis in axes)]
         if not free:
             clash = next(axis for axis in usable[0] if axis in taken)
@@ -321,9 +323,9 @@ def _literal(name: object, array: str) -> object:
     raise ValueError(f"{array} was given the name {name!r}; a name is a string, or None for a dim that is not split.")
 
 
-def _outside_manual(name: str, axes: Axes, manual: frozenset[str], where: str) -> tuple[str, ...]:
+def _outside_manual(name: str, axes: Axes, manual: frozenset[str], where: str, parts: bool) -> tuple[str, ...]:
     lost = [axis for axis in as_tuple(axes) if axis in manual]
-    if lost and name != BATCH:
+    if lost and name != BATCH and not parts:
         raise ValueError(
             f"{where} asks for the mesh axis `{lost[0]}`, which is manual here: each device already holds its own part, "
             "so an annotation can no longer split over it. Inside a `shard_map` (the train step is one over its data "

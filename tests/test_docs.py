@@ -18,6 +18,7 @@ import shardlib
 import shardlib.collectives
 import shardlib.data
 import shardlib.experts
+import shardlib.kernels
 import shardlib.launch
 import shardlib.optimizers
 import shardlib.testing
@@ -126,6 +127,7 @@ def test_the_reference_lists_every_public_name():
         for module in (
             shardlib,
             shardlib.collectives,
+            shardlib.kernels,
             shardlib.data,
             shardlib.experts,
             shardlib.optimizers,

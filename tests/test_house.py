@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_traffic"),
+    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_traffic", "_moved"),
     *(f"data.{name}" for name in ("_packages", "_tokenizer", "_files", "_progress", "_claim", "_store", "_sequences")),
     "data",
     *(
@@ -31,6 +31,9 @@ ORDER = [
         "_remat",
     ),
     *("_random", "_batch", "_flax", "_layers", "_precision"),
+    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu")),
+    *(f"kernels.{op}{name}" for op in ("_softmax", "_norm") for name in ("._reference", "._tpu", "._gpu", "")),
+    "kernels",
     *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
     *("collectives", "_zero"),
     *("optimizers._each", "optimizers._local", "optimizers._onebit_adam", "optimizers"),

@@ -1,5 +1,7 @@
 """Test the sharding of your own code on a laptop: one call compares a step on many meshes with one device."""
 
+from shardlib._moved import Moved as Moved
+from shardlib._moved import memory_traffic as memory_traffic
 from shardlib._traffic import Collective as Collective
 from shardlib._traffic import collectives as collectives
 from shardlib._traffic import summary as summary

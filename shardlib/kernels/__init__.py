@@ -1,0 +1,12 @@
+"""What a training step spends its bytes on, at the speed of the memory or of the matrix unit.
+
+Each op is one public function, one readable reference and a kernel for each kind of machine, and runs on each device's own
+shard from the names of its arrays' dims.
+"""
+
+from shardlib.kernels._choice import Explained as Explained
+from shardlib.kernels._choice import Explanation as Explanation
+from shardlib.kernels._choice import explain as explain
+from shardlib.kernels._norm import layer_norm as layer_norm
+from shardlib.kernels._norm import rms_norm as rms_norm
+from shardlib.kernels._softmax import softmax as softmax

@@ -1,0 +1,167 @@
+"""RMSNorm and LayerNorm over the last dim, with a residual added."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib._rules import as_tuple
+from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
+from shardlib.kernels._norm import _gpu, _reference, _tpu
+from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, varying_alike
+
+IMPLEMENTATIONS = (
+    Implementation("reference", None, _reference.forward, _reference.backward),
+    Implementation("tpu", "tpu", _tpu.forward, _tpu.backward, _tpu.refuses),
+    Implementation("gpu", "gpu", _gpu.forward, _gpu.backward, _gpu.refuses),
+)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    names: Names | None = None,
+    epsilon: float = 1e-6,
+    implementation: str | None = None,
+) -> Any:
+    """`x * rsqrt(mean(x^2) + epsilon) * scale` over the last dim.
+
+    Args:
+        x: float32, bfloat16 or float16. It is computed in float32 and rounded once.
+        scale: of the last dim's size, of any float dtype.
+        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`, and `(y, h)` is given.
+        names: of the dims of `x`, where they are split over devices. Where the last is, devices exchange a sum for each row.
+        epsilon: is added to the mean of squares.
+        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+
+    Backward needs `h` alone, which is `x` if there is no residual.
+
+    >>> rms_norm(jnp.array([[3.0, 3.0]]), jnp.array([1.0, 2.0]), epsilon=0)
+    Array([[1., 2.]], dtype=float32)
+    """
+    return _norm("rms_norm", x, scale, None, residual, names, epsilon, implementation)
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    names: Names | None = None,
+    epsilon: float = 1e-5,
+    implementation: str | None = None,
+) -> Any:
+    """`(x - mean(x)) * rsqrt(var(x) + epsilon) * scale + bias` over the last dim.
+
+    Args:
+        x: float32, bfloat16 or float16. It is computed in float32 and rounded once.
+        scale: of the last dim's size, of any float dtype.
+        bias: as `scale`.
+        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`, and `(y, h)` is given.
+        names: of the dims of `x`, where they are split over devices. Where the last is, devices exchange two sums for each row.
+        epsilon: is added to the variance.
+        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+
+    Backward needs `h` alone, which is `x` if there is no residual.
+
+    >>> layer_norm(jnp.array([[1.0, 3.0]]), epsilon=0)
+    Array([[-1.,  1.]], dtype=float32)
+    """
+    return _norm("layer_norm", x, scale, bias, residual, names, epsilon, implementation)
+
+
+def _norm(
+    op: str, x: Any, scale: Any, bias: Any, residual: Any, names: Names | None, epsilon: float, asked: str | None
+) -> Any:
+    x = jnp.asarray(x)
+    scale, bias, residual = (None if one is None else jnp.asarray(one) for one in (scale, bias, residual))
+    _check(op, x, scale, bias, residual, epsilon)
+    of_x = lie(op, x, names)
+    arrays = {"x": (x, of_x), "residual": (residual, of_x)}
+    arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
+    here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items() if one is not None}
+    task = Task(op, here, partitioned=partitioned(of_x), summed=of_x.axes[-1], device=device_here())
+    call = Call(choose(IMPLEMENTATIONS, task, asked), of_x, float(epsilon), op == "layer_norm")
+    if x.size == 0:
+        return x if residual is None else (x, x)
+    y, h = cast(Any, _normed)(call, *varying_alike(x, residual, scale, bias))
+    return y if residual is None else (y, h)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before its numbers are."""
+
+    chosen: Chosen
+    of_x: Lie
+    epsilon: float
+    centred: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        axes = {"axes": self.of_x.axes[-1]} if self.of_x.axes[-1] else {}
+        return {"epsilon": self.epsilon, "centred": self.centred, **axes, **self.chosen.options}
+
+    @property
+    def of_row(self) -> Lie:
+        return self.of_x.of(len(self.of_x.shape) - 1)
+
+    @property
+    def over_rows(self) -> tuple[str, ...]:
+        """The automatic axes that split rows: over them gradients of what all rows share are added up here."""
+        return () if self.of_x.spec is None else tuple(axis for e in self.of_x.spec[:-1] for axis in as_tuple(e))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
+    here = partial(call.chosen.implementation.forward, **call.options)
+    lies = (call.of_x, call.of_x, call.of_row, call.of_row)
+    return per_shard(here, (x, residual, scale, bias), lies, (call.of_x, call.of_x))
+
+
+def _forward(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
+    y, h = cast(Any, _normed)(call, x, residual, scale, bias)
+    return (y, h), (h, scale, bias, residual is not None)
+
+
+def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    h, scale, bias, added = saved
+    gradient, of_h = gradients
+
+    def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, Any, Any]:
+        of_x, *of_rows = call.chosen.implementation.backward(h, scale, gradient, of_h, **call.options)
+        axes = call.over_rows
+        return of_x, *(lax.psum(one, axes) if axes else one for one in of_rows)
+
+    lies = (call.of_x, call.of_row, call.of_x, call.of_x)
+    operands = (h, scale, gradient, of_h if added else None)
+    of_x, of_scale, of_bias = per_shard(here, operands, lies, (call.of_x, call.of_row, call.of_row))
+    of_scale = None if scale is None else of_scale.astype(scale.dtype)
+    return of_x, of_x if added else None, of_scale, None if bias is None else of_bias.astype(bias.dtype)
+
+
+_normed.defvjp(_forward, _backward)
+
+
+def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any, epsilon: Any) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
+        raise ValueError(f"`{op}` of {x.dtype}{list(x.shape)}: give it floats, with a dim for the numbers of a row.")
+    for name, one in (("scale", scale), ("bias", bias)):
+        if one is not None and (one.shape != x.shape[-1:] or not jnp.issubdtype(one.dtype, jnp.floating)):
+            raise ValueError(
+                f"`{op}`: `{name}` is {one.dtype}{list(one.shape)}; it has a float for each of the {x.shape[-1]} numbers of a "
+                f"row of `x`, which is {x.dtype}{list(x.shape)}."
+            )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is {x.dtype}{list(x.shape)}: they are added, "
+            "in one dtype; `astype` the one that is to be rounded."
+        )
+    if not isinstance(epsilon, int | float) or epsilon < 0:
+        raise ValueError(f"`{op}(epsilon={epsilon!r})`: a number, zero or more.")

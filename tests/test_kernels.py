@@ -1,0 +1,381 @@
+"""One suite over every op and every implementation; what an op alone has stands at the end."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from machines import compile_for
+
+import shardlib as sl
+from shardlib import kernels, testing
+
+P = jax.P
+SIMULATED = ("tpu_simulated", "gpu_simulated")
+ROUNDING = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
+RULES = sl.AxisRules(batch="data", heads="model", seq="model", width="model")
+
+
+@pytest.fixture(autouse=True)
+def simulator_of_gpus(monkeypatch):
+    if not hasattr(plgpu, "InterpretGPUParams"):  # public from JAX 0.12, and there before
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        monkeypatch.setattr(plgpu, "InterpretGPUParams", InterpretGPUParams, raising=False)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as a function of a tree of arrays, and the same in plain JAX, whose derivative JAX takes."""
+
+    name: str
+    call: Any  # (arrays, options) -> tree
+    plain: Any
+    arrays: Any  # (shape of x) -> shapes of arrays, by name; a mask is one
+    options: Any  # what may be drawn
+
+
+def softmax(arrays, options):
+    return kernels.softmax(arrays["x"], where=arrays.get("where"), **options)
+
+
+def plain_softmax(arrays, options):
+    x, where = arrays["x"] * options.get("scale", 1.0), arrays.get("where", True)
+    if options.get("causal"):
+        where = where & jnp.tril(jnp.ones(x.shape[-2:], bool))
+    where = jnp.broadcast_to(where, x.shape)
+    some = where.any(-1, keepdims=True)
+    return jnp.where(some, jax.nn.softmax(jnp.where(where, x, -jnp.inf), -1, where=where | ~some), 0)
+
+
+def norm(arrays, options):
+    arrays = dict(arrays)
+    centred = "bias" in arrays or options.get("centred")
+    options = {name: value for name, value in options.items() if name != "centred"}
+    return (kernels.layer_norm if centred else kernels.rms_norm)(**arrays, **options)
+
+
+def plain_norm(arrays, options):
+    x, centred = arrays["x"], "bias" in arrays or options.get("centred")
+    h = x + arrays.get("residual", 0)
+    z = h - h.mean(-1, keepdims=True) if centred else h
+    y = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + options.get("epsilon", 1e-5 if centred else 1e-6))
+    y = y * arrays.get("scale", 1) + arrays.get("bias", 0)
+    return (y, h) if "residual" in arrays else y
+
+
+MASKS = [None, (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0)]
+
+
+def softmax_arrays(shape, draw):
+    mask = draw(st.sampled_from(MASKS))
+    return {"x": shape} | (
+        {} if mask is None else {"where": tuple(1 if one else n for one, n in zip(mask, shape, strict=False))}
+    )
+
+
+def norm_arrays(shape, draw):
+    row, given = shape[-1:], {"x": shape}
+    given |= {"residual": shape} if draw(st.booleans()) else {}
+    given |= {"scale": row} if draw(st.booleans()) else {}
+    return given | ({"bias": row} if draw(st.booleans()) else {})
+
+
+OPS = {
+    "softmax": Op("softmax", softmax, plain_softmax, softmax_arrays, {"scale": [1.0, 0.125]}),
+    "norm": Op("norm", norm, plain_norm, norm_arrays, {"centred": [True, False], "epsilon": [1e-5, 0.1]}),
+}
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+every = pytest.mark.parametrize("implementation", ["reference", *SIMULATED])
+
+
+def make(shapes, dtype, seed=0):
+    random = np.random.default_rng(seed)
+    return {
+        name: random.random(shape) < 0.7
+        if name == "where"
+        else jnp.asarray(
+            random.normal(size=shape) + (name == "scale"), jnp.float32 if name in ("scale", "bias") else dtype
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def split(arrays):
+    floats = {name: x for name, x in arrays.items() if name != "where"}
+    return floats, {name: x for name, x in arrays.items() if name == "where"}
+
+
+def derived(function, arrays, options, cotangent=None):
+    """What a function gives, and its gradients to all floats, from what is given for it, or from some numbers."""
+    floats, masks = split(arrays)
+    out, back = jax.vjp(lambda floats: function({**floats, **masks}, options), floats)
+    return out, back(some(out) if cotangent is None else cotangent)[0]
+
+
+def some(tree):
+    """Numbers for arrays like these."""
+    return jax.tree.map(lambda y: jnp.asarray(np.cos(np.arange(y.size)).reshape(y.shape), y.dtype), tree)
+
+
+def true(op, arrays, options, cotangent):
+    with jax.enable_x64():
+        wide = {k: np.asarray(x, bool if k == "where" else np.float64) for k, x in arrays.items()}
+        return jax.tree.map(np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent)))
+
+
+def near(found, wanted, tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        other = np.asarray(other, np.float64)
+        np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), 1e-30))
+
+
+def with_(options, implementation):
+    return {**options, "implementation": implementation}
+
+
+@every_op
+@every
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
+    if implementation == "tpu_simulated" and dtype == "float16":
+        return  # refused, below
+
+    @given(st.data())
+    @settings(deadline=None, max_examples=8 if implementation == "reference" else 2, derandomize=True)
+    def check(data):
+        row = st.integers(1, 300) if implementation != "gpu_simulated" else st.integers(128, 300)
+        shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 19)), data.draw(row))
+        options = {name: data.draw(st.sampled_from(values)) for name, values in op.options.items()}
+        arrays = make(op.arrays(shape, data.draw), dtype, seed=data.draw(st.integers(0, 9)))
+        function = jax.jit(lambda arrays: derived(op.call, arrays, with_(options, implementation)))
+        found = function(arrays)
+        near(found, true(op, arrays, options, some(found[0])), 6 * ROUNDING[dtype])
+
+    check()
+
+
+@every_op
+@pytest.mark.parametrize("implementation", SIMULATED)
+def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
+    x = np.array(np.random.default_rng(0).normal(size=(5, 130)), np.float32)
+    x[1, 3], x[2, 129], x[3, 5], x[4, :] = np.nan, np.inf, -np.inf, -np.inf
+    found, wanted = (
+        jax.jit(lambda x, name=name: op.call({"x": x}, {"implementation": name}))(x)
+        for name in (implementation, "reference")
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
+
+
+@every_op
+@every
+def test_vmap_and_scan_are_loops(op, implementation):
+    shapes = {
+        "softmax": {"x": (2, 3, 3, 130), "where": (2, 3, 1, 130)},
+        "norm": {"x": (2, 3, 3, 130), "scale": (2, 130)},
+    }
+    arrays = make(shapes[op.name], "float32")
+    one = lambda arrays: derived(op.call, arrays, {"implementation": implementation})
+    wanted = [one(jax.tree.map(lambda x, k=k: x[k], arrays)) for k in range(2)]
+    wanted = jax.tree.map(lambda *each: np.stack(each), *wanted)
+    near(jax.vmap(one)(arrays), wanted, 1e-6)
+    near(jax.lax.scan(lambda none, arrays: (none, one(arrays)), None, arrays)[1], wanted, 1e-6)
+    shared = {name: x if name == "x" else x[0] for name, x in arrays.items()}  # the same beside all
+    each = [one({name: x[k] if name == "x" else x for name, x in shared.items()}) for k in range(2)]
+    found = jax.vmap(one, ({name: 0 if name == "x" else None for name in shared},))(shared)
+    near(found, jax.tree.map(lambda *each: np.stack(each), *each), 1e-6)
+
+
+NAMES = [("batch", "heads", None, None), ("batch", None, "seq", None), ("batch", None, None, "width")]
+
+
+@every_op
+@pytest.mark.parametrize("names", NAMES, ids=["heads", "sequence", "row"])
+@pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
+@pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
+def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
+    shapes = {"softmax": {"x": (2, 4, 8, 64), "where": (2, 1, 8, 64)}, "norm": {"x": (2, 4, 8, 64), "scale": (64,)}}
+    arrays = make(shapes[op.name], "float32")
+    cotangent = np.asarray(make({"x": (2, 4, 8, 64)}, "float32", 1)["x"])
+    wanted = derived(op.call, arrays, {}, cotangent)
+    mesh = sl.make_mesh("data=2,model=4")
+    spec = P(*(None if name is None else RULES[name][0] for name in names))
+    beside = {"x": spec, "where": P(spec[0], None, *spec[2:]), "scale": P(spec[-1])}
+    specs = {name: beside[name] for name in arrays}
+    options = {"names": names, "implementation": implementation}
+    axes = {"automatic": set(), "in a step": {"data"}}.get(where, {"data", "model"})
+
+    def run(arrays, cotangent):
+        out, gradients = derived(op.call, arrays, options, cotangent)
+        if "scale" in gradients and where != "own, checked":  # there JAX itself adds up what is the same on devices
+            over = tuple(axis for axis in axes if axis not in jax.tree.leaves(tuple(specs["scale"])))
+            gradients["scale"] = jax.lax.psum(gradients["scale"], over) if over else gradients["scale"]
+        return out, gradients
+
+    if axes:
+        keep = lambda spec: P(*(axis if axis in axes else None for axis in spec))
+        inside = jax.tree.map(keep, specs)
+        out = (inside["x"], {name: one for name, one in inside.items() if name != "where"})
+        run = jax.shard_map(
+            run, in_specs=(inside, inside["x"]), out_specs=out, axis_names=axes, check_vma=where == "own, checked"
+        )
+    with sl.use(RULES, mesh):
+        if implementation != "reference" and names[-1]:
+            with pytest.raises(ValueError, match="the last dim is split over `model`. Here `reference` can"):
+                jax.jit(run)(arrays, cotangent)
+            return
+        found = jax.jit(run)(arrays, cotangent)
+    near(found, wanted, 1e-6)
+    if where == "automatic":
+        assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
+
+
+CASES = {
+    "softmax": [
+        ({"x": (4, 4, 256, 256)}, "float32", {"causal": True}),
+        ({"x": (4, 4, 1000, 1000), "where": (4, 1, 1000, 1000)}, "bfloat16", {"scale": 0.5}),
+        ({"x": (4, 4, 16, 8192), "where": (4, 4, 16, 1)}, "bfloat16", {}),
+    ],
+    "norm": [
+        ({"x": (4, 4, 64, 1024), "scale": (1024,)}, "bfloat16", {}),
+        ({"x": (4, 4, 1000, 1000), "residual": (4, 4, 1000, 1000), "scale": (1000,), "bias": (1000,)}, "float32", {}),
+        ({"x": (4, 4, 48, 8192)}, "bfloat16", {"centred": True}),
+    ],
+}
+GPUS = [pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler) for name in ("h100", "h200", "b200")]
+TPUS = [
+    pytest.param(f"tpu:{name}", marks=pytest.mark.tpu_compiler)
+    for name in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+]
+
+
+@pytest.mark.parametrize("target", TPUS + GPUS)
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, k) for op, cases in CASES.items() for k in range(len(cases))], ids=lambda x: str(x)
+)
+def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
+    shapes, dtype, options = CASES[op][case]
+    target = sl.Target(target)
+    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
+
+    def absent(name, shape):
+        spec = (
+            P()
+            if len(shape) == 1
+            else P(*(a if n > 1 else None for a, n in zip(("data", "model"), shape, strict=False)))
+        )
+        kind = bool if name == "where" else "float32" if len(shape) == 1 else dtype
+        return jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, spec))
+
+    arrays = {name: absent(name, shape) for name, shape in shapes.items()}
+    with_names = {**options, "names": names, "implementation": target.platform}
+    with sl.use(RULES, mesh):
+        forward = jax.jit(lambda arrays: OPS[op].call(arrays, with_names)).lower(arrays)
+        moved = testing.memory_traffic(compile_for(mesh, forward))
+        given = (arrays["x"],) * 2 if "residual" in arrays else arrays["x"]
+        both = jax.jit(lambda arrays, given: derived(OPS[op].call, arrays, with_names, given)).lower(arrays, given)
+        found = testing.collectives(compile_for(mesh, both), mesh)
+    assert {one.kind for one in found} <= {"all-reduce"}, "gradients of what rows share, and nothing else"
+    size = {name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for name, x in arrays.items()}
+    x, beside = size["x"], sum(n for name, n in size.items() if name != "x")
+    out = x * (2 if "residual" in size else 1)
+    assert moved.read <= 1.1 * (x + 3 * beside), (moved, size)
+    assert moved.written <= 1.02 * out + 2 * size.get("where", 0), (moved, size)
+
+
+def use_of(mesh):
+    return sl.use(RULES, sl.make_mesh(mesh))
+
+
+X = jnp.zeros((8, 128))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: kernels.softmax(X, implementation="tpu"),
+            "`tpu` is a kernel for TPUs, and this is traced for cpu.*`reference` can",
+        ),
+        (lambda: kernels.softmax(X, implementation="triton"), "there are `reference`, `tpu`, `gpu`, `tpu_simulated`"),
+        (lambda: kernels.softmax(X, implementation="reference_simulated"), "there are `reference`"),
+        (
+            lambda: kernels.softmax(X.astype("float16"), implementation="tpu_simulated"),
+            "takes float32 and bfloat16.*not float16",
+        ),
+        (lambda: kernels.softmax(X[:, :7], implementation="gpu_simulated"), "a row has 7 numbers; at least 128"),
+        (
+            lambda: kernels.softmax(jnp.zeros((1, 9000)), implementation="gpu_simulated"),
+            "at most 8192 numbers of 4 bytes",
+        ),
+        (lambda: kernels.softmax(jnp.zeros((1, 100_000)), implementation="tpu_simulated"), "a row may be of 45875"),
+        (lambda: kernels.softmax(X.astype(int)), "int32.8, 128.: give it floats"),
+        (lambda: kernels.softmax(X, causal=True), "8 queries and 128 keys"),
+        (lambda: kernels.softmax(X, scale=jnp.ones(())), "a Python number"),
+        (lambda: kernels.softmax(X, where=X), "bools, true where"),
+        (lambda: kernels.softmax(X, where=X[0, :5] > 0), "does not broadcast"),
+        (lambda: kernels.softmax(X, names=("batch", None)), "outside any rules"),
+        (lambda: kernels.rms_norm(X, X), "`scale` is float32.8, 128.; it has a float for each of the 128"),
+        (
+            lambda: kernels.rms_norm(X, residual=X.astype("bfloat16")),
+            "`residual` is bfloat16.8, 128. and `x` is float32",
+        ),
+        (lambda: kernels.layer_norm(X, epsilon=-1), "zero or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_names_that_cannot_be_are_refused():
+    with use_of("data=2,model=4"):
+        with pytest.raises(ValueError, match="has 2 dims and was given 1 names"):
+            kernels.softmax(X, names=("batch",))
+        with pytest.raises(ValueError, match="Did you mean `batch`"):
+            kernels.softmax(X, names=("bach", None))
+        with pytest.raises(ValueError, match="does not divide 3"):
+            kernels.softmax(X[:3], names=("batch", None))
+        with pytest.raises(ValueError, match="XLA cannot take a kernel apart. Name the dims"):
+            jax.jit(functools.partial(kernels.softmax, implementation="tpu_simulated"))(X)
+    rules = RULES | sl.AxisRules(width=["model", None])
+    with sl.use(rules, sl.make_mesh("data=2,model=4")), pytest.raises(ValueError, match="Give the rule one candidate"):
+        jax.shard_map(lambda x: kernels.softmax(x, names=("batch", "width")), in_specs=P(), out_specs=P())(X)
+
+
+def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
+    def model(x):
+        return jax.jit(kernels.rms_norm)(kernels.softmax(x, names=("batch", None)))
+
+    with use_of("data=8,model=1"):
+        said = kernels.explain(model, X)
+    assert [(call.op, call.runs, call.task) for call in said.calls] == [
+        ("softmax", "reference", "x: float32[1, 128]"), ("rms_norm", "reference", "x: float32[8, 128]")
+    ]  # fmt: skip
+    assert "is a kernel for TPUs, and this is traced for cpu" in str(said)
+    assert str(kernels.explain(jnp.sin, X)) == "No op of `shardlib.kernels` was called."
+
+
+@pytest.mark.tpu_compiler
+def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypatch):
+    from shardlib.kernels import _choice
+
+    mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
+    x, half = (jax.ShapeDtypeStruct((8, 128), dtype) for dtype in ("float32", "float16"))
+    with sl.use(RULES, mesh):
+        said = kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0]
+        assert said.runs == "reference" and said.device == "TPU v5 lite"
+        assert dict(said.others)["tpu"] == "can; not measured on this kind of device"
+        line = {"op": "softmax", "device": "TPU v5 lite"}
+        table = [{**line, "implementation": "tpu", "time": 1.0}, {**line, "implementation": "reference", "time": 2.0}]
+        monkeypatch.setattr(_choice, "measurements", lambda: tuple(table))
+        assert kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0].runs == "tpu"
+        assert kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs == "reference"
+        assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
