@@ -17,14 +17,20 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import shardlib as sl
+from models.gpt_config import GPTConfig as GPTConfig
+from models.gpt_config import gpt1 as gpt1
+from models.gpt_config import gpt2 as gpt2
+from models.gpt_config import gpt2_xl as gpt2_xl
+from models.gpt_config import llama2_7b as llama2_7b
+from models.gpt_config import llama3_8b as llama3_8b
+from models.gpt_config import tiny as tiny
 
 RESIDUAL = ("batch", "residual_seq", "act_embed")
 WHOLE = ("batch", "seq", "act_embed")
@@ -46,126 +52,6 @@ class Seen(NamedTuple):
     memory_BTD: jax.Array | None = None  # what an encoder made, for cross-attention
     memory_segments_BT: jax.Array | None = None
     real_BS: jax.Array | None = None  # false for padding, which no expert should have
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """What the model is. The defaults are GPT-2's choices.
-
-    `kv_heads`, `head_dim` and `hidden`, the MLP's inner width, are `heads`, `width / heads` and `4 * width` unless
-    given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that any vocabulary splits evenly; the rows
-    beyond it never get probability. Products are taken in `dtype`, or in that of the parameters where it is None;
-    norms, attention's softmax and the loss are taken in float32 always.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    vocab: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    hidden: int | None = None
-    norm: Literal["layer", "rms"] = "layer"
-    norm_first: bool = True
-    norm_epsilon: float = 1e-5
-    positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: float = 10_000.0
-    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
-    bias: bool = True
-    tied: bool = True
-    dropout: float = 0.0
-    vocab_multiple: int = 1
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-
-    def __post_init__(self) -> None:
-        for field, hint in get_type_hints(type(self)).items():
-            value = getattr(self, field)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"`GPTConfig({field}={value!r})`: choose {' or '.join(map(repr, get_args(hint)))}.")
-            if hint in (int, int | None) and value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer.")
-        if self.head_dim is None and self.width % self.heads:
-            raise ValueError(
-                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose another number of "
-                "heads, or say what the size of one is: `head_dim=...`."
-            )
-        if self.heads % self.dims["kv_heads"]:
-            raise ValueError(
-                f"`GPTConfig(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`: each key and value "
-                "head serves equally many query heads."
-            )
-        if self.positions == "rotary" and self.dims["head_dim"] % 2:
-            raise ValueError(f'`positions="rotary"` turns pairs; `head_dim={self.dims["head_dim"]}` must be even.')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: at least 0, below 1.")
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dim of the parameters, by its name."""
-        return {
-            "embed": self.width,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.width // self.heads,
-            "mlp": self.hidden or 4 * self.width,
-            "position": self.context,
-            "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
-        }
-
-    @property
-    def training_flops_per_token(self) -> float:
-        """What forward and backward take for one token, counting products alone, as MFU does: causal attention whole."""
-        return 3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
-
-    @property
-    def decoder(self) -> sl.Decoder:
-        """Its shape alone, for `sl.estimate`."""
-        return sl.Decoder(
-            layers=self.layers, width=self.width, heads=self.heads, sequence=self.context, vocab=self.dims["vocab"],
-            kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
-            positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
-        )  # fmt: skip
-
-
-def tiny(**changes: Any) -> GPTConfig:
-    """A GPT-2 for tests and first steps; it trains in seconds on a CPU."""
-    return replace(GPTConfig(layers=2, width=64, heads=4, context=64, vocab=256), **changes)
-
-
-def gpt1(**changes: Any) -> GPTConfig:
-    """GPT-1's layers, with a vocabulary that splits evenly and a head of its own.
-
-    OpenAI's own is `gpt1(vocab=40_478, tied=True)`.
-    """
-    config = GPTConfig(layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False)
-    return replace(config, **changes)
-
-
-def gpt2(**changes: Any) -> GPTConfig:
-    """GPT-2, the smallest: 124 million parameters."""
-    return replace(GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257), **changes)
-
-
-def gpt2_xl(**changes: Any) -> GPTConfig:
-    """GPT-2, the largest: 1.6 billion parameters."""
-    return replace(gpt2(layers=48, width=1600, heads=25), **changes)
-
-
-def llama2_7b(**changes: Any) -> GPTConfig:
-    """Llama 2 7B."""
-    config = GPTConfig(
-        layers=32, width=4096, heads=32, hidden=11_008, context=4096, vocab=32_000,
-        norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False,
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
-def llama3_8b(**changes: Any) -> GPTConfig:
-    """Llama 3 8B: Llama 2 with a fourth of the key and value heads and four times the vocabulary."""
-    config = llama2_7b(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
-    return replace(config, **changes)
 
 
 def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs) -> nnx.Param:
@@ -220,16 +106,26 @@ class Norm(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.epsilon = config.norm_epsilon
         self.centred = config.norm == "layer"
+        self.kernels = config.kernels
         self.scale = parameter(nnx.initializers.ones, config, "embed", rngs=rngs)
         biased = self.centred and config.bias
         self.bias = parameter(nnx.initializers.zeros, config, "embed", rngs=rngs) if biased else None
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Of the residual stream."""
+        if self.kernels is not None:
+            return self._by_kernel(x_BSD)
         y_BSD = x_BSD.astype(jnp.float32)
         if self.centred:
             y_BSD -= y_BSD.mean(-1, keepdims=True)
         y_BSD *= jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon) * self.scale[...]
         return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
+
+    def _by_kernel(self, x_BSD: jax.Array) -> jax.Array:
+        weights = [one[...] for one in (self.scale, self.bias) if one is not None]
+        norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
+        chosen = None if self.kernels == "fastest" else self.kernels
+        return norm(x_BSD, *weights, names=RESIDUAL, epsilon=self.epsilon, implementation=chosen)
 
 
 class Attention(nnx.Module):

@@ -350,14 +350,23 @@ def value_and_grad(structure, params, batch):
     return jax.value_and_grad(mean_loss)(params)
 
 
-@pytest.mark.parametrize("config", [SMALL, VARIANTS["post_norm_rotary"]], ids=["gpt2", "post_norm_rotary"])
-def test_loss_and_gradients_on_a_mesh_equal_those_without(config):
+@pytest.mark.parametrize(
+    ("config", "kernels"),
+    [
+        (SMALL, None),
+        (VARIANTS["post_norm_rotary"], None),
+        (SMALL, "fastest"),
+        (replace(SMALL, norm="rms"), "tpu_simulated"),
+    ],
+    ids=["gpt2", "post_norm_rotary", "fastest kernels", "simulated kernels"],
+)
+def test_loss_and_gradients_on_a_mesh_equal_those_without(config, kernels):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
     batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), MESH
     structure, params = abstract(config)[0], nnx.to_pure_dict(nnx.state(model))
-    compute = jax.jit(functools.partial(value_and_grad, structure))
     with sl.unsharded():
-        expected = compute(params, batch)
+        expected = jax.jit(functools.partial(value_and_grad, structure))(params, batch)
+    compute = jax.jit(functools.partial(value_and_grad, abstract(replace(config, kernels=kernels))[0]))
     for rules in RULES.values():
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sl.specs(model, rules, mesh))
         with sl.use(rules, mesh):

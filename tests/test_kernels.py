@@ -7,13 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from machines import compile_for
 
 import shardlib as sl
+from models import gpt
 from shardlib import kernels, testing
 
 P = jax.P
@@ -348,6 +351,20 @@ def test_names_that_cannot_be_are_refused():
     rules = RULES | sl.AxisRules(width=["model", None])
     with sl.use(rules, sl.make_mesh("data=2,model=4")), pytest.raises(ValueError, match="Give the rule one candidate"):
         jax.shard_map(lambda x: kernels.softmax(x, names=("batch", "width")), in_specs=P(), out_specs=P())(X)
+
+
+@pytest.mark.parametrize("kernels", ["fastest", "tpu_simulated"])
+def test_a_step_takes_them_by_configuration(kernels):
+    def after(kernels):
+        config = gpt.tiny(width=16, heads=4, vocab=32, context=8, layers=2, norm="rms", kernels=kernels)
+        strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0))
+        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+        tokens = np.random.default_rng(0).integers(0, 32, (4, 9))
+        state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
+        return jax.tree.map(np.asarray, (state.params, metrics["loss"]))
+
+    for one, other in zip(jax.tree.leaves(after(kernels)), jax.tree.leaves(after(None)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):

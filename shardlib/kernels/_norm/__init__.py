@@ -135,15 +135,16 @@ def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, 
     gradient, of_h = gradients
 
     def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, Any, Any]:
-        of_x, *of_rows = call.chosen.implementation.backward(h, scale, gradient, of_h, **call.options)
-        axes = call.over_rows
-        return of_x, *(lax.psum(one, axes) if axes else one for one in of_rows)
+        biased = {"biased": bias is not None}
+        of_x, *of_rows = call.chosen.implementation.backward(h, scale, gradient, of_h, **biased, **call.options)
+        return of_x, *(lax.psum(one, call.over_rows) if call.over_rows and one is not None else one for one in of_rows)
 
     lies = (call.of_x, call.of_row, call.of_x, call.of_x)
     operands = (h, scale, gradient, of_h if added else None)
-    of_x, of_scale, of_bias = per_shard(here, operands, lies, (call.of_x, call.of_row, call.of_row))
-    of_scale = None if scale is None else of_scale.astype(scale.dtype)
-    return of_x, of_x if added else None, of_scale, None if bias is None else of_bias.astype(bias.dtype)
+    results = (call.of_x, *(None if one is None else call.of_row for one in (scale, bias)))
+    of_x, *of_rows = per_shard(here, operands, lies, results)
+    rounded = (None if one is None else of.astype(one.dtype) for one, of in zip((scale, bias), of_rows, strict=True))
+    return of_x, of_x if added else None, *rounded
 
 
 _normed.defvjp(_forward, _backward)

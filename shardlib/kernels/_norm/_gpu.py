@@ -86,25 +86,28 @@ def backward(
     *,
     epsilon: float,
     centred: bool,
+    biased: bool,
     simulated: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share in its shared memory."""
 
-    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, Any, Any]:
+    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         groups, (scale,) = grouped(depth, h, scale)
         row = h.shape[-1]
         count = h.size // row // groups
         of_rows = [one.reshape(groups * count, row) for one in (h, gradient, of_h) if one is not None]
         given = [*of_rows, *([] if scale is None else [scale])]
-        cut, blocks = _gpu.cut(row, *(one.dtype for one in given)), min(count, WARPGROUPS)
+        kinds = (scale is not None) + biased
+        cut, blocks = _gpu.cut(row, *(one.dtype for one in given)), _share(count)
 
         def read(ref: Any, index: Any) -> list[jax.Array]:
             return [_gpu.load(ref, index, piece, cut.vector, simulated).astype(jnp.float32) for piece in cut.pieces]
 
         def norm_backward(*refs: Any) -> None:
-            inputs, (x_ref, *sum_refs), scratch = refs[: len(given)], refs[len(given) : -1], refs[-1]
+            inputs, (x_ref, *sum_refs) = refs[: len(given)], refs[len(given) : len(given) + 1 + kinds]
+            scratch = refs[-1]
             group, block = lax.axis_index("group"), lax.axis_index("block")
-            for which in range(2):
+            for which in range(kinds):
                 for piece in cut.pieces:
                     store(scratch, which, piece, _gpu.full(piece, cut.vector, 0.0, simulated))
 
@@ -125,7 +128,9 @@ def backward(
                 for n, piece in enumerate(cut.pieces):
                     part = of_x[n] * inverse
                     store(x_ref, index, piece, part if of_h is None else part + parts[2][n])
-                    for which, sums in enumerate((g[n] * unit[n], g[n])):
+                    for which, sums in enumerate(
+                        [*([g[n] * unit[n]] if scale is not None else []), *([g[n]] if biased else [])]
+                    ):
                         before = _gpu.load(scratch, which, piece, cut.vector, simulated)
                         new = once(sums, piece, cut.vector, simulated) * counts
                         store(scratch, which, piece, before + new)
@@ -137,14 +142,21 @@ def backward(
 
         sums = jax.ShapeDtypeStruct((groups * blocks, row), jnp.float32)
         of_x, *of_sums = plgpu.kernel(
-            norm_backward, out_type=[jax.ShapeDtypeStruct((groups * count, row), h.dtype), sums, sums],
-            scratch_types=[plgpu.SMEM((2, row), jnp.float32)],
+            norm_backward, out_type=[jax.ShapeDtypeStruct((groups * count, row), h.dtype), *[sums] * kinds],
+            scratch_types=[plgpu.SMEM((kinds, row), jnp.float32)] if kinds else [],
             grid=(groups, blocks), grid_names=("group", "block"), **_gpu.parameters("norm_backward", simulated),
         )(*given)  # fmt: skip
-        of_scale, of_bias = (one.reshape(groups, blocks, row).sum(1).reshape(*h.shape[:depth], row) for one in of_sums)
-        return of_x.reshape(h.shape), of_scale, of_bias
+        summed = (one.reshape(groups, blocks, row).sum(1).reshape(*h.shape[:depth], row) for one in of_sums)
+        return of_x.reshape(h.shape), *summed
 
-    return batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
+    of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
+    return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
+
+
+def _share(count: int) -> int:
+    """How many warpgroups share so many rows, each about as many as the others."""
+    turns = -(-count // WARPGROUPS)
+    return -(-count // turns)
 
 
 def _unit(

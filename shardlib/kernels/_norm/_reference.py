@@ -39,9 +39,10 @@ def backward(
     *,
     epsilon: float,
     centred: bool,
+    biased: bool,
     axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients to `x`, which is that to the residual, to `scale` and to `bias`: of these the sums over the rows here.
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients to `x`, which is that to the residual, to `scale` and to `bias`: of these, if there, the sums over rows here.
 
     `of_h` is the gradient to `h` from elsewhere.
     """
@@ -56,7 +57,7 @@ def backward(
     if of_h is not None:
         of_x += of_h.astype(unit.dtype)
     rows = tuple(range(h.ndim - 1))
-    return of_x.astype(h.dtype), (g * unit).sum(rows), g.sum(rows)
+    return of_x.astype(h.dtype), None if scale is None else (g * unit).sum(rows), g.sum(rows) if biased else None
 
 
 def _unit(h: jax.Array, epsilon: float, centred: bool, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:

@@ -72,11 +72,12 @@ def backward(
     *,
     epsilon: float,
     centred: bool,
+    biased: bool,
     simulated: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """As the reference's, of whole rows."""
 
-    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, Any, Any]:
+    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         groups, (scale,) = grouped(depth, h, scale)
         shape, block, blocks = _blocks(h, groups)
         row, blocks_each = shape[-1], blocks // shape[1]
@@ -86,27 +87,28 @@ def backward(
             at = core * (blocks // cores) + at
             return group, at // blocks_each, at % blocks_each, 0
 
-        of_rows = pl.BlockSpec((None, None, block, row), place)
+        of_block = pl.BlockSpec((None, None, block, row), place)
         of_sums = pl.BlockSpec((None, None, 8, row), lambda group, core, at: (group, core, 0, 0))
-        given = [(one.reshape(shape), of_rows) for one in (h, gradient, of_h) if one is not None]
+        given = [(one.reshape(shape), of_block) for one in (h, gradient, of_h) if one is not None]
         given += [] if scale is None else [(scale[:, None], _of_group(scale))]
-        of_x, of_scale, of_bias = pl.pallas_call(
+        sums = (scale is not None) + biased
+        of_x, *of_rows = pl.pallas_call(
             partial(
-                norm_backward, epsilon=epsilon, centred=centred, added=of_h is not None, scaled=scale is not None,
+                norm_backward, epsilon=epsilon, centred=centred, added=of_h is not None, scaled=scale is not None, biased=biased,
                 rows=shape[2], block=block, blocks=blocks // cores,
             ),
             grid=(groups, cores, blocks // cores),
             in_specs=[spec for _, spec in given],
-            out_specs=[of_rows, of_sums, of_sums],
-            out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32, h)] * 2],
+            out_specs=[of_block, *[of_sums] * sums],
+            out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32, h)] * sums],
             compiler_params=parameters(("parallel", "parallel", "arbitrary"), block * _row_bytes(row, h.dtype)),
             interpret=interpreted(simulated),
             name="norm_backward",
         )(*(one for one, _ in given))  # fmt: skip
-        sums = (one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in (of_scale, of_bias))
-        return of_x.reshape(h.shape), *sums
+        return of_x.reshape(h.shape), *(one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows)
 
-    return batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
+    of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
+    return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
 
 
 def _blocks(x: jax.Array, groups: int) -> tuple[tuple[int, int, int, int], int, int]:
@@ -144,13 +146,13 @@ def norm_backward(
     centred: bool,
     added: bool,
     scaled: bool,
+    biased: bool,
     rows: int,
     block: int,
     blocks: int,
 ) -> None:
     """One block of rows; sums over rows stay in fast memory from block to block."""
-    *given, x_ref, scale_ref, bias_ref = refs
-    arrays = iter(given)
+    arrays = iter(refs)
     h, gradient = next(arrays)[...], next(arrays)[...].astype(jnp.float32)
     of_h = next(arrays)[...].astype(jnp.float32) if added else 0.0
     unit, inverse = _unit(h, epsilon, centred)
@@ -158,21 +160,21 @@ def norm_backward(
     of_x = of_unit - unit * (of_unit * unit).mean(-1, keepdims=True)
     if centred:
         of_x -= of_unit.mean(-1, keepdims=True)
+    x_ref = next(arrays)
     x_ref[...] = (of_x * inverse + of_h).astype(x_ref.dtype)
+    sums = [*([gradient * unit] if scaled else []), *([gradient] if biased else [])]
+    pairs = list(zip(arrays, sums, strict=True))
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        scale_ref[...] = jnp.zeros_like(scale_ref)
-        bias_ref[...] = jnp.zeros_like(bias_ref)
+        for ref, _ in pairs:
+            ref[...] = jnp.zeros_like(ref)
 
     begin = (pl.program_id(1) * blocks + pl.program_id(2)) % math.ceil(rows / block) * block
     there = lax.broadcasted_iota(jnp.int32, h.shape, 0) + begin < rows  # rows beyond the last are whatever was there
 
-    def eight(x: jax.Array) -> jax.Array:
-        return jnp.where(there, x, 0).reshape(-1, 8, h.shape[-1]).sum(0)
-
-    scale_ref[...] += eight(gradient * unit)
-    bias_ref[...] += eight(gradient)
+    for ref, x in pairs:
+        ref[...] += jnp.where(there, x, 0).reshape(-1, 8, h.shape[-1]).sum(0)
 
 
 def _unit(h: jax.Array, epsilon: float, centred: bool) -> tuple[jax.Array, jax.Array]:
