@@ -5,6 +5,7 @@ each lane holds `vector` neighbouring numbers, loaded at once; the last piece re
 it repeats is counted once. Nothing is padded, and no load reaches beyond the row.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and wh
 WIDEST = 16  # bytes that a lane loads at once
 ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
 MOST = 8  # rows that are written out one after the other in a program
+
+
+# `plgpu.load` takes an index of its own up to JAX 0.10.
+_OF_LOAD = inspect.signature(plgpu.load).parameters
+_INDEX: list[Any] = [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty else []
 
 
 class Piece(NamedTuple):
@@ -60,7 +66,7 @@ def load(ref: Any, index: int | jax.Array, piece: Piece, vector: int, simulated:
     where = (index, pl.ds(piece.begin, piece.size))
     if simulated:  # it knows no layouts
         return ref[where]
-    return plgpu.load(ref.at[where], (), layout=layout(piece, vector), optimized=False)
+    return plgpu.load(ref.at[where], *_INDEX, layout=layout(piece, vector), optimized=False)
 
 
 def store(ref: Any, index: int | jax.Array, piece: Piece, x: jax.Array) -> None:
