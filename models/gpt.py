@@ -305,6 +305,18 @@ class GPT(nnx.Module):
             return logits_BSV
         return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
+    def losses(self, x_BSD: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        """The cross-entropy of each target, in float32, from what the head reads, without logits in memory."""
+        kernel_VD = self.embedding[...] if self.head is None else self.head[...]
+        return sl.kernels.linear_cross_entropy(
+            x_BSD,
+            kernel_VD,
+            sl.shard(targets_BS, "batch", "seq"),
+            names=WHOLE,
+            vocab_name="act_vocab",
+            vocab=self.config.vocab,
+        )
+
 
 def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str = "layers") -> Any:
     """Blocks as one block whose parameters have a leading dim of this name: compiled once, whatever the depth."""
@@ -337,9 +349,12 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's document. `batch["mask"]` is
     `[B, S]` and speaks of the targets. Either may be absent.
     """
-    tokens = batch["tokens"]
+    tokens, mask_BS = batch["tokens"], batch.get("mask")
     segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
-    return cross_entropy(model(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], batch.get("mask"))
+    if model.config.fused_loss:
+        x_BSD = model.features(tokens[:, :-1], segments_BS, key=rng)
+        return _mean(model.losses(x_BSD, tokens[:, 1:]), mask_BS)
+    return cross_entropy(model(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS)
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:
@@ -350,6 +365,10 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
+    return _mean(losses_BS, mask_BS)
+
+
+def _mean(losses_BS: jax.Array, mask_BS: jax.Array | None) -> sl.Mean:
     weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
     return sl.mean((losses_BS * weights_BS).sum(), weights_BS.sum())
 

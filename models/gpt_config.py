@@ -18,7 +18,8 @@ class GPTConfig:
     beyond it never get probability. Products are taken in `dtype`, or in that of the parameters where it is None;
     norms, attention's softmax and the loss are taken in float32 always. With `kernels="fastest"` norms are those of
     `sl.kernels`, by what was measured to be fastest where they run, and with another text by the implementation of that
-    name; with None XLA makes what it makes of plain JAX.
+    name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head and the cross-entropy in
+    one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the backward pass.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class GPTConfig:
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernels: str | None = None
+    fused_loss: bool = False
 
     def __post_init__(self) -> None:
         for field, hint in get_type_hints(type(self)).items():

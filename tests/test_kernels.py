@@ -20,7 +20,6 @@ from models import gpt
 from shardlib import kernels, testing
 
 P = jax.P
-SIMULATED = ("tpu_simulated", "gpu_simulated")
 ROUNDING = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
 RULES = sl.AxisRules(batch="data", heads="model", seq="model", width="model")
 
@@ -42,6 +41,7 @@ class Op:
     plain: Any
     arrays: Any  # (shape of x) -> shapes of arrays, by name; a mask is one
     options: Any  # what may be drawn
+    implementations: tuple[str, ...] = ("reference", "tpu_simulated", "gpu_simulated")
 
 
 def softmax(arrays, options):
@@ -73,6 +73,26 @@ def plain_norm(arrays, options):
     return (y, h) if "residual" in arrays else y
 
 
+def head(arrays, options):
+    return kernels.linear_cross_entropy(arrays["x"], arrays["kernel"], arrays["targets"], **options)
+
+
+def plain_head(arrays, options):
+    x, kernel, targets = (arrays[name] for name in ("x", "kernel", "targets"))
+    count, smoothing, cap = options.get("vocab") or len(kernel), options.get("smoothing", 0), options.get("cap")
+    z = x @ kernel[:count].T
+    z = z if cap is None else cap * jnp.tanh(z / cap)
+    log_z = jax.nn.logsumexp(z, -1)
+    of_target = jnp.take_along_axis(z, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    losses = log_z - (1 - smoothing) * of_target - smoothing * z.mean(-1) + options.get("z_loss", 0) * log_z**2
+    return jnp.where(targets == -1, 0, losses)
+
+
+def head_arrays(shape, draw):
+    rows = draw(st.integers(2, 300))
+    return {"x": shape, "kernel": (rows, shape[-1]), "targets": shape[:-1]}
+
+
 MASKS = [None, (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0)]
 
 
@@ -93,26 +113,38 @@ def norm_arrays(shape, draw):
 OPS = {
     "softmax": Op("softmax", softmax, plain_softmax, softmax_arrays, {"scale": [1.0, 0.125]}),
     "norm": Op("norm", norm, plain_norm, norm_arrays, {"centred": [True, False], "epsilon": [1e-5, 0.1]}),
-}
-every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-every = pytest.mark.parametrize("implementation", ["reference", *SIMULATED])
+    "head": Op(
+        "head", head, plain_head, head_arrays,
+        {"z_loss": [0.0, 1e-2], "smoothing": [0.0, 0.1], "cap": [None, 2.0], "vocab": [None, 2]}, ("reference",),
+    ),
+}  # fmt: skip
+every_op = pytest.mark.parametrize("op", [OPS["softmax"], OPS["norm"]], ids=lambda op: op.name)
+every = pytest.mark.parametrize(
+    ("op", "implementation"),
+    [(op, one) for op in OPS.values() for one in op.implementations],
+    ids=lambda x: getattr(x, "name", x),
+)
 
 
 def make(shapes, dtype, seed=0):
     random = np.random.default_rng(seed)
-    return {
-        name: random.random(shape) < 0.7
-        if name == "where"
-        else jnp.asarray(
-            random.normal(size=shape) + (name == "scale"), jnp.float32 if name in ("scale", "bias") else dtype
+
+    def one(name, shape):
+        if name == "where":
+            return random.random(shape) < 0.7
+        if name == "targets":
+            return random.integers(-1, 2, shape)
+        return jnp.asarray(
+            random.normal(size=shape) + (name == "scale"), "float32" if name in ("scale", "bias") else dtype
         )
-        for name, shape in shapes.items()
-    }
+
+    return {name: one(name, shape) for name, shape in shapes.items()}
 
 
 def split(arrays):
-    floats = {name: x for name, x in arrays.items() if name != "where"}
-    return floats, {name: x for name, x in arrays.items() if name == "where"}
+    """Floats, and what has no derivative."""
+    floats = {name: x for name, x in arrays.items() if name not in ("where", "targets")}
+    return floats, {name: x for name, x in arrays.items() if name in ("where", "targets")}
 
 
 def derived(function, arrays, options, cotangent=None):
@@ -129,7 +161,8 @@ def some(tree):
 
 def true(op, arrays, options, cotangent):
     with jax.enable_x64():
-        wide = {k: np.asarray(x, bool if k == "where" else np.float64) for k, x in arrays.items()}
+        floats, rest = split(arrays)
+        wide = {**{name: np.asarray(x, np.float64) for name, x in floats.items()}, **rest}
         return jax.tree.map(np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent)))
 
 
@@ -139,11 +172,6 @@ def near(found, wanted, tolerance):
         np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), 1e-30))
 
 
-def with_(options, implementation):
-    return {**options, "implementation": implementation}
-
-
-@every_op
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
@@ -157,7 +185,7 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
         shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 19)), data.draw(row))
         options = {name: data.draw(st.sampled_from(values)) for name, values in op.options.items()}
         arrays = make(op.arrays(shape, data.draw), dtype, seed=data.draw(st.integers(0, 9)))
-        function = jax.jit(lambda arrays: derived(op.call, arrays, with_(options, implementation)))
+        function = jax.jit(lambda arrays: derived(op.call, arrays, {**options, "implementation": implementation}))
         found = function(arrays)
         near(found, true(op, arrays, options, some(found[0])), 6 * ROUNDING[dtype])
 
@@ -165,7 +193,7 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
 
 
 @every_op
-@pytest.mark.parametrize("implementation", SIMULATED)
+@pytest.mark.parametrize("implementation", ["tpu_simulated", "gpu_simulated"])
 def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
     x = np.array(np.random.default_rng(0).normal(size=(5, 130)), np.float32)
     x[1, 3], x[2, 129], x[3, 5], x[4, :] = np.nan, np.inf, -np.inf, -np.inf
@@ -177,12 +205,12 @@ def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
     assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
 
 
-@every_op
 @every
 def test_vmap_and_scan_are_loops(op, implementation):
     shapes = {
         "softmax": {"x": (2, 3, 3, 130), "where": (2, 3, 1, 130)},
         "norm": {"x": (2, 3, 3, 130), "scale": (2, 130)},
+        "head": {"x": (2, 3, 3, 8), "kernel": (2, 19, 8), "targets": (2, 3, 3)},
     }
     arrays = make(shapes[op.name], "float32")
     one = lambda arrays: derived(op.call, arrays, {"implementation": implementation})
@@ -238,6 +266,66 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
     near(found, wanted, 1e-6)
     if where == "automatic":
         assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
+
+
+@pytest.mark.parametrize("over", ["data", "model", None])
+@pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
+def test_a_head_over_devices_is_as_on_one(over, where, monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)  # chunks of 128 rows, and a rest
+    arrays = make({"x": (4, 8, 16), "kernel": (1120, 16), "targets": (4, 8)}, "float32")
+    options = {"z_loss": 0.1, "smoothing": 0.1, "cap": 3.0, "vocab": 1100}
+    cotangent = np.asarray(make({"x": (4, 8)}, "float32", 1)["x"])
+    wanted = derived(plain_head, arrays, options, cotangent)
+    batch = None if over == "data" else "data"
+    rules = sl.AxisRules(batch=batch, vocab=over)
+    options |= {"names": ("batch", None, None), "vocab_name": "vocab"}
+    specs = {"x": P(batch), "kernel": P(over), "targets": P(batch)}
+    axes = {"automatic": set(), "in a step": {"data"}}.get(where, {"data", "model"})
+
+    def run(arrays, cotangent):
+        out, gradients = derived(head, arrays, options, cotangent)
+        if batch in axes and where != "own, checked":
+            gradients["kernel"] = jax.lax.psum(gradients["kernel"], batch)
+        return out, gradients
+
+    if axes:
+        keep = lambda spec: P(*(axis if axis in axes else None for axis in spec))
+        inside = jax.tree.map(keep, specs)
+        out = (inside["targets"], {name: inside[name] for name in ("x", "kernel")})
+        checked = where == "own, checked"
+        run = jax.shard_map(
+            run, in_specs=(inside, inside["targets"]), out_specs=out, axis_names=axes, check_vma=checked
+        )
+    with sl.use(rules, sl.make_mesh("data=2,model=4")):
+        near(jax.jit(run)(arrays, cotangent), wanted, 2e-6)
+
+
+@pytest.mark.tpu_compiler
+def test_a_head_has_no_logits_in_memory(monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 2**21)
+    rows, vocab, width = 2048, 16_000, 256
+    mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
+    absent = lambda shape, kind, *spec: jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, P(*spec)))
+    arrays = (
+        absent((8, rows // 8, width), "bfloat16", "data"),
+        absent((vocab, width), "float32", "model"),
+        absent((8, rows // 8), "int32", "data"),
+    )
+
+    def loss(x, kernel, targets):
+        options = {"names": ("batch", None, None), "vocab_name": "heads"}
+        return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
+
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
+    logits = rows // 2 * (vocab // 2) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * logits
+    large = [one for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16]
+    assert {(one.kind, one.axes) for one in large} == {("all-reduce", ("model",)), ("all-reduce", ("data",))}
 
 
 CASES = {
@@ -297,7 +385,7 @@ def use_of(mesh):
     return sl.use(RULES, sl.make_mesh(mesh))
 
 
-X = jnp.zeros((8, 128))
+X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +419,13 @@ X = jnp.zeros((8, 128))
             "`residual` is bfloat16.8, 128. and `x` is float32",
         ),
         (lambda: kernels.layer_norm(X, epsilon=-1), "zero or more"),
+        (lambda: kernels.linear_cross_entropy(X, X[:, :5], T), "`kernel` float32.8, 5.; they are floats"),
+        (lambda: kernels.linear_cross_entropy(X, X, T[:3]), "an integer for each of the rows .8. of `x`"),
+        (lambda: kernels.linear_cross_entropy(X, X, T, vocab=9), "the kernel has 8 rows"),
+        (lambda: kernels.linear_cross_entropy(X, X, T, smoothing=1.0), "at least 0, below 1"),
+        (lambda: kernels.linear_cross_entropy(X, X, T, cap=0.0), "above 0, or None"),
+        (lambda: kernels.linear_cross_entropy(X, X, T, ignored=3), "is a token of the 8"),
+        (lambda: kernels.linear_cross_entropy(X, X, T, implementation="tpu"), "there are `reference`"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
@@ -353,17 +448,17 @@ def test_names_that_cannot_be_are_refused():
         jax.shard_map(lambda x: kernels.softmax(x, names=("batch", "width")), in_specs=P(), out_specs=P())(X)
 
 
-@pytest.mark.parametrize("kernels", ["fastest", "tpu_simulated"])
-def test_a_step_takes_them_by_configuration(kernels):
-    def after(kernels):
-        config = gpt.tiny(width=16, heads=4, vocab=32, context=8, layers=2, norm="rms", kernels=kernels)
+@pytest.mark.parametrize("changes", [{"kernels": "fastest", "fused_loss": True}, {"kernels": "tpu_simulated"}], ids=str)
+def test_a_step_takes_them_by_configuration(changes):
+    def after(**changes):
+        config = gpt.tiny(width=16, heads=4, vocab=30, vocab_multiple=8, context=8, layers=2, norm="rms", **changes)
         strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0))
         state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
-        tokens = np.random.default_rng(0).integers(0, 32, (4, 9))
+        tokens = np.random.default_rng(0).integers(0, 30, (4, 9))
         state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
         return jax.tree.map(np.asarray, (state.params, metrics["loss"]))
 
-    for one, other in zip(jax.tree.leaves(after(kernels)), jax.tree.leaves(after(None)), strict=True):
+    for one, other in zip(jax.tree.leaves(after(**changes)), jax.tree.leaves(after()), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -396,3 +491,8 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         assert kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0].runs == "tpu"
         assert kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs == "reference"
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
+
+
+def test_a_target_that_is_no_token_makes_its_loss_nan():
+    losses = kernels.linear_cross_entropy(X[:3], X, jnp.array([7, 8, -1]))
+    assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0

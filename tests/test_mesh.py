@@ -158,7 +158,11 @@ def test_hybrid_order(shape, dcn, spelt, expected):
     [
         ("", {}, ["at least one axis"]),
         ("data=-1", {"devices": []}, ["at least one device"]),
-        ("data=4", {}, ["all of its devices", "`data=4` is 4 of 8", "-1", "`devices=jax.devices()[:4]`"]),
+        (
+            "data=4",
+            {},
+            ["all of its devices", "`data=4` is 4 of 8", "-1", "`sl.make_mesh(..., devices=jax.devices()[:4])`"],
+        ),
         ("data=4,model=4", {}, ["too few devices", "`data=4,model=4`", "16", "8", "-1", "device_count=16"]),
         ("data=-1,model=3", {}, ["`data=-1,model=3`", "take 3 devices", "does not divide the 8"]),
         ("data=2,model=4", {"data": 2}, ["each axis once", "`data`", "both in the shape", "keyword"]),

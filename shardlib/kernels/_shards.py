@@ -127,10 +127,18 @@ def partitioned(of: Lie) -> bool:
     return of.spec is None and any(sizes[axis] > 1 for axis in automatic_axes())
 
 
-def per_shard(body: Callable[..., Any], arrays: Sequence[Any], lies: Sequence[Lie | None], results: Any) -> Any:
+def per_shard(
+    body: Callable[..., Any],
+    arrays: Sequence[Any],
+    lies: Sequence[Lie | None],
+    results: Any,
+    *,
+    same: tuple[str, ...] = (),
+) -> Any:
     """Run a function of arrays on each device's own shard; a None among the arrays is handed on.
 
-    `results` is a tree of how what it gives lies. Where no names were given, the function sees the arrays as they are.
+    `results` is a tree of how what it gives lies; over the axes `same` they do not differ. Where no names were given, the
+    function sees the arrays as they are.
     """
     automatic = automatic_axes()
     given = [k for k, x in enumerate(arrays) if x is not None]
@@ -153,7 +161,7 @@ def per_shard(body: Callable[..., Any], arrays: Sequence[Any], lies: Sequence[Li
             return of_given(*some)
 
     mapped = jax.shard_map(of_shards, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False)
-    differing = frozenset().union(*map(varying, operands))
+    differing = frozenset().union(*map(varying, operands)) - frozenset(same)
     return jax.tree.map(lambda x: as_varying(x, differing), mapped(*operands))
 
 

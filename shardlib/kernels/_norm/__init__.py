@@ -130,11 +130,11 @@ def _forward(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[
     return (y, h), (h, scale, bias, residual is not None)
 
 
-def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
     h, scale, bias, added = saved
     gradient, of_h = gradients
 
-    def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, Any, Any]:
+    def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         biased = {"biased": bias is not None}
         of_x, *of_rows = call.chosen.implementation.backward(h, scale, gradient, of_h, **biased, **call.options)
         return of_x, *(lax.psum(one, call.over_rows) if call.over_rows and one is not None else one for one in of_rows)

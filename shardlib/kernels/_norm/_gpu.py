@@ -128,11 +128,10 @@ def backward(
                 for n, piece in enumerate(cut.pieces):
                     part = of_x[n] * inverse
                     store(x_ref, index, piece, part if of_h is None else part + parts[2][n])
-                    for which, sums in enumerate(
-                        [*([g[n] * unit[n]] if scale is not None else []), *([g[n]] if biased else [])]
-                    ):
+                    sums: list[Any] = [*([g[n] * unit[n]] if scale is not None else []), *([g[n]] if biased else [])]
+                    for which, one in enumerate(sums):
                         before = _gpu.load(scratch, which, piece, cut.vector, simulated)
-                        new = once(sums, piece, cut.vector, simulated) * counts
+                        new = once(one, piece, cut.vector, simulated) * counts
                         store(scratch, which, piece, before + new)
 
             lax.fori_loop(0, -(-count // blocks), of_row, None)

@@ -1,0 +1,149 @@
+"""The cross-entropy of a linear head without its logits, in plain JAX: the specification.
+
+Of each row, with `z = x . kernel`, softly capped to `cap * tanh(z / cap)`, and `log Z = log sum exp z`:
+
+    loss = log Z - (1 - smoothing) * z[target] - smoothing * mean(z) + z_loss * (log Z)^2
+
+Products are taken in the dtype of `x` and added up in float32 or wider, in which all else is. The rows of the kernel come in
+chunks, and of a chunk's logits nothing is kept: backward makes them again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.kernels._rows import wide
+
+CHUNK_BYTES = 2**26  # of the logits that are there at a time
+
+Carry = TypeVar("Carry")
+
+
+class Loss(NamedTuple):
+    """What a loss is, but for its arrays."""
+
+    vocab: int  # rows of the kernel that count, on all devices together
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+    cap: float | None = None
+    ignored: int = -1
+
+
+def forward(
+    x: jax.Array, kernel: jax.Array, targets: jax.Array, first: jax.Array, *, loss: Loss, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each row of `x`, (rows, width), and its `log Z`.
+
+    `kernel` is (vocabulary, width), from row `first` of it on; over `axes` devices have other rows.
+    """
+    rows, dtype = x.shape[0], wide(x.dtype)
+
+    def of_chunk(carry: Any, part: jax.Array, at: jax.Array) -> tuple[Any, None]:
+        highest, total, of_target, sum_z = carry
+        z, counts = _logits(x, part, at, loss)
+        now = jnp.maximum(highest, jnp.where(counts, z, -jnp.inf).max(-1))
+        total = total * _exp(highest - now) + jnp.where(counts, jnp.exp(z - now[:, None]), 0).sum(-1)
+        is_target = _places(part, at) == targets[:, None]
+        of_target += jnp.where(is_target, z, 0).sum(-1)
+        sum_z += jnp.where(counts, z, 0).sum(-1)
+        return (now, total, of_target, sum_z), None
+
+    zeros = _like(x, jnp.zeros(rows, dtype), kernel, targets)
+    begin = (zeros - jnp.inf, zeros, zeros, zeros)
+    (highest, total, of_target, sum_z), _ = _over_chunks(of_chunk, begin, rows, kernel, first)
+    if axes:
+        all_highest = lax.pmax(highest, axes)
+        total = lax.psum(total * _exp(highest - all_highest), axes)
+        of_target, sum_z, highest = lax.psum(of_target, axes), lax.psum(sum_z, axes), all_highest
+    log_z = highest + jnp.log(total)
+    losses = log_z - (1 - loss.smoothing) * of_target - loss.smoothing / loss.vocab * sum_z
+    losses += loss.z_loss * log_z**2
+    losses = jnp.where((targets >= 0) & (targets < loss.vocab), losses, jnp.nan)  # a target that is none is a mistake
+    return jnp.where(targets == loss.ignored, 0, losses), log_z
+
+
+def backward(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    first: jax.Array,
+    log_z: jax.Array,
+    gradient: jax.Array,
+    *,
+    loss: Loss,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients to `x`, of the rows of the kernel here alone, and to the kernel, of the rows of `x` here alone."""
+    gradient = jnp.where(targets == loss.ignored, 0, gradient).astype(log_z.dtype)
+    of_log_z = gradient * (1 + 2 * loss.z_loss * log_z)
+
+    def of_chunk(of_x: jax.Array, part: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z, counts = _logits(x, part, at, loss)
+        of_z = of_log_z[:, None] * jnp.exp(z - log_z[:, None]) - (gradient * loss.smoothing / loss.vocab)[:, None]
+        is_target = _places(part, at) == targets[:, None]
+        of_z -= jnp.where(is_target, (gradient * (1 - loss.smoothing))[:, None], 0)
+        if loss.cap is not None:
+            of_z *= 1 - (z / loss.cap) ** 2
+        of_z = jnp.where(counts, of_z, 0).astype(x.dtype)
+        of_x += _product(of_z, part.astype(x.dtype), 1, 0)
+        return of_x, _product(of_z, x, 0, 0).astype(kernel.dtype)
+
+    begin = _like(x, jnp.zeros(x.shape, log_z.dtype), kernel, targets)
+    of_x, of_kernel = _over_chunks(of_chunk, begin, x.shape[0], kernel, first)
+    return of_x, of_kernel
+
+
+def _logits(x: jax.Array, part: jax.Array, at: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
+    """The logits of some rows of the kernel, and which of these count."""
+    z = _product(x, part.astype(x.dtype), 1, 1)
+    if loss.cap is not None:
+        z = loss.cap * jnp.tanh(z / loss.cap)
+    return z, _places(part, at) < loss.vocab
+
+
+def _places(part: jax.Array, at: jax.Array) -> jax.Array:
+    return at + jnp.arange(part.shape[0])
+
+
+def _product(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=wide(a.dtype))
+
+
+def _exp(x: jax.Array) -> jax.Array:
+    """Of how far a maximum has moved: where there was none before, there was nothing to scale."""
+    return jnp.where(x == -jnp.inf, 0, jnp.exp(x))
+
+
+def _over_chunks(
+    of_chunk: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]],
+    carry: Any,
+    rows: int,
+    kernel: jax.Array,
+    first: jax.Array,
+) -> tuple[Any, Any]:
+    """Call a function for chunks of the kernel's rows in turn, the last of which may be smaller; its results in one array."""
+    vocab = kernel.shape[0]
+    chunk = min(vocab, max(128, CHUNK_BYTES // (4 * rows) // 128 * 128))
+    whole, rest = divmod(vocab, chunk)
+
+    def at(carry: Any, k: jax.Array) -> tuple[Any, Any]:
+        return of_chunk(carry, lax.dynamic_slice_in_dim(kernel, k * chunk, chunk), first + k * chunk)
+
+    if whole == 1:
+        carry, results = at(carry, jnp.int32(0))
+    else:
+        carry, results = lax.scan(at, carry, jnp.arange(whole, dtype=jnp.int32))
+        results = None if results is None else results.reshape(-1, *results.shape[2:])
+    if rest:
+        carry, last = of_chunk(carry, kernel[whole * chunk :], first + whole * chunk)
+        results = None if results is None else jnp.concatenate([results, last])
+    return carry, results
+
+
+def _like(x: jax.Array, zeros: jax.Array, *others: jax.Array) -> jax.Array:
+    """Zeros that differ between devices as arrays do, where JAX keeps account of that."""
+    for other in (x, *others):
+        zeros += jnp.zeros_like(other[(0,) * other.ndim]).astype(zeros.dtype)
+    return zeros
