@@ -166,10 +166,10 @@ def true(op, arrays, options, cotangent):
         return jax.tree.map(np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent)))
 
 
-def near(found, wanted, tolerance):
+def near(found, wanted, tolerance, least=1e-30):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         other = np.asarray(other, np.float64)
-        np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), 1e-30))
+        np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), least))
 
 
 @every
@@ -187,7 +187,10 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
         arrays = make(op.arrays(shape, data.draw), dtype, seed=data.draw(st.integers(0, 9)))
         function = jax.jit(lambda arrays: derived(op.call, arrays, {**options, "implementation": implementation}))
         found = function(arrays)
-        near(found, true(op, arrays, options, some(found[0])), 6 * ROUNDING[dtype])
+        # Gradients, and a loss, are differences of numbers about one, and may be near zero themselves.
+        wanted, difference = true(op, arrays, options, some(found[0])), op.name == "head"
+        near(found[0], wanted[0], 6 * ROUNDING[dtype], difference or 1e-30)
+        near(found[1], wanted[1], 6 * ROUNDING[dtype], 1 if difference else 0.1)
 
     check()
 
@@ -381,10 +384,6 @@ def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
     assert moved.written <= 1.02 * out + 2 * size.get("where", 0), (moved, size)
 
 
-def use_of(mesh):
-    return sl.use(RULES, sl.make_mesh(mesh))
-
-
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
 
 
@@ -434,7 +433,7 @@ def test_what_cannot_be_is_refused(call, message):
 
 
 def test_names_that_cannot_be_are_refused():
-    with use_of("data=2,model=4"):
+    with sl.use(RULES, sl.make_mesh("data=2,model=4")):
         with pytest.raises(ValueError, match="has 2 dims and was given 1 names"):
             kernels.softmax(X, names=("batch",))
         with pytest.raises(ValueError, match="Did you mean `batch`"):
@@ -466,7 +465,7 @@ def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
     def model(x):
         return jax.jit(kernels.rms_norm)(kernels.softmax(x, names=("batch", None)))
 
-    with use_of("data=8,model=1"):
+    with sl.use(RULES, sl.make_mesh("data=8,model=1")):
         said = kernels.explain(model, X)
     assert [(call.op, call.runs, call.task) for call in said.calls] == [
         ("softmax", "reference", "x: float32[1, 128]"), ("rms_norm", "reference", "x: float32[8, 128]")
