@@ -351,10 +351,14 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     """
     tokens, mask_BS = batch["tokens"], batch.get("mask")
     segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
+    return entropy(model, model.features(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS)
+
+
+def entropy(model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:
+    """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the configuration says."""
     if model.config.fused_loss:
-        x_BSD = model.features(tokens[:, :-1], segments_BS, key=rng)
-        return _mean(model.losses(x_BSD, tokens[:, 1:]), mask_BS)
-    return cross_entropy(model(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS)
+        return _mean(model.losses(x_BSD, targets_BS), mask_BS)
+    return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS)
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:

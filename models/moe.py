@@ -186,5 +186,5 @@ def loss(model: MoE, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     tokens, config = batch["tokens"], model.config
     segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
     x_BSD, told = model.routed(tokens[:, :-1], segments_BS, key=rng)
-    entropy = gpt.cross_entropy(model.logits(x_BSD), tokens[:, 1:], batch.get("mask"))
+    entropy = gpt.entropy(model, x_BSD, tokens[:, 1:], batch.get("mask"))
     return entropy + config.balance * told.balance + config.z * told.z, {"cross_entropy": entropy, **told.metrics}

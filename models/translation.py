@@ -90,7 +90,7 @@ class Translation(moe.MoE):
         x_BTD, told = self._run(source_BT, self.encoder, self.stretches, key, seen, ENCODER)
         return self._last(x_BTD, self.encoder_norm), told
 
-    def translated(
+    def decoded(
         self,
         source_BT: jax.Array,
         target_BS: jax.Array,
@@ -99,13 +99,18 @@ class Translation(moe.MoE):
         *,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.Told]:
-        """Logits for the token after each of the target, and what the layers of experts tell: the mean over all of them."""
+        """What the head reads for the token after each of the target, and what the layers of experts tell: the mean over all."""
         memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=gpt.fold_in(key, 0))
         segments_BS = None if real_BT is None else jnp.ones(target_BS.shape, int)
         seen = gpt.Seen(None, segments_BS, memory_BTD, _segments(real_BT), real_BS)
         x_BSD, of_decoder = self._run(target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen)
         told = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
-        return self.logits(self._last(x_BSD, self.norm)), told
+        return self._last(x_BSD, self.norm), told
+
+    def translated(self, *tokens: Any, key: jax.Array | None = None) -> tuple[jax.Array, sl.experts.Told]:
+        """Logits for the token after each of the target, of what `decoded` takes, and what the layers of experts tell."""
+        x_BSD, told = self.decoded(*tokens, key=key)
+        return self.logits(x_BSD), told
 
 
 def _segments(real: jax.Array | None) -> jax.Array | None:
@@ -125,8 +130,8 @@ def loss(
     if "pad" in batch:
         pad_B1 = batch["pad"][:, None]
         real_BT, real_BS, mask_BS = source_BT != pad_B1, target[:, :-1] != pad_B1, target[:, 1:] != pad_B1
-    logits_BSV, told = model.translated(source_BT, target[:, :-1], real_BT, real_BS, key=rng)
-    entropy = gpt.cross_entropy(logits_BSV, target[:, 1:], mask_BS)
+    x_BSD, told = model.decoded(source_BT, target[:, :-1], real_BT, real_BS, key=rng)
+    entropy = gpt.entropy(model, x_BSD, target[:, 1:], mask_BS)
     return entropy + config.balance * told.balance + config.z * told.z, {"cross_entropy": entropy, **told.metrics}
 
 

@@ -559,3 +559,20 @@ def test_its_state_lies_as_the_experts_do():
     state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
     found = {path: leaf.sharding.spec for path, leaf in named_leaves(state.opt_state) if "expert/mlp/up" in path}
     assert found and all(spec[1] == "data" for spec in found.values()), found
+
+
+@pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
+def test_a_fused_loss_is_the_same_loss(model, kind):
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 9))
+    batch = {"tokens": tokens} if kind == "MoE" else {"source": tokens, "target": tokens}
+
+    def of(**changes):
+        config = model.tiny(width=16, heads=2, context=12, vocab=30, vocab_multiple=8, hidden=24, **changes)
+        loss = lambda: model.loss(getattr(model, kind)(config, rngs=nnx.Rngs(0)), batch)[1]["cross_entropy"].total
+        with sl.unsharded():
+            called = [call.op for call in sl.kernels.explain(loss).calls]
+            return jax.jit(loss)(), called
+
+    (fused, called), (plain, none) = of(fused_loss=True, kernels="fastest"), of()
+    assert set(called) == {"layer_norm", "linear_cross_entropy"} and not none
+    np.testing.assert_allclose(fused, plain, rtol=1e-5)

@@ -176,7 +176,7 @@ def near(found, wanted, tolerance, least=1e-30):
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
     if implementation == "tpu_simulated" and dtype == "float16":
-        return  # refused, below
+        pytest.skip("refused, as is tested below")
 
     @given(st.data())
     @settings(deadline=None, max_examples=8 if implementation == "reference" else 2, derandomize=True)
@@ -378,10 +378,12 @@ def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
         found = testing.collectives(compile_for(mesh, both), mesh)
     assert {one.kind for one in found} <= {"all-reduce"}, "gradients of what rows share, and nothing else"
     size = {name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for name, x in arrays.items()}
-    x, beside = size["x"], sum(n for name, n in size.items() if name != "x")
+    x, mask = size["x"], size.get("where", 0)
+    beside = size.get("scale", 0) + size.get("bias", 0)
     out = x * (2 if "residual" in size else 1)
-    assert moved.read <= 1.1 * (x + 3 * beside), (moved, size)
-    assert moved.written <= 1.02 * out + 2 * size.get("where", 0), (moved, size)
+    # A mask is turned from bools into bytes before, and rows' sums of gradients are not forward's.
+    assert moved.read <= 1.02 * (out + 2 * mask) + 2 * beside, (moved, size)
+    assert moved.written <= 1.02 * (out + mask), (moved, size)
 
 
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)

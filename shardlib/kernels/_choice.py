@@ -27,7 +27,6 @@ class Task:
     arrays: Mapping[str, Any]  # of shape and dtype
     partitioned: bool = False  # no names were given, and an axis is automatic: only what XLA can take apart will do
     summed: tuple[str, ...] = ()  # axes over which devices add up within the op
-    causal: bool = False
     device: "Device | None" = None
 
     def __str__(self) -> str:

@@ -294,18 +294,14 @@ class Checkpoints:
             yield
         except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
             if jax.process_count() == 1:
-                with contextlib.suppress(
-                    Exception
-                ):  # threads of Orbax may write on for a while, and fail as this one did
+                # Threads of Orbax may write on for a while, and fail as this one did. What is left then is nobody's checkpoint.
+                with contextlib.suppress(Exception):
                     self._manager.wait_until_finished()
-                for last in (False, False, False, True):
-                    try:
+                for _ in range(4):
+                    with contextlib.suppress(OSError):
                         self._clear()
                         break
-                    except OSError:
-                        if last:
-                            raise
-                        time.sleep(0.5)
+                    time.sleep(0.5)
                 self._manager.reload()  # which had counted it among the others
             what = "A checkpoint" if step is None else f"The checkpoint of step {step}"
             raise OSError(self._failure(what, _reason(error))) from error

@@ -9,7 +9,7 @@ chunks, and of a chunk's logits nothing is kept: backward makes them again.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jax import lax
 from shardlib.kernels._rows import wide
 
 CHUNK_BYTES = 2**26  # of the logits that are there at a time
-
-Carry = TypeVar("Carry")
 
 
 class Loss(NamedTuple):

@@ -46,8 +46,6 @@ def softmax(
     """
     x = jnp.asarray(x)
     where = _checked(x, where, scale, causal)
-    if x.size == 0:
-        return x
     of_x = lie("softmax", x, names)
     if causal and of_x.whole[-1] != of_x.whole[-2]:
         raise ValueError(
@@ -57,9 +55,11 @@ def softmax(
     of_where = None if where is None else of_x.like(where.shape)
     task = Task(
         "softmax", {"x": _here(x, of_x)} | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
-        partitioned=partitioned(of_x), summed=of_x.axes[-1], causal=causal, device=device_here(),
+        partitioned=partitioned(of_x), summed=of_x.axes[-1], device=device_here(),
     )  # fmt: skip
     call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_where, float(scale), causal)
+    if x.size == 0:
+        return x
     x, where = varying_alike(x, where)
     return cast(jax.Array, _softmax(call, x, where))
 
