@@ -39,3 +39,16 @@ def _installed(module):
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+@pytest.fixture
+def simulators(monkeypatch, capsys):
+    """Pallas's simulators of TPUs and GPUs, and no race in what they run."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams"):  # public from JAX 0.12, and there before
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        monkeypatch.setattr(plgpu, "InterpretGPUParams", InterpretGPUParams, raising=False)
+    yield
+    assert "RACE DETECTED" not in capsys.readouterr().out

@@ -1,8 +1,6 @@
-"""One suite over every op and every implementation; what an op alone has stands at the end."""
+"""One suite over every op and every implementation; what the head alone has is in test_head.py."""
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,9 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, some, split, true
 from machines import compile_for
 
 import shardlib as sl
@@ -20,156 +20,7 @@ from models import gpt
 from shardlib import kernels, testing
 
 P = jax.P
-ROUNDING = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
-RULES = sl.AxisRules(batch="data", heads="model", seq="model", width="model")
-
-
-@pytest.fixture(autouse=True)
-def simulator_of_gpus(monkeypatch):
-    if not hasattr(plgpu, "InterpretGPUParams"):  # public from JAX 0.12, and there before
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-        monkeypatch.setattr(plgpu, "InterpretGPUParams", InterpretGPUParams, raising=False)
-
-
-@dataclass(frozen=True)
-class Op:
-    """An op as a function of a tree of arrays, and the same in plain JAX, whose derivative JAX takes."""
-
-    name: str
-    call: Any  # (arrays, options) -> tree
-    plain: Any
-    arrays: Any  # (shape of x) -> shapes of arrays, by name; a mask is one
-    options: Any  # what may be drawn
-    implementations: tuple[str, ...] = ("reference", "tpu_simulated", "gpu_simulated")
-
-
-def softmax(arrays, options):
-    return kernels.softmax(arrays["x"], where=arrays.get("where"), **options)
-
-
-def plain_softmax(arrays, options):
-    x, where = arrays["x"] * options.get("scale", 1.0), arrays.get("where", True)
-    if options.get("causal"):
-        where = where & jnp.tril(jnp.ones(x.shape[-2:], bool))
-    where = jnp.broadcast_to(where, x.shape)
-    some = where.any(-1, keepdims=True)
-    return jnp.where(some, jax.nn.softmax(jnp.where(where, x, -jnp.inf), -1, where=where | ~some), 0)
-
-
-def norm(arrays, options):
-    arrays = dict(arrays)
-    centred = "bias" in arrays or options.get("centred")
-    options = {name: value for name, value in options.items() if name != "centred"}
-    return (kernels.layer_norm if centred else kernels.rms_norm)(**arrays, **options)
-
-
-def plain_norm(arrays, options):
-    x, centred = arrays["x"], "bias" in arrays or options.get("centred")
-    h = x + arrays.get("residual", 0)
-    z = h - h.mean(-1, keepdims=True) if centred else h
-    y = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + options.get("epsilon", 1e-5 if centred else 1e-6))
-    y = y * arrays.get("scale", 1) + arrays.get("bias", 0)
-    return (y, h) if "residual" in arrays else y
-
-
-def head(arrays, options):
-    return kernels.linear_cross_entropy(arrays["x"], arrays["kernel"], arrays["targets"], **options)
-
-
-def plain_head(arrays, options):
-    x, kernel, targets = (arrays[name] for name in ("x", "kernel", "targets"))
-    count, smoothing, cap = options.get("vocab") or len(kernel), options.get("smoothing", 0), options.get("cap")
-    z = x @ kernel[:count].T
-    z = z if cap is None else cap * jnp.tanh(z / cap)
-    log_z = jax.nn.logsumexp(z, -1)
-    of_target = jnp.take_along_axis(z, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    losses = log_z - (1 - smoothing) * of_target - smoothing * z.mean(-1) + options.get("z_loss", 0) * log_z**2
-    return jnp.where(targets == -1, 0, losses)
-
-
-def head_arrays(shape, draw):
-    rows = draw(st.integers(2, 300))
-    return {"x": shape, "kernel": (rows, shape[-1]), "targets": shape[:-1]}
-
-
-MASKS = [None, (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0)]
-
-
-def softmax_arrays(shape, draw):
-    mask = draw(st.sampled_from(MASKS))
-    return {"x": shape} | (
-        {} if mask is None else {"where": tuple(1 if one else n for one, n in zip(mask, shape, strict=False))}
-    )
-
-
-def norm_arrays(shape, draw):
-    row, given = shape[-1:], {"x": shape}
-    given |= {"residual": shape} if draw(st.booleans()) else {}
-    given |= {"scale": row} if draw(st.booleans()) else {}
-    return given | ({"bias": row} if draw(st.booleans()) else {})
-
-
-OPS = {
-    "softmax": Op("softmax", softmax, plain_softmax, softmax_arrays, {"scale": [1.0, 0.125]}),
-    "norm": Op("norm", norm, plain_norm, norm_arrays, {"centred": [True, False], "epsilon": [1e-5, 0.1]}),
-    "head": Op(
-        "head", head, plain_head, head_arrays,
-        {"z_loss": [0.0, 1e-2], "smoothing": [0.0, 0.1], "cap": [None, 2.0], "vocab": [None, 2]}, ("reference",),
-    ),
-}  # fmt: skip
-every_op = pytest.mark.parametrize("op", [OPS["softmax"], OPS["norm"]], ids=lambda op: op.name)
-every = pytest.mark.parametrize(
-    ("op", "implementation"),
-    [(op, one) for op in OPS.values() for one in op.implementations],
-    ids=lambda x: getattr(x, "name", x),
-)
-
-
-def make(shapes, dtype, seed=0):
-    random = np.random.default_rng(seed)
-
-    def one(name, shape):
-        if name == "where":
-            return random.random(shape) < 0.7
-        if name == "targets":
-            return random.integers(-1, 2, shape)
-        return jnp.asarray(
-            random.normal(size=shape) + (name == "scale"), "float32" if name in ("scale", "bias") else dtype
-        )
-
-    return {name: one(name, shape) for name, shape in shapes.items()}
-
-
-def split(arrays):
-    """Floats, and what has no derivative."""
-    floats = {name: x for name, x in arrays.items() if name not in ("where", "targets")}
-    return floats, {name: x for name, x in arrays.items() if name in ("where", "targets")}
-
-
-def derived(function, arrays, options, cotangent=None):
-    """What a function gives, and its gradients to all floats, from what is given for it, or from some numbers."""
-    floats, masks = split(arrays)
-    out, back = jax.vjp(lambda floats: function({**floats, **masks}, options), floats)
-    return out, back(some(out) if cotangent is None else cotangent)[0]
-
-
-def some(tree):
-    """Numbers for arrays like these."""
-    return jax.tree.map(lambda y: jnp.asarray(np.cos(np.arange(y.size)).reshape(y.shape), y.dtype), tree)
-
-
-def true(op, arrays, options, cotangent):
-    with jax.enable_x64():
-        floats, rest = split(arrays)
-        wide = {**{name: np.asarray(x, np.float64) for name, x in floats.items()}, **rest}
-        return jax.tree.map(np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent)))
-
-
-def near(found, wanted, tolerance, least=1e-30):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        other = np.asarray(other, np.float64)
-        np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), least))
+pytestmark = pytest.mark.usefixtures("simulators")
 
 
 @every
@@ -265,70 +116,16 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
             with pytest.raises(ValueError, match="the last dim is split over `model`. Here `reference` can"):
                 jax.jit(run)(arrays, cotangent)
             return
+        if implementation != "reference" and where == "own, checked":
+            with pytest.raises(
+                ValueError, match=r"in a `shard_map\(..., check_vma=False\)`; here `float32.* over `data"
+            ):
+                jax.jit(run)(arrays, cotangent)
+            return
         found = jax.jit(run)(arrays, cotangent)
     near(found, wanted, 1e-6)
     if where == "automatic":
         assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
-
-
-@pytest.mark.parametrize("over", ["data", "model", None])
-@pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
-def test_a_head_over_devices_is_as_on_one(over, where, monkeypatch):
-    from shardlib.kernels._linear_cross_entropy import _reference
-
-    monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)  # chunks of 128 rows, and a rest
-    arrays = make({"x": (4, 8, 16), "kernel": (1120, 16), "targets": (4, 8)}, "float32")
-    options = {"z_loss": 0.1, "smoothing": 0.1, "cap": 3.0, "vocab": 1100}
-    cotangent = np.asarray(make({"x": (4, 8)}, "float32", 1)["x"])
-    wanted = derived(plain_head, arrays, options, cotangent)
-    batch = None if over == "data" else "data"
-    rules = sl.AxisRules(batch=batch, vocab=over)
-    options |= {"names": ("batch", None, None), "vocab_name": "vocab"}
-    specs = {"x": P(batch), "kernel": P(over), "targets": P(batch)}
-    axes = {"automatic": set(), "in a step": {"data"}}.get(where, {"data", "model"})
-
-    def run(arrays, cotangent):
-        out, gradients = derived(head, arrays, options, cotangent)
-        if batch in axes and where != "own, checked":
-            gradients["kernel"] = jax.lax.psum(gradients["kernel"], batch)
-        return out, gradients
-
-    if axes:
-        keep = lambda spec: P(*(axis if axis in axes else None for axis in spec))
-        inside = jax.tree.map(keep, specs)
-        out = (inside["targets"], {name: inside[name] for name in ("x", "kernel")})
-        checked = where == "own, checked"
-        run = jax.shard_map(
-            run, in_specs=(inside, inside["targets"]), out_specs=out, axis_names=axes, check_vma=checked
-        )
-    with sl.use(rules, sl.make_mesh("data=2,model=4")):
-        near(jax.jit(run)(arrays, cotangent), wanted, 2e-6)
-
-
-@pytest.mark.tpu_compiler
-def test_a_head_has_no_logits_in_memory(monkeypatch):
-    from shardlib.kernels._linear_cross_entropy import _reference
-
-    monkeypatch.setattr(_reference, "CHUNK_BYTES", 2**21)
-    rows, vocab, width = 2048, 16_000, 256
-    mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
-    absent = lambda shape, kind, *spec: jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, P(*spec)))
-    arrays = (
-        absent((8, rows // 8, width), "bfloat16", "data"),
-        absent((vocab, width), "float32", "model"),
-        absent((8, rows // 8), "int32", "data"),
-    )
-
-    def loss(x, kernel, targets):
-        options = {"names": ("batch", None, None), "vocab_name": "heads"}
-        return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
-
-    with sl.use(RULES, mesh):
-        compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
-    logits = rows // 2 * (vocab // 2) * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * logits
-    large = [one for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16]
-    assert {(one.kind, one.axes) for one in large} == {("all-reduce", ("model",)), ("all-reduce", ("data",))}
 
 
 CASES = {
@@ -386,6 +183,38 @@ def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
     assert moved.written <= 1.02 * (out + mask), (moved, size)
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("target", [TPUS[1], GPUS[1]])
+def test_the_real_compiler_takes_it_in_a_checked_shard_map(target, op):
+    target = sl.Target(target)
+    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None)
+    shapes = {
+        "softmax": {"x": (4, 128, 128), "where": (4, 1, 128)},
+        "norm": {"x": (4, 128, 128), "scale": (128,), "bias": (128,)},
+        "head": {"x": (4, 128, 128), "kernel": (1000, 128), "targets": (4, 128)},
+    }[op]
+    spec = P("data", "model")
+    specs = {"x": spec, "where": P("data"), "scale": P(), "bias": P(), "kernel": P(), "targets": spec}
+    kinds = {"where": bool, "targets": "int32"}
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, kinds.get(name, "bfloat16"), sharding=jax.NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    inside = {name: specs[name] for name in arrays}
+    out = (spec, {name: one for name, one in inside.items() if name not in kinds})
+
+    def run(arrays):
+        floats, rest = split(arrays)
+        options = {"names": names, "implementation": target.platform}
+        out, back = jax.vjp(lambda floats: OPS[op].call({**floats, **rest}, options), floats)
+        return out, back(out)[0]
+
+    with sl.use(RULES, mesh):
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(inside,), out_specs=out)
+        found = testing.collectives(compile_for(mesh, jax.jit(mapped).lower(arrays)), mesh)
+    assert {one.kind for one in found} <= {"all-reduce"}
+
+
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
 
 
@@ -426,7 +255,10 @@ X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
         (lambda: kernels.linear_cross_entropy(X, X, T, smoothing=1.0), "at least 0, below 1"),
         (lambda: kernels.linear_cross_entropy(X, X, T, cap=0.0), "above 0, or None"),
         (lambda: kernels.linear_cross_entropy(X, X, T, ignored=3), "is a token of the 8"),
-        (lambda: kernels.linear_cross_entropy(X, X, T, implementation="tpu"), "there are `reference`"),
+        (
+            lambda: kernels.linear_cross_entropy(*(jnp.zeros((8, 99_000)),) * 2, T, implementation="tpu_simulated"),
+            "the least, of 99000 numbers a row, take",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
@@ -494,6 +326,17 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
 
 
-def test_a_target_that_is_no_token_makes_its_loss_nan():
-    losses = kernels.linear_cross_entropy(X[:3], X, jnp.array([7, 8, -1]))
-    assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
+def test_a_race_in_a_kernel_would_be_found(capsys):
+    def reads_before_it_is_there(x_ref, y_ref, scratch, semaphore):
+        copy = pltpu.make_async_copy(x_ref, scratch, semaphore)
+        copy.start()
+        y_ref[...] = scratch[...]
+        copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    scratch = [pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA]
+    interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    pl.pallas_call(
+        reads_before_it_is_there, out_shape=X, in_specs=[anywhere], scratch_shapes=scratch, interpret=interpret
+    )(X).block_until_ready()
+    assert "RACE DETECTED" in capsys.readouterr().out

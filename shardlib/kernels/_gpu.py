@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._shards import nested
+from shardlib.kernels._shards import alone
 
 LANES = 128
 LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
@@ -120,9 +120,9 @@ def parameters(name: str, simulated: bool) -> dict[str, Any]:
     compiler = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     if not simulated:
         return {"kernel_name": name, "compiler_params": compiler}
-    if not (simulator := getattr(plgpu, "InterpretGPUParams", None)) or nested():
+    if not (simulator := getattr(plgpu, "InterpretGPUParams", None)) or not alone():
         raise ValueError(
-            "A kernel for GPUs is simulated in a `shard_map` within another, which crashes XLA for CPUs."
+            "A kernel for GPUs is simulated on one device, and this is traced for several. Those for TPUs can be on several."
             if simulator
             else f"JAX {jax.__version__} has no public simulator of GPUs; 0.12 has."
         )

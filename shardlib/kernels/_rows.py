@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Role: TypeAlias = Literal["rows", "beside", "same"]
 
@@ -67,6 +68,33 @@ def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Calla
             return jnp.broadcast_to(x, (size, *x.shape)) if role == "rows" else x[None]
 
         results = batched(function, *roles, depth=depth + 1)(*map(more, args, differs, roles))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return called
+
+
+def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
+    """A function of `"rows"` and of what is the `"same"` for all, whose `vmap` is it of more rows, or else a loop."""
+
+    @jax.custom_batching.custom_vmap
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    @called.def_vmap
+    def _(size: int, differs: Any, *args: Any) -> Any:
+        if any(differs[k] for k, role in enumerate(roles) if role == "same"):
+            results = lax.map(
+                lambda some: called(*[some.get(k, x) for k, x in enumerate(args)]),
+                {k: x for k, x in enumerate(args) if differs[k]},
+            )
+        else:
+            more = [
+                (x if differs[k] else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + differs[k] :])
+                if role == "rows"
+                else x
+                for k, (x, role) in enumerate(zip(args, roles, strict=True))
+            ]
+            results = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), called(*more))
         return results, jax.tree.map(lambda _: True, results)
 
     return called

@@ -154,23 +154,15 @@ def per_shard(
     specs = tuple(lies[k].spec for k in given)  # type: ignore[union-attr]
     operands = [constrain(arrays[k], spec) for k, spec in zip(given, specs, strict=True)]  # type: ignore[arg-type]
     out = jax.tree.map(lambda lie: lie.spec, results, is_leaf=lambda lie: isinstance(lie, Lie))
-    within = bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-    def of_shards(*some: Any) -> Any:
-        with _nested(within):
-            return of_given(*some)
-
-    mapped = jax.shard_map(of_shards, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False)
+    mapped = jax.shard_map(of_given, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False)
     differing = frozenset().union(*map(varying, operands)) - frozenset(same)
     return jax.tree.map(lambda x: as_varying(x, differing), mapped(*operands))
 
 
-_nested = jax.make_user_context(False)
-
-
-def nested() -> bool:
-    """Whether this is traced in a `shard_map` of `per_shard` within another."""
-    return _nested.value
+def alone() -> bool:
+    """Whether what is traced here runs on one device."""
+    sizes = jax.sharding.get_abstract_mesh()
+    return sizes.empty or all(sizes.shape[axis] == 1 for axis in sizes.manual_axes)
 
 
 def varying_alike(*arrays: Any) -> list[Any]:

@@ -7,19 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib.kernels._choice import Task
-from shardlib.kernels._shards import nested
+from shardlib.kernels._choice import Task, device_here
+from shardlib.kernels._shards import alone, varying
 
 MIB = 2**20
 # Of one core's fast memory (VMEM), what a kernel may ask for: some is the compiler's. v4: 16 MiB; v5p and 7x: 64 MiB; v5e and
 # v6e: 128 MiB (jax.experimental.pallas.tpu.get_tpu_info_for_chip).
 VMEM = {"TPU v3": 14, "TPU v4": 14, "TPU v5": 56, "TPU7x": 56, "TPU v5 lite": 100, "TPU v6 lite": 100}
+CORES = {"TPU v4": 2, "TPU v5": 2}  # that a device has and a grid is shared out to; of all others one
+LANES = 128
 COMFORTABLE = 12 * MIB  # for blocks and what is computed of them: more hides no more of the memory's latency
 
 
 def vmem_bytes(kind: str) -> int:
     """What a kernel may take of the fast memory of a core; of a TPU that is not known, what all have."""
     return VMEM.get(kind, 14) * MIB
+
+
+def cores() -> int:
+    """How many cores share a grid where this is traced."""
+    return CORES.get(device_here().kind, 1)
 
 
 def tile_rows(*dtypes: Any) -> int:
@@ -49,15 +56,20 @@ def fits(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
     )
 
 
-def interpreted(simulated: bool) -> Any:
-    """How a simulator should run a kernel: one that tells races, and in which memory that was never written is nan.
+def interpreted(simulated: bool, x: jax.Array) -> Any:
+    """How a simulator should run a kernel of `x`: one that tells races, and in which memory that was never written is nan.
 
-    It calls back to Python, which XLA for CPUs crashes on in a `shard_map` within a `shard_map`; there Pallas's plain
-    interpreter runs, which tells neither.
+    It calls back to Python and has the devices of a `shard_map` wait for each other there, where XLA for CPUs may never get them
+    all; on several devices Pallas's plain interpreter runs, which tells neither, and keeps no account of what differs.
     """
     if not simulated:
         return False
-    return True if nested() else pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    if varying(x):
+        raise ValueError(
+            f"A kernel is simulated on one device or in a `shard_map(..., check_vma=False)`; here `{jax.typeof(x)}` is known to differ over "
+            f"`{', '.join(sorted(varying(x)))}`."
+        )
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if alone() else True
 
 
 def parameters(semantics: tuple[Any, ...], used: int) -> Any:

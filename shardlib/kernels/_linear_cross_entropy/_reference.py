@@ -37,25 +37,42 @@ def forward(
 
     `kernel` is (vocabulary, width), from row `first` of it on; over `axes` devices have other rows.
     """
-    rows, dtype = x.shape[0], wide(x.dtype)
 
-    def of_chunk(carry: Any, part: jax.Array, at: jax.Array) -> tuple[Any, None]:
-        highest, total, of_target, sum_z = carry
+    def of_chunk(sums: Sums, part: jax.Array, at: jax.Array) -> tuple[Sums, None]:
         z, counts = _logits(x, part, at, loss)
-        now = jnp.maximum(highest, jnp.where(counts, z, -jnp.inf).max(-1))
-        total = total * _exp(highest - now) + jnp.where(counts, jnp.exp(z - now[:, None]), 0).sum(-1)
-        is_target = _places(part, at) == targets[:, None]
-        of_target += jnp.where(is_target, z, 0).sum(-1)
-        sum_z += jnp.where(counts, z, 0).sum(-1)
-        return (now, total, of_target, sum_z), None
+        now = jnp.where(counts, z, -jnp.inf).max(-1)
+        of_target = jnp.where(_places(part, at) == targets[:, None], z, 0).sum(-1)
+        total, sum_z = jnp.where(counts, jnp.exp(z - now[:, None]), 0).sum(-1), jnp.where(counts, z, 0).sum(-1)
+        return together(sums, Sums(now, total, of_target, sum_z)), None
 
-    zeros = _like(x, jnp.zeros(rows, dtype), kernel, targets)
-    begin = (zeros - jnp.inf, zeros, zeros, zeros)
-    (highest, total, of_target, sum_z), _ = _over_chunks(of_chunk, begin, rows, kernel, first)
+    zeros = _like(x, jnp.zeros(x.shape[0], wide(x.dtype)), kernel, targets)
+    sums, _ = over_chunks(of_chunk, Sums(zeros - jnp.inf, zeros, zeros, zeros), x.shape[0], kernel, first)
+    return of_sums(sums, targets, loss, axes)
+
+
+class Sums(NamedTuple):
+    """Of each row's logits: the highest, the sum of `exp(z - highest)`, that of the target, or zero, and the sum of `z`."""
+
+    highest: jax.Array
+    total: jax.Array
+    of_target: jax.Array
+    sum_z: jax.Array
+
+
+def together(one: Sums, other: Sums) -> Sums:
+    """Of all logits, from those of two parts."""
+    highest = jnp.maximum(one.highest, other.highest)
+    total = one.total * scale(one.highest, highest) + other.total * scale(other.highest, highest)
+    return Sums(highest, total, one.of_target + other.of_target, one.sum_z + other.sum_z)
+
+
+def of_sums(sums: Sums, targets: jax.Array, loss: Loss, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """The loss of each row and its `log Z`, where over `axes` devices have other logits."""
+    highest, total, of_target, sum_z = sums
     if axes:
-        all_highest = lax.pmax(highest, axes)
-        total = lax.psum(total * _exp(highest - all_highest), axes)
-        of_target, sum_z, highest = lax.psum(of_target, axes), lax.psum(sum_z, axes), all_highest
+        highest = lax.pmax(highest, axes)
+        total = lax.psum(total * scale(sums.highest, highest), axes)
+        of_target, sum_z = lax.psum(of_target, axes), lax.psum(sum_z, axes)
     log_z = highest + jnp.log(total)
     losses = log_z - (1 - loss.smoothing) * of_target - loss.smoothing / loss.vocab * sum_z
     losses += loss.z_loss * log_z**2
@@ -74,47 +91,63 @@ def backward(
     loss: Loss,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients to `x`, of the rows of the kernel here alone, and to the kernel, of the rows of `x` here alone."""
-    gradient = jnp.where(targets == loss.ignored, 0, gradient).astype(log_z.dtype)
-    of_log_z = gradient * (1 + 2 * loss.z_loss * log_z)
+    gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
 
     def of_chunk(of_x: jax.Array, part: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         z, counts = _logits(x, part, at, loss)
-        of_z = of_log_z[:, None] * jnp.exp(z - log_z[:, None]) - (gradient * loss.smoothing / loss.vocab)[:, None]
-        is_target = _places(part, at) == targets[:, None]
-        of_z -= jnp.where(is_target, (gradient * (1 - loss.smoothing))[:, None], 0)
-        if loss.cap is not None:
-            of_z *= 1 - (z / loss.cap) ** 2
-        of_z = jnp.where(counts, of_z, 0).astype(x.dtype)
-        of_x += _product(of_z, part.astype(x.dtype), 1, 0)
-        return of_x, _product(of_z, x, 0, 0).astype(kernel.dtype)
+        is_target, columns = (
+            _places(part, at) == targets[:, None],
+            (log_z[:, None], of_log_z[:, None], gradient[:, None]),
+        )
+        of_z = jnp.where(counts, of_logits(z, is_target, *columns, loss), 0).astype(x.dtype)
+        of_x += product(of_z, part.astype(x.dtype), 1, 0)
+        return of_x, product(of_z, x, 0, 0).astype(kernel.dtype)
 
     begin = _like(x, jnp.zeros(x.shape, log_z.dtype), kernel, targets)
-    of_x, of_kernel = _over_chunks(of_chunk, begin, x.shape[0], kernel, first)
-    return of_x, of_kernel
+    return over_chunks(of_chunk, begin, x.shape[0], kernel, first)
+
+
+def of_rows(targets: jax.Array, log_z: jax.Array, gradient: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
+    """The gradient to each row's loss, none where it is ignored, and to its `log Z`."""
+    gradient = jnp.where(targets == loss.ignored, 0, gradient).astype(log_z.dtype)
+    return gradient, gradient * (1 + 2 * loss.z_loss * log_z)
+
+
+def of_logits(
+    z: jax.Array, is_target: jax.Array, log_z: jax.Array, of_log_z: jax.Array, gradient: jax.Array, loss: Loss
+) -> jax.Array:
+    """The gradient to logits, before the cap."""
+    of_z = of_log_z * jnp.exp(z - log_z) - jnp.where(is_target, gradient * (1 - loss.smoothing), 0)
+    if loss.smoothing:
+        of_z -= gradient * (loss.smoothing / loss.vocab)
+    return of_z if loss.cap is None else of_z * (1 - (z / loss.cap) ** 2)
 
 
 def _logits(x: jax.Array, part: jax.Array, at: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
     """The logits of some rows of the kernel, and which of these count."""
-    z = _product(x, part.astype(x.dtype), 1, 1)
-    if loss.cap is not None:
-        z = loss.cap * jnp.tanh(z / loss.cap)
-    return z, _places(part, at) < loss.vocab
+    return capped(product(x, part.astype(x.dtype), 1, 1), loss), _places(part, at) < loss.vocab
+
+
+def capped(z: jax.Array, loss: Loss) -> jax.Array:
+    """Logits softly kept within the cap."""
+    return z if loss.cap is None else loss.cap * jnp.tanh(z / loss.cap)
 
 
 def _places(part: jax.Array, at: jax.Array) -> jax.Array:
     return at + jnp.arange(part.shape[0])
 
 
-def _product(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
+    """The sum over a dim of each, in float32 or wider."""
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=wide(a.dtype))
 
 
-def _exp(x: jax.Array) -> jax.Array:
-    """Of how far a maximum has moved: where there was none before, there was nothing to scale."""
-    return jnp.where(x == -jnp.inf, 0, jnp.exp(x))
+def scale(part: jax.Array, highest: jax.Array) -> jax.Array:
+    """What a sum of `exp(z - part)` counts in one of `exp(z - highest)`: nothing where it has no logits."""
+    return jnp.where(part == -jnp.inf, 0, jnp.exp(part - highest))
 
 
-def _over_chunks(
+def over_chunks(
     of_chunk: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]],
     carry: Any,
     rows: int,

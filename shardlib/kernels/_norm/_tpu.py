@@ -55,7 +55,7 @@ def forward(
             out_specs=[of_rows for _ in outs],
             out_shape=outs,
             compiler_params=parameters(("parallel", "parallel"), block * _row_bytes(row, x.dtype)),
-            interpret=interpreted(simulated),
+            interpret=interpreted(simulated, x),
             name="norm_forward",
         )(*(one for one, _ in given))  # fmt: skip
         y, *sums = (one.reshape(x.shape) for one in results)
@@ -102,7 +102,7 @@ def backward(
             out_specs=[of_block, *[of_sums] * sums],
             out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32, h)] * sums],
             compiler_params=parameters(("parallel", "parallel", "arbitrary"), block * _row_bytes(row, h.dtype)),
-            interpret=interpreted(simulated),
+            interpret=interpreted(simulated, h),
             name="norm_backward",
         )(*(one for one, _ in given))  # fmt: skip
         return of_x.reshape(h.shape), *(one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows)

@@ -89,7 +89,7 @@ def _over_rows(
         out_specs=spec(shapes.x),
         out_shape=shaped(shapes.x, dtype, operands[0]),
         compiler_params=parameters(("parallel",) * len(sizes), block * row_bytes),
-        interpret=interpreted(simulated),
+        interpret=interpreted(simulated, operands[0]),
         name=kernel.func.__name__,
     )(*scalars, *operands, *(mask for mask, _ in masks))
 

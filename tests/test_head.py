@@ -1,0 +1,118 @@
+"""The head and its cross-entropy in one: what it alone has; the rest is in the suite of all ops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_ops import OPS, RULES, derived, head, make, near, plain_head, some, true
+from machines import compile_for
+
+import shardlib as sl
+from shardlib import kernels, testing
+
+P = jax.P
+pytestmark = pytest.mark.usefixtures("simulators")
+
+
+@pytest.mark.parametrize("over", ["data", "model", None])
+@pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
+@pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
+def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)  # chunks of 128 rows, and a rest
+    arrays = make({"x": (4, 8, 16), "kernel": (1120, 16), "targets": (4, 8)}, "float32")
+    options = {"z_loss": 0.1, "smoothing": 0.1, "cap": 3.0, "vocab": 1100}
+    cotangent = np.asarray(make({"x": (4, 8)}, "float32", 1)["x"])
+    wanted = derived(plain_head, arrays, options, cotangent)
+    batch = None if over == "data" else "data"
+    rules = sl.AxisRules(batch=batch, vocab=over)
+    options |= {"names": ("batch", None, None), "vocab_name": "vocab", "implementation": implementation}
+    specs = {"x": P(batch), "kernel": P(over), "targets": P(batch)}
+    axes = {"automatic": set(), "in a step": {"data"}}.get(where, {"data", "model"})
+
+    def run(arrays, cotangent):
+        out, gradients = derived(head, arrays, options, cotangent)
+        if batch in axes and where != "own, checked":
+            gradients["kernel"] = jax.lax.psum(gradients["kernel"], batch)
+        return out, gradients
+
+    if axes:
+        keep = lambda spec: P(*(axis if axis in axes else None for axis in spec))
+        inside = jax.tree.map(keep, specs)
+        out = (inside["targets"], {name: inside[name] for name in ("x", "kernel")})
+        checked = where == "own, checked"
+        run = jax.shard_map(
+            run, in_specs=(inside, inside["targets"]), out_specs=out, axis_names=axes, check_vma=checked
+        )
+    with sl.use(rules, sl.make_mesh("data=2,model=4")):
+        if implementation != "reference" and where == "own, checked":
+            with pytest.raises(ValueError, match="A kernel is simulated on one device or"):
+                jax.jit(run)(arrays, cotangent)
+            return
+        near(jax.jit(run)(arrays, cotangent), wanted, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])
+def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
+    """One block of rows, two, and three, for three and four blocks of the vocabulary, by one core and by two."""
+    from shardlib.kernels._linear_cross_entropy import _tpu
+
+    monkeypatch.setattr(_tpu, "cores", lambda: cores)
+    monkeypatch.setattr(_tpu, "SOME", 8)
+    forward, backward = _tpu.Blocks(min(rows, 256), 128, 2, 0), _tpu.Blocks(min(rows, 256), 128, 1, 0)
+    monkeypatch.setattr(_tpu, "_forward_blocks", lambda x, kernel: iter([forward]))
+    monkeypatch.setattr(_tpu, "_backward_blocks", lambda x, kernel: iter([backward]))
+    arrays = make({"x": (rows, 20), "kernel": (350 if cores == 1 else 500, 20), "targets": (rows,)}, "float32")
+    arrays["kernel"] = arrays["kernel"].astype(dtype)
+    found = derived(head, arrays, {"implementation": "tpu_simulated", "cap": 9.0})
+    near(found, true_of(arrays, found, {"cap": 9.0}), 2e-6 if dtype == "float32" else 2**-8)
+
+
+def test_a_part_of_the_vocabulary_that_counts_for_nothing_counts_for_nothing(monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)
+    arrays = make({"x": (5, 8), "kernel": (300, 8), "targets": (5,)}, "float32")
+    with sl.use(sl.AxisRules(vocab="model"), sl.make_mesh("data=4,model=2")):
+        for implementation in ("reference", "tpu_simulated"):
+            options = {"names": (None, None), "vocab_name": "vocab", "implementation": implementation, "vocab": 20}
+            found = jax.jit(lambda arrays, options=options: derived(head, arrays, options))(arrays)
+            near(found, true_of(arrays, found, {"vocab": 20}), 2e-6)
+
+
+def true_of(arrays, found, options):
+    return true(OPS["head"], arrays, options, jax.tree.map(np.asarray, some(found[0])))
+
+
+@pytest.mark.tpu_compiler
+def test_a_head_has_no_logits_in_memory(monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 2**21)
+    rows, vocab, width = 2048, 16_000, 256
+    mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
+    absent = lambda shape, kind, *spec: jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, P(*spec)))
+    arrays = (
+        absent((8, rows // 8, width), "bfloat16", "data"),
+        absent((vocab, width), "float32", "model"),
+        absent((8, rows // 8), "int32", "data"),
+    )
+
+    def loss(x, kernel, targets):
+        options = {"names": ("batch", None, None), "vocab_name": "heads"}
+        return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
+
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
+    logits = rows // 2 * (vocab // 2) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * logits
+    large = [one for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16]
+    assert {(one.kind, one.axes) for one in large} == {("all-reduce", ("model",)), ("all-reduce", ("data",))}
+
+
+def test_a_target_that_is_no_token_makes_its_loss_nan():
+    X = jnp.zeros((8, 128))
+    losses = kernels.linear_cross_entropy(X[:3], X, jnp.array([7, 8, -1]))
+    assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
