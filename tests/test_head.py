@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_ops import OPS, RULES, derived, head, make, near, plain_head, some, true
-from machines import compile_for
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_ops import OPS, derived, head, make, near, plain_head, some, true
+from kernel_programs import GPUS, TPUS, of_head
+from machines import on_its_own
 
 import shardlib as sl
-from shardlib import kernels, testing
+from shardlib import kernels
 
 P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
@@ -86,30 +88,42 @@ def true_of(arrays, found, options):
     return true(OPS["head"], arrays, options, jax.tree.map(np.asarray, some(found[0])))
 
 
-@pytest.mark.tpu_compiler
-def test_a_head_has_no_logits_in_memory(monkeypatch):
-    from shardlib.kernels._linear_cross_entropy import _reference
-
-    monkeypatch.setattr(_reference, "CHUNK_BYTES", 2**21)
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+@pytest.mark.parametrize("target", TPUS + GPUS)
+def test_a_head_has_no_logits_in_memory(target, implementation):
     rows, vocab, width = 2048, 16_000, 256
-    mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
-    absent = lambda shape, kind, *spec: jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, P(*spec)))
-    arrays = (
-        absent((8, rows // 8, width), "bfloat16", "data"),
-        absent((vocab, width), "float32", "model"),
-        absent((8, rows // 8), "int32", "data"),
-    )
-
-    def loss(x, kernel, targets):
-        options = {"names": ("batch", None, None), "vocab_name": "heads"}
-        return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
-
-    with sl.use(RULES, mesh):
-        compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
+    if implementation == "kernel":
+        implementation = target[:3]
+    temporaries, large = on_its_own(target, of_head_in_chunks, implementation, rows, vocab, width)
     logits = rows // 2 * (vocab // 2) * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * logits
-    large = [one for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16]
-    assert {(one.kind, one.axes) for one in large} == {("all-reduce", ("model",)), ("all-reduce", ("data",))}
+    assert temporaries < 0.5 * logits
+    assert large == {("all-reduce", ("model",)), ("all-reduce", ("data",))}
+
+
+def of_head_in_chunks(target, implementation, *shape):
+    """With chunks as small beside these logits as those of an op beside a user's."""
+    from shardlib.kernels._linear_cross_entropy import _gpu, _reference
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_reference, "CHUNK_BYTES", 2**21)
+        patch.setattr(_gpu, "CHUNK_BYTES", 2**20)
+        return of_head(target, implementation, "bfloat16", *shape)
+
+
+@pytest.mark.parametrize("generation", ["hopper", "blackwell"])
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.12 simulates matrix units of GPUs")
+def test_tiles_of_both_generations_of_gpus(generation, monkeypatch):
+    """More steps than are on their way at once, tiles and chunks of the vocabulary that are not full, two warpgroups' rows."""
+    from shardlib.kernels import _gpu_tiles
+    from shardlib.kernels._linear_cross_entropy import _gpu
+
+    monkeypatch.setattr(_gpu_tiles, "generation", lambda kind: generation)
+    monkeypatch.setattr(_gpu, "CHUNK_BYTES", 1)
+    options = {"z_loss": 0.1, "smoothing": 0.1, "cap": 3.0, "vocab": 290}
+    for dtype in ("float32", "bfloat16"):
+        arrays = make({"x": (300, 300), "kernel": (300, 300), "targets": (300,)}, dtype)
+        found = jax.jit(lambda arrays: derived(head, arrays, options | {"implementation": "gpu_simulated"}))(arrays)
+        near(found, true_of(arrays, found, options), 2e-6 if dtype == "float32" else 2**-7)
 
 
 def test_a_target_that_is_no_token_makes_its_loss_nan():

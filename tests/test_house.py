@@ -31,9 +31,12 @@ ORDER = [
         "_remat",
     ),
     *("_random", "_batch", "_flax", "_layers", "_precision"),
-    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu")),
-    *(f"kernels.{op}{name}" for op in ("_softmax", "_norm") for name in ("._reference", "._tpu", "._gpu", "")),
-    *("kernels._linear_cross_entropy._reference", "kernels._linear_cross_entropy"),
+    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_tiles")),
+    *(
+        f"kernels.{op}{name}"
+        for op in ("_softmax", "_norm", "_linear_cross_entropy")
+        for name in ("._reference", "._tpu", "._gpu", "")
+    ),
     "kernels",
     *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
     *("collectives", "_zero"),

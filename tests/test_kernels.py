@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, some, split, true
-from machines import compile_for
+from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, some, true
+from kernel_programs import CASES, GPUS, TPUS, in_a_checked_shard_map, of_case
+from machines import on_its_own
 
 import shardlib as sl
 from models import gpt
-from shardlib import kernels, testing
+from shardlib import kernels
 
 P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
@@ -128,91 +129,28 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
         assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
 
 
-CASES = {
-    "softmax": [
-        ({"x": (4, 4, 256, 256)}, "float32", {"causal": True}),
-        ({"x": (4, 4, 1000, 1000), "where": (4, 1, 1000, 1000)}, "bfloat16", {"scale": 0.5}),
-        ({"x": (4, 4, 16, 8192), "where": (4, 4, 16, 1)}, "bfloat16", {}),
-    ],
-    "norm": [
-        ({"x": (4, 4, 64, 1024), "scale": (1024,)}, "bfloat16", {}),
-        ({"x": (4, 4, 1000, 1000), "residual": (4, 4, 1000, 1000), "scale": (1000,), "bias": (1000,)}, "float32", {}),
-        ({"x": (4, 4, 48, 8192)}, "bfloat16", {"centred": True}),
-    ],
-}
-GPUS = [pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler) for name in ("h100", "h200", "b200")]
-TPUS = [
-    pytest.param(f"tpu:{name}", marks=pytest.mark.tpu_compiler)
-    for name in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
-]
+every_case = pytest.mark.parametrize(
+    ("op", "case"), [(op, k) for op, cases in CASES.items() for k in range(len(cases))], ids=lambda x: str(x)
+)
 
 
 @pytest.mark.parametrize("target", TPUS + GPUS)
-@pytest.mark.parametrize(
-    ("op", "case"), [(op, k) for op, cases in CASES.items() for k in range(len(cases))], ids=lambda x: str(x)
-)
+@every_case
 def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
-    shapes, dtype, options = CASES[op][case]
-    target = sl.Target(target)
-    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
-
-    def absent(name, shape):
-        spec = (
-            P()
-            if len(shape) == 1
-            else P(*(a if n > 1 else None for a, n in zip(("data", "model"), shape, strict=False)))
-        )
-        kind = bool if name == "where" else "float32" if len(shape) == 1 else dtype
-        return jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, spec))
-
-    arrays = {name: absent(name, shape) for name, shape in shapes.items()}
-    with_names = {**options, "names": names, "implementation": target.platform}
-    with sl.use(RULES, mesh):
-        forward = jax.jit(lambda arrays: OPS[op].call(arrays, with_names)).lower(arrays)
-        moved = testing.memory_traffic(compile_for(mesh, forward))
-        given = (arrays["x"],) * 2 if "residual" in arrays else arrays["x"]
-        both = jax.jit(lambda arrays, given: derived(OPS[op].call, arrays, with_names, given)).lower(arrays, given)
-        found = testing.collectives(compile_for(mesh, both), mesh)
-    assert {one.kind for one in found} <= {"all-reduce"}, "gradients of what rows share, and nothing else"
-    size = {name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for name, x in arrays.items()}
-    x, mask = size["x"], size.get("where", 0)
-    beside = size.get("scale", 0) + size.get("bias", 0)
-    out = x * (2 if "residual" in size else 1)
+    found = on_its_own(target, of_case, op, case)
+    assert set(found.kinds) <= {"all-reduce"}, "gradients of what rows share, and nothing else"
+    x, mask = found.sizes["x"], found.sizes.get("where", 0)
+    beside = found.sizes.get("scale", 0) + found.sizes.get("bias", 0)
+    out = x * (2 if "residual" in found.sizes else 1)
     # A mask is turned from bools into bytes before, and rows' sums of gradients are not forward's.
-    assert moved.read <= 1.02 * (out + 2 * mask) + 2 * beside, (moved, size)
-    assert moved.written <= 1.02 * (out + mask), (moved, size)
+    assert found.read <= 1.02 * (out + 2 * mask) + 2 * beside, found
+    assert found.written <= 1.02 * (out + mask), found
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("target", [TPUS[1], GPUS[1]])
+@pytest.mark.parametrize("target", [TPUS[1], *GPUS[1:]])
 def test_the_real_compiler_takes_it_in_a_checked_shard_map(target, op):
-    target = sl.Target(target)
-    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None)
-    shapes = {
-        "softmax": {"x": (4, 128, 128), "where": (4, 1, 128)},
-        "norm": {"x": (4, 128, 128), "scale": (128,), "bias": (128,)},
-        "head": {"x": (4, 128, 128), "kernel": (1000, 128), "targets": (4, 128)},
-    }[op]
-    spec = P("data", "model")
-    specs = {"x": spec, "where": P("data"), "scale": P(), "bias": P(), "kernel": P(), "targets": spec}
-    kinds = {"where": bool, "targets": "int32"}
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, kinds.get(name, "bfloat16"), sharding=jax.NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
-    }
-    inside = {name: specs[name] for name in arrays}
-    out = (spec, {name: one for name, one in inside.items() if name not in kinds})
-
-    def run(arrays):
-        floats, rest = split(arrays)
-        options = {"names": names, "implementation": target.platform}
-        out, back = jax.vjp(lambda floats: OPS[op].call({**floats, **rest}, options), floats)
-        return out, back(out)[0]
-
-    with sl.use(RULES, mesh):
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(inside,), out_specs=out)
-        found = testing.collectives(compile_for(mesh, jax.jit(mapped).lower(arrays)), mesh)
-    assert {one.kind for one in found} <= {"all-reduce"}
+    assert set(on_its_own(target, in_a_checked_shard_map, op)) <= {"all-reduce"}
 
 
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)

@@ -6,6 +6,7 @@ nothing was. Asked for one by name, it takes that or says why it cannot.
 """
 
 import functools
+import importlib
 import importlib.resources
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +44,22 @@ class Device:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to do an op on one device: its name, where it runs, what it refuses, forward and backward."""
+    """One way to do an op on one device: its name, where it runs, and the module, which is loaded no sooner than it is needed.
+
+    The module has `forward`, `backward`, and, if it does not take every task, `refuses`, which says why.
+    """
 
     name: str
     platform: str | None  # None: anywhere
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    refuses: Callable[[Task], str | None] = lambda task: None
+    module: str
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        return importlib.import_module(self.module).forward
+
+    @property
+    def backward(self) -> Callable[..., Any]:
+        return importlib.import_module(self.module).backward
 
     def why_not(self, task: Task, simulated: bool = False) -> str | None:
         """Why it cannot do a task, if it cannot."""
@@ -65,7 +75,8 @@ class Implementation:
                 "the mesh in scope has automatic axes and the op was given no names: XLA cannot take a kernel apart. Name the "
                 "dims, `names=(...)`"
             )
-        return self.refuses(task)
+        refuses = getattr(importlib.import_module(self.module), "refuses", None)
+        return refuses and refuses(task)
 
 
 @dataclass(frozen=True)

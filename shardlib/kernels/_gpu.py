@@ -27,7 +27,27 @@ MOST = 8  # rows that are written out one after the other in a program
 
 # `plgpu.load` takes an index of its own up to JAX 0.10.
 _OF_LOAD = inspect.signature(plgpu.load).parameters
-_INDEX: list[Any] = [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty else []
+INDEX: list[Any] = [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty else []
+
+
+GENERATIONS = {
+    "hopper": ("NVIDIA H1", "NVIDIA H2", "NVIDIA GH"),
+    "blackwell": ("NVIDIA B", "NVIDIA GB"),
+}  # by names of devices
+
+
+def generation(kind: str) -> str:
+    """Of which generation a GPU is; what is no GPU simulates Hopper's."""
+    return next((name for name, kinds in GENERATIONS.items() if kind.startswith(kinds)), "hopper")
+
+
+def refuses_device(task: Task) -> str | None:
+    """Why a kernel is not for a GPU, if it is not."""
+    assert task.device is not None
+    known = any(task.device.kind.startswith(kinds) for kinds in GENERATIONS.values())
+    if known or task.device.platform != "gpu":
+        return None
+    return f"is for GPUs of the generations Hopper and Blackwell, and this is {task.device.kind}"
 
 
 class Piece(NamedTuple):
@@ -66,7 +86,7 @@ def load(ref: Any, index: int | jax.Array, piece: Piece, vector: int, simulated:
     where = (index, pl.ds(piece.begin, piece.size))
     if simulated:  # it knows no layouts
         return ref[where]
-    return plgpu.load(ref.at[where], *_INDEX, layout=layout(piece, vector), optimized=False)
+    return plgpu.load(ref.at[where], *INDEX, layout=layout(piece, vector), optimized=False)
 
 
 def store(ref: Any, index: int | jax.Array, piece: Piece, x: jax.Array) -> None:
@@ -138,6 +158,8 @@ def full(piece: Piece, vector: int, value: float, simulated: bool) -> jax.Array:
 
 def refuses_rows(task: Task, row: int, *dtypes: Any) -> str | None:
     """Why a row does not go into the registers of a warpgroup, if it does not."""
+    if reason := refuses_device(task):
+        return reason
     odd = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16", "bool", "int32", "int8"}
     if odd:
         return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}"

@@ -66,8 +66,8 @@ def interpreted(simulated: bool, x: jax.Array) -> Any:
         return False
     if varying(x):
         raise ValueError(
-            f"A kernel is simulated on one device or in a `shard_map(..., check_vma=False)`; here `{jax.typeof(x)}` is known to differ over "
-            f"`{', '.join(sorted(varying(x)))}`."
+            f"A kernel is simulated on one device or in a `shard_map(..., check_vma=False)`; here `{jax.typeof(x)}` is known to "
+            f"differ over `{', '.join(sorted(varying(x)))}`."
         )
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if alone() else True
 

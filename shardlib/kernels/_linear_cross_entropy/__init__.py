@@ -10,14 +10,14 @@ from jax import lax
 
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
-from shardlib.kernels._linear_cross_entropy import _reference, _tpu
 from shardlib.kernels._linear_cross_entropy._reference import Loss
 from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, place, varying, varying_alike
 
 OP = "linear_cross_entropy"
 IMPLEMENTATIONS = (
-    Implementation("reference", None, _reference.forward, _reference.backward),
-    Implementation("tpu", "tpu", _tpu.forward, _tpu.backward, _tpu.refuses),
+    Implementation("reference", None, f"{__name__}._reference"),
+    Implementation("tpu", "tpu", f"{__name__}._tpu"),
+    Implementation("gpu", "gpu", f"{__name__}._gpu"),
 )
 
 

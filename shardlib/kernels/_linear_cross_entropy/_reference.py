@@ -38,15 +38,16 @@ def forward(
     `kernel` is (vocabulary, width), from row `first` of it on; over `axes` devices have other rows.
     """
 
-    def of_chunk(sums: Sums, part: jax.Array, at: jax.Array) -> tuple[Sums, None]:
+    def of_chunk(sums: Sums, part: jax.Array, begin: jax.Array) -> Sums:
+        at = first + begin
         z, counts = _logits(x, part, at, loss)
         now = jnp.where(counts, z, -jnp.inf).max(-1)
         of_target = jnp.where(_places(part, at) == targets[:, None], z, 0).sum(-1)
         total, sum_z = jnp.where(counts, jnp.exp(z - now[:, None]), 0).sum(-1), jnp.where(counts, z, 0).sum(-1)
-        return together(sums, Sums(now, total, of_target, sum_z)), None
+        return together(sums, Sums(now, total, of_target, sum_z))
 
-    zeros = _like(x, jnp.zeros(x.shape[0], wide(x.dtype)), kernel, targets)
-    sums, _ = over_chunks(of_chunk, Sums(zeros - jnp.inf, zeros, zeros, zeros), x.shape[0], kernel, first)
+    zeros = like(x, jnp.zeros(x.shape[0], wide(x.dtype)), kernel, targets)
+    sums = over_chunks(of_chunk, Sums(zeros - jnp.inf, zeros, zeros, zeros), kernel, _at_once(x))
     return of_sums(sums, targets, loss, axes)
 
 
@@ -93,18 +94,22 @@ def backward(
     """The gradients to `x`, of the rows of the kernel here alone, and to the kernel, of the rows of `x` here alone."""
     gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
 
-    def of_chunk(of_x: jax.Array, part: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_chunk(gradients: Any, part: jax.Array, begin: jax.Array) -> Any:
+        (of_x, of_kernel), at = gradients, first + begin
         z, counts = _logits(x, part, at, loss)
         is_target, columns = (
             _places(part, at) == targets[:, None],
             (log_z[:, None], of_log_z[:, None], gradient[:, None]),
         )
         of_z = jnp.where(counts, of_logits(z, is_target, *columns, loss), 0).astype(x.dtype)
+        of_part = product(of_z, x, 0, 0).astype(kernel.dtype)
         of_x += product(of_z, part.astype(x.dtype), 1, 0)
-        return of_x, product(of_z, x, 0, 0).astype(kernel.dtype)
+        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_part, begin, 0)
 
-    begin = _like(x, jnp.zeros(x.shape, log_z.dtype), kernel, targets)
-    return over_chunks(of_chunk, begin, x.shape[0], kernel, first)
+    begin = tuple(
+        like(x, jnp.zeros(one.shape, kind), kernel, targets) for one, kind in ((x, log_z.dtype), (kernel, kernel.dtype))
+    )
+    return over_chunks(of_chunk, begin, kernel, _at_once(x))
 
 
 def of_rows(targets: jax.Array, log_z: jax.Array, gradient: jax.Array, loss: Loss) -> tuple[jax.Array, jax.Array]:
@@ -133,6 +138,10 @@ def capped(z: jax.Array, loss: Loss) -> jax.Array:
     return z if loss.cap is None else loss.cap * jnp.tanh(z / loss.cap)
 
 
+def _at_once(x: jax.Array) -> int:
+    return CHUNK_BYTES // (4 * x.shape[0])
+
+
 def _places(part: jax.Array, at: jax.Array) -> jax.Array:
     return at + jnp.arange(part.shape[0])
 
@@ -148,32 +157,27 @@ def scale(part: jax.Array, highest: jax.Array) -> jax.Array:
 
 
 def over_chunks(
-    of_chunk: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]],
-    carry: Any,
-    rows: int,
-    kernel: jax.Array,
-    first: jax.Array,
-) -> tuple[Any, Any]:
-    """Call a function for chunks of the kernel's rows in turn, the last of which may be smaller; its results in one array."""
+    of_chunk: Callable[[Any, jax.Array, jax.Array], Any], carry: Any, kernel: jax.Array, at_once: int
+) -> Any:
+    """Carry something through chunks of the kernel's rows in turn: `of_chunk(carry, rows, where they begin)`.
+
+    A chunk has about as many of them as are wanted `at_once`, and 128 at least; the last may be smaller.
+    """
     vocab = kernel.shape[0]
-    chunk = min(vocab, max(128, CHUNK_BYTES // (4 * rows) // 128 * 128))
+    chunk = min(vocab, max(128, at_once // 128 * 128))
     whole, rest = divmod(vocab, chunk)
 
-    def at(carry: Any, k: jax.Array) -> tuple[Any, Any]:
-        return of_chunk(carry, lax.dynamic_slice_in_dim(kernel, k * chunk, chunk), first + k * chunk)
+    def at(carry: Any, k: jax.Array) -> tuple[Any, None]:
+        return of_chunk(carry, lax.dynamic_slice_in_dim(kernel, k * chunk, chunk), k * chunk), None
 
     if whole == 1:
-        carry, results = at(carry, jnp.int32(0))
+        carry, _ = at(carry, jnp.int32(0))
     else:
-        carry, results = lax.scan(at, carry, jnp.arange(whole, dtype=jnp.int32))
-        results = None if results is None else results.reshape(-1, *results.shape[2:])
-    if rest:
-        carry, last = of_chunk(carry, kernel[whole * chunk :], first + whole * chunk)
-        results = None if results is None else jnp.concatenate([results, last])
-    return carry, results
+        carry, _ = lax.scan(at, carry, jnp.arange(whole, dtype=jnp.int32))
+    return of_chunk(carry, kernel[whole * chunk :], jnp.int32(whole * chunk)) if rest else carry
 
 
-def _like(x: jax.Array, zeros: jax.Array, *others: jax.Array) -> jax.Array:
+def like(x: jax.Array, zeros: jax.Array, *others: jax.Array) -> jax.Array:
     """Zeros that differ between devices as arrays do, where JAX keeps account of that."""
     for other in (x, *others):
         zeros += jnp.zeros_like(other[(0,) * other.ndim]).astype(zeros.dtype)

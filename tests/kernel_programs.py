@@ -1,0 +1,118 @@
+"""Programs of the ops of `shardlib.kernels` by compilers of machines that are not there, and what is in them."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from kernel_ops import OPS, RULES, derived, head, split
+from machines import compile_for
+
+import shardlib as sl
+from shardlib import testing
+
+P = jax.P
+GPUS = [pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler) for name in ("h100", "h200", "b200")]
+TPUS = [
+    pytest.param(f"tpu:{name}", marks=pytest.mark.tpu_compiler)
+    for name in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+]
+CASES = {
+    "softmax": [
+        ({"x": (4, 4, 256, 256)}, "float32", {"causal": True}),
+        ({"x": (4, 4, 1000, 1000), "where": (4, 1, 1000, 1000)}, "bfloat16", {"scale": 0.5}),
+        ({"x": (4, 4, 16, 8192), "where": (4, 4, 16, 1)}, "bfloat16", {}),
+    ],
+    "norm": [
+        ({"x": (4, 4, 64, 1024), "scale": (1024,)}, "bfloat16", {}),
+        ({"x": (4, 4, 1000, 1000), "residual": (4, 4, 1000, 1000), "scale": (1000,), "bias": (1000,)}, "float32", {}),
+        ({"x": (4, 4, 48, 8192)}, "bfloat16", {"centred": True}),
+    ],
+}
+
+
+class Found(NamedTuple):
+    """Bytes that forward reads and writes, the collectives of both ways, and the bytes of each array on a device."""
+
+    read: int
+    written: int
+    kinds: list[str]
+    sizes: dict[str, int]
+
+
+def of_case(target, op, case):
+    """The programs of one of the cases."""
+    shapes, dtype, options = CASES[op][case]
+    target = sl.Target(target)
+    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
+
+    def absent(name, shape):
+        of_dims = (axis if size > 1 else None for axis, size in zip(("data", "model"), shape, strict=False))
+        kind = bool if name == "where" else "float32" if len(shape) == 1 else dtype
+        sharding = jax.NamedSharding(mesh, P() if len(shape) == 1 else P(*of_dims))
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+    arrays = {name: absent(name, shape) for name, shape in shapes.items()}
+    with_names = {**options, "names": names, "implementation": target.platform}
+    with sl.use(RULES, mesh):
+        forward = jax.jit(lambda arrays: OPS[op].call(arrays, with_names)).lower(arrays)
+        moved = testing.memory_traffic(compile_for(mesh, forward))
+        given = (arrays["x"],) * 2 if "residual" in arrays else arrays["x"]
+        both = jax.jit(lambda arrays, given: derived(OPS[op].call, arrays, with_names, given)).lower(arrays, given)
+        kinds = [one.kind for one in testing.collectives(compile_for(mesh, both), mesh)]
+    sizes = {name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for name, x in arrays.items()}
+    return Found(moved.read, moved.written, kinds, sizes)
+
+
+def in_a_checked_shard_map(target, op):
+    """The collectives of both ways in a `shard_map` that keeps account of what differs."""
+    target = sl.Target(target)
+    mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None)
+    shapes = {
+        "softmax": {"x": (4, 128, 128), "where": (4, 1, 128)},
+        "norm": {"x": (4, 128, 128), "scale": (128,), "bias": (128,)},
+        "head": {"x": (4, 128, 128), "kernel": (1000, 128), "targets": (4, 128)},
+    }[op]
+    spec = P("data", "model")
+    specs = {"x": spec, "where": P("data"), "scale": P(), "bias": P(), "kernel": P(), "targets": spec}
+    kinds = {"where": bool, "targets": "int32"}
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, kinds.get(name, "bfloat16"), sharding=jax.NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    inside = {name: specs[name] for name in arrays}
+    out = (spec, {name: one for name, one in inside.items() if name not in kinds})
+
+    def run(arrays):
+        floats, rest = split(arrays)
+        options = {"names": names, "implementation": target.platform}
+        out, back = jax.vjp(lambda floats: OPS[op].call({**floats, **rest}, options), floats)
+        return out, back(out)[0]
+
+    with sl.use(RULES, mesh):
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(inside,), out_specs=out)
+        compiled = compile_for(mesh, jax.jit(mapped).lower(arrays))
+    return [one.kind for one in testing.collectives(compiled, mesh)]
+
+
+def of_head(target, implementation, dtype="bfloat16", rows=2048, vocab=16_000, width=256):
+    """Bytes of temporaries of the gradients of a head's loss, rows and vocabulary split, and its large collectives."""
+    mesh = sl.Target(target).mesh("data=2,model=2")
+
+    def absent(shape, kind, *spec):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=jax.NamedSharding(mesh, P(*spec)))
+
+    arrays = (
+        absent((8, rows // 8, width), dtype, "data"),
+        absent((vocab, width), "float32", "model"),
+        absent((8, rows // 8), "int32", "data"),
+    )
+
+    def loss(x, kernel, targets):
+        options = {"names": ("batch", None, None), "vocab_name": "heads", "implementation": implementation}
+        return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
+
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
+    large = {(one.kind, one.axes) for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16}
+    return compiled.memory_analysis().temp_size_in_bytes, large
