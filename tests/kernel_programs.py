@@ -95,7 +95,7 @@ def in_a_checked_shard_map(target, op):
     return [one.kind for one in testing.collectives(compiled, mesh)]
 
 
-def of_head(target, implementation, dtype="bfloat16", rows=2048, vocab=16_000, width=256):
+def of_head(target, implementation, dtype, rows, vocab, width):
     """Bytes of temporaries of the gradients of a head's loss, rows and vocabulary split, and its large collectives."""
     mesh = sl.Target(target).mesh("data=2,model=2")
 

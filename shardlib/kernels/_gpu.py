@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._shards import alone
+from shardlib.kernels._shards import alone, as_varying, varying
 
 LANES = 128
 LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
@@ -131,23 +131,34 @@ def over_rows(kernel: Any, rows: int, row: int, outs: Any, simulated: bool) -> A
         begin = jnp.minimum(lax.axis_index("block") * block, rows - block)
         kernel([begin + k for k in range(block)], *refs)
 
-    options = parameters(kernel.__name__, simulated)
-    return plgpu.kernel(of_block, out_type=outs, grid=(blocks,), grid_names=("block",), **options)
+    return call(of_block, kernel.__name__, outs, simulated, grid=(blocks,), grid_names=("block",))
 
 
-def parameters(name: str, simulated: bool) -> dict[str, Any]:
-    """A kernel's name and how it is compiled, or simulated: that tells races, and memory that was never written is nan."""
+def call(body: Any, name: str, outs: Any, simulated: bool, **options: Any) -> Any:
+    """A kernel by its name, compiled, or simulated: that tells races, and memory that was never written is nan.
+
+    Its results are known to differ between devices as what it is given does.
+    """
     compiler = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    if not simulated:
-        return {"kernel_name": name, "compiler_params": compiler}
+    if simulated:
+        options["interpret"] = _simulator()
+    kernel = plgpu.kernel(body, out_type=outs, kernel_name=name, compiler_params=compiler, **options)
+
+    def called(*operands: jax.Array) -> Any:
+        axes = frozenset().union(*map(varying, operands))
+        return jax.tree.map(lambda y: as_varying(y, axes), kernel(*operands))
+
+    return called
+
+
+def _simulator() -> Any:
     if not (simulator := getattr(plgpu, "InterpretGPUParams", None)) or not alone():
         raise ValueError(
             "A kernel for GPUs is simulated on one device, and this is traced for several. Those for TPUs can be on several."
             if simulator
             else f"JAX {jax.__version__} has no public simulator of GPUs; 0.12 has."
         )
-    interpret = {"interpret": simulator(detect_races=True)}
-    return {"kernel_name": name, "compiler_params": compiler, **interpret}
+    return simulator(detect_races=True)
 
 
 def full(piece: Piece, vector: int, value: float, simulated: bool) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import device_here
-from shardlib.kernels._gpu import INDEX, generation, parameters
+from shardlib.kernels._gpu import INDEX, call, generation
 
 ROWS = COLUMNS = 128  # of a tile
 SWIZZLE = 128  # bytes of a row of what is multiplied at once
@@ -76,9 +76,8 @@ def over_tiles(
     shapes = {"row": (columns // COLUMNS, rows), "tile": (rows, columns)}
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
     make = {"hopper": _hopper, "blackwell": _blackwell}[generation(device_here().kind)]
-    return make(epilogue, outs, results, (rows, columns, width), a.dtype, parameters(name, simulated), simulated)(
-        a, b, *beside
-    )
+    body, options = make(epilogue, results, (rows, columns, width), a.dtype, simulated)
+    return call(body, name, outs, simulated, grid_names=("tile",), thread_name="group", **options)(a, b, *beside)
 
 
 def step(dtype: Any) -> int:
@@ -140,8 +139,8 @@ def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _hopper(
-    epilogue: Epilogue, outs: Any, results: Any, size: tuple[int, int, int], dtype: Any, options: Any, simulated: bool
-) -> Any:
+    epilogue: Epilogue, results: Sequence[Result], size: tuple[int, int, int], dtype: Any, simulated: bool
+) -> tuple[Any, dict[str, Any]]:
     rows, columns, width = size
     some, layout = step(dtype), None if simulated else plgpu.Layout.WGMMA
     steps = width // some
@@ -186,27 +185,22 @@ def _hopper(
             tile = Tile(z, (row * 2 + group, column), layout)
             _write(epilogue(tile, *beside), results, tile, [stage.at[group] for stage in staging], out_refs)
 
-    return plgpu.kernel(
-        kernel,
-        out_type=outs,
-        grid=(rows // (2 * ROWS) * (columns // COLUMNS),),
-        grid_names=("tile",),
-        num_threads=3,
-        thread_name="group",
-        scratch_types={
+    return kernel, {
+        "grid": (rows // (2 * ROWS) * (columns // COLUMNS),),
+        "num_threads": 3,
+        "scratch_types": {
             "a_smem": plgpu.SMEM((stages, 2 * ROWS, some), dtype, transforms=_transforms(dtype)),
             "b_smem": plgpu.SMEM((stages, COLUMNS, some), dtype, transforms=_transforms(dtype)),
             "there": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "staging": _staging(results, 2),
         },
-        **options,
-    )
+    }
 
 
 def _blackwell(
-    epilogue: Epilogue, outs: Any, results: Any, size: tuple[int, int, int], dtype: Any, options: Any, simulated: bool
-) -> Any:
+    epilogue: Epilogue, results: Sequence[Result], size: tuple[int, int, int], dtype: Any, simulated: bool
+) -> tuple[Any, dict[str, Any]]:
     rows, columns, width = size
     some, layout = step(dtype), None if simulated else plgpu.Layout.TCGEN05
     steps = width // some
@@ -250,14 +244,10 @@ def _blackwell(
             tile = Tile(plgpu.async_load_tmem(total, **({"layout": layout} if layout else {})), (row, column), layout)
             _write(epilogue(tile, *beside), results, tile, [stage.at[0] for stage in staging], out_refs)
 
-    return plgpu.kernel(
-        kernel,
-        out_type=outs,
-        grid=(rows // ROWS * (columns // COLUMNS),),
-        grid_names=("tile",),
-        num_threads=2,
-        thread_name="group",
-        scratch_types={
+    return kernel, {
+        "grid": (rows // ROWS * (columns // COLUMNS),),
+        "num_threads": 2,
+        "scratch_types": {
             "a_smem": plgpu.SMEM((stages, ROWS, some), dtype, transforms=_transforms(dtype)),
             "b_smem": plgpu.SMEM((stages, COLUMNS, some), dtype, transforms=_transforms(dtype)),
             "total": plgpu.TMEM((ROWS, COLUMNS), jnp.float32),
@@ -266,5 +256,4 @@ def _blackwell(
             "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
             "staging": _staging(results, 1),
         },
-        **options,
-    )
+    }

@@ -140,10 +140,10 @@ def backward(
                     store(ref, group * blocks + block, piece, _gpu.load(scratch, which, piece, cut.vector, simulated))
 
         sums = jax.ShapeDtypeStruct((groups * blocks, row), jnp.float32)
-        of_x, *of_sums = plgpu.kernel(
-            norm_backward, out_type=[jax.ShapeDtypeStruct((groups * count, row), h.dtype), *[sums] * kinds],
+        of_x, *of_sums = _gpu.call(
+            norm_backward, "norm_backward", [jax.ShapeDtypeStruct((groups * count, row), h.dtype), *[sums] * kinds], simulated,
             scratch_types=[plgpu.SMEM((kinds, row), jnp.float32)] if kinds else [],
-            grid=(groups, blocks), grid_names=("group", "block"), **_gpu.parameters("norm_backward", simulated),
+            grid=(groups, blocks), grid_names=("group", "block"),
         )(*given)  # fmt: skip
         summed = (one.reshape(groups, blocks, row).sum(1).reshape(*h.shape[:depth], row) for one in of_sums)
         return of_x.reshape(h.shape), *summed
