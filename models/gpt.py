@@ -17,7 +17,7 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         self.causal = causal
+        self.implementation: Literal["xla", "cudnn", None] = config.attention
         self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
         self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
@@ -157,8 +158,35 @@ class Attention(nnx.Module):
         same_B1ST = None
         if segments_BS is not None and of_BT is not None:
             same_B1ST = (segments_BS[:, :, None] == of_BT[:, None, :])[:, None]
-        y_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal)
+        if self.implementation == "cudnn":
+            _check_cudnn(q_BSHK.dtype)
+        y_BSHK = jax.nn.dot_product_attention(
+            q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal, implementation=self.implementation
+        )
         return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
+
+
+def _check_cudnn(dtype: Any) -> None:
+    """Refuse in the words of the configuration what JAX would refuse in others: a machine, a mesh, a dtype."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
+    platform = str(device.platform)
+    if platform not in ("gpu", "cuda"):
+        raise ValueError(
+            f'`GPTConfig(attention="cudnn")` is for NVIDIA\'s GPUs, and this is traced for {device.device_kind} ({platform}). '
+            '`attention="xla"` runs anywhere.'
+        )
+    if mesh.manual_axes and mesh.auto_axes:
+        raise ValueError(
+            f'`GPTConfig(attention="cudnn")` cannot be split over `{mesh.auto_axes[0]}` in a step that is manual over '
+            f"{mesh.manual_axes}: JAX splits its call over all axes or none. Use a mesh of axes of data alone, or "
+            '`attention="xla"`.'
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f'`GPTConfig(attention="cudnn")` attends in bfloat16 or float16; got {dtype}. Compute in one, '
+            '`GPTConfig(dtype=jnp.bfloat16)`, or use `attention="xla"`.'
+        )
 
 
 class MLP(nnx.Module):

@@ -20,6 +20,8 @@ class GPTConfig:
     `sl.kernels`, by what was measured to be fastest where they run, and with another text by the implementation of that
     name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head and the cross-entropy in
     one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the backward pass.
+    `attention` is the `implementation` of `jax.nn.dot_product_attention`: "cudnn" is flash attention on NVIDIA's GPUs, of floats
+    of 16 bits and on meshes of axes of data alone, or an error.
     """
 
     layers: int
@@ -44,6 +46,7 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
     kernels: str | None = None
     fused_loss: bool = False
+    attention: Literal["xla", "cudnn", None] = None
 
     def __post_init__(self) -> None:
         for field, hint in get_type_hints(type(self)).items():

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from machines import mesh_on
+from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
@@ -196,6 +197,42 @@ def model_without_segments(model, tokens):
         return model(tokens)
 
 
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+def test_attention_by_xla_is_the_default(config):
+    tokens = tokens_of(config)
+    with sl.unsharded():
+        named, default = (call(make(replace(config, attention=name)), tokens) for name in ("xla", None))
+    np.testing.assert_array_equal(named, default)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_attention_by_cudnn_is_refused_on_a_cpu(dtype):
+    config = replace(SMALL, attention="cudnn", dtype=dtype)
+    with sl.unsharded(), pytest.raises(ValueError, match=r'attention="cudnn".* is for NVIDIA\'s GPUs, and .* cpu'):
+        call(make(config), tokens_of(config))
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
+def test_attention_by_cudnn_is_two_calls_without_a_mask(config):
+    config = replace(config, attention="cudnn", head_dim=16, dtype=jnp.bfloat16)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 17), "int32")}
+
+    def lowered(config, shape="data=8"):
+        strategy = sl.Strategy(mesh=mesh_on("h200:1x1x8", shape), rules=sl.rules.data)
+        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True)
+        return sl.train_step(gpt.loss, strategy).lower(state, batch)
+
+    text = compile_for(mesh_on("h200:1x1x8", "data=8"), lowered(config)).as_text()
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 1, "forward"
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 1, "backward"
+    assert text.count("__cudnn$fmha") == 2, "nothing with a mask or a bias"
+    with pytest.raises(ValueError, match="attends in bfloat16 or float16; got float32"):
+        lowered(replace(config, dtype=jnp.float32))
+    with pytest.raises(ValueError, match="cannot be split over `model`"):
+        lowered(config, "data=4,model=2")
+
+
 def test_the_flops_of_training_are_six_a_weight_and_what_attention_takes():
     config = gpt.gpt2(vocab_multiple=128)
     weights = 12 * 12 * 768**2 + config.dims["vocab"] * 768
@@ -320,6 +357,7 @@ def test_generate_continues_the_prompt():
         ({"kv_heads": 3}, "`GPTConfig(heads=8)` must be a multiple of `kv_heads=3`"),
         ({"norm": "batch"}, "choose 'layer' or 'rms'"),
         ({"mlp": "tanh"}, "choose 'gelu' or 'relu' or 'swiglu'"),
+        ({"attention": "flash"}, "choose 'xla' or 'cudnn' or None"),
         ({"positions": "none"}, "choose 'learned' or 'rotary'"),
         ({"positions": "rotary", "head_dim": 3}, "`head_dim=3` must be even"),
         ({"layers": 0}, "`GPTConfig(layers=0)` must be a positive integer"),

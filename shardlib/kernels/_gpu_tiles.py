@@ -175,7 +175,7 @@ def _hopper(
                     slot = lax.rem(k, stages)
                     plgpu.barrier_wait(there.at[slot])
                     mine = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                    plgpu.wgmma(total, mine, plgpu.transpose_ref(b_smem.at[slot], (1, 0)))
+                    plgpu.wgmma(total, mine, b_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # the step before is done
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(k + stages - 1, stages)]))
 
@@ -227,7 +227,7 @@ def _blackwell(
             def _(k: jax.Array) -> None:
                 slot = lax.rem(k, stages)
                 plgpu.barrier_wait(there.at[slot])
-                operands = a_smem.at[slot], plgpu.transpose_ref(b_smem.at[slot], (1, 0))
+                operands = a_smem.at[slot], b_smem.at[slot].transpose((1, 0))
                 plgpu.tcgen05_mma(total, *operands, free.at[slot], accumulate=k > 0)
                 pl.when(k == steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
 
