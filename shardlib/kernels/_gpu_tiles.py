@@ -233,10 +233,10 @@ def _blackwell(
 
         @pl.when(group == 0)
         def _() -> None:
-            @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-            def _() -> None:
-                pl.when(lax.axis_index("warp") == 0)(copy)
-                pl.when(lax.axis_index("warp") == 1)(multiply)
+            @plgpu.warp_map
+            def _(warp: jax.Array) -> None:
+                pl.when(warp == 0)(copy)
+                pl.when(warp == 1)(multiply)
 
         @pl.when(group == 1)
         def _() -> None:
