@@ -1,11 +1,12 @@
 """Products of matrices on GPUs whose results no memory sees: each tile of one goes to a function as it leaves the matrix unit.
 
 On Hopper two warpgroups have a tile of their own each, in registers (`wgmma`), and a third copies what they multiply; on
-Blackwell one warp copies, one multiplies into tensor memory (`tcgen05`), and a warpgroup takes the tile from there.
+Blackwell one copies, one multiplies into tensor memory (`tcgen05`), and one takes the tile from there.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -133,6 +134,12 @@ def _write(
     plgpu.wait_smem_to_gmem(0)
 
 
+def _registers(simulated: bool, count: int) -> None:
+    """Give this warpgroup's threads so many registers: who copies needs few, who computes all that others leave."""
+    if not simulated:
+        plgpu.set_max_registers(count, action="decrease" if count < 128 else "increase")
+
+
 def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
     """Which tile a program has: neighbours in time share operands."""
     return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, TOGETHER)
@@ -148,13 +155,12 @@ def _hopper(
 
     def kernel(a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, there: Any, free: Any, staging: Any) -> None:
         beside, out_refs = rest[: -len(results)], rest[-len(results) :]
-        group = lax.axis_index("group")
+        group, registers = lax.axis_index("group"), partial(_registers, simulated)
         row, column = _place(rows // (2 * ROWS), columns // COLUMNS)
 
         @pl.when(group == 2)
         def _() -> None:
-            if not simulated:
-                plgpu.set_max_registers(40, action="decrease")
+            registers(40)
 
             @pl.loop(0, steps)
             def _(k: jax.Array) -> None:
@@ -166,8 +172,7 @@ def _hopper(
 
         @pl.when(group < 2)
         def _() -> None:
-            if not simulated:
-                plgpu.set_max_registers(232, action="increase")
+            registers(232)
 
             def multiply(total: Any) -> jax.Array:
                 @pl.loop(0, steps)
@@ -210,10 +215,13 @@ def _blackwell(
         a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, total: Any, there: Any, free: Any, done: Any, staging: Any
     ) -> None:
         beside, out_refs = rest[: -len(results)], rest[-len(results) :]
-        group = lax.axis_index("group")
+        group, registers = lax.axis_index("group"), partial(_registers, simulated)
         row, column = _place(rows // ROWS, columns // COLUMNS)
 
-        def copy() -> None:
+        @pl.when(group == 0)
+        def _() -> None:
+            registers(40)
+
             @pl.loop(0, steps)
             def _(k: jax.Array) -> None:
                 slot = lax.rem(k, stages)
@@ -222,7 +230,10 @@ def _blackwell(
                 plgpu.copy_gmem_to_smem(a.at[pl.ds(row * ROWS, ROWS), part], a_smem.at[slot], there.at[slot])
                 plgpu.copy_gmem_to_smem(b.at[pl.ds(column * COLUMNS, COLUMNS), part], b_smem.at[slot], there.at[slot])
 
-        def multiply() -> None:
+        @pl.when(group == 1)
+        def _() -> None:
+            registers(40)
+
             @pl.loop(0, steps)
             def _(k: jax.Array) -> None:
                 slot = lax.rem(k, stages)
@@ -231,22 +242,16 @@ def _blackwell(
                 plgpu.tcgen05_mma(total, *operands, free.at[slot], accumulate=k > 0)
                 pl.when(k == steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
 
-        @pl.when(group == 0)
+        @pl.when(group == 2)
         def _() -> None:
-            @plgpu.warp_map
-            def _(warp: jax.Array) -> None:
-                pl.when(warp == 0)(copy)
-                pl.when(warp == 1)(multiply)
-
-        @pl.when(group == 1)
-        def _() -> None:
+            registers(232)
             plgpu.barrier_wait(done)
             tile = Tile(plgpu.async_load_tmem(total, **({"layout": layout} if layout else {})), (row, column), layout)
             _write(epilogue(tile, *beside), results, tile, [stage.at[0] for stage in staging], out_refs)
 
     return kernel, {
         "grid": (rows // ROWS * (columns // COLUMNS),),
-        "num_threads": 2,
+        "num_threads": 3,
         "scratch_types": {
             "a_smem": plgpu.SMEM((stages, ROWS, some), dtype, transforms=_transforms(dtype)),
             "b_smem": plgpu.SMEM((stages, COLUMNS, some), dtype, transforms=_transforms(dtype)),
