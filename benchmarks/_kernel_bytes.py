@@ -63,7 +63,7 @@ def _of_grid(equation: Any) -> Touched:
         sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
         array = block.array_aval if hasattr(block, "array_aval") else block.array_shape_dtype
         itemsize = jnp.dtype(array.dtype).itemsize
-        if len(sizes) != len(array.shape):
+        if len(sizes) != len(array.shape) or str(getattr(block, "block_aval", "")).startswith("Ref<any>"):
             continue
         place = jax.jit(jax.vmap(jaxpr_as_fun(_closed(block.index_map_jaxpr))))
         at = jnp.stack(place(*jnp.asarray(steps, jnp.int32).reshape(len(steps), -1).T), 1)
@@ -80,7 +80,21 @@ def _of_grid(equation: Any) -> Touched:
             total.read += count * itemsize
         else:
             total.written += count * itemsize
+    for copy in _equations(equation.params["jaxpr"]):
+        if copy.primitive.name == "dma_start":  # one of the kernel's own, in each step but some at the ends
+            _count_copy(copy, len(steps), total)
     return total
+
+
+def _count_copy(copy: Any, times: int, total: Touched) -> None:
+    source, destination = copy.params["tree"].unflatten(copy.invars)[:2]
+    fast = next(one for one in (source, destination) if "vmem" in str(one.ref.aval))
+    shape = fast.transforms[-1].get_indexer_shape()
+    count = times * math.prod(shape) * jnp.dtype(fast.ref.aval.dtype).itemsize
+    if fast is source:
+        total.written += count
+    else:
+        total.read += count
 
 
 def _closed(jaxpr: Any) -> Any:

@@ -6,10 +6,13 @@ Of every op and implementation, forward, and there and back:
 - `compiled`: by the compilers of TPU v4, v5e, v5p and v6e and of H100, H200 and B200, as far as these are installed;
   `compile_failures` counts what they refuse.
 - `bytes`: what the compiled program reads and writes over the least that it must, and the same of the kernel's own loads and
-  stores; `bytes_ratio_max` is the worst of all kernels. `fast`: bytes of fast memory that a kernel's blocks take.
+  stores; `bytes_ratio_max` is the worst of all kernels. The least is each array once, each way; for a head, if that is more,
+  what passes while the matrix unit makes its products. `fast`: bytes of fast memory that a kernel's blocks take.
+- `refused`: what a kernel says it cannot take, with its reason.
 
-On a GPU also the median `time`, the bandwidth over that of a large copy in the same run (`of_copy`), and the time of plain XLA
-and of `torch.compile` over ours (`over_xla`, `over_torch`). With `--save` the times go into the table by which ops choose.
+On a GPU also the median `time`, the bandwidth over that of a large copy in the same run (`of_copy`), a head's FLOP/s over those
+of a large product (`of_product`; there and back eight for each row, number of it, and row of the kernel), and the time of plain
+XLA and of `torch.compile` over ours (`over_xla`, `over_torch`). With `--save` the times go into the table by which ops choose.
 
     python -m benchmarks.kernels --json
 """
@@ -20,11 +23,14 @@ import functools
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,77 +54,129 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
-SHAPES = {"bfloat16": ((16_384, 4096), (10_001, 1001)), "float32": ((8192, 8192),)}
+ROWS = {"bfloat16": ((16_384, 4096), (10_001, 1001)), "float32": ((8192, 8192),)}
+HEADS = {"bfloat16": ((8192, 4096, 32_000), (1000, 1001, 5003)), "float32": ((8192, 2048, 32_000),)}
 TABLE = Path(kernels.__file__).parent / "measured.json"
 
-# An op of `x`, what is added to it, and a scale: the call, and how many arrays like x it has to read and write, forward, and
-# there and back.
-SUM = "rms_norm of a sum"
-OPS: dict[str, tuple[Callable[..., Any], tuple[int, int]]] = {
-    "softmax": (lambda x, residual, scale, **how: kernels.softmax(x, **how), (2, 5)),
-    "rms_norm": (lambda x, residual, scale, **how: kernels.rms_norm(x, scale, **how), (2, 5)),
-    "layer_norm": (lambda x, residual, scale, **how: kernels.layer_norm(x, scale, scale, **how), (2, 5)),
-    SUM: (lambda x, residual, scale, **how: kernels.rms_norm(x, scale, residual=residual, **how), (4, 8)),
+
+@dataclass(frozen=True)
+class Op:
+    """A call of four arrays and an implementation; how many arrays like the first it moves, forward, and there and back."""
+
+    call: Callable[..., Any]
+    moves: tuple[int, int]
+    shapes: dict[str, Any] = field(default_factory=lambda: ROWS)
+    outs: int = 1
+
+
+# Of rows: the first array, what is added to it, a scale. Of a head: what it reads, its kernel, targets.
+HEAD, SUM = "linear_cross_entropy", "rms_norm of a sum"
+OPS = {
+    "softmax": Op(lambda x, residual, scale, **how: kernels.softmax(x, **how), (2, 5)),
+    "rms_norm": Op(lambda x, residual, scale, **how: kernels.rms_norm(x, scale, **how), (2, 5)),
+    "layer_norm": Op(lambda x, residual, scale, **how: kernels.layer_norm(x, scale, scale, **how), (2, 5)),
+    SUM: Op(lambda x, residual, scale, **how: kernels.rms_norm(x, scale, residual=residual, **how), (4, 8), outs=2),
+    HEAD: Op(lambda x, kernel, targets, **how: kernels.linear_cross_entropy(x, kernel, targets, **how), (1, 3), HEADS),
 }
+
+
+def arrays_of(op: str, dtype: str, shape: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    """The three arrays of a call, and the gradients to what it gives."""
+    like = jax.ShapeDtypeStruct
+    if op == HEAD:
+        rows, width, vocab = shape
+        return [
+            like((rows, width), dtype), like((vocab, width), dtype), like((rows,), "int32"), like((rows,), "float32")
+        ]  # fmt: skip
+    x = like(shape, dtype)
+    return [x, x, like(shape[1:], "float32"), *[x] * OPS[op].outs]
+
+
+def numbers(arrays: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+    """Numbers for arrays: of whole ones, zeros and ones."""
+    random = np.random.default_rng(0)
+    return [
+        random.integers(0, 2, one.shape, one.dtype)
+        if jnp.issubdtype(one.dtype, jnp.integer)
+        else np.asarray(random.standard_normal(one.shape, "float32"), one.dtype)
+        for one in arrays
+    ]
+
+
+def least(op: str, way: int, arrays: list[jax.ShapeDtypeStruct], flops: float, bandwidth: float) -> float:
+    """Bytes that must be moved, forward or there and back, by a device of so many FLOP/s and bytes a second."""
+    x, kernel = (one.size * one.dtype.itemsize for one in arrays[:2])
+    if op != HEAD:
+        return OPS[op].moves[way] * x
+    return max(OPS[op].moves[way] * (x + kernel), products(way, arrays) / flops * bandwidth)
+
+
+def products(way: int, arrays: list[jax.ShapeDtypeStruct]) -> float:
+    """FLOPs of a head: logits, and backward these again, and the gradients to what it reads and to its kernel."""
+    return (2, 8)[way] * arrays[0].size * arrays[1].shape[0]
 
 
 def forward(op: str, implementation: str | None) -> Callable[..., Any]:
     """The op alone."""
-    return functools.partial(OPS[op][0], implementation=implementation)
+    return functools.partial(OPS[op].call, implementation=implementation)
 
 
 def there_and_back(op: str, implementation: str | None) -> Callable[..., Any]:
-    """What it gives, and its gradients to `x` and the scale from those to what it gives, of which there may be two."""
+    """What it gives, and its gradients to `x` and to the scale, or a head's kernel, from those to what it gives."""
 
-    def both(x: jax.Array, residual: jax.Array, scale: jax.Array, gradient: jax.Array, other: jax.Array) -> Any:
-        y, back = jax.vjp(lambda x, scale: forward(op, implementation)(x, residual, scale), x, scale)
-        return y, back((gradient, other) if op == SUM else gradient)
+    def both(x: jax.Array, other: jax.Array, beside: jax.Array, *gradients: jax.Array) -> Any:
+        run = forward(op, implementation)
+        if op == HEAD:
+            y, back = jax.vjp(lambda x, other: run(x, other, beside), x, other)
+        else:
+            y, back = jax.vjp(lambda x, beside: run(x, other, beside), x, beside)
+        return y, back(gradients if OPS[op].outs > 1 else gradients[0])
 
     return both
 
 
 def error(op: str, implementation: str, dtype: str) -> float | None:
     """The worst of values and gradients against float64."""
-    random = np.random.default_rng(0)
-    x, residual, gradient, other = (np.asarray(random.normal(size=(24, 260)), dtype) for _ in range(4))
-    scale = np.asarray(random.normal(size=260), "float32")
+    arrays = numbers(arrays_of(op, dtype, (24, 260, 300) if op == HEAD else (24, 260)))
     name = implementation
     if implementation != "reference" and jax.default_backend() != implementation:
         name += "_simulated"
     if name == "gpu_simulated" and not hasattr(plgpu, "InterpretGPUParams"):
         return None
-    found = jax.jit(there_and_back(op, name))(x, residual, scale, gradient, other)
+    found = jax.jit(there_and_back(op, name))(*arrays)
     with jax.enable_x64():
-        wide = (np.asarray(one, "float64") for one in (x, residual, scale, gradient, other))
+        wide = (one if one.dtype == np.int32 else np.asarray(one, "float64") for one in arrays)
         truth = jax.tree.map(np.asarray, jax.jit(there_and_back(op, "reference"))(*wide))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
     return max(float(np.abs(np.float64(one) - other).max() / np.abs(other).max()) for one, other in pairs)
 
 
-def compiled(op: str, implementation: str, target: str, dtype: str, shape: tuple[int, int]) -> dict[str, Any]:
+def compiled(op: str, implementation: str, target: str, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """Bytes over the least, of the program and of the kernel's own loads and stores, forward and there and back."""
     machine, found = sl.Target(target), {}
-    mesh, options = machine.mesh("data=1"), machine.compiler_options
-    x, scale = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:], "float32")
-    least = x.size * x.dtype.itemsize
-    ways = {"forward": (forward, (x, x, scale)), "back": (there_and_back, (x, x, scale, x, x))}
+    mesh, options, chip = machine.mesh("data=1"), machine.compiler_options, machine.chip
+    flops = chip.flops["bf16" if dtype == "bfloat16" else "f32"]
+    arrays = arrays_of(op, dtype, shape)
 
     def by_rows(array: Any) -> Format:  # as within a program; at its entry a compiler may choose another layout
         return Format(Layout(tuple(range(array.ndim))), jax.NamedSharding(mesh, jax.P()))
 
-    for k, (way, (make, arrays)) in enumerate(ways.items()):
+    for k, (way, make) in enumerate({"forward": forward, "back": there_and_back}.items()):
+        given = arrays[:3] if k == 0 else arrays
         with sl.use(sl.AxisRules(batch="data"), mesh):
-            outs = jax.tree.map(by_rows, jax.eval_shape(make(op, implementation), *arrays))
+            outs = jax.tree.map(by_rows, jax.eval_shape(make(op, implementation), *given))
             jitted: Any = jax.jit(
-                make(op, implementation), in_shardings=jax.tree.map(by_rows, arrays), out_shardings=outs
+                make(op, implementation), in_shardings=jax.tree.map(by_rows, given), out_shardings=outs
             )
-            program = jitted.lower(*arrays).compile(compiler_options=options)
-            traced = jax.make_jaxpr(make(op, implementation))(*arrays)
-        of_kernel = touched(traced)
-        minimum = OPS[op][1][k] * least
+            program = jitted.lower(*given).compile(compiler_options=options)
+            traced = jax.make_jaxpr(make(op, implementation))(*given)
+        minimum = least(op, k, arrays, flops, chip.hbm_bandwidth)
         found[way] = {"program": testing.memory_traffic(program).total / minimum}
         if implementation != "reference":
-            found[way] |= {"kernel": (of_kernel.read + of_kernel.written) / minimum, "fast": of_kernel.fast}
+            of_kernel = touched(traced)
+            found[way]["fast"] = of_kernel.fast
+            if not (op == HEAD and implementation == "gpu"):  # whose tiles share operands in the cache
+                found[way]["kernel"] = (of_kernel.read + of_kernel.written) / minimum
     return found
 
 
@@ -134,35 +192,42 @@ def timed(function: Callable[..., Any], *arrays: Any) -> float:
     return statistics.median(turns)
 
 
-def on_gpu(op: str, implementation: str, dtype: str, shape: tuple[int, int], copy: float) -> dict[str, float]:
-    """Times of an implementation, and its bandwidth over that of a copy."""
-    random = np.random.default_rng(0)
-    x, residual, gradient, other = (jnp.asarray(random.normal(size=shape), dtype) for _ in range(4))
-    scale = jnp.asarray(random.normal(size=shape[1:]), "float32")
-    found = {}
-    for k, (way, make, arrays) in enumerate(
-        [("forward", forward, (x, residual, scale)), ("back", there_and_back, (x, residual, scale, gradient, other))]
-    ):
-        found[way] = timed(make(op, implementation), *arrays)
-        found[f"{way}_of_copy"] = OPS[op][1][k] * x.nbytes / found[way] / copy
+def on_gpu(
+    op: str, implementation: str, dtype: str, shape: tuple[int, ...], copy: float, product: float
+) -> dict[str, float]:
+    """Times of an implementation, and its bandwidth over that of a copy, or its FLOP/s over those of a product."""
+    like = arrays_of(op, dtype, shape)
+    arrays, found = [jnp.asarray(one) for one in numbers(like)], {}
+    for k, (way, make) in enumerate({"forward": forward, "back": there_and_back}.items()):
+        found[way] = timed(make(op, implementation), *(arrays[:3] if k == 0 else arrays))
+        if op == HEAD:
+            found[f"{way}_flops"] = products(k, like) / found[way]
+            found[f"{way}_of_product"] = found[f"{way}_flops"] / product
+        else:
+            found[f"{way}_of_copy"] = OPS[op].moves[k] * arrays[0].nbytes / found[way] / copy
     return found
 
 
-def by_torch(op: str, dtype: str, shape: tuple[int, int]) -> dict[str, float] | None:
+def by_torch(op: str, dtype: str, shape: tuple[int, ...]) -> dict[str, float] | None:
     """Times of the same by `torch.compile`, where PyTorch is."""
     if importlib.util.find_spec("torch") is None or op == SUM:
         return None
     torch: Any = importlib.import_module("torch")
+    torch.set_float32_matmul_precision("high")
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    x = torch.randn(shape, dtype=kind, device="cuda", requires_grad=True)
-    scale = torch.randn(shape[1:], dtype=kind, device="cuda", requires_grad=True)
+    of_x = shape[:2]
+    x = torch.randn(of_x, dtype=kind, device="cuda", requires_grad=True)
+    scale = torch.randn((shape[2], shape[1]) if op == HEAD else of_x[1:], dtype=kind, device="cuda", requires_grad=True)
+    targets = torch.randint(0, 2, of_x[:1], device="cuda")
     functional = torch.nn.functional
     plain = {
+        HEAD: lambda: functional.cross_entropy(functional.linear(x, scale).float(), targets, reduction="none"),
         "softmax": lambda: torch.softmax(x, -1),
-        "rms_norm": lambda: functional.rms_norm(x, shape[1:], scale, 1e-6),
-        "layer_norm": lambda: functional.layer_norm(x, shape[1:], scale, scale, 1e-5),
+        "rms_norm": lambda: functional.rms_norm(x, of_x[1:], scale, 1e-6),
+        "layer_norm": lambda: functional.layer_norm(x, of_x[1:], scale, scale, 1e-5),
     }[op]
-    run, gradient = torch.compile(plain), torch.randn(shape, dtype=kind, device="cuda")
+    run = torch.compile(plain)
+    gradient = torch.randn_like(run())
 
     def back() -> None:
         x.grad = scale.grad = None
@@ -198,10 +263,10 @@ def main() -> None:
     here = [name for name, module in COMPILERS.items() if _installed(module) and not gpu]
     targets = [one for name in here for one in TARGETS[name] if not arguments.targets or one in arguments.targets]
     results: list[dict[str, Any]] = []
-    failures, worst = [], 1.0
+    failures, refused, worst = [], [], 1.0
     for op in OPS:
         for implementation in ("reference", "tpu", "gpu"):
-            for dtype, shapes in SHAPES.items():
+            for dtype, shapes in OPS[op].shapes.items():
                 line: dict[str, Any] = {"op": op, "implementation": implementation, "dtype": dtype}
                 if not (gpu and implementation == "tpu"):
                     line["error"] = error(op, implementation, dtype)
@@ -210,19 +275,19 @@ def main() -> None:
                         continue
                     for shape in shapes:
                         try:
-                            found = compiled(op, implementation, target, dtype, shape)
+                            found = on_its_own(target, op, implementation, target, dtype, shape)
                         except Exception as reason:  # whatever a compiler raises, and what ours refuses
-                            failures.append(
-                                f"{op}, {implementation}, {dtype}{list(shape)}, {target}: {str(reason)[:500]}"
-                            )
+                            said = f"{op}, {implementation}, {dtype}{list(shape)}, {target}: {str(reason)[:500]}"
+                            (refused if "Here `reference` can" in said else failures).append(said)
                             continue
                         line.setdefault("compiled", {})[f"{target} {'x'.join(map(str, shape))}"] = found
                         if implementation != "reference":
-                            worst = max(worst, *(way[of] for way in found.values() for of in ("program", "kernel")))
+                            ratios = [way[of] for way in found.values() for of in ("program", "kernel") if of in way]
+                            worst = max(worst, *ratios)
                 results.append(line)
                 print(json.dumps(line), file=sys.stderr, flush=True)
     figures: dict[str, Any] = {"compile_failures": len(failures), "bytes_ratio_max": worst}
-    figures |= {"targets": targets, "failures": failures, "results": results}
+    figures |= {"targets": targets, "failures": failures, "refused": refused, "results": results}
     if gpu:
         figures |= _measured(arguments.save)
     report("kernels", figures, BOUNDS, arguments.json)
@@ -232,13 +297,15 @@ def _measured(save: bool) -> dict[str, Any]:
     """Times on this GPU beside plain XLA and PyTorch, and the ceiling of its memory."""
     device, big = jax.devices()[0].device_kind, jnp.ones((2**15, 2**14), jnp.bfloat16)
     copy = 2 * big.nbytes / timed(lambda x: x + 1, big)
-    del big
+    square = big[:8192, :8192]
+    product = 2 * 8192**3 / timed(jnp.matmul, square, square)
+    del big, square
     lines, table = [], []
     for op in OPS:
-        for dtype, shapes in SHAPES.items():
+        for dtype, shapes in OPS[op].shapes.items():
             for shape in shapes:
                 torch = by_torch(op, dtype, shape)
-                times = {name: on_gpu(op, name, dtype, shape, copy) for name in ("reference", "gpu")}
+                times = {name: on_gpu(op, name, dtype, shape, copy, product) for name in ("reference", "gpu")}
                 ours, xla = times["gpu"], times["reference"]
                 line: dict[str, Any] = {"op": op, "dtype": dtype, "shape": shape, **times, "torch": torch}
                 line["over_xla"] = {way: xla[way] / ours[way] for way in ("forward", "back")}
@@ -257,7 +324,17 @@ def _measured(save: bool) -> dict[str, Any]:
     if save:
         others = [line for line in json.loads(TABLE.read_text()) if line["device"] != device]
         TABLE.write_text("[\n" + ",\n".join(f"  {json.dumps(line)}" for line in [*others, *table]) + "\n]\n")
-    return {"device": device, "copy_bytes_per_second": copy, "times": lines}
+    return {"device": device, "copy_bytes_per_second": copy, "product_flops": product, "times": lines}
+
+
+def on_its_own(target: str, *args: Any) -> dict[str, Any]:
+    """`compiled`, for GPUs in a process for each kind: Mosaic assembles all of a process's kernels for the first kind there."""
+    return compiled(*args) if target.startswith("tpu") else _process(target).submit(compiled, *args).result()
+
+
+@functools.cache
+def _process(target: str) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _installed(module: str) -> bool:

@@ -63,9 +63,8 @@ def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
 
     monkeypatch.setattr(_tpu, "cores", lambda: cores)
     monkeypatch.setattr(_tpu, "SOME", 8)
-    forward, backward = _tpu.Blocks(min(rows, 256), 128, 2, 0), _tpu.Blocks(min(rows, 256), 128, 1, 0)
-    monkeypatch.setattr(_tpu, "_forward_blocks", lambda x, kernel: iter([forward]))
-    monkeypatch.setattr(_tpu, "_backward_blocks", lambda x, kernel: iter([backward]))
+    for blocks in ("_forward_blocks", "_backward_blocks"):
+        monkeypatch.setattr(_tpu, blocks, lambda x, kernel: iter([_tpu.Blocks(min(rows, 256), 128, 0)]))
     arrays = make({"x": (rows, 20), "kernel": (350 if cores == 1 else 500, 20), "targets": (rows,)}, "float32")
     arrays["kernel"] = arrays["kernel"].astype(dtype)
     found = derived(head, arrays, {"implementation": "tpu_simulated", "cap": 9.0})

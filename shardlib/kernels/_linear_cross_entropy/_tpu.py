@@ -3,7 +3,8 @@
 Logits lie there with the rows of `x` along the lanes, so that what is summed over the vocabulary is added lane by lane, and
 what each row has is a vector of lanes. Forward walks over the vocabulary for each block of rows. Backward walks over the rows
 for each block of the vocabulary, whose gradient stays in fast memory meanwhile; the gradient to `x`, of which every block of the
-vocabulary has a part, comes and goes through the memory, one block ahead and one behind.
+vocabulary has a part, comes and goes through the memory, one block ahead and one behind. Where fast memory holds too little of
+the vocabulary for that, on v4 from a width of some thousand, backward is the reference's, whose products XLA makes well.
 """
 
 import math
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from shardlib.kernels._choice import Task, device_here
+from shardlib.kernels._linear_cross_entropy import _reference
 from shardlib.kernels._linear_cross_entropy._reference import (
     Loss,
     Sums,
@@ -33,15 +35,17 @@ from shardlib.kernels._tpu import LANES, MIB, cores, interpreted, parameters, sh
 
 LOGIT = 16  # bytes of fast memory for each logit of a block, and for what is computed of it
 SOME = 512  # numbers of a row whose gradients are made at a time
+# Rows of the kernel in a block of backward: for each block the gradient to `x` goes there and back, and below 512 rows that takes
+# longer than the products; the reference's, of XLA, are no slower then.
+PARTS = range(512, 2049, 128)
 SLOTS = 3  # of blocks of the gradient to `x`: one comes, one is added to, one goes
 
 
 class Blocks(NamedTuple):
-    """Rows of `x` and of the kernel in a block, how many blocks of the kernel are there at once, and bytes of all."""
+    """How many rows of `x` and of the kernel a block has, and the bytes of fast memory that takes."""
 
     rows: int
     vocab: int
-    buffers: int
     used: int
 
 
@@ -52,7 +56,7 @@ def refuses(task: Task) -> str | None:
         return reason
     assert task.device is not None
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    room, least = vmem_bytes(task.device.kind), min(one.used for one in _backward_blocks(flat, kernel))
+    room, least = vmem_bytes(task.device.kind), min(one.used for one in _forward_blocks(flat, kernel))
     if least <= room:
         return None
     return (
@@ -79,6 +83,7 @@ def forward(
 def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any) -> tuple[jax.Array, ...]:
     (rows, width), vocab = x.shape, kernel.shape[0]
     blocks = _fitting(_forward_blocks(x, kernel))
+    assert blocks is not None, "see `refuses`"
     per_row = pl.BlockSpec((1, blocks.rows), lambda i, j: (0, i))
     results = pl.pallas_call(
         partial(head_forward, loss=loss, vocab=vocab),
@@ -142,24 +147,23 @@ def backward(
     loss: Loss,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's."""
+    """As the reference's, and by it where fast memory holds too little of the vocabulary at a time."""
+    if (blocks := _fitting(_backward_blocks(x, kernel))) is None:
+        return _reference.backward(x, kernel, targets, first, log_z, gradient, loss=loss)
     gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
     arrays = (x, kernel, targets, first, log_z, of_log_z, gradient)
-    return jax.custom_batching.sequential_vmap(partial(_gradients, loss, simulated))(*arrays)
+    return jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))(*arrays)
 
 
 def _gradients(
-    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any, *of_row: Any
+    blocks: Blocks, loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any, *of_row: Any
 ) -> tuple[jax.Array, jax.Array]:
     (rows, width), vocab = x.shape, kernel.shape[0]
-    blocks = _fitting(_backward_blocks(x, kernel))
     row_blocks, vocab_blocks = math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)
     walkers = cores() if vocab_blocks % cores() == 0 else 1
     each = vocab_blocks // walkers
     per_row = pl.BlockSpec((1, blocks.rows), lambda core, j, i: (0, i))
-    of_part = pl.BlockSpec(
-        (blocks.vocab, width), lambda core, j, i: (core * each + j, 0), pipeline_mode=pl.Buffered(blocks.buffers)
-    )
+    of_part = pl.BlockSpec((blocks.vocab, width), lambda core, j, i: (core * each + j, 0))
     columns = [one.reshape(1, rows) for one in (targets.astype(jnp.int32), *of_row)]
     of_x, of_kernel = pl.pallas_call(
         partial(head_backward, loss=loss, rows=rows, vocab=vocab, steps=(each, row_blocks)),
@@ -280,7 +284,7 @@ def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     for some in (2048, 1024, 512, 256, 128):
         for part in (512, 256, 128):
             r, v = min(some, rows), min(part, vocab)
-            yield Blocks(r, v, 2, 2 * r * of_x + v * (2 * of_kernel + cast) + r * v * LOGIT)
+            yield Blocks(r, v, 2 * r * of_x + v * (2 * of_kernel + cast) + r * v * LOGIT)
 
 
 def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
@@ -288,20 +292,18 @@ def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     (rows, width), vocab = x.shape, kernel.shape[0]
     of_x, of_kernel, cast = _row_bytes(x, kernel, width)
     wide = 4 * _lanes(width)
-    parts = sorted(range(128, 1025, 128), key=lambda part: (math.ceil(vocab / part) % cores() != 0, -part))
     total = wide if kernel.dtype != jnp.float32 else 0
-    for buffers in (2, 1):
-        for part in parts:
-            for some in (256, 128):
-                r, v = min(some, rows), min(part, vocab)
-                of_rows, of_part = 2 * of_x + SLOTS * wide, 2 * buffers * of_kernel + cast + total
-                yield Blocks(r, v, buffers, r * of_rows + v * of_part + r * v * LOGIT + (r + v) * SOME * 4)
+    for part in sorted(PARTS, key=lambda part: (math.ceil(vocab / part) % cores() != 0, -part)):
+        for some in (256, 128):
+            r, v = min(some, rows), min(part, vocab)
+            used = r * (2 * of_x + SLOTS * wide) + v * (4 * of_kernel + cast + total)
+            yield Blocks(r, v, used + r * v * LOGIT + (r + v) * SOME * 4)
 
 
-def _fitting(candidates: Iterator[Blocks]) -> Blocks:
+def _fitting(candidates: Iterator[Blocks]) -> Blocks | None:
     """The first, hence best, that a core has room for."""
     room = vmem_bytes(device_here().kind)
-    return next(blocks for blocks in candidates if blocks.used <= room)
+    return next((blocks for blocks in candidates if blocks.used <= room), None)
 
 
 def _row_bytes(x: Any, kernel: Any, width: int) -> tuple[int, int, int]:
