@@ -116,7 +116,10 @@ def _of_loads(equation: Any) -> Touched:
             elif name in ("swap", "store") and (ref := refs.get(one.invars[0])) is not None:
                 writes[ref] += times * one.outvars[0].aval.size
             elif name == "run_scoped":
-                total.fast += sum(v.aval.size * v.aval.dtype.itemsize for v in one.params["jaxpr"].invars)
+                shared = (
+                    v.aval for v in one.params["jaxpr"].invars if str(getattr(v.aval, "memory_space", "")) == "smem"
+                )
+                total.fast += sum(x.size * getattr(x.dtype, "itemsize", 0) for x in shared)
                 walk(one.params["jaxpr"], _inherited(refs, one.params["jaxpr"].constvars, one.invars), times)
             else:
                 for inner in _inner(one):

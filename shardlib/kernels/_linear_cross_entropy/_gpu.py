@@ -123,7 +123,7 @@ def _gradients(
         (of_x, of_kernel), whole = gradients, padded(part, COLUMNS, x.dtype)
         beside, results = (*columns, _limits(part, first + begin, loss)), [("tile", x.dtype)]
         (of_z,) = over_tiles(head_backward, x, whole, beside, results, name="head_backward", simulated=simulated)
-        of_part = product(of_z, x, 0, 0)[: part.shape[0], :width].astype(kernel.dtype)
+        of_part = product(of_z, x, 0, 0).astype(kernel.dtype)[: part.shape[0], :width]
         return of_x + product(of_z, whole, 1, 0), lax.dynamic_update_slice_in_dim(of_kernel, of_part, begin, 0)
 
     zeros = tuple(like(x, one, kernel, columns[0]) for one in (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel)))
