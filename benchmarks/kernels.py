@@ -187,7 +187,9 @@ def timed(function: Callable[..., Any], *arrays: Any) -> float:
     turns = []
     for _ in range(7):
         begin = time.perf_counter()
-        jax.block_until_ready([run(*arrays) for _ in range(20)][-1])
+        for _ in range(19):
+            run(*arrays)
+        jax.block_until_ready(run(*arrays))
         turns.append((time.perf_counter() - begin) / 20)
     return statistics.median(turns)
 
@@ -226,7 +228,8 @@ def by_torch(op: str, dtype: str, shape: tuple[int, ...]) -> dict[str, float] | 
         "rms_norm": lambda: functional.rms_norm(x, of_x[1:], scale, 1e-6),
         "layer_norm": lambda: functional.layer_norm(x, of_x[1:], scale, scale, 1e-5),
     }[op]
-    run = torch.compile(plain)
+    torch._dynamo.reset()  # or it would compile the second shape for any
+    run = torch.compile(plain, dynamic=False)
     gradient = torch.randn_like(run())
 
     def back() -> None:
@@ -297,15 +300,15 @@ def _measured(save: bool) -> dict[str, Any]:
     """Times on this GPU beside plain XLA and PyTorch, and the ceiling of its memory."""
     device, big = jax.devices()[0].device_kind, jnp.ones((2**15, 2**14), jnp.bfloat16)
     copy = 2 * big.nbytes / timed(lambda x: x + 1, big)
-    square = big[:8192, :8192]
-    product = 2 * 8192**3 / timed(jnp.matmul, square, square)
-    del big, square
+    squares = {dtype: big[:8192, :8192].astype(dtype) for dtype in HEADS}
+    product = {dtype: 2 * 8192**3 / timed(jnp.matmul, one, one) for dtype, one in squares.items()}
+    del big, squares
     lines, table = [], []
     for op in OPS:
         for dtype, shapes in OPS[op].shapes.items():
             for shape in shapes:
                 torch = by_torch(op, dtype, shape)
-                times = {name: on_gpu(op, name, dtype, shape, copy, product) for name in ("reference", "gpu")}
+                times = {name: on_gpu(op, name, dtype, shape, copy, product[dtype]) for name in ("reference", "gpu")}
                 ours, xla = times["gpu"], times["reference"]
                 line: dict[str, Any] = {"op": op, "dtype": dtype, "shape": shape, **times, "torch": torch}
                 line["over_xla"] = {way: xla[way] / ours[way] for way in ("forward", "back")}

@@ -129,3 +129,29 @@ def test_a_target_that_is_no_token_makes_its_loss_nan():
     X = jnp.zeros((8, 128))
     losses = kernels.linear_cross_entropy(X[:3], X, jnp.array([7, 8, -1]))
     assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
+
+
+def test_targets_of_few_bits_are_as_any():
+    x, kernel = jnp.eye(4, 8), jnp.arange(2400.0).reshape(300, 8)
+    whole = kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255]))
+    np.testing.assert_array_equal(kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255], "uint8")), whole)
+
+
+def test_products_of_float32_are_no_less_exact_than_was_asked():
+    x = jnp.zeros((8, 128))
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(
+            ValueError, match="TF32 alone, on Hopper, if `jax_default_matmul_precision` allows that; it is 'hi"
+        ),
+    ):
+        kernels.linear_cross_entropy(x, x, jnp.zeros(8, int), implementation="gpu_simulated")
+
+
+def test_backward_is_the_references_where_fast_memory_is_small(monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _tpu
+
+    monkeypatch.setattr(_tpu, "_backward_blocks", lambda x, kernel: iter([_tpu.Blocks(256, 512, 2**40)]))
+    arrays = make({"x": (100, 20), "kernel": (350, 20), "targets": (100,)}, "float32")
+    found = derived(head, arrays, {"implementation": "tpu_simulated"})
+    near(found, true_of(arrays, found, {}), 2e-6)

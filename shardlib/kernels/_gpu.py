@@ -31,8 +31,8 @@ INDEX: list[Any] = [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is insp
 
 
 GENERATIONS = {
-    "hopper": ("NVIDIA H1", "NVIDIA H2", "NVIDIA GH"),
-    "blackwell": ("NVIDIA B", "NVIDIA GB"),
+    "hopper": ("NVIDIA H1", "NVIDIA H2", "NVIDIA H8", "NVIDIA GH"),
+    "blackwell": ("NVIDIA B", "NVIDIA GB2", "NVIDIA GB3"),
 }  # by names of devices
 
 
@@ -134,12 +134,13 @@ def over_rows(kernel: Any, rows: int, row: int, outs: Any, simulated: bool) -> A
     return call(of_block, kernel.__name__, outs, simulated, grid=(blocks,), grid_names=("block",))
 
 
-def call(body: Any, name: str, outs: Any, simulated: bool, **options: Any) -> Any:
+def call(body: Any, name: str, outs: Any, simulated: bool, rough: bool = False, **options: Any) -> Any:
     """A kernel by its name, compiled, or simulated: that tells races, and memory that was never written is nan.
 
-    Its results are known to differ between devices as what it is given does.
+    Its results are known to differ between devices as what it is given does. `rough` takes exponentials from the GPU's own unit,
+    exact to some 22 bits, and hyperbolic tangents, to 11.
     """
-    compiler = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    compiler = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=rough)
     if simulated:
         options["interpret"] = _simulator()
     kernel = plgpu.kernel(body, out_type=outs, kernel_name=name, compiler_params=compiler, **options)

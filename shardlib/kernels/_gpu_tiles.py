@@ -66,11 +66,12 @@ def over_tiles(
     *,
     name: str,
     simulated: bool,
+    rough: bool,
 ) -> list[jax.Array]:
     """Call a function for each tile of `a @ b.T` with what lies beside; what it gives is written.
 
     A `"row"` result is a number for each row of each tile, `(tiles side by side, rows)`; a `"tile"` is as large as the product.
-    Rows of both are whole tiles, and their widths whole steps: see `padded`.
+    What is `rough`, see `call`. Rows of both are whole tiles, and their widths whole steps: see `padded`.
     """
     (rows, width), columns = a.shape, b.shape[0]
     assert rows % (2 * ROWS) == columns % COLUMNS == width % step(a.dtype) == 0, (a.shape, b.shape)
@@ -78,7 +79,7 @@ def over_tiles(
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
     make = {"hopper": _hopper, "blackwell": _blackwell}[generation(device_here().kind)]
     body, options = make(epilogue, results, (rows, columns, width), a.dtype, simulated)
-    return call(body, name, outs, simulated, grid_names=("tile",), thread_name="group", **options)(a, b, *beside)
+    return call(body, name, outs, simulated, rough, grid_names=("tile",), thread_name="group", **options)(a, b, *beside)
 
 
 def step(dtype: Any) -> int:

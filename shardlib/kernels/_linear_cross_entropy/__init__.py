@@ -64,6 +64,7 @@ def linear_cross_entropy(
     rows = of_kernel.whole[0]
     loss = Loss(rows if vocab is None else vocab, float(z_loss), float(smoothing), cap, ignored)
     _check(x, kernel, targets, of_x, rows, loss)
+    targets = targets.astype(jnp.int32)
     arrays = {"x": (x, of_x), "kernel": (kernel, of_kernel), "targets": (targets, of_targets)}
     here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items()}
     task = Task(OP, here, partitioned=partitioned(of_x), summed=of_kernel.axes[0], device=device_here())

@@ -37,12 +37,15 @@ def refuses(task: Task) -> str | None:
     if reason := refuses_device(task):
         return reason
     assert task.device is not None
-    takes = {"bfloat16", "float16"} | ({"float32"} if generation(task.device.kind) == "hopper" else set())
+    takes, precision = {"bfloat16", "float16"}, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision in (None, "default", "tensorfloat32") and generation(task.device.kind) == "hopper":
+        takes |= {"float32"}
     if str(task.arrays["x"].dtype) in takes and str(task.arrays["kernel"].dtype) in takes | {"float32"}:
         return None
     return (
-        f"multiplies {' and '.join(sorted(takes))} on GPUs of this generation, float32 as TF32, with a kernel of these dtypes or "
-        f"float32; `x` is {task.arrays['x'].dtype} and `kernel` {task.arrays['kernel'].dtype}"
+        f"multiplies {' and '.join(sorted(takes))} here, by a kernel of these dtypes or float32, and float32 as TF32 alone, on "
+        f"Hopper, if `jax_default_matmul_precision` allows that; it is {precision!r}, `x` {task.arrays['x'].dtype} and `kernel` "
+        f"{task.arrays['kernel'].dtype}"
     )
 
 
@@ -77,7 +80,14 @@ def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first:
         beside = targets, _limits(part, first + begin, loss)
         results = [("row", jnp.float32)] * 4
         parts = over_tiles(
-            head_forward, x, padded(part, COLUMNS, x.dtype), beside, results, name="head_forward", simulated=simulated
+            head_forward,
+            x,
+            padded(part, COLUMNS, x.dtype),
+            beside,
+            results,
+            name="head_forward",
+            simulated=simulated,
+            rough=loss.cap is None,
         )
         highest = parts[0].max(0)
         total = (parts[1] * scale(parts[0], highest)).sum(0)
@@ -122,13 +132,15 @@ def _gradients(
     def of_chunk(gradients: Any, part: jax.Array, begin: jax.Array) -> Any:
         (of_x, of_kernel), whole = gradients, padded(part, COLUMNS, x.dtype)
         beside, results = (*columns, _limits(part, first + begin, loss)), [("tile", x.dtype)]
-        (of_z,) = over_tiles(head_backward, x, whole, beside, results, name="head_backward", simulated=simulated)
+        (of_z,) = over_tiles(
+            head_backward, x, whole, beside, results, name="head_backward", simulated=simulated, rough=loss.cap is None
+        )
         of_part = product(of_z, x, 0, 0).astype(kernel.dtype)[: part.shape[0], :width]
         return of_x + product(of_z, whole, 1, 0), lax.dynamic_update_slice_in_dim(of_kernel, of_part, begin, 0)
 
     zeros = tuple(like(x, one, kernel, columns[0]) for one in (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel)))
     of_x, of_kernel = over_chunks(of_chunk, zeros, kernel, _at_once(x))
-    return of_x[:rows, :width].astype(x.dtype), of_kernel
+    return of_x[:rows, :width], of_kernel
 
 
 def _logits(tile: Tile, at_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:

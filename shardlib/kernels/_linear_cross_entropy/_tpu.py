@@ -189,7 +189,7 @@ def _gradients(
         interpret=interpreted(simulated, x),
         name="head_backward",
     )(first.reshape(1), x, kernel, *columns)
-    return of_x.sum(0)[:rows].astype(x.dtype), of_kernel
+    return of_x.sum(0)[:rows], of_kernel
 
 
 def head_backward(
