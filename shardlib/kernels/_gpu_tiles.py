@@ -141,6 +141,18 @@ def _registers(simulated: bool, count: int) -> None:
         plgpu.set_max_registers(count, action="decrease" if count < 128 else "increase")
 
 
+def _bring(operands: Sequence[Any], staging: Sequence[Any], there: Any, free: Any, steps: int, stages: int) -> None:
+    """Copy what is multiplied to shared memory step by step, as far ahead as stages are free."""
+
+    @pl.loop(0, steps)
+    def _(k: jax.Array) -> None:
+        slot = lax.rem(k, stages)
+        pl.when(k >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+        for operand, stage in zip(operands, staging, strict=True):
+            some = stage.shape[-1]
+            plgpu.copy_gmem_to_smem(operand.at[:, pl.ds(k * some, some)], stage.at[slot], there.at[slot])
+
+
 def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
     """Which tile a program has: neighbours in time share operands."""
     return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, TOGETHER)
@@ -162,14 +174,8 @@ def _hopper(
         @pl.when(group == 2)
         def _() -> None:
             registers(40)
-
-            @pl.loop(0, steps)
-            def _(k: jax.Array) -> None:
-                slot = lax.rem(k, stages)
-                pl.when(k >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                part = pl.ds(k * some, some)
-                plgpu.copy_gmem_to_smem(a.at[pl.ds(row * 2 * ROWS, 2 * ROWS), part], a_smem.at[slot], there.at[slot])
-                plgpu.copy_gmem_to_smem(b.at[pl.ds(column * COLUMNS, COLUMNS), part], b_smem.at[slot], there.at[slot])
+            mine = a.at[pl.ds(row * 2 * ROWS, 2 * ROWS)], b.at[pl.ds(column * COLUMNS, COLUMNS)]
+            _bring(mine, (a_smem, b_smem), there, free, steps, stages)
 
         @pl.when(group < 2)
         def _() -> None:
@@ -222,14 +228,8 @@ def _blackwell(
         @pl.when(group == 0)
         def _() -> None:
             registers(40)
-
-            @pl.loop(0, steps)
-            def _(k: jax.Array) -> None:
-                slot = lax.rem(k, stages)
-                pl.when(k >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                part = pl.ds(k * some, some)
-                plgpu.copy_gmem_to_smem(a.at[pl.ds(row * ROWS, ROWS), part], a_smem.at[slot], there.at[slot])
-                plgpu.copy_gmem_to_smem(b.at[pl.ds(column * COLUMNS, COLUMNS), part], b_smem.at[slot], there.at[slot])
+            mine = a.at[pl.ds(row * ROWS, ROWS)], b.at[pl.ds(column * COLUMNS, COLUMNS)]
+            _bring(mine, (a_smem, b_smem), there, free, steps, stages)
 
         @pl.when(group == 1)
         def _() -> None:
