@@ -1,5 +1,6 @@
 """The ops of `shardlib.kernels` for their tests: each as a function of a tree of arrays, and the same in plain JAX."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +106,15 @@ OPS = {
         {"z_loss": [0.0, 1e-2], "smoothing": [0.0, 0.1], "cap": [None, 2.0], "vocab": [None, 2]}, SIMULATED,
     ),
 }  # fmt: skip
+needs_tokamax = pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="needs Tokamax: the extra `tokamax`"
+)
 every_op = pytest.mark.parametrize("op", [OPS["softmax"], OPS["norm"]], ids=lambda op: op.name)
 every = pytest.mark.parametrize(
     ("op", "implementation"),
     [(op, one) for op in OPS.values() for one in op.implementations]
-    + [pytest.param(op, "gpu", marks=pytest.mark.gpu) for op in OPS.values()],
+    + [pytest.param(op, "gpu", marks=pytest.mark.gpu) for op in OPS.values()]
+    + [pytest.param(OPS["norm"], "tokamax", marks=[pytest.mark.gpu, needs_tokamax])],
     ids=lambda x: getattr(x, "name", x),
 )
 

@@ -9,7 +9,7 @@ from kernel_ops import OPS, RULES, derived, head, split
 from machines import compile_for
 
 import shardlib as sl
-from shardlib import testing
+from shardlib import kernels, testing
 
 P = jax.P
 GPUS = [pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler) for name in ("h100", "h200", "b200")]
@@ -30,6 +30,14 @@ CASES = {
     ],
 }
 
+OF_GPUS = {  # rows that a warpgroup has 128 of, or that pass by; compilers for TPUs lay such arrays out otherwise at their entry
+    "softmax": [({"x": (4, 4, 256, 24)}, "bfloat16", {}), ({"x": (4, 4, 16, 20_000)}, "float32", {})],
+    "norm": [
+        ({"x": (4, 4, 256, 24), "residual": (4, 4, 256, 24), "scale": (24,)}, "bfloat16", {}),
+        ({"x": (4, 4, 16, 20_001), "scale": (20_001,), "bias": (20_001,)}, "bfloat16", {}),
+    ],
+}
+
 
 class Found(NamedTuple):
     """Bytes that forward reads and writes, the collectives of both ways, and the bytes of each array on a device."""
@@ -42,7 +50,7 @@ class Found(NamedTuple):
 
 def of_case(target, op, case):
     """The programs of one of the cases."""
-    shapes, dtype, options = CASES[op][case]
+    shapes, dtype, options = [*CASES[op], *OF_GPUS[op]][case]
     target = sl.Target(target)
     mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
 
@@ -116,3 +124,35 @@ def of_head(target, implementation, dtype, rows, vocab, width):
         compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
     large = {(one.kind, one.axes) for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16}
     return compiled.memory_analysis().temp_size_in_bytes, large
+
+
+def of_tokamax(target):
+    """The collectives of both ways of a norm by Tokamax, which asks JAX which GPU is there, and why it is none elsewhere."""
+    import tokamax
+    from jax.extend import backend
+
+    mesh, patch = sl.Target(target).mesh("data=2,model=2"), pytest.MonkeyPatch()
+    x, scale = (
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, P(*spec)))
+        for shape, spec in (((8, 128, 1000), ("data",)), ((1000,), ()))
+    )
+    options = {"names": ("batch", None, None), "implementation": "tokamax"}
+    arrays = {"x": x, "scale": scale, "bias": scale, "residual": x}
+    with sl.use(RULES, mesh), patch.context() as patched:
+        with pytest.raises(ValueError, match="JAX has cpu here. Here `reference` and `gpu` can"):
+            jax.eval_shape(lambda arrays: OPS["norm"].call(arrays, options), arrays)
+        patched.setattr(jax, "devices", lambda *_: list(mesh.devices.flat))
+        patched.setattr(jax, "default_backend", lambda: "gpu")
+        patched.setattr(backend, "get_default_device", lambda: mesh.devices.flat[0])
+        with tokamax.config.cross_compile(True):
+            both = jax.jit(lambda arrays, given: derived(OPS["norm"].call, arrays, options, given)).lower(
+                arrays, (x, x)
+            )
+        found = [one.kind for one in testing.collectives(compile_for(mesh, both), mesh)]
+
+        def checked(x):
+            return kernels.rms_norm(x, implementation="tokamax")
+
+        with pytest.raises(ValueError, match="known over `data`: `shard_map"):
+            jax.eval_shape(jax.shard_map(checked, in_specs=P("data"), out_specs=P("data")), x)
+    return found

@@ -31,11 +31,11 @@ ORDER = [
         "_remat",
     ),
     *("_random", "_batch", "_flax", "_layers", "_precision"),
-    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_tiles")),
+    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_rows", "_gpu_tiles")),
     *(
         f"kernels.{op}{name}"
         for op in ("_softmax", "_norm", "_linear_cross_entropy")
-        for name in ("._reference", "._tpu", "._gpu", "")
+        for name in ("._reference", "._tpu", "._gpu", *["._tokamax"] * (op == "_norm"), "")
     ),
     "kernels",
     *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),

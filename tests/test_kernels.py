@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, rounding, some, true
-from kernel_programs import CASES, GPUS, TPUS, in_a_checked_shard_map, of_case
+from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, needs_tokamax, rounding, some, true
+from kernel_programs import CASES, GPUS, OF_GPUS, TPUS, in_a_checked_shard_map, of_case, of_tokamax
 from machines import on_its_own
 
 import shardlib as sl
@@ -35,8 +35,9 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
     @given(st.data())
     @settings(deadline=None, max_examples=2 if "simulated" in implementation else 8, derandomize=True)
     def check(data):
-        row = st.integers(1, 300) if not implementation.startswith("gpu") else st.integers(128, 300)
-        shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 19)), data.draw(row))
+        few = st.integers(1, 9) | st.integers(128, 300)  # a simulator takes short rows number by number
+        row = data.draw(few if implementation == "gpu_simulated" else st.integers(1, 300))
+        shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 19)), row)
         options = {name: data.draw(st.sampled_from(values)) for name, values in op.options.items()}
         arrays = make(op.arrays(shape, data.draw), dtype, seed=data.draw(st.integers(0, 9)))
         function = jax.jit(lambda arrays: derived(op.call, arrays, {**options, "implementation": implementation}))
@@ -47,6 +48,28 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
         near(found[1], wanted[1], 6 * rounding(op, dtype), 1 if difference else 0.1)
 
     check()
+
+
+LENGTHS = [
+    ("tpu_simulated", 1),
+    ("gpu_simulated", 5),
+    ("gpu_simulated", 9001),
+    *[("gpu", n) for n in (1, 64, 127, 9001, 60_000)],
+]
+
+
+@every_op
+@pytest.mark.parametrize(("implementation", "row"), [on_gpu(*one) if one[0] == "gpu" else one for one in LENGTHS])
+def test_a_row_may_be_of_any_length(op, implementation, row):
+    shapes = {
+        "softmax": {"x": (2, 3, row), "where": (1, 3, row)},
+        "norm": {"x": (2, 3, row), "scale": (row,), "bias": (row,)},
+    }
+    arrays = make(shapes[op.name], "float32")
+    found = jax.jit(lambda arrays: derived(op.call, arrays, {"implementation": implementation}))(arrays)
+    wanted = true(op, arrays, {}, some(found[0]))
+    near(found[0], wanted[0], 6 * ROUNDING["float32"])
+    near(found[1], wanted[1], 6 * ROUNDING["float32"], 0.1)
 
 
 @every_op
@@ -131,13 +154,18 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
         assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 4)
 
 
-every_case = pytest.mark.parametrize(
-    ("op", "case"), [(op, k) for op, cases in CASES.items() for k in range(len(cases))], ids=lambda x: str(x)
-)
+def cases(targets, *of):
+    """Each of the cases of ops for each target."""
+    numbers = {op: range(sum(len(one[op]) for one in of[:-1]), sum(len(one[op]) for one in of)) for op in of[0]}
+    return [
+        pytest.param(*target.values, op, k, marks=target.marks, id=f"{target.values[0]}-{op}-{k}")
+        for target in targets
+        for op in numbers
+        for k in numbers[op]
+    ]
 
 
-@pytest.mark.parametrize("target", TPUS + GPUS)
-@every_case
+@pytest.mark.parametrize(("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS, CASES, OF_GPUS))
 def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
     found = on_its_own(target, of_case, op, case)
     assert set(found.kinds) <= {"all-reduce"}, "gradients of what rows share, and nothing else"
@@ -153,6 +181,12 @@ def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
 @pytest.mark.parametrize("target", [TPUS[1], *GPUS[1:]])
 def test_the_real_compiler_takes_it_in_a_checked_shard_map(target, op):
     assert set(on_its_own(target, in_a_checked_shard_map, op)) <= {"all-reduce"}
+
+
+@needs_tokamax
+@pytest.mark.parametrize("target", GPUS[1:])
+def test_the_real_compiler_takes_tokamax_where_its_gpu_is(target):
+    assert set(on_its_own(target, of_tokamax)) <= {"all-reduce"}
 
 
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
@@ -171,10 +205,13 @@ X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
             lambda: kernels.softmax(X.astype("float16"), implementation="tpu_simulated"),
             "takes float32 and bfloat16.*not float16",
         ),
-        (lambda: kernels.softmax(X[:, :7], implementation="gpu_simulated"), "a row has 7 numbers; at least 128"),
         (
-            lambda: kernels.softmax(jnp.zeros((1, 9000)), implementation="gpu_simulated"),
-            "at most 8192 numbers of 4 bytes",
+            lambda: kernels.rms_norm(X, implementation="tokamax"),
+            "is a kernel for GPUs, and this is traced for cpu .cpu.. Here",
+        ),
+        (
+            lambda: kernels.rms_norm(X, implementation="tokamax_simulated"),
+            "there are .* `tokamax`, `tpu_simulated`, `gpu_sim",
         ),
         (lambda: kernels.softmax(jnp.zeros((1, 100_000)), implementation="tpu_simulated"), "a row may be of 45875"),
         (lambda: kernels.softmax(X.astype(int)), "int32.8, 128.: give it floats"),

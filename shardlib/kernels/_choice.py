@@ -28,6 +28,7 @@ class Task:
     arrays: Mapping[str, Any]  # of shape and dtype
     partitioned: bool = False  # no names were given, and an axis is automatic: only what XLA can take apart will do
     summed: tuple[str, ...] = ()  # axes over which devices add up within the op
+    differing: frozenset[str] = frozenset()  # axes over which JAX keeps account that the arrays differ
     device: "Device | None" = None
 
     def __str__(self) -> str:
@@ -52,6 +53,12 @@ class Implementation:
     name: str
     platform: str | None  # None: anywhere
     module: str
+    ours: bool = True  # a kernel of ours can be simulated
+
+    @property
+    def simulates(self) -> bool:
+        """Whether there is an interpreter for it."""
+        return self.platform is not None and self.ours
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -67,8 +74,8 @@ class Implementation:
         assert device is not None
         if self.platform is not None and not simulated and device.platform != self.platform:
             return (
-                f"is a kernel for {self.platform.upper()}s, and this is traced for {device.kind} ({device.platform}); "
-                f"`{self.name}{SIMULATED}` runs it anywhere, slowly"
+                f"is a kernel for {self.platform.upper()}s, and this is traced for {device.kind} ({device.platform})"
+                + f"; `{self.name}{SIMULATED}` runs it anywhere, slowly" * self.simulates
             )
         if self.platform is not None and task.partitioned:
             return (
@@ -89,7 +96,7 @@ class Chosen:
     @property
     def options(self) -> dict[str, bool]:
         """What its functions are told besides."""
-        return {} if self.implementation.platform is None else {"simulated": self.simulated}
+        return {"simulated": self.simulated} if self.implementation.simulates else {}
 
 
 @dataclass(frozen=True)
@@ -179,8 +186,8 @@ def _named(candidates: Sequence[Implementation], task: Task, asked: str, reasons
     named = {each.name: each for each in candidates}
     simulated = isinstance(asked, str) and asked.endswith(SIMULATED)
     each = named.get(asked.removesuffix(SIMULATED)) if isinstance(asked, str) else None
-    if each is None or (simulated and each.platform is None):
-        names = [*named, *(name + SIMULATED for name, one in named.items() if one.platform)]
+    if each is None or (simulated and not each.simulates):
+        names = [*named, *(name + SIMULATED for name, one in named.items() if one.simulates)]
         raise ValueError(
             f"`{task.op}(implementation={asked!r})`: there are {', '.join(f'`{name}`' for name in names)}; None takes what "
             "is fastest here."

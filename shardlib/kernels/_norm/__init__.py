@@ -10,12 +10,13 @@ from jax import lax
 
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
-from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, varying_alike
+from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, varying, varying_alike
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
     Implementation("gpu", "gpu", f"{__name__}._gpu"),
+    Implementation("tokamax", "gpu", f"{__name__}._tokamax", ours=False),
 )
 
 
@@ -85,7 +86,8 @@ def _norm(
     arrays = {"x": (x, of_x), "residual": (residual, of_x)}
     arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
     here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items() if one is not None}
-    task = Task(op, here, partitioned=partitioned(of_x), summed=of_x.axes[-1], device=device_here())
+    differing = frozenset().union(*(varying(one) for one in (x, residual, scale, bias) if one is not None))
+    task = Task(op, here, partitioned(of_x), of_x.axes[-1], differing, device_here())
     call = Call(choose(IMPLEMENTATIONS, task, asked), of_x, float(epsilon), op == "layer_norm")
     if x.size == 0:
         return x if residual is None else (x, x)

@@ -7,20 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shardlib.kernels import _gpu
-from shardlib.kernels._choice import Task
-from shardlib.kernels._gpu import Cut, once, store
+from shardlib.kernels._gpu import call
+from shardlib.kernels._gpu_rows import Numbers, Rows, each, over_rows, refuses
 from shardlib.kernels._rows import batched, grouped
 
+__all__ = ["backward", "forward", "refuses"]
+
+SHARED = 200 * 2**10  # bytes that sums over rows may take of shared memory
 WARPGROUPS = 4 * 132  # that sum gradients over rows, each its own: enough to keep any GPU's memory busy
-
-
-def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
-    if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
-    x = task.arrays["x"]
-    return _gpu.refuses_rows(task, x.shape[-1], jnp.float32)
 
 
 def forward(
@@ -37,42 +31,34 @@ def forward(
 
     def here(depth: int, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
         groups, beside = grouped(depth, x, scale, bias)
-        row = x.shape[-1]
-        count = x.size // row
-        of_group = [len(one) > 1 for one in beside if one is not None]
-        of_rows = [one.reshape(count, row) for one in (x, residual) if one is not None]
-        of_all = [one for one in beside if one is not None]
-        cut = _gpu.cut(row, *(one.dtype for one in (*of_rows, *of_all)))
+        shared = [one for one in beside if one is not None]
+        groups = groups if any(len(one) > 1 for one in shared) else 1
+        of = Rows.of(x.shape[-1], [x.dtype, *(one.dtype for one in shared)], simulated=simulated)
+        of_rows = [of.flat(one, groups, mode="edge") for one in (x, residual) if one is not None]
 
-        def read(ref: Any, index: Any) -> list[jax.Array]:
-            return [_gpu.load(ref, index, piece, cut.vector, simulated).astype(jnp.float32) for piece in cut.pieces]
-
-        def norm_forward(indices: list[jax.Array], *refs: Any) -> None:
-            inputs, outs = refs[: len(of_rows) + len(of_all)], refs[len(of_rows) + len(of_all) :]
-            loaded = [[read(ref, index) for ref in inputs[: len(of_rows)]] for index in indices]
+        def norm_forward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
+            inputs, (*of_shared, y_ref), h_refs = (
+                refs[: len(of_rows)],
+                refs[len(of_rows) :][: len(shared) + 1],
+                refs[-1:],
+            )
+            loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
             same = [
-                None if apart else read(ref, 0) for ref, apart in zip(inputs[len(of_rows) :], of_group, strict=True)
+                of.load_shared(ref, group if len(one) > 1 else 0) for ref, one in zip(of_shared, shared, strict=True)
             ]
-            for index, parts in zip(indices, loaded, strict=True):
-                h = parts[0]
-                if residual is not None:
-                    h = [(a + b).astype(x.dtype).astype(jnp.float32) for a, b in zip(*parts, strict=True)]
-                unit, _ = _unit(h, cut, row, epsilon, centred, simulated)
-                shared = [
-                    read(ref, index // (count // groups)) if all_ is None else all_
-                    for ref, all_ in zip(inputs[len(of_rows) :], same, strict=True)
-                ]
-                for k, piece in enumerate(cut.pieces):
-                    y, given = unit[k], iter(shared)
-                    y = y * next(given)[k] if scale is not None else y
-                    y = y + next(given)[k] if bias is not None else y
-                    store(outs[0], index, piece, y)
-                    if residual is not None:
-                        store(outs[1], index, piece, h[k])
+            for index, given in zip(indices, loaded, strict=True):
+                h, *added = (each(_wide, one) for one in given)
+                for one in added:
+                    h = each(lambda h, residual: _wide((h + residual).astype(x.dtype)), h, one)
+                y, _ = _unit(of, h, epsilon, centred)
+                for put, one in zip([jnp.multiply] * (scale is not None) + [jnp.add], same, strict=False):
+                    y = each(put, y, each(_wide, one))
+                of.store((y_ref, index, y), *((ref, index, h) for ref in h_refs[: len(added)]))
 
-        outs = [jax.ShapeDtypeStruct((count, row), x.dtype)] * len(of_rows)
-        results = _gpu.over_rows(norm_forward, count, row, outs, simulated)(*of_rows, *of_all)
-        y, *sums = (one.reshape(x.shape) for one in results)
+        count = len(of_rows[0])
+        outs = [jax.ShapeDtypeStruct((count, of.row), x.dtype)] * len(of_rows)
+        results = over_rows(norm_forward, of, groups, count // groups, outs)(*of_rows, *shared)
+        y, *sums = (of.unflat(one, x.shape, groups) for one in results)
         return y, sums[0] if sums else x
 
     return batched(here, "rows", "rows", "beside", "beside")(x, residual, scale, bias)
@@ -89,64 +75,72 @@ def backward(
     biased: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share in its shared memory."""
+    """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share, in its shared memory."""
 
     def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         groups, (scale,) = grouped(depth, h, scale)
-        row = h.shape[-1]
-        count = h.size // row // groups
-        of_rows = [one.reshape(groups * count, row) for one in (h, gradient, of_h) if one is not None]
-        given = [*of_rows, *([] if scale is None else [scale])]
-        kinds = (scale is not None) + biased
-        cut, blocks = _gpu.cut(row, *(one.dtype for one in given)), _share(count)
-
-        def read(ref: Any, index: Any) -> list[jax.Array]:
-            return [_gpu.load(ref, index, piece, cut.vector, simulated).astype(jnp.float32) for piece in cut.pieces]
+        dtypes = [one.dtype for one in (h, gradient, of_h, scale) if one is not None]
+        of = Rows.of(h.shape[-1], dtypes, simulated=simulated)
+        count = h.size // of.row // groups
+        room = max(count, of.held)  # rows of a group, with those that `flat` adds, which have no gradient
+        given = [
+            of.flat(h, groups, mode="edge"),
+            *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
+        ]
+        kinds, blocks = (scale is not None) + biased, _share(-(-count // of.held))
+        in_shared_memory = 0 < kinds * of.held * of.row * 4 <= SHARED
 
         def norm_backward(*refs: Any) -> None:
-            inputs, (x_ref, *sum_refs) = refs[: len(given)], refs[len(given) : len(given) + 1 + kinds]
-            scratch = refs[-1]
+            inputs, (x_ref, *sum_refs) = (
+                refs[: len(given)],
+                refs[len(refs) - 1 - kinds - in_shared_memory :][: 1 + kinds],
+            )
             group, block = lax.axis_index("group"), lax.axis_index("block")
-            for which in range(kinds):
-                for piece in cut.pieces:
-                    store(scratch, which, piece, _gpu.full(piece, cut.vector, 0.0, simulated))
+            own = (group * blocks + block) * of.held  # the first of its sums, which it adds up where there is room
+            sums = [
+                (refs[-1], which * of.held) if in_shared_memory else (ref, own) for which, ref in enumerate(sum_refs)
+            ]
+            of.store(*((ref, at, lambda piece: of.full(0.0)) for ref, at in sums))
 
-            def of_row(k: jax.Array, _: None) -> None:
-                at = block + k * blocks
-                index = group * count + jnp.minimum(at, count - 1)
-                parts = [read(ref, index) for ref in inputs[: len(of_rows)]]
-                scales = None if scale is None else read(inputs[-1], group if len(scale) > 1 else 0)
-                unit, inverse = _unit(parts[0], cut, row, epsilon, centred, simulated)
-                g = parts[1]
-                of_unit = g if scales is None else [a * b for a, b in zip(g, scales, strict=True)]
-                mean = _mean([a * b for a, b in zip(of_unit, unit, strict=True)], cut, row, simulated)
-                of_x = [a - b * mean for a, b in zip(of_unit, unit, strict=True)]
+            def of_turn(turn: jax.Array, _: None) -> None:
+                first = (block + turn * blocks) * of.held
+                at = jnp.minimum(first, room - of.held)
+                index = group * room + at
+                h, g, *added = (each(_wide, of.load(ref, index)) for ref in inputs)
+                unit, inverse = _unit(of, h, epsilon, centred)
+                of_unit = g
+                if scale is not None:
+                    scales = of.load_shared(refs[len(given)], group if len(scale) > 1 else 0)
+                    of_unit = each(lambda g, scale: g * _wide(scale), g, scales)
+                mean = of.total(each(jnp.multiply, of_unit, unit)) * (1 / of.row)
+                of_x = each(lambda a, b, mean: a - b * mean, of_unit, unit, mean)
                 if centred:
-                    middle = _mean(of_unit, cut, row, simulated)
-                    of_x = [a - middle for a in of_x]
-                counts = jnp.where(at < count, 1.0, 0.0)  # the last rows may be done twice, and count once
-                for n, piece in enumerate(cut.pieces):
-                    part = of_x[n] * inverse
-                    store(x_ref, index, piece, part if of_h is None else part + parts[2][n])
-                    sums: list[Any] = [*([g[n] * unit[n]] if scale is not None else []), *([g[n]] if biased else [])]
-                    for which, one in enumerate(sums):
-                        before = _gpu.load(scratch, which, piece, cut.vector, simulated)
-                        new = once(one, piece, cut.vector, simulated) * counts
-                        store(scratch, which, piece, before + new)
+                    of_x = each(jnp.subtract, of_x, of.total(of_unit) * (1 / of.row))
+                of_x = each(jnp.multiply, of_x, inverse)
+                for one in added:
+                    of_x = each(jnp.add, of_x, one)
+                counts = jnp.where(of.indices(at) >= first, 1.0, 0.0)  # the last rows may be done twice, and count once
+                parts = [each(jnp.multiply, g, unit)] * (scale is not None) + [g] * biased
+                adds = [
+                    (ref, at, each(_added, of.load(ref, at, now=False), of.once(x), counts))
+                    for (ref, at), x in zip(sums, parts, strict=True)
+                ]
+                of.store((x_ref, index, of_x), *adds)
 
-            lax.fori_loop(0, -(-count // blocks), of_row, None)
-            for which, ref in enumerate(sum_refs):
-                for piece in cut.pieces:
-                    store(ref, group * blocks + block, piece, _gpu.load(scratch, which, piece, cut.vector, simulated))
+            lax.fori_loop(0, -(-count // (blocks * of.held)), of_turn, None)
+            if in_shared_memory:
+                of.store(
+                    *((out, own, of.load(ref, at, now=False)) for out, (ref, at) in zip(sum_refs, sums, strict=True))
+                )
 
-        sums = jax.ShapeDtypeStruct((groups * blocks, row), jnp.float32)
-        of_x, *of_sums = _gpu.call(
-            norm_backward, "norm_backward", [jax.ShapeDtypeStruct((groups * count, row), h.dtype), *[sums] * kinds], simulated,
-            scratch_types=[plgpu.SMEM((kinds, row), jnp.float32)] if kinds else [],
+        of_sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
+        of_x, *of_rows = call(
+            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[of_sums] * kinds], simulated,
+            scratch_types=[plgpu.SMEM((kinds * of.held, of.row), jnp.float32)] * in_shared_memory,
             grid=(groups, blocks), grid_names=("group", "block"),
-        )(*given)  # fmt: skip
-        summed = (one.reshape(groups, blocks, row).sum(1).reshape(*h.shape[:depth], row) for one in of_sums)
-        return of_x.reshape(h.shape), *summed
+        )(*given, *([] if scale is None else [scale]))  # fmt: skip
+        summed = (one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row) for one in of_rows)
+        return of.unflat(of_x, h.shape, groups), *summed
 
     of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
     return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
@@ -158,16 +152,16 @@ def _share(count: int) -> int:
     return -(-count // turns)
 
 
-def _unit(
-    h: list[jax.Array], cut: Cut, row: int, epsilon: float, centred: bool, simulated: bool
-) -> tuple[list[jax.Array], jax.Array]:
+def _unit(of: Rows, h: Numbers, epsilon: float, centred: bool) -> tuple[Numbers, jax.Array]:
     if centred:
-        mean = _mean(h, cut, row, simulated)
-        h = [part - mean for part in h]
-    inverse = lax.rsqrt(_mean([part * part for part in h], cut, row, simulated) + epsilon)
-    return [part * inverse for part in h], inverse
+        h = each(jnp.subtract, h, of.total(h) * (1 / of.row))
+    inverse = lax.rsqrt(of.total(each(jnp.square, h)) * (1 / of.row) + epsilon)
+    return each(jnp.multiply, h, inverse), inverse
 
 
-def _mean(parts: list[jax.Array], cut: Cut, row: int, simulated: bool) -> jax.Array:
-    counted = [once(part, piece, cut.vector, simulated) for part, piece in zip(parts, cut.pieces, strict=True)]
-    return _gpu.total(counted) * (1 / row)
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _added(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+    return so_far + x * counts

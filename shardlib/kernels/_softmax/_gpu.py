@@ -1,22 +1,15 @@
 """Masked, scaled softmax on a GPU: a row in the registers of a warpgroup, read once and written once."""
 
-import math
-from typing import Any
+import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.kernels import _gpu
-from shardlib.kernels._choice import Task
+from shardlib.kernels._gpu_rows import Numbers, Piece, Rows, each, over_rows, refuses
 from shardlib.kernels._rows import batched, rows
 
-
-def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
-    if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
-    x = task.arrays["x"]
-    return _gpu.refuses_rows(task, x.shape[-1], x.dtype)
+__all__ = ["backward", "forward", "refuses"]
 
 
 def forward(
@@ -32,53 +25,57 @@ def forward(
 
     def here(depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None) -> jax.Array:
         del depth
+        of = Rows.of(x.shape[-1], [x.dtype], x.dtype, simulated)
+        if where is not None and of.apart:  # a lane finds its row's part of a mask where it finds its row
+            where = jnp.broadcast_to(where, x.shape)
         shapes = rows(x.shape, None if where is None else where.shape, apart=causal)
         *lead, row = shapes.x
-        count, of_mask = math.prod(lead), shapes.where
-        cut = _gpu.cut(row, x.dtype)
-        operands = [x.reshape(count, row)]
+        of_mask = shapes.where
+        operands = [of.flat(x)]
         if where is not None:
-            operands.append(where.astype(jnp.int8).reshape(-1, where.shape[-1]))
+            mask = where.astype(jnp.int8)
+            operands.append(of.flat(mask) if of.apart else mask.reshape(-1, where.shape[-1]))
         if first is not None:
             operands.append(first)
 
-        def left(index: jax.Array, piece: _gpu.Piece, *refs: Any) -> jax.Array | None:
-            """What the mask leaves of a piece."""
-            kept = None
-            if of_mask is not None:
-                beside = _beside(index, lead, of_mask)
-                if of_mask[-1] == 1:
-                    kept = jnp.broadcast_to(refs[0][beside, 0].astype(jnp.int32) != 0, (piece.size,))
-                else:
-                    kept = _gpu.load(refs[0], beside, piece, cut.vector, simulated).astype(jnp.int32) != 0
-            if causal:
-                keys = _gpu.numbers(piece, cut.vector, simulated) + refs[-1][1]
-                seen = keys <= index % lead[-1] + refs[-1][0]
-                kept = seen if kept is None else kept & seen
-            return kept
+        def left(index: jax.Array, *refs: Any) -> Numbers:
+            """What the mask leaves of a row."""
+            beside = index if of.apart or of_mask is None else _beside(index, lead, of_mask)
+            alike = of_mask is not None and of_mask[-1] < row
+            mask = of.load(refs[0], beside) if of_mask is not None and not alike else None
 
-        def softmax_forward(indices: list[jax.Array], x_ref: Any, *refs: Any) -> None:
+            def kept(piece: Piece) -> jax.Array:
+                found = None
+                if alike:
+                    found = jnp.broadcast_to(refs[0][beside, 0].astype(jnp.int32) != 0, (piece.size,))
+                elif mask is not None:
+                    found = mask(piece).astype(jnp.int32) != 0
+                if not causal:
+                    return cast(jax.Array, found)
+                seen = of.places(piece) + refs[-1][1] <= of.indices(index) % lead[-1] + refs[-1][0]
+                return seen if found is None else found & seen
+
+            return functools.cache(kept)
+
+        def softmax_forward(group: Any, indices: list[jax.Array], x_ref: Any, *refs: Any) -> None:
+            del group
             *masks, y_ref = refs
-            loaded = [
-                [_gpu.load(x_ref, index, piece, cut.vector, simulated) for piece in cut.pieces] for index in indices
-            ]
-            for index, parts in zip(indices, loaded, strict=True):
-                kept = [left(index, piece, *masks) for piece in cut.pieces]
-                z = [part.astype(jnp.float32) * scale for part in parts]
-                z = [part if k is None else jnp.where(k, part, -jnp.inf) for part, k in zip(z, kept, strict=True)]
-                highest = _highest(z)
-                e = [jnp.exp(part - highest) for part in z]
-                counted = [
-                    _gpu.once(part, piece, cut.vector, simulated) for part, piece in zip(e, cut.pieces, strict=True)
-                ]
-                total = _gpu.total(counted)
-                for part, k, piece in zip(e, kept, cut.pieces, strict=True):
-                    y = part / total
-                    y = y if k is None else jnp.where(k, y, jnp.zeros_like(y))
-                    _gpu.store(y_ref, index, piece, y)
+            loaded = [of.load(x_ref, index) for index in indices]
+            for index, x in zip(indices, loaded, strict=True):
+                z = each(lambda x: x.astype(jnp.float32) * scale, x)
+                kept = left(index, *masks) if masks else None
+                if kept is not None:
+                    z = each(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
+                highest = of.highest(z)
+                e = each(lambda z, highest: jnp.exp(z - highest), z, highest)
+                y = each(jnp.divide, e, of.total(e))
+                if kept is not None:
+                    y = each(lambda y, kept: jnp.where(kept, y, jnp.zeros_like(y)), y, kept)
+                of.store((y_ref, index, y))
 
-        outs = jax.ShapeDtypeStruct((count, row), x.dtype)
-        return _gpu.over_rows(softmax_forward, count, row, outs, simulated)(*operands).reshape(x.shape)
+        outs = jax.ShapeDtypeStruct(operands[0].shape, x.dtype)
+        count = len(operands[0])
+        return of.unflat(over_rows(softmax_forward, of, 1, count, outs)(*operands), x.shape)
 
     return batched(here, "rows", "beside", "same")(x, where, first)
 
@@ -88,42 +85,21 @@ def backward(y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool
 
     def here(depth: int, y: jax.Array, gradient: jax.Array) -> jax.Array:
         del depth
-        row = y.shape[-1]
-        count, cut = y.size // row, _gpu.cut(row, y.dtype)
+        of = Rows.of(y.shape[-1], [y.dtype, gradient.dtype], simulated=simulated)
 
-        def softmax_backward(indices: list[jax.Array], y_ref: Any, gradient_ref: Any, x_ref: Any) -> None:
-            loaded = [
-                [
-                    [_gpu.load(ref, index, piece, cut.vector, simulated) for piece in cut.pieces]
-                    for ref in (y_ref, gradient_ref)
-                ]
-                for index in indices
-            ]
-            for index, (y_parts, g_parts) in zip(indices, loaded, strict=True):
-                y = [part.astype(jnp.float32) for part in y_parts]
-                g = [part.astype(jnp.float32) for part in g_parts]
-                products = [a * b for a, b in zip(y, g, strict=True)]
-                total = _gpu.total(
-                    [
-                        _gpu.once(part, piece, cut.vector, simulated)
-                        for part, piece in zip(products, cut.pieces, strict=True)
-                    ]
-                )
-                for a, b, piece in zip(y, g, cut.pieces, strict=True):
-                    _gpu.store(x_ref, index, piece, scale * a * (b - total))
+        def softmax_backward(group: Any, indices: list[jax.Array], y_ref: Any, gradient_ref: Any, x_ref: Any) -> None:
+            del group
+            loaded = [(of.load(y_ref, index), of.load(gradient_ref, index)) for index in indices]
+            for index, pair in zip(indices, loaded, strict=True):
+                y, g = (each(lambda x: x.astype(jnp.float32), x) for x in pair)
+                total = of.total(each(jnp.multiply, y, g))
+                of.store((x_ref, index, each(lambda y, g, total: scale * y * (g - total), y, g, total)))
 
-        outs = jax.ShapeDtypeStruct((count, row), y.dtype)
-        operands = y.reshape(count, row), gradient.reshape(count, row)
-        return _gpu.over_rows(softmax_backward, count, row, outs, simulated)(*operands).reshape(y.shape)
+        operands = of.flat(y), of.flat(gradient)
+        outs = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)
+        return of.unflat(over_rows(softmax_backward, of, 1, len(operands[0]), outs)(*operands), y.shape)
 
     return batched(here, "rows", "rows")(y, gradient)
-
-
-def _highest(parts: list[jax.Array]) -> jax.Array:
-    highest = parts[0]
-    for part in parts[1:]:
-        highest = jnp.maximum(highest, part)
-    return jnp.max(highest)
 
 
 def _beside(index: jax.Array, lead: list[int], of_mask: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,222 @@
+"""Rows on a GPU: what a kernel computes of them, in the registers of a warpgroup, whatever their length.
+
+A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane holds `vector` neighbouring
+numbers, loaded at once; the last piece reaches back where they do not fill it, and what it repeats is counted once. A row that
+registers do not hold passes by as often as something is asked of all of it, from the cache if not from memory. Of shorter rows it
+has 128, one in each lane, and a piece is one number of each. Nothing is padded but few short rows, to 128, and no load reaches
+beyond the rows.
+
+What is computed of a row is a function of its pieces, remembered while a piece is in registers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from shardlib.kernels._choice import Task
+from shardlib.kernels._gpu import INDEX, call, refuses_device
+
+LANES = 128
+LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
+WIDEST = 16  # bytes that a lane loads at once
+ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
+MOST = 8  # rows that are written out one after the other in a program
+
+
+@dataclass(frozen=True, eq=False)  # each for itself: what is remembered of it is gone with it
+class Piece:
+    """A part of a row: where it begins, how many numbers it has, how many of the first an earlier piece has too."""
+
+    begin: Any
+    size: int
+    again: Any = 0
+
+
+Numbers: TypeAlias = Callable[[Piece], jax.Array]
+
+
+def each(function: Callable[..., jax.Array], *of: Numbers | jax.Array) -> Numbers:
+    """What a function makes of numbers of a row, piece by piece, and of what is the same for all pieces."""
+    return functools.cache(lambda piece: function(*(one(piece) if callable(one) else one for one in of)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a warpgroup has rows of so many numbers: one row in pieces, or 128, which lie `apart`, a row in each lane.
+
+    >>> rows = Rows.of(1001, [jnp.float32])
+    >>> [(piece.begin, piece.size, piece.again) for piece in rows.pieces()][-1]
+    (873, 128, 23)
+    """
+
+    row: int
+    vector: int  # neighbouring numbers in a lane
+    turns: int  # in which all pieces of a row come by
+    simulated: bool  # by what knows no layouts of registers
+
+    @staticmethod
+    def of(row: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False) -> "Rows":
+        """Rows that are loaded from arrays of some dtypes, and kept in one."""
+        vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
+        while vector > 1 and (row % vector or LANES * vector > row):
+            vector //= 2
+        turns = 1 if row * jnp.dtype(kept).itemsize <= LONGEST else -(-row // ENOUGH)
+        return Rows(row, vector, turns, simulated)
+
+    @property
+    def apart(self) -> bool:
+        return self.row < LANES
+
+    @property
+    def held(self) -> int:
+        """How many rows a warpgroup has at a time."""
+        return LANES if self.apart else 1
+
+    def pieces(self, turn: Any = 0) -> list[Piece]:
+        """What is in registers in a turn."""
+        if self.apart:
+            return [Piece(place, 1) for place in range(self.row)]
+        size, turn_size = LANES * self.vector, self.row if self.turns == 1 else ENOUGH
+        begin = 0 if self.turns == 1 else jnp.minimum(turn * ENOUGH, self.row - ENOUGH)
+        again = [0 if self.turns == 1 else turn * ENOUGH - begin - at for at in range(0, turn_size - size + 1, size)]
+        pieces = [Piece(begin + at * size, size, one) for at, one in enumerate(again)]
+        rest = turn_size % size
+        return [*pieces, *[Piece(turn_size - size, size, size - rest)] * (rest > 0)]
+
+    @functools.cached_property
+    def kept(self) -> list[Piece]:
+        """The pieces of a row that stays."""
+        return self.pieces()
+
+    def over(self, function: Callable[[Piece, Any], Any], carry: Any = None) -> Any:
+        """Call a function for every piece with what it gave for the one before."""
+
+        def of_turn(pieces: list[Piece], carry: Any) -> Any:
+            return functools.reduce(lambda carry, piece: function(piece, carry), pieces, carry)
+
+        if self.turns == 1:
+            return of_turn(self.kept, carry)
+        return lax.fori_loop(0, self.turns, lambda turn, carry: of_turn(self.pieces(turn), carry), carry)
+
+    def load(self, ref: Any, index: Any, now: bool = True) -> Numbers:
+        """A row of an array in the GPU's memory, or 128 from there on; what stays is loaded `now`, or where it is wanted."""
+
+        def of(piece: Piece) -> jax.Array:
+            part = ref.at[self._place(index, piece)]
+            if self.simulated:
+                return part[...]
+            return plgpu.load(part, *INDEX, layout=self.layout, optimized=False)
+
+        numbers = functools.cache(of)
+        if now and self.turns == 1:
+            for piece in self.kept:
+                numbers(piece)
+        return numbers
+
+    def load_shared(self, ref: Any, index: Any) -> Numbers:
+        """A row that is the same for all rows that a warpgroup has."""
+        return functools.cache(lambda piece: ref[index, piece.begin]) if self.apart else self.load(ref, index)
+
+    def store(self, *writes: tuple[Any, Any, Numbers]) -> None:
+        """Write rows of arrays, or 128 from there on, piece by piece: `(array, index, numbers)`."""
+
+        def of(piece: Piece, _: None) -> None:
+            for ref, index, numbers in writes:
+                ref[self._place(index, piece)] = numbers(piece).astype(ref.dtype)
+
+        self.over(of)
+
+    def once(self, numbers: Numbers) -> Numbers:
+        """Numbers of a row, and zeros where an earlier piece has them too."""
+
+        def of(piece: Piece) -> jax.Array:
+            x = numbers(piece)
+            if isinstance(piece.again, int) and not piece.again:
+                return x
+            return jnp.where(self.places(piece) < piece.begin + piece.again, jnp.zeros_like(x), x)
+
+        return functools.cache(of)
+
+    def total(self, numbers: Numbers) -> jax.Array:
+        """The sum of all numbers of a row."""
+        return self._reduced(self.once(numbers), jnp.add, jnp.sum, 0.0)
+
+    def highest(self, numbers: Numbers) -> jax.Array:
+        """The greatest number of a row."""
+        return self._reduced(numbers, jnp.maximum, jnp.max, -jnp.inf)
+
+    def _reduced(self, numbers: Numbers, two: Any, across: Any, start: float) -> jax.Array:
+        first = None if self.turns == 1 else self.full(start)
+        of_lanes = self.over(lambda piece, x: numbers(piece) if x is None else two(x, numbers(piece)), first)
+        return of_lanes if self.apart else across(of_lanes)
+
+    def places(self, piece: Piece) -> Any:
+        """The places of a piece's numbers in its row."""
+        return piece.begin if self.apart else self._counted() + piece.begin
+
+    def indices(self, index: Any) -> Any:
+        """Which row it is, or which the 128 are."""
+        return self._counted() + index if self.apart else index
+
+    def full(self, value: float) -> jax.Array:
+        """A piece of equal numbers."""
+        return self._cast(jnp.full((LANES * self.vector,), value, jnp.float32))
+
+    @property
+    def layout(self) -> Any:
+        """How a piece lies in the registers of a warpgroup."""
+        if self.apart:
+            return plgpu.Layout.TCGEN05_TMEM_NATIVE.reduce(1)
+        return plgpu.Layout.WG_STRIDED((LANES * self.vector,), vec_size=self.vector)
+
+    def _counted(self) -> jax.Array:
+        return self._cast(lax.broadcasted_iota(jnp.int32, (LANES * self.vector,), 0))
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x if self.simulated else plgpu.layout_cast(x, self.layout)
+
+    def _place(self, index: Any, piece: Piece) -> tuple[Any, Any]:
+        return (pl.ds(index, LANES), piece.begin) if self.apart else (index, pl.ds(piece.begin, piece.size))
+
+    def flat(self, x: jax.Array, groups: int = 1, **how: Any) -> jax.Array:
+        """Groups of rows as one array of rows, of which there are as many in each as a warpgroup has."""
+        x = x.reshape(groups, -1, self.row)
+        few = max(self.held - x.shape[1], 0)
+        x = jnp.pad(x, ((0, 0), (0, few), (0, 0)), **how) if few else x
+        return x.reshape(-1, self.row)
+
+    def unflat(self, x: jax.Array, shape: tuple[int, ...], groups: int = 1) -> jax.Array:
+        """What `flat` was given."""
+        count = functools.reduce(int.__mul__, shape[:-1], 1) // groups
+        return x.reshape(groups, -1, self.row)[:, :count].reshape(shape)
+
+
+def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any) -> Any:
+    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some of the one before."""
+    block = min(max(ENOUGH // rows.row, 1), MOST, count) if rows.held == 1 else 1
+    step = block * rows.held
+    blocks = -(-count // step)
+
+    def of_block(*refs: Any) -> None:
+        group = lax.axis_index("group")
+        begin = group * count + jnp.minimum(lax.axis_index("block") * step, count - step)
+        kernel(group, [begin + k for k in range(block)], *refs)
+
+    return call(of_block, kernel.__name__, outs, rows.simulated, grid=(groups, blocks), grid_names=("group", "block"))
+
+
+def refuses(task: Task) -> str | None:
+    """Why a kernel for rows does not take a task, if it does not."""
+    if task.summed:
+        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+    if reason := refuses_device(task):
+        return reason
+    odd = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16", "bool", "int32", "int8"}
+    return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}" if odd else None

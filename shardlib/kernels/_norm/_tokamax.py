@@ -1,0 +1,69 @@
+"""RMSNorm and LayerNorm by Tokamax, whose kernels for GPUs are Triton's."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.kernels._choice import Task
+
+
+def refuses(task: Task) -> str | None:
+    """Why it cannot do a task, if it cannot."""
+    if importlib.util.find_spec("tokamax") is None:
+        return 'is Tokamax\'s, which is not installed: `pip install "shardlib[tokamax]"`'
+    if jax.default_backend() != "gpu":
+        return (
+            f"is Tokamax's, which fits its kernels to the GPU that is there, and JAX has {jax.default_backend()} here"
+        )
+    if task.summed:
+        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+    if task.differing:
+        return (
+            "keeps no account of what differs between devices, and here that is known over "
+            f"`{', '.join(sorted(task.differing))}`: `shard_map(..., check_vma=False)` wants none"
+        )
+    odd = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16"}
+    return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}" if odd else None
+
+
+def forward(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    epsilon: float,
+    centred: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """As the reference's, of whole rows; XLA adds what is to be added."""
+    h = x if residual is None else x + residual
+    return _norm(h, scale, bias, epsilon, centred), h
+
+
+def backward(
+    h: jax.Array,
+    scale: jax.Array | None,
+    gradient: jax.Array,
+    of_h: jax.Array | None,
+    *,
+    epsilon: float,
+    centred: bool,
+    biased: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """As the reference's, of whole rows. What Tokamax saves of a forward is made again, by one more of it."""
+    bias = jnp.zeros(h.shape[-1:], jnp.float32) if biased else None
+    _, back = jax.vjp(lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias)
+    of_x, of_scale, of_bias = back(gradient)
+    return of_x if of_h is None else of_x + of_h, of_scale, of_bias
+
+
+def _norm(h: jax.Array, scale: Any, bias: Any, epsilon: float, centred: bool) -> jax.Array:
+    flags: Any = importlib.import_module("absl.flags").FLAGS
+    if not flags.is_parsed():  # or Tokamax would read the options of whatever program this is
+        flags.mark_as_parsed()
+    return importlib.import_module("tokamax").layer_norm(
+        h, scale, bias, epsilon=epsilon, subtract_mean=centred, implementation="triton"
+    )
