@@ -2,15 +2,15 @@
 
 A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane holds `vector` neighbouring
 numbers, loaded at once; the last piece reaches back where they do not fill it, and what it repeats is counted once. A row that
-registers do not hold passes by as often as something is asked of all of it, from the cache if not from memory. Of shorter rows it
-has 128, one in each lane, and a piece is one number of each. Nothing is padded but few short rows, to 128, and no load reaches
-beyond the rows.
+registers do not hold passes by as often as something is asked of all of it, from shared memory, or from the GPU's cache and
+memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is one number of each. Nothing
+is padded but few short rows, to 128, and no load reaches beyond the rows.
 
 What is computed of a row is a function of its pieces, remembered while a piece is in registers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from shardlib.kernels._gpu import INDEX, call, refuses_device
 
 LANES = 128
 LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
+SHARED = 224 * 2**10  # bytes of shared memory
 WIDEST = 16  # bytes that a lane loads at once
 ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
 MOST = 8  # rows that are written out one after the other in a program
@@ -45,6 +46,19 @@ Numbers: TypeAlias = Callable[[Piece], jax.Array]
 def each(function: Callable[..., jax.Array], *of: Numbers | jax.Array) -> Numbers:
     """What a function makes of numbers of a row, piece by piece, and of what is the same for all pieces."""
     return functools.cache(lambda piece: function(*(one(piece) if callable(one) else one for one in of)))
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """In the dtype in which kernels compute."""
+    return x.astype(jnp.float32)
+
+
+def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+    """So many references, so many, and so on, and the rest."""
+    for size in sizes:
+        yield refs[:size]
+        refs = refs[size:]
+    yield refs
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,18 @@ class Rows:
         """A row that is the same for all rows that a warpgroup has."""
         return functools.cache(lambda piece: ref[index, piece.begin]) if self.apart else self.load(ref, index)
 
+    def room(self, *dtypes: Any, taken: int = 0) -> list[Any]:
+        """Shared memory for a row of each dtype, if rows do not stay in registers and there is enough."""
+        enough = taken + sum(jnp.dtype(dtype).itemsize for dtype in dtypes) * self.row <= SHARED
+        return [plgpu.SMEM((1, self.row), dtype) for dtype in dtypes] if self.turns > 1 and enough else []
+
+    def keep(self, numbers: Numbers, room: Sequence[Any]) -> Numbers:
+        """Numbers of a row, put where the passes to come find them, if there is `room`."""
+        if not room:
+            return numbers
+        self.store((room[0], 0, numbers))
+        return self.load(room[0], 0)
+
     def store(self, *writes: tuple[Any, Any, Numbers]) -> None:
         """Write rows of arrays, or 128 from there on, piece by piece: `(array, index, numbers)`."""
 
@@ -198,8 +224,11 @@ class Rows:
         return x.reshape(groups, -1, self.row)[:, :count].reshape(shape)
 
 
-def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any) -> Any:
-    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some of the one before."""
+def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room: Sequence[Any] = ()) -> Any:
+    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some of the one before.
+
+    The references are to operands, results, and `room` in shared memory.
+    """
     block = min(max(ENOUGH // rows.row, 1), MOST, count) if rows.held == 1 else 1
     step = block * rows.held
     blocks = -(-count // step)
@@ -209,7 +238,9 @@ def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any) -> An
         begin = group * count + jnp.minimum(lax.axis_index("block") * step, count - step)
         kernel(group, [begin + k for k in range(block)], *refs)
 
-    return call(of_block, kernel.__name__, outs, rows.simulated, grid=(groups, blocks), grid_names=("group", "block"))
+    return call(
+        of_block, kernel.__name__, outs, rows.simulated, scratch_types=room, grid=(groups, blocks), grid_names=("group", "block")
+    )  # fmt: skip
 
 
 def refuses(task: Task) -> str | None:

@@ -8,12 +8,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._gpu import call
-from shardlib.kernels._gpu_rows import Numbers, Rows, each, over_rows, refuses
+from shardlib.kernels._gpu_rows import SHARED, Numbers, Rows, each, over_rows, parts, refuses, wide
 from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-SHARED = 200 * 2**10  # bytes that sums over rows may take of shared memory
 WARPGROUPS = 4 * 132  # that sum gradients over rows, each its own: enough to keep any GPU's memory busy
 
 
@@ -37,27 +36,25 @@ def forward(
         of_rows = [of.flat(one, groups, mode="edge") for one in (x, residual) if one is not None]
 
         def norm_forward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
-            inputs, (*of_shared, y_ref), h_refs = (
-                refs[: len(of_rows)],
-                refs[len(of_rows) :][: len(shared) + 1],
-                refs[-1:],
-            )
+            sizes = len(of_rows), len(shared), 1, len(of_rows) - 1
+            inputs, of_shared, (y_ref,), h_refs, space = parts(refs, *sizes)
             loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
             same = [
                 of.load_shared(ref, group if len(one) > 1 else 0) for ref, one in zip(of_shared, shared, strict=True)
             ]
             for index, given in zip(indices, loaded, strict=True):
-                h, *added = (each(_wide, one) for one in given)
+                h, *added = (each(wide, one) for one in given)
                 for one in added:
-                    h = each(lambda h, residual: _wide((h + residual).astype(x.dtype)), h, one)
+                    h = each(lambda h, residual: wide((h + residual).astype(x.dtype)), h, one)
+                h = each(wide, of.keep(h, space))
                 y, _ = _unit(of, h, epsilon, centred)
                 for put, one in zip([jnp.multiply] * (scale is not None) + [jnp.add], same, strict=False):
-                    y = each(put, y, each(_wide, one))
-                of.store((y_ref, index, y), *((ref, index, h) for ref in h_refs[: len(added)]))
+                    y = each(put, y, each(wide, one))
+                of.store((y_ref, index, y), *((ref, index, h) for ref in h_refs))
 
         count = len(of_rows[0])
         outs = [jax.ShapeDtypeStruct((count, of.row), x.dtype)] * len(of_rows)
-        results = over_rows(norm_forward, of, groups, count // groups, outs)(*of_rows, *shared)
+        results = over_rows(norm_forward, of, groups, count // groups, outs, of.room(x.dtype))(*of_rows, *shared)
         y, *sums = (of.unflat(one, x.shape, groups) for one in results)
         return y, sums[0] if sums else x
 
@@ -82,62 +79,63 @@ def backward(
         dtypes = [one.dtype for one in (h, gradient, of_h, scale) if one is not None]
         of = Rows.of(h.shape[-1], dtypes, simulated=simulated)
         count = h.size // of.row // groups
-        room = max(count, of.held)  # rows of a group, with those that `flat` adds, which have no gradient
+        there = max(count, of.held)  # rows of a group, with those that `flat` adds, which have no gradient
         given = [
             of.flat(h, groups, mode="edge"),
             *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
         ]
         kinds, blocks = (scale is not None) + biased, _share(-(-count // of.held))
-        in_shared_memory = 0 < kinds * of.held * of.row * 4 <= SHARED
+        taken = kinds * of.held * of.row * 4
+        scratch = [plgpu.SMEM((kinds * of.held, of.row), jnp.float32)] * (0 < taken <= SHARED)
+        room = of.room(h.dtype, gradient.dtype, taken=taken if scratch else 0)
 
         def norm_backward(*refs: Any) -> None:
-            inputs, (x_ref, *sum_refs) = (
-                refs[: len(given)],
-                refs[len(refs) - 1 - kinds - in_shared_memory :][: 1 + kinds],
+            inputs, shared, (x_ref,), sum_refs, own_sums, space = parts(
+                refs, len(given), scale is not None, 1, kinds, len(scratch)
             )
             group, block = lax.axis_index("group"), lax.axis_index("block")
-            own = (group * blocks + block) * of.held  # the first of its sums, which it adds up where there is room
-            sums = [
-                (refs[-1], which * of.held) if in_shared_memory else (ref, own) for which, ref in enumerate(sum_refs)
-            ]
+            own = (group * blocks + block) * of.held  # the first of its sums, which it adds up there if nowhere nearer
+            sums = [(ref, own) for ref in sum_refs]
+            if scratch:
+                sums = [(own_sums[0], which * of.held) for which in range(kinds)]
             of.store(*((ref, at, lambda piece: of.full(0.0)) for ref, at in sums))
 
             def of_turn(turn: jax.Array, _: None) -> None:
                 first = (block + turn * blocks) * of.held
-                at = jnp.minimum(first, room - of.held)
-                index = group * room + at
-                h, g, *added = (each(_wide, of.load(ref, index)) for ref in inputs)
+                at = jnp.minimum(first, there - of.held)
+                index = group * there + at
+                h, g, *added = (of.load(ref, index) for ref in inputs)
+                h, g = (each(wide, of.keep(one, space[k : k + 1])) for k, one in enumerate((h, g)))
                 unit, inverse = _unit(of, h, epsilon, centred)
                 of_unit = g
                 if scale is not None:
-                    scales = of.load_shared(refs[len(given)], group if len(scale) > 1 else 0)
-                    of_unit = each(lambda g, scale: g * _wide(scale), g, scales)
+                    scales = of.load_shared(shared[0], group if len(scale) > 1 else 0)
+                    of_unit = each(lambda g, scale: g * wide(scale), g, scales)
                 mean = of.total(each(jnp.multiply, of_unit, unit)) * (1 / of.row)
                 of_x = each(lambda a, b, mean: a - b * mean, of_unit, unit, mean)
                 if centred:
                     of_x = each(jnp.subtract, of_x, of.total(of_unit) * (1 / of.row))
                 of_x = each(jnp.multiply, of_x, inverse)
                 for one in added:
-                    of_x = each(jnp.add, of_x, one)
+                    of_x = each(lambda of_x, one: of_x + wide(one), of_x, one)
                 counts = jnp.where(of.indices(at) >= first, 1.0, 0.0)  # the last rows may be done twice, and count once
-                parts = [each(jnp.multiply, g, unit)] * (scale is not None) + [g] * biased
+                of_sums = [each(jnp.multiply, g, unit)] * (scale is not None) + [g] * biased
                 adds = [
                     (ref, at, each(_added, of.load(ref, at, now=False), of.once(x), counts))
-                    for (ref, at), x in zip(sums, parts, strict=True)
+                    for (ref, at), x in zip(sums, of_sums, strict=True)
                 ]
                 of.store((x_ref, index, of_x), *adds)
 
             lax.fori_loop(0, -(-count // (blocks * of.held)), of_turn, None)
-            if in_shared_memory:
+            if scratch:
                 of.store(
                     *((out, own, of.load(ref, at, now=False)) for out, (ref, at) in zip(sum_refs, sums, strict=True))
                 )
 
-        of_sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
+        sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
         of_x, *of_rows = call(
-            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[of_sums] * kinds], simulated,
-            scratch_types=[plgpu.SMEM((kinds * of.held, of.row), jnp.float32)] * in_shared_memory,
-            grid=(groups, blocks), grid_names=("group", "block"),
+            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[sums] * kinds], simulated,
+            scratch_types=[*scratch, *room], grid=(groups, blocks), grid_names=("group", "block"),
         )(*given, *([] if scale is None else [scale]))  # fmt: skip
         summed = (one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row) for one in of_rows)
         return of.unflat(of_x, h.shape, groups), *summed
@@ -157,10 +155,6 @@ def _unit(of: Rows, h: Numbers, epsilon: float, centred: bool) -> tuple[Numbers,
         h = each(jnp.subtract, h, of.total(h) * (1 / of.row))
     inverse = lax.rsqrt(of.total(each(jnp.square, h)) * (1 / of.row) + epsilon)
     return each(jnp.multiply, h, inverse), inverse
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def _added(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:

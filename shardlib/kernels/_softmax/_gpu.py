@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from shardlib.kernels._gpu_rows import Numbers, Piece, Rows, each, over_rows, refuses
+from shardlib.kernels._gpu_rows import Numbers, Piece, Rows, each, over_rows, parts, refuses, wide
 from shardlib.kernels._rows import batched, rows
 
 __all__ = ["backward", "forward", "refuses"]
@@ -57,12 +57,12 @@ def forward(
 
             return functools.cache(kept)
 
-        def softmax_forward(group: Any, indices: list[jax.Array], x_ref: Any, *refs: Any) -> None:
+        def softmax_forward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
             del group
-            *masks, y_ref = refs
+            (x_ref,), masks, (y_ref,), space = parts(refs, 1, len(operands) - 1, 1)
             loaded = [of.load(x_ref, index) for index in indices]
             for index, x in zip(indices, loaded, strict=True):
-                z = each(lambda x: x.astype(jnp.float32) * scale, x)
+                z = each(lambda x: wide(x) * scale, of.keep(x, space))
                 kept = left(index, *masks) if masks else None
                 if kept is not None:
                     z = each(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
@@ -74,8 +74,8 @@ def forward(
                 of.store((y_ref, index, y))
 
         outs = jax.ShapeDtypeStruct(operands[0].shape, x.dtype)
-        count = len(operands[0])
-        return of.unflat(over_rows(softmax_forward, of, 1, count, outs)(*operands), x.shape)
+        run = over_rows(softmax_forward, of, 1, len(operands[0]), outs, of.room(x.dtype))
+        return of.unflat(run(*operands), x.shape)
 
     return batched(here, "rows", "beside", "same")(x, where, first)
 
@@ -87,17 +87,19 @@ def backward(y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool
         del depth
         of = Rows.of(y.shape[-1], [y.dtype, gradient.dtype], simulated=simulated)
 
-        def softmax_backward(group: Any, indices: list[jax.Array], y_ref: Any, gradient_ref: Any, x_ref: Any) -> None:
+        def softmax_backward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
             del group
-            loaded = [(of.load(y_ref, index), of.load(gradient_ref, index)) for index in indices]
+            inputs, (x_ref,), space = parts(refs, 2, 1)
+            loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
             for index, pair in zip(indices, loaded, strict=True):
-                y, g = (each(lambda x: x.astype(jnp.float32), x) for x in pair)
+                y, g = (each(wide, of.keep(x, space[k : k + 1])) for k, x in enumerate(pair))
                 total = of.total(each(jnp.multiply, y, g))
                 of.store((x_ref, index, each(lambda y, g, total: scale * y * (g - total), y, g, total)))
 
         operands = of.flat(y), of.flat(gradient)
         outs = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)
-        return of.unflat(over_rows(softmax_backward, of, 1, len(operands[0]), outs)(*operands), y.shape)
+        room = of.room(y.dtype, gradient.dtype)
+        return of.unflat(over_rows(softmax_backward, of, 1, len(operands[0]), outs, room)(*operands), y.shape)
 
     return batched(here, "rows", "rows")(y, gradient)
 
