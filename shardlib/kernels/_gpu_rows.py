@@ -3,8 +3,8 @@
 A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane holds `vector` neighbouring
 numbers, loaded at once; the last piece reaches back where they do not fill it, and what it repeats is counted once. A row that
 registers do not hold passes by as often as something is asked of all of it, from shared memory, or from the GPU's cache and
-memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is one number of each. Nothing
-is padded but few short rows, to 128, and no load reaches beyond the rows.
+memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers of each.
+Nothing is padded but few short rows, to 128, and no load reaches beyond the rows.
 
 What is computed of a row is a function of its pieces, remembered while a piece is in registers.
 """
@@ -33,7 +33,7 @@ MOST = 8  # rows that are written out one after the other in a program
 
 @dataclass(frozen=True, eq=False)  # each for itself: what is remembered of it is gone with it
 class Piece:
-    """A part of a row: where it begins, how many numbers it has, how many of the first an earlier piece has too."""
+    """A part of a row, or of 128: where it begins, how many numbers it has, how many of the first an earlier piece has too."""
 
     begin: Any
     size: int
@@ -79,7 +79,7 @@ class Rows:
     def of(row: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False) -> "Rows":
         """Rows that are loaded from arrays of some dtypes, and kept in one."""
         vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
-        while vector > 1 and (row % vector or LANES * vector > row):
+        while vector > 1 and (row % vector or LANES * vector > row >= LANES):
             vector //= 2
         turns = 1 if row * jnp.dtype(kept).itemsize <= LONGEST else -(-row // ENOUGH)
         return Rows(row, vector, turns, simulated)
@@ -96,7 +96,7 @@ class Rows:
     def pieces(self, turn: Any = 0) -> list[Piece]:
         """What is in registers in a turn."""
         if self.apart:
-            return [Piece(place, 1) for place in range(self.row)]
+            return [Piece(begin, self.vector) for begin in range(0, self.row, self.vector)]
         size, turn_size = LANES * self.vector, self.row if self.turns == 1 else ENOUGH
         begin = 0 if self.turns == 1 else jnp.minimum(turn * ENOUGH, self.row - ENOUGH)
         again = [0 if self.turns == 1 else turn * ENOUGH - begin - at for at in range(0, turn_size - size + 1, size)]
@@ -136,7 +136,15 @@ class Rows:
 
     def load_shared(self, ref: Any, index: Any) -> Numbers:
         """A row that is the same for all rows that a warpgroup has."""
-        return functools.cache(lambda piece: ref[index, piece.begin]) if self.apart else self.load(ref, index)
+        if not self.apart:
+            return self.load(ref, index)
+
+        def of(piece: Piece) -> jax.Array:
+            part = ref.at[index, pl.ds(piece.begin, piece.size)]
+            x = part[...] if self.simulated else plgpu.load(part, *INDEX, layout=self.layout.reduce(0), optimized=False)
+            return self._cast(lax.broadcast_in_dim(x, self.shape, [1]))
+
+        return functools.cache(of)
 
     def room(self, *dtypes: Any, taken: int = 0) -> list[Any]:
         """Shared memory for a row of each dtype, if rows do not stay in registers and there is enough."""
@@ -181,35 +189,48 @@ class Rows:
     def _reduced(self, numbers: Numbers, two: Any, across: Any, start: float) -> jax.Array:
         first = None if self.turns == 1 else self.full(start)
         of_lanes = self.over(lambda piece, x: numbers(piece) if x is None else two(x, numbers(piece)), first)
-        return of_lanes if self.apart else across(of_lanes)
+        if not self.apart:
+            return across(of_lanes)
+        return self._cast(lax.broadcast_in_dim(across(of_lanes, axis=1), self.shape, [0]))
 
     def places(self, piece: Piece) -> Any:
         """The places of a piece's numbers in its row."""
-        return piece.begin if self.apart else self._counted() + piece.begin
+        return self._counted(-1) + piece.begin
 
     def indices(self, index: Any) -> Any:
         """Which row it is, or which the 128 are."""
-        return self._counted() + index if self.apart else index
+        return self._counted(0) + index if self.apart else index
 
     def full(self, value: float) -> jax.Array:
         """A piece of equal numbers."""
-        return self._cast(jnp.full((LANES * self.vector,), value, jnp.float32))
+        return self._cast(jnp.full(self.shape, value, jnp.float32))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a piece in registers."""
+        return (LANES, self.vector) if self.apart else (LANES * self.vector,)
+
+    @property
+    def pitch(self) -> int:
+        """From row to row in shared memory, so that lanes with a row each are at different banks of it."""
+        together = min(self.vector, 4)
+        return self.row + together * (self.apart and self.row // together % 2 == 0)
 
     @property
     def layout(self) -> Any:
         """How a piece lies in the registers of a warpgroup."""
         if self.apart:
-            return plgpu.Layout.TCGEN05_TMEM_NATIVE.reduce(1)
-        return plgpu.Layout.WG_STRIDED((LANES * self.vector,), vec_size=self.vector)
+            return plgpu.Layout.TCGEN05_TMEM_NATIVE(self.vector)
+        return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.vector)
 
-    def _counted(self) -> jax.Array:
-        return self._cast(lax.broadcasted_iota(jnp.int32, (LANES * self.vector,), 0))
+    def _counted(self, dim: int) -> jax.Array:
+        return self._cast(lax.broadcasted_iota(jnp.int32, self.shape, dim % len(self.shape)))
 
     def _cast(self, x: jax.Array) -> jax.Array:
         return x if self.simulated else plgpu.layout_cast(x, self.layout)
 
     def _place(self, index: Any, piece: Piece) -> tuple[Any, Any]:
-        return (pl.ds(index, LANES), piece.begin) if self.apart else (index, pl.ds(piece.begin, piece.size))
+        return (pl.ds(index, LANES) if self.apart else index), pl.ds(piece.begin, piece.size)
 
     def flat(self, x: jax.Array, groups: int = 1, **how: Any) -> jax.Array:
         """Groups of rows as one array of rows, of which there are as many in each as a warpgroup has."""

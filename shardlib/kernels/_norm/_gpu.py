@@ -13,7 +13,9 @@ from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-WARPGROUPS = 4 * 132  # that sum gradients over rows, each its own: enough to keep any GPU's memory busy
+WARPGROUPS = (
+    4 * 132
+)  # that sum gradients over rows, each its own: enough to keep any GPU's memory busy, or half where lanes do
 
 
 def forward(
@@ -84,9 +86,9 @@ def backward(
             of.flat(h, groups, mode="edge"),
             *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
         ]
-        kinds, blocks = (scale is not None) + biased, _share(-(-count // of.held))
-        taken = kinds * of.held * of.row * 4
-        scratch = [plgpu.SMEM((kinds * of.held, of.row), jnp.float32)] * (0 < taken <= SHARED)
+        kinds, blocks = (scale is not None) + biased, _share(-(-count // of.held), WARPGROUPS // (2 if of.apart else 1))
+        taken = kinds * of.held * of.pitch * 4
+        scratch = [plgpu.SMEM((kinds * of.held, of.pitch), jnp.float32)] * (0 < taken <= SHARED)
         room = of.room(h.dtype, gradient.dtype, taken=taken if scratch else 0)
 
         def norm_backward(*refs: Any) -> None:
@@ -144,9 +146,9 @@ def backward(
     return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
 
 
-def _share(count: int) -> int:
+def _share(count: int, most: int) -> int:
     """How many warpgroups share so many rows, each about as many as the others."""
-    turns = -(-count // WARPGROUPS)
+    turns = -(-count // most)
     return -(-count // turns)
 
 
