@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm on a GPU: a row in the registers of a warpgroup, each array read once and written once."""
 
+import math
 from typing import Any
 
 import jax
@@ -13,9 +14,7 @@ from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-WARPGROUPS = (
-    4 * 132
-)  # that sum gradients over rows, each its own: enough to keep any GPU's memory busy, or half where lanes do
+PROCESSORS = 132  # of a GPU, about: so many times some warpgroups sum gradients over rows, each its own
 
 
 def forward(
@@ -86,10 +85,12 @@ def backward(
             of.flat(h, groups, mode="edge"),
             *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
         ]
-        kinds, blocks = (scale is not None) + biased, _share(-(-count // of.held), WARPGROUPS // (2 if of.apart else 1))
+        kinds = (scale is not None) + biased
         taken = kinds * of.held * of.pitch * 4
         scratch = [plgpu.SMEM((kinds * of.held, of.pitch), jnp.float32)] * (0 < taken <= SHARED)
         room = of.room(h.dtype, gradient.dtype, taken=taken if scratch else 0)
+        used = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in (*scratch, *room))
+        blocks = _share(-(-count // of.held), min(2 if of.apart else 4, SHARED // max(used, 1)))
 
         def norm_backward(*refs: Any) -> None:
             inputs, shared, (x_ref,), sum_refs, own_sums, space = parts(
@@ -146,9 +147,9 @@ def backward(
     return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
 
 
-def _share(count: int, most: int) -> int:
-    """How many warpgroups share so many rows, each about as many as the others."""
-    turns = -(-count // most)
+def _share(count: int, at_once: int) -> int:
+    """How many warpgroups share so many rows, each about as many as the others, if a processor has so many of them at once."""
+    turns = -(-count // (PROCESSORS * at_once))
     return -(-count // turns)
 
 
