@@ -12,7 +12,8 @@ Of every op and implementation, forward, and there and back:
 
 On a GPU also the median `time`, the bandwidth over that of a large copy in the same run (`of_copy`), a head's FLOP/s over those
 of a large product (`of_product`; there and back eight for each row, number of it, and row of the kernel), and the time of plain
-XLA and of `torch.compile` over ours (`over_xla`, `over_torch`). With `--save` the times go into the table by which ops choose.
+XLA and of `torch.compile` over ours (`over_xla`, `over_torch`), and that of Tokamax's norms where it is installed. With `--save`
+the times go into the table by which ops choose, by the length of rows.
 
     python -m benchmarks.kernels --json
 """
@@ -28,6 +29,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -54,7 +56,7 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
-ROWS = {"bfloat16": ((16_384, 4096), (10_001, 1001)), "float32": ((8192, 8192),)}
+ROWS = {"bfloat16": ((16_384, 4096), (10_001, 1001), (1_048_576, 64), (4096, 16_384)), "float32": ((8192, 8192),)}
 HEADS = {"bfloat16": ((8192, 4096, 32_000), (10_001, 1001, 50_257)), "float32": ((8192, 2048, 32_000),)}
 TABLE = Path(kernels.__file__).parent / "measured.json"
 
@@ -272,7 +274,9 @@ def main() -> None:
             for dtype, shapes in OPS[op].shapes.items():
                 line: dict[str, Any] = {"op": op, "implementation": implementation, "dtype": dtype}
                 if not (gpu and implementation == "tpu"):
-                    line["error"] = error(op, implementation, dtype)
+                    line["error"] = _tried(
+                        failures, f"{op}, {implementation}, {dtype}", error, op, implementation, dtype
+                    )
                 for target in targets:
                     if implementation not in ("reference", target.split(":")[0]):
                         continue
@@ -292,42 +296,58 @@ def main() -> None:
     figures: dict[str, Any] = {"compile_failures": len(failures), "bytes_ratio_max": worst}
     figures |= {"targets": targets, "failures": failures, "refused": refused, "results": results}
     if gpu:
-        figures |= _measured(arguments.save)
+        figures |= _measured(arguments.save, failures)
+        figures["compile_failures"] = len(failures)
     report("kernels", figures, BOUNDS, arguments.json)
 
 
-def _measured(save: bool) -> dict[str, Any]:
+def _measured(save: bool, failures: list[str]) -> dict[str, Any]:
     """Times on this GPU beside plain XLA and PyTorch, and the ceiling of its memory."""
     device, big = jax.devices()[0].device_kind, jnp.ones((2**15, 2**14), jnp.bfloat16)
     copy = 2 * big.nbytes / timed(lambda x: x + 1, big)
     squares = {dtype: big[:8192, :8192].astype(dtype) for dtype in HEADS}
     product = {dtype: 2 * 8192**3 / timed(jnp.matmul, one, one) for dtype, one in squares.items()}
     del big, squares
+    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "by": "benchmarks.kernels --save"}
     lines, table = [], []
     for op in OPS:
+        names = ["reference", "gpu", *["tokamax"] * ("norm" in op and _installed("tokamax"))]
+        spent: dict[tuple[str, int], float] = defaultdict(float)  # there and back, by name and length of rows
         for dtype, shapes in OPS[op].shapes.items():
             for shape in shapes:
-                torch = by_torch(op, dtype, shape)
-                times = {name: on_gpu(op, name, dtype, shape, copy, product[dtype]) for name in ("reference", "gpu")}
-                ours, xla = times["gpu"], times["reference"]
-                line: dict[str, Any] = {"op": op, "dtype": dtype, "shape": shape, **times, "torch": torch}
-                line["over_xla"] = {way: xla[way] / ours[way] for way in ("forward", "back")}
-                line["over_torch"] = torch and {way: torch[way] / ours[way] for way in ("forward", "back")}
-                lines.append(line)
-                print(json.dumps(line), file=sys.stderr, flush=True)
-        if " " not in op:
-            for name in ("reference", "gpu"):
-                spent = sum(line[name]["back"] for line in lines if line["op"] == op)
-                about = {
-                    "date": datetime.date.today().isoformat(),
-                    "jax": jax.__version__,
-                    "by": "benchmarks.kernels --save",
+                what = f"{op}, {dtype}{list(shape)}"
+                times = {
+                    name: _tried(failures, f"{what}, {name}", on_gpu, op, name, dtype, shape, copy, product[dtype])
+                    for name in names
                 }
-                table.append({"op": op, "device": device, "implementation": name, "time": spent, **about})
+                torch = _tried(failures, f"{what}, PyTorch", by_torch, op, dtype, shape)
+                line: dict[str, Any] = {"op": op, "dtype": dtype, "shape": shape, **times, "torch": torch}
+                ours = times["gpu"]
+                for over, other in (("over_xla", times["reference"]), ("over_torch", torch)):
+                    line[over] = ours and other and {way: other[way] / ours[way] for way in ("forward", "back")}
+                lines.append(line)
+                for name, found in times.items():
+                    spent[name, shape[1]] += found["back"] if found else float("inf")
+                print(json.dumps(line), file=sys.stderr, flush=True)
+        if op != SUM:
+            table += [
+                {"op": op, "device": device, "implementation": name, "row": row, "time": seconds, **about}
+                for (name, row), seconds in spent.items()
+                if seconds < float("inf")
+            ]
     if save:
         others = [line for line in json.loads(TABLE.read_text()) if line["device"] != device]
         TABLE.write_text("[\n" + ",\n".join(f"  {json.dumps(line)}" for line in [*others, *table]) + "\n]\n")
     return {"device": device, "copy_bytes_per_second": copy, "product_flops": product, "times": lines}
+
+
+def _tried(failures: list[str], what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives; a failure is noted, and is none of the others'."""
+    try:
+        return function(*args)
+    except Exception as reason:  # whatever a compiler raises, or a GPU
+        failures.append(f"{what}: {str(reason)[:500]}")
+        return None
 
 
 def on_its_own(target: str, *args: Any) -> dict[str, Any]:

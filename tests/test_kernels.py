@@ -312,10 +312,14 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         said = kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0]
         assert said.runs == "reference" and said.device == "TPU v5 lite"
         assert dict(said.others)["tpu"] == "can; not measured on this kind of device"
-        line = {"op": "softmax", "device": "TPU v5 lite"}
-        table = [{**line, "implementation": "tpu", "time": 1.0}, {**line, "implementation": "reference", "time": 2.0}]
+        line, times = {"op": "softmax", "device": "TPU v5 lite"}, {("tpu", 512): 1.0, ("reference", 512): 2.0}
+        times |= {("tpu", 8192): 4.0, ("reference", 8192): 3.0}
+        table = [{**line, "implementation": name, "row": row, "time": time} for (name, row), time in times.items()]
         monkeypatch.setattr(_choice, "measurements", lambda: tuple(table))
         assert kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0].runs == "tpu"
+        long = jax.ShapeDtypeStruct((8, 4096), "float32")
+        said = kernels.explain(kernels.softmax, long, names=("batch", None)).calls[0]
+        assert said.runs == "reference" and dict(said.others)["tpu"] == "can; measured slower here"
         assert kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs == "reference"
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
 

@@ -1,14 +1,15 @@
 """Which implementation of an op runs, and why not the others.
 
 An op has a reference, plain JAX, which is its specification and runs anywhere, and kernels, each for one kind of machine.
-Asked for none, an op takes what was measured to be the fastest on the device it is traced for, and the reference where
-nothing was. Asked for one by name, it takes that or says why it cannot.
+Asked for none, an op takes what was measured to be the fastest on the device it is traced for, of rows about as long, and the
+reference where nothing was. Asked for one by name, it takes that or says why it cannot.
 """
 
 import functools
 import importlib
 import importlib.resources
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,13 +168,13 @@ def choose(candidates: Sequence[Implementation], task: Task, asked: str | None) 
     assert device is not None
     reasons = {each.name: each.why_not(task) for each in candidates}
     if asked is None:
-        fastest = [name for name in ranking(task.op, device.kind) if reasons.get(name, "") is None]
+        fastest = [name for name in ranking(task) if reasons.get(name, "") is None]
         chosen = Chosen(next(each for each in candidates if each.name == (fastest[0] if fastest else "reference")))
     else:
         chosen = _named(candidates, task, asked, reasons)
     if (notebook := _notebook.value) is not None:
         others = tuple(
-            (name, reason or ("can; " + _unmeasured(task.op, name, device.kind)))
+            (name, reason or ("can; " + _unmeasured(task, name)))
             for name, reason in reasons.items()
             if name != chosen.implementation.name
         )
@@ -213,15 +214,18 @@ def device_here() -> Device:
 
 @functools.cache
 def measurements() -> tuple[Mapping[str, Any], ...]:
-    """The checked-in table: one line for an op, an implementation and a kind of device, written by the benchmark."""
+    """The checked-in table, by the benchmark: a line for an op, an implementation, a kind of device and a length of rows."""
     return tuple(json.loads(importlib.resources.files("shardlib.kernels").joinpath("measured.json").read_text()))
 
 
-def ranking(op: str, kind: str) -> list[str]:
-    """Implementations of an op that were measured on a kind of device, the fastest first."""
-    lines = [line for line in measurements() if line["op"] == op and line["device"] == kind]
-    return [line["implementation"] for line in sorted(lines, key=lambda line: line["time"])]
+def ranking(task: Task) -> list[str]:
+    """Implementations measured on a kind of device, the fastest first, of those rows whose length is nearest to the task's."""
+    assert task.device is not None
+    lines = [line for line in measurements() if (line["op"], line["device"]) == (task.op, task.device.kind)]
+    row = max(task.arrays["x"].shape[-1], 1)
+    nearest = min((line["row"] for line in lines), key=lambda length: abs(math.log(length / row)), default=None)
+    return [line["implementation"] for line in sorted(lines, key=lambda line: line["time"]) if line["row"] == nearest]
 
 
-def _unmeasured(op: str, name: str, kind: str) -> str:
-    return "measured slower here" if name in ranking(op, kind) else "not measured on this kind of device"
+def _unmeasured(task: Task, name: str) -> str:
+    return "measured slower here" if name in ranking(task) else "not measured on this kind of device"
