@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import shardlib as sl
+from benchmarks._picture import level, line, svg, text
 from benchmarks._report import report
 
 GPUS, MACHINES, UTILIZATION = 8, 4, 0.4
@@ -31,32 +32,24 @@ def gain(gigabits: float, tokens: int, parameters: float = 1.5e9) -> sl.BreakEve
 
 def picture() -> str:
     """The gain over the bandwidth, a line for each number of tokens."""
-    width, height, left, top, right, bottom = 720, 340, 60, 50, 690, 290
-    x = lambda gigabits: left + (right - left) * math.log10(gigabits) / 4  # noqa: E731
-    y = lambda gain: bottom - (bottom - top) * math.log2(max(gain, 0.9) / 0.9) / math.log2(32 / 0.9)  # noqa: E731
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">How many times as fast a step is with one bit between four machines of '
-        "eight H200</text>",
-        f'<text x="{left}" y="38" fill="#666">by the tokens that a GPU sees in a step, all microbatches together</text>',
-    ]
-    for times in (1, 2, 4, 8, 16, 32):
-        colour = "#888" if times == 1 else "#ddd"
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(times):.1f}" y2="{y(times):.1f}" stroke="{colour}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(times) + 4:.1f}" text-anchor="end">{times}</text>')
-    for gigabits in GIGABITS:
-        label = f"{gigabits:,} Gb/s"
-        parts.append(f'<text x="{x(gigabits):.1f}" y="{bottom + 20}" text-anchor="middle">{label}</text>')
-    parts.append(f'<text x="{right}" y="{bottom + 40}" text-anchor="end" fill="#666">what a machine sends</text>')
+    width, height, left, top, right, bottom = 740, 340, 60, 50, 690, 290
+
+    def x(gigabits: float) -> float:
+        return left + (right - left) * math.log10(gigabits) / 4
+
+    def y(gain: float) -> float:
+        return bottom - (bottom - top) * math.log2(max(gain, 0.9) / 0.9) / math.log2(32 / 0.9)
+
+    parts = [text(left, 38, "by the tokens that a GPU sees in a step, all microbatches together", colour="#666")]
+    parts += [level(left, right, y(times), times, "#888" if times == 1 else "#ddd") for times in (1, 2, 4, 8, 16, 32)]
+    parts += [text(x(gigabits), bottom + 20, f"{gigabits:,} Gb/s", "middle") for gigabits in GIGABITS]
+    parts.append(text(right, bottom + 40, "what a machine sends", "end", "#666"))
+    places = [10 ** (k / 10) for k in range(41)]
     for row, (tokens, colour) in enumerate(zip(TOKENS, COLOURS, strict=True)):
-        places = [10 ** (k / 10) for k in range(41)]
-        points = " ".join(f"{x(place):.1f},{y(gain(place, tokens).speedup):.1f}" for place in places)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{right}" y="{top + 16 * (row + 1)}" text-anchor="end" fill="{colour}">{tokens:,} tokens</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
+        parts.append(line([(x(place), y(gain(place, tokens).speedup)) for place in places], colour, 2))
+        parts.append(text(right, top + 16 * (row + 1), f"{tokens:,} tokens", "end", colour))
+    title = "How many times as fast a step is with one bit between four machines of eight H200"
+    return svg(width, height, left, title, parts)
 
 
 def main() -> None:

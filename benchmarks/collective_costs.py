@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 import shardlib.testing
+from benchmarks._picture import dot, level, line, svg, text
 from benchmarks._report import report
 from shardlib.planning._targets import quietly
 
@@ -119,38 +120,19 @@ def plot(cores: list[int], links: dict[str, list[float]], estimates: dict[str, l
     def y(seconds: float) -> float:
         return TOP + (high - math.log10(seconds)) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
+    words = {-6: "1 µs", -5: "10 µs", -4: "0.1 ms", -3: "1 ms", -2: "10 ms", -1: "0.1 s", 0: "1 s"}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">One MiB on each core of a TPU v3: lines, time on the links; '
-        "dots, the compiler's estimate</text>",
+        level(LEFT, WIDTH - RIGHT, y(10.0**power), words.get(power, f"1e{power} s")) for power in range(low, high + 1)
     ]
-    for power in range(low, high + 1):
-        at = y(10.0**power)
-        label = {-6: "1 µs", -5: "10 µs", -4: "0.1 ms", -3: "1 ms", -2: "10 ms", -1: "0.1 s", 0: "1 s"}.get(
-            power, f"1e{power} s"
-        )
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#555">{label}</text>')
-    for count in cores:
-        parts.append(
-            f'<text x="{x(count):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#555">{count:,}</text>'
-        )
-    parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#555">cores</text>'
-    )
+    parts += [text(x(count), HEIGHT - BOTTOM + 18, f"{count:,}", "middle", "#555") for count in cores]
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, "cores", "middle", "#555"))
     for name, times in links.items():
-        points = " ".join(f"{x(count):.1f},{y(time):.1f}" for count, time in zip(cores, times, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"/>')
-        parts += [
-            f'<circle cx="{x(count):.1f}" cy="{y(time):.1f}" r="3" fill="{COLOURS[name]}"/>'
-            for count, time in zip(cores, estimates[name], strict=True)
-        ]
+        parts.append(line([(x(count), y(time)) for count, time in zip(cores, times, strict=True)], COLOURS[name], 2))
+        parts += [dot(x(count), y(time), COLOURS[name]) for count, time in zip(cores, estimates[name], strict=True)]
         order = {"AllGather": "O(D)", "AllToAll": "O(√D)"}.get(name, "O(1)")
-        parts.append(
-            f'<text x="{WIDTH - RIGHT + 10}" y="{y(times[-1]) + 4:.1f}" fill="{COLOURS[name]}">{name} {order}</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
+        parts.append(text(WIDTH - RIGHT + 10, y(times[-1]) + 4, f"{name} {order}", colour=COLOURS[name]))
+    title = "One MiB on each core of a TPU v3: lines, time on the links; dots, the compiler's estimate"
+    return svg(WIDTH, HEIGHT, LEFT, title, parts)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import shardlib as sl
 from benchmarks._kernel_bytes import touched
+from benchmarks._picture import bar, line, svg, text
 from benchmarks._report import report
 from shardlib import kernels, testing
 from shardlib.planning._targets import COMPILE_ONLY
@@ -58,6 +59,7 @@ TARGETS = {
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 ROWS = {"bfloat16": ((16_384, 4096), (10_001, 1001), (1_048_576, 64), (4096, 16_384)), "float32": ((8192, 8192),)}
 HEADS = {"bfloat16": ((8192, 4096, 32_000), (10_001, 1001, 50_257)), "float32": ((8192, 2048, 32_000),)}
+COLOURS = {"reference": "#c8cdd6", "kernel": "#247"}
 TABLE = Path(kernels.__file__).parent / "measured.json"
 
 
@@ -255,11 +257,57 @@ def by_torch(op: str, dtype: str, shape: tuple[int, ...]) -> dict[str, float] | 
     return found
 
 
+def plot(results: list[dict[str, Any]]) -> str:
+    """What the first shape of each op moves in bfloat16, there and back, over the least: the reference and the kernels."""
+    left, right, top, row, shown = 120, 700, 64, 13, 4.0
+    moved: dict[str, dict[str, dict[str, float]]] = {op: {} for op in OPS}
+    for one in results:
+        if one["dtype"] == "bfloat16":
+            shape = "x".join(map(str, OPS[one["op"]].shapes["bfloat16"][0]))
+            for target, found in one.get("compiled", {}).items():
+                if target.endswith(" " + shape):
+                    kind = "reference" if one["implementation"] == "reference" else "kernel"
+                    platform, name = target.split(":")[:2]
+                    machine = f"TPU {name}" if platform == "tpu" else name.upper()
+                    ratios = (found["back"][of] for of in ("program", "kernel") if of in found["back"])
+                    moved[one["op"]].setdefault(machine, {})[kind] = max(ratios)
+    at, parts = float(top), []
+    for op, machines in moved.items():
+        parts.append(text(left, at + 8, op))
+        at += 14
+        for machine, ratios in machines.items():
+            parts.append(text(left - 8, at + 9, machine, "end", "#555"))
+            for kind, height in (("reference", 10), ("kernel", 5)):
+                wide = (right - left) * min(ratios[kind], shown) / shown
+                told = f"{op}, {machine}, {kind}: {ratios[kind]:.2f}"
+                parts.append(bar(left, at + (10 - height) / 2, wide, height, COLOURS[kind], told))
+            end = left + (right - left) * min(max(1, *ratios.values()), shown) / shown
+            parts.append(text(end + 6, at + 9, f"{ratios['kernel']:.2f} for {ratios['reference']:.2f}", colour="#555"))
+            at += row
+        at += 8
+    one = left + (right - left) / shown
+    head = [bar(left, 32, 12, 12, COLOURS["kernel"], "kernel"), text(left + 18, 42, "the kernels")]
+    head += [
+        bar(left + 110, 32, 12, 12, COLOURS["reference"], "reference"),
+        text(left + 128, 42, "plain JAX, as compiled"),
+    ]
+    head += [text(left + 290, 42, "| the least")]
+    parts.append(line([(one, top), (one, at - 8)], "black"))
+    return svg(
+        800,
+        int(at) + 4,
+        left,
+        "What each op reads and writes there and back, over the least that it must",
+        [*head, *parts],
+    )
+
+
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--save", action="store_true", help="write the times of this device into the table of the ops")
+    parser.add_argument("--plot", type=Path, help="write a picture of what they move")
     parser.add_argument("--targets", default="", help="some of the machines to compile for; by default all that can be")
     arguments = parser.parse_args()
     gpu = jax.default_backend() == "gpu" if importlib.util.find_spec("jax_plugins") else False
@@ -298,6 +346,8 @@ def main() -> None:
     if gpu:
         figures |= _measured(arguments.save, failures)
         figures["compile_failures"] = len(failures)
+    if arguments.plot:
+        arguments.plot.write_text(plot(results))
     report("kernels", figures, BOUNDS, arguments.json)
 
 

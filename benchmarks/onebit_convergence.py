@@ -25,6 +25,7 @@ import optax
 from flax import nnx
 
 import shardlib as sl
+from benchmarks._picture import level, line, svg, text
 from benchmarks._report import report
 from examples.experts import CONTEXT, windows
 from examples.quickstart import corpus
@@ -162,31 +163,23 @@ def picture(curves: dict[str, list[tuple[int, float]]], frozen: float) -> str:
     """The loss of each over the steps, each point the mean of those around it."""
     width, height, left, top, right, bottom = 720, 340, 50, 40, 690, 300
     last, low, high = max(step for of in curves.values() for step, _ in of), 1.4, 3.0
-    x = lambda step: left + (right - left) * step / last  # noqa: E731
-    y = lambda loss: bottom - (bottom - top) * (min(loss, high) - low) / (high - low)  # noqa: E731
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="22" font-size="14">Loss over steps, nats a byte, eight workers</text>',
-    ]
-    for loss in (1.4, 1.8, 2.2, 2.6, 3.0):
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
-    for step in range(0, last + 1, last // 4):
-        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 20}" text-anchor="middle">{step}</text>')
-    parts.append(
-        f'<line x1="{x(frozen):.1f}" x2="{x(frozen):.1f}" y1="{top}" y2="{bottom}" stroke="#888" stroke-dasharray="4 4"/>'
-        f'<text x="{x(frozen) + 6:.1f}" y="{top + 12}" fill="#666">from here one bit</text>'
-    )
+
+    def x(step: float) -> float:
+        return left + (right - left) * step / last
+
+    def y(loss: float) -> float:
+        return bottom - (bottom - top) * (min(loss, high) - low) / (high - low)
+
+    parts = [level(left, right, y(loss), loss) for loss in (1.4, 1.8, 2.2, 2.6, 3.0)]
+    parts += [text(x(step), bottom + 20, step, "middle") for step in range(0, last + 1, last // 4)]
+    parts.append(line([(x(frozen), top), (x(frozen), bottom)], "#888", dashed=True))
+    parts.append(text(x(frozen) + 6, top + 12, "from here one bit", colour="#666"))
     for row, (kind, curve) in enumerate(curves.items()):
         losses = np.array([loss for _, loss in curve])
         smooth = [losses[max(0, k - 4) : k + 5].mean() for k in range(len(losses))]
-        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for (step, _), loss in zip(curve, smooth, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{right}" y="{top + 16 * (row + 1)}" text-anchor="end" fill="{COLOURS[kind]}">{kind}</text>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
+        points = [(x(step), y(loss)) for (step, _), loss in zip(curve, smooth, strict=True)]
+        parts += [line(points, COLOURS[kind], 2), text(right, top + 16 * (row + 1), kind, "end", COLOURS[kind])]
+    return svg(width, height, left, "Loss over steps, nats a byte, eight workers", parts)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks._picture import dot, level, line, svg, text
 from benchmarks._report import report
 
 ROOT = Path(__file__).parent.parent
@@ -80,27 +81,13 @@ def plot(curve: list[tuple[float, float]]) -> str:
     def y(bits: float) -> float:
         return bottom - (bottom - TOP) * (min(bits, high) - low) / (high - low)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="24" font-size="14">Bits a byte of held-out files, over minutes: `tiny` on two cores</text>',
-    ]
-    for bits in (1.0, 1.5, 2.0, 2.5, 3.0):
-        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y(bits):.1f}" y2="{y(bits):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(bits) + 4:.1f}" text-anchor="end">{bits:.1f}</text>')
-    for minutes in range(0, int(last) + 1, 2):
-        parts.append(f'<text x="{x(minutes):.1f}" y="{bottom + 20}" text-anchor="middle">{minutes}</text>')
-    goal = BOUNDS["bits_per_byte"]
-    parts.append(
-        f'<line x1="{LEFT}" x2="{right}" y1="{y(goal):.1f}" y2="{y(goal):.1f}" stroke="#b33" stroke-dasharray="4 4"/>'
-    )
-    points = " ".join(f"{x(seconds / 60):.1f},{y(bits):.1f}" for seconds, bits in curve)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="#247" stroke-width="2"/>')
-    parts += [f'<circle cx="{x(s / 60):.1f}" cy="{y(b):.1f}" r="3" fill="#247"/>' for s, b in curve]
-    parts.append(
-        f'<text x="{x(curve[-1][0] / 60):.1f}" y="{y(curve[-1][1]) + 20:.1f}" text-anchor="end">{curve[-1][1]:.2f}</text>'
-    )
-    return "\n".join([*parts, "</svg>\n"])
+    parts = [level(LEFT, right, y(bits), bits) for bits in (1.0, 1.5, 2.0, 2.5, 3.0)]
+    parts += [text(x(minutes), bottom + 20, minutes, "middle") for minutes in range(0, int(last) + 1, 2)]
+    goal, points = y(BOUNDS["bits_per_byte"]), [(x(seconds / 60), y(bits)) for seconds, bits in curve]
+    parts += [line([(LEFT, goal), (right, goal)], "#b33", dashed=True), line(points, "#247", 2)]
+    parts += [dot(*point, "#247") for point in points]
+    parts.append(text(points[-1][0], points[-1][1] + 20, f"{curve[-1][1]:.2f}", "end"))
+    return svg(WIDTH, HEIGHT, LEFT, "Bits a byte of held-out files, over minutes: `tiny` on two cores", parts)
 
 
 if __name__ == "__main__":

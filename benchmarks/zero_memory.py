@@ -26,6 +26,7 @@ import optax
 from flax import nnx
 
 import shardlib as sl
+from benchmarks._picture import bar, line, svg, text
 from benchmarks._report import report
 from models import gpt
 
@@ -129,37 +130,23 @@ def plot(devices: int, bars: list[tuple[dict[str, int], float]]) -> str:
     title = (
         f"A device of {devices} at its fullest moment, GB: 7.5 billion parameters, Adam, bfloat16 with float32 masters"
     )
-    height = TOP + ROW * len(bars) + 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{title}</text>',
-    ]
-    at = LEFT
+    parts, at = [], LEFT
     for kind, colour in COLOURS.items():
-        parts.append(
-            f'<rect x="{at}" y="32" width="12" height="12" fill="{colour}"/><text x="{at + 16}" y="42">{kind}</text>'
-        )
+        parts += [bar(at, 32, 12, 12, colour, kind), text(at + 16, 42, kind)]
         at += 36 + 7 * len(kind)
-    parts.append(f'<text x="{at}" y="42">| the paper</text>')
+    parts.append(text(at, 42, "| the paper"))
     for stage, (kinds, expected) in enumerate(bars):
         sizes = {kind: kinds.get(kind, 0) / 1e9 for kind in COLOURS}
         sizes["all else"] = sum(kinds.values()) / 1e9 - sum(sizes.values())
         x, y = float(LEFT), TOP + ROW * stage
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 19}" text-anchor="end">stage {stage}</text>')
+        parts.append(text(LEFT - 8, y + 19, f"stage {stage}", "end"))
         for kind, size in sizes.items():
-            width = PIXELS * size
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="28" fill="{COLOURS[kind]}">'
-                f"<title>{kind}: {size:.2f} GB</title></rect>"
-            )
-            x += width
+            parts.append(bar(x, y, PIXELS * size, 28, COLOURS[kind], f"{kind}: {size:.2f} GB"))
+            x += PIXELS * size
         tick = LEFT + PIXELS * expected / 1e9
-        parts.append(
-            f'<line x1="{tick:.1f}" x2="{tick:.1f}" y1="{y - 3}" y2="{y + 31}" stroke="black" stroke-width="2"/>'
-        )
-        parts.append(f'<text x="{max(x, tick) + 8:.1f}" y="{y + 19}">{sum(sizes.values()):.1f}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+        parts.append(line([(tick, y - 3), (tick, y + 31)], "black", 2))
+        parts.append(text(max(x, tick) + 8, y + 19, f"{sum(sizes.values()):.1f}"))
+    return svg(WIDTH, TOP + ROW * len(bars) + 8, LEFT, title, parts)
 
 
 def show(devices: int, stage: int, expected: float, of: dict[str, float]) -> None:
