@@ -16,6 +16,8 @@ from shardlib.kernels._shards import alone, as_varying, varying
 _OF_LOAD = inspect.signature(plgpu.load).parameters
 INDEX: list[Any] = [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty else []
 
+# A store to places that lanes do not share a sector of is to be asked for from JAX 0.12 on; before, any is taken.
+STORE: Any = getattr(plgpu, "store", None)
 
 GENERATIONS = {
     "hopper": ("NVIDIA H1", "NVIDIA H2", "NVIDIA H8", "NVIDIA GH"),

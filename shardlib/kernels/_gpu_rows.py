@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._gpu import INDEX, call, refuses_device
+from shardlib.kernels._gpu import INDEX, STORE, call, refuses_device
 
 LANES = 128
 LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
@@ -163,7 +163,11 @@ class Rows:
 
         def of(piece: Piece, _: None) -> None:
             for ref, index, numbers in writes:
-                ref[self._place(index, piece)] = numbers(piece).astype(ref.dtype)
+                place, x = self._place(index, piece), numbers(piece).astype(ref.dtype)
+                if self.simulated or not self.apart or STORE is None:
+                    ref[place] = x
+                else:
+                    STORE(ref.at[place], x, optimized=False)
 
         self.over(of)
 
