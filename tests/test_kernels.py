@@ -324,6 +324,17 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
 
 
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
+    from shardlib.kernels import _choice, _norm
+
+    monkeypatch.setattr(_norm, "device_here", lambda: _choice.Device("gpu", "NVIDIA H200"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r'not installed: `pip install "shardlib\[tokamax\]"`. Here `reference` and `gpu` can'
+    ):
+        kernels.layer_norm(X, implementation="tokamax")
+
+
 def test_a_race_in_a_kernel_would_be_found(capsys):
     def reads_before_it_is_there(x_ref, y_ref, scratch, semaphore):
         copy = pltpu.make_async_copy(x_ref, scratch, semaphore)
