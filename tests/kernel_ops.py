@@ -128,7 +128,8 @@ def make(shapes, dtype, seed=0):
         if name == "targets":
             return random.integers(-1, 2, shape)
         return jnp.asarray(
-            random.normal(size=shape) + (name == "scale"), "float32" if name in ("scale", "bias") else dtype
+            random.normal(size=shape) + (name == "scale"),
+            "float32" if name in ("scale", "bias") and seed % 2 == 0 else dtype,
         )
 
     return {name: one(name, shape) for name, shape in shapes.items()}

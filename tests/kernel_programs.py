@@ -31,9 +31,16 @@ CASES = {
 }
 
 OF_GPUS = {  # rows that a warpgroup has 128 of, or that pass by; compilers for TPUs lay such arrays out otherwise at their entry
-    "softmax": [({"x": (4, 4, 256, 24)}, "bfloat16", {}), ({"x": (4, 4, 16, 20_000)}, "float32", {})],
+    "softmax": [
+        ({"x": (4, 4, 256, 24)}, "bfloat16", {}),
+        ({"x": (4, 4, 99, 99), "where": (4, 4, 99, 99)}, "float32", {"causal": True}),
+        ({"x": (4, 4, 16, 20_000)}, "float32", {}),
+    ],
     "norm": [
         ({"x": (4, 4, 256, 24), "residual": (4, 4, 256, 24), "scale": (24,)}, "bfloat16", {}),
+        ({"x": (4, 4, 256, 120), "scale": (120,), "bias": (120,)}, "float32", {}),
+        ({"x": (4, 4, 256, 64), "bias": (64,)}, "bfloat16", {"beside": "bfloat16"}),
+        ({"x": (4, 4, 16, 19_100), "scale": (19_100,), "bias": (19_100,)}, "bfloat16", {}),
         ({"x": (4, 4, 16, 20_001), "scale": (20_001,), "bias": (20_001,)}, "bfloat16", {}),
     ],
 }
@@ -51,12 +58,14 @@ class Found(NamedTuple):
 def of_case(target, op, case):
     """The programs of one of the cases."""
     shapes, dtype, options = [*CASES[op], *OF_GPUS[op]][case]
+    options, beside = dict(options), options.get("beside", "float32")
+    options.pop("beside", None)
     target = sl.Target(target)
     mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
 
     def absent(name, shape):
         of_dims = (axis if size > 1 else None for axis, size in zip(("data", "model"), shape, strict=False))
-        kind = bool if name == "where" else "float32" if len(shape) == 1 else dtype
+        kind = bool if name == "where" else beside if len(shape) == 1 else dtype
         sharding = jax.NamedSharding(mesh, P() if len(shape) == 1 else P(*of_dims))
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
 

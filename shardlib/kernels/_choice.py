@@ -219,10 +219,15 @@ def measurements() -> tuple[Mapping[str, Any], ...]:
 
 
 def ranking(task: Task) -> list[str]:
-    """Implementations measured on a kind of device, the fastest first, of those rows whose length is nearest to the task's."""
+    """Implementations measured on a kind of device, the fastest first, of those rows whose length is nearest to the task's.
+
+    Of its dtype, if any was measured.
+    """
     assert task.device is not None
     lines = [line for line in measurements() if (line["op"], line["device"]) == (task.op, task.device.kind)]
-    row = max(task.arrays["x"].shape[-1], 1)
+    x = task.arrays["x"]
+    lines = [line for line in lines if line["dtype"] == str(x.dtype)] or lines
+    row = max(x.shape[-1], 1)
     nearest = min((line["row"] for line in lines), key=lambda length: abs(math.log(length / row)), default=None)
     return [line["implementation"] for line in sorted(lines, key=lambda line: line["time"]) if line["row"] == nearest]
 

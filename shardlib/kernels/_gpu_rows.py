@@ -3,13 +3,15 @@
 A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane holds `vector` neighbouring
 numbers, loaded at once; the last piece reaches back where they do not fill it, and what it repeats is counted once. A row that
 registers do not hold passes by as often as something is asked of all of it, from shared memory, or from the GPU's cache and
-memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers of each.
+memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers of each;
+above 64 they pass by too.
 Nothing is padded but few short rows, to 128, and no load reaches beyond the rows.
 
 What is computed of a row is a function of its pieces, remembered while a piece is in registers.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,9 +27,10 @@ from shardlib.kernels._gpu import INDEX, STORE, call, refuses_device
 
 LANES = 128
 LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
-SHARED = 224 * 2**10  # bytes of shared memory
+SHARED = 224 * 2**10  # bytes of shared memory that rows may take; some is Mosaic's
 WIDEST = 16  # bytes that a lane loads at once
 ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
+MOST_IN_A_LANE = 64  # numbers of a row of its own
 MOST = 8  # rows that are written out one after the other in a program
 
 
@@ -51,6 +54,11 @@ def each(function: Callable[..., jax.Array], *of: Numbers | jax.Array) -> Number
 def wide(x: jax.Array) -> jax.Array:
     """In the dtype in which kernels compute."""
     return x.astype(jnp.float32)
+
+
+def shared_bytes(*arrays: Any) -> int:
+    """What arrays take of shared memory, each in whole KiB."""
+    return sum(-(-math.prod(one.shape) * jnp.dtype(one.dtype).itemsize // 2**10) for one in arrays) * 2**10
 
 
 def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
@@ -81,8 +89,9 @@ class Rows:
         vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
         while vector > 1 and (row % vector or LANES * vector > row >= LANES):
             vector //= 2
-        turns = 1 if row * jnp.dtype(kept).itemsize <= LONGEST else -(-row // ENOUGH)
-        return Rows(row, vector, turns, simulated)
+        stays = row <= MOST_IN_A_LANE if row < LANES else row * jnp.dtype(kept).itemsize <= LONGEST
+        turn = MOST_IN_A_LANE if row < LANES else ENOUGH
+        return Rows(row, vector, 1 if stays else -(-row // turn), simulated)
 
     @property
     def apart(self) -> bool:
@@ -95,14 +104,14 @@ class Rows:
 
     def pieces(self, turn: Any = 0) -> list[Piece]:
         """What is in registers in a turn."""
-        if self.apart:
-            return [Piece(begin, self.vector) for begin in range(0, self.row, self.vector)]
-        size, turn_size = LANES * self.vector, self.row if self.turns == 1 else ENOUGH
-        begin = 0 if self.turns == 1 else jnp.minimum(turn * ENOUGH, self.row - ENOUGH)
-        again = [0 if self.turns == 1 else turn * ENOUGH - begin - at for at in range(0, turn_size - size + 1, size)]
-        pieces = [Piece(begin + at * size, size, one) for at, one in enumerate(again)]
-        rest = turn_size % size
-        return [*pieces, *[Piece(turn_size - size, size, size - rest)] * (rest > 0)]
+        size = self.shape[-1]
+        if self.turns > 1:
+            many = MOST_IN_A_LANE if self.apart else ENOUGH
+            begin = jnp.minimum(turn * many, self.row - many)
+            return [Piece(begin + at, size, turn * many - begin - at) for at in range(0, many, size)]
+        rest = self.row % size
+        pieces = [Piece(at, size) for at in range(0, self.row - size + 1, size)]
+        return [*pieces, *[Piece(self.row - size, size, size - rest)] * (rest > 0)]
 
     @functools.cached_property
     def kept(self) -> list[Piece]:
@@ -146,10 +155,11 @@ class Rows:
 
         return functools.cache(of)
 
-    def room(self, *dtypes: Any, taken: int = 0) -> list[Any]:
-        """Shared memory for a row of each dtype, if rows do not stay in registers and there is enough."""
-        enough = taken + sum(jnp.dtype(dtype).itemsize for dtype in dtypes) * self.row <= SHARED
-        return [plgpu.SMEM((1, self.row), dtype) for dtype in dtypes] if self.turns > 1 and enough else []
+    def room(self, *dtypes: Any, beside: Sequence[Any] = ()) -> list[Any]:
+        """Shared memory for a row of each dtype, if a row does not stay in registers and there is enough."""
+        arrays = [plgpu.SMEM((1, self.row), dtype) for dtype in dtypes]
+        wanted = self.turns > 1 and not self.apart
+        return arrays if wanted and shared_bytes(*beside, *arrays) <= SHARED else []
 
     def keep(self, numbers: Numbers, room: Sequence[Any]) -> Numbers:
         """Numbers of a row, put where the passes to come find them, if there is `room`."""
@@ -217,8 +227,7 @@ class Rows:
     @property
     def pitch(self) -> int:
         """From row to row in shared memory, so that lanes with a row each are at different banks of it."""
-        together = min(self.vector, 4)
-        return self.row + together * (self.apart and self.row // together % 2 == 0)
+        return self.row + self.vector * (self.apart and self.row // self.vector % 2 == 0)
 
     @property
     def layout(self) -> Any:
@@ -245,8 +254,7 @@ class Rows:
 
     def unflat(self, x: jax.Array, shape: tuple[int, ...], groups: int = 1) -> jax.Array:
         """What `flat` was given."""
-        count = functools.reduce(int.__mul__, shape[:-1], 1) // groups
-        return x.reshape(groups, -1, self.row)[:, :count].reshape(shape)
+        return x.reshape(groups, -1, self.row)[:, : math.prod(shape[:-1]) // groups].reshape(shape)
 
 
 def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room: Sequence[Any] = ()) -> Any:

@@ -1,6 +1,5 @@
 """RMSNorm and LayerNorm on a GPU: a row in the registers of a warpgroup, each array read once and written once."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,11 +8,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._gpu import call
-from shardlib.kernels._gpu_rows import SHARED, Numbers, Rows, each, over_rows, parts, refuses, wide
+from shardlib.kernels._gpu_rows import SHARED, Numbers, Rows, each, over_rows, parts, refuses, shared_bytes, wide
 from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
+FEW = 8
 PROCESSORS = 132  # of a GPU, about: so many times some warpgroups sum gradients over rows, each its own
 
 
@@ -86,11 +86,11 @@ def backward(
             *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
         ]
         kinds = (scale is not None) + biased
-        taken = kinds * of.held * of.pitch * 4
-        scratch = [plgpu.SMEM((kinds * of.held, of.pitch), jnp.float32)] * (0 < taken <= SHARED)
-        room = of.room(h.dtype, gradient.dtype, taken=taken if scratch else 0)
-        used = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in (*scratch, *room))
-        blocks = _share(-(-count // of.held), min(2 if of.apart else 4, SHARED // max(used, 1)))
+        scratch = [plgpu.SMEM((kinds * of.held, of.pitch), jnp.float32)] * (kinds > 0)
+        scratch = scratch if shared_bytes(*scratch) <= SHARED else []
+        room = of.room(h.dtype, gradient.dtype, beside=scratch)
+        at_once = min(2 if of.apart else 4, SHARED // max(shared_bytes(*scratch, *room), 1))
+        blocks = _share(-(-count // of.held), at_once)
 
         def norm_backward(*refs: Any) -> None:
             inputs, shared, (x_ref,), sum_refs, own_sums, space = parts(
@@ -121,7 +121,7 @@ def backward(
                 of_x = each(jnp.multiply, of_x, inverse)
                 for one in added:
                     of_x = each(lambda of_x, one: of_x + wide(one), of_x, one)
-                counts = jnp.where(of.indices(at) >= first, 1.0, 0.0)  # the last rows may be done twice, and count once
+                counts = of.indices(at) >= first  # the last rows may be done twice, and count once
                 of_sums = [each(jnp.multiply, g, unit)] * (scale is not None) + [g] * biased
                 adds = [
                     (ref, at, each(_added, of.load(ref, at, now=False), of.once(x), counts))
@@ -148,8 +148,11 @@ def backward(
 
 
 def _share(count: int, at_once: int) -> int:
-    """How many warpgroups share so many rows, each about as many as the others, if a processor has so many of them at once."""
-    turns = -(-count // (PROCESSORS * at_once))
+    """How many warpgroups share so many rows, each about as many as the others, if a processor has so many of them at once.
+
+    Each writes sums, which are read again: what that moves is little beside `FEW` rows.
+    """
+    turns = max(-(-count // (PROCESSORS * at_once)), FEW)
     return -(-count // turns)
 
 
@@ -161,4 +164,4 @@ def _unit(of: Rows, h: Numbers, epsilon: float, centred: bool) -> tuple[Numbers,
 
 
 def _added(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
-    return so_far + x * counts
+    return so_far + jnp.where(counts, x, jnp.zeros_like(x))

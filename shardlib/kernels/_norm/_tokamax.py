@@ -1,4 +1,7 @@
-"""RMSNorm and LayerNorm by Tokamax, whose kernels for GPUs are Triton's."""
+"""RMSNorm and LayerNorm by Tokamax, whose kernels for GPUs are Triton's.
+
+Where a residual is added, the gradient to it and that through the norm are rounded before they are added too.
+"""
 
 import importlib
 import importlib.util
@@ -55,6 +58,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """As the reference's, of whole rows. What Tokamax saves of a forward is made again, by one more of it."""
     bias = jnp.zeros(h.shape[-1:], jnp.float32) if biased else None
+    scale = None if scale is None else scale.astype(jnp.float32)  # and so are its gradients
     _, back = jax.vjp(lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias)
     of_x, of_scale, of_bias = back(gradient)
     return of_x if of_h is None else of_x + of_h, of_scale, of_bias
