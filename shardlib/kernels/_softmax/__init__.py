@@ -32,8 +32,8 @@ def softmax(
         x: float32, bfloat16 or float16, of one dim or more. It is computed in float32 and rounded once.
         names: of the dims of `x`, where they are split over devices. Where the last is split, devices exchange a maximum and a
             sum for each row, and one number for each backward.
-        where: what to leave in, bools that broadcast to `x`; only what is there of it is read (on GPUs, for rows of 128 numbers or
-            more). What is left out is zero, and a row of which nothing is left.
+        where: what to leave in, bools that broadcast to `x`; only what is there of it is read (on GPUs, of rows of 128 numbers
+            or more). What is left out is zero, and a row of which nothing is left.
         scale: a number.
         causal: leave to each query, of the dim before the last, the keys up to its own place. Nothing is read for it.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
