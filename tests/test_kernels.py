@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
 
 LENGTHS = [
     ("tpu_simulated", 1),
-    *[("gpu_simulated", n) for n in (5, 72, 9001)],
+    *[("gpu_simulated", n) for n in (5, 72, 10_244)],
     *[("gpu", n) for n in (1, 64, 127, 9001, 19_100, 60_000)],
 ]
 
@@ -164,7 +164,7 @@ def cases(targets, *of):
     ]
 
 
-@pytest.mark.parametrize(("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS, CASES, OF_GPUS))
+@pytest.mark.parametrize(("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS))
 def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
     found = on_its_own(target, of_case, op, case)
     assert set(found.kinds) <= {"all-reduce"}, "gradients of what rows share, and nothing else"
