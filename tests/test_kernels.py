@@ -188,6 +188,28 @@ def test_the_real_compiler_takes_tokamax_where_its_gpu_is(target):
     assert set(on_its_own(target, of_tokamax)) <= {"all-reduce"}
 
 
+@needs_tokamax
+@pytest.mark.gpu_compiler  # whose environment has it
+@pytest.mark.parametrize("centred", [True, False])
+def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
+    import tokamax
+
+    from shardlib.kernels._norm import _reference, _tokamax
+
+    plain = tokamax.layer_norm  # its own reference, as no GPU is there
+    monkeypatch.setattr(
+        tokamax, "layer_norm", lambda *given, implementation, **how: plain(*given, implementation="xla", **how)
+    )
+    row = {"scale": (130,), **({"bias": (130,)} if centred else {})}
+    arrays = make({"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "of_h": (3, 5, 130), **row}, "float32")
+    x, residual, scale, bias = (arrays.get(name) for name in ("x", "residual", "scale", "bias"))
+    options = {"epsilon": 0.1, "centred": centred}
+    found, wanted = (one.forward(x, residual, scale, bias, **options) for one in (_tokamax, _reference))
+    near(found, wanted, 1e-6)
+    given, biased = (wanted[1], scale, arrays["g"], arrays["of_h"]), bias is not None
+    near(*(one.backward(*given, biased=biased, **options) for one in (_tokamax, _reference)), 1e-6)
+
+
 X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
 
 

@@ -13,7 +13,7 @@ from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-FEW = 8
+FEW = 8  # rows, at least, that a warpgroup sums, or times 128 where lanes do
 PROCESSORS = 132  # of a GPU, about: so many times some warpgroups sum gradients over rows, each its own
 
 
@@ -150,7 +150,7 @@ def backward(
 def _share(count: int, at_once: int) -> int:
     """How many warpgroups share so many rows, each about as many as the others, if a processor has so many of them at once.
 
-    Each writes sums, which are read again: what that moves is little beside `FEW` rows.
+    Each writes sums, which are read again: that is a third of what `FEW` rows move, and less of more.
     """
     turns = max(-(-count // (PROCESSORS * at_once)), FEW)
     return -(-count // turns)
