@@ -20,7 +20,7 @@ from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
 from shardlib.train._step import LossFunction, every_nth, forward, with_row_keys
 from shardlib.train._strategy import Strategy
-from shardlib.train._weights import uses, value
+from shardlib.train._weights import uses, value, with_partitionable_lookups
 
 
 def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
@@ -114,7 +114,7 @@ class Evaluation:
             keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count)
             return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
 
-        total = partial(forward, self.loss_fn, layout)
+        total = with_partitionable_lookups(partial(forward, self.loss_fn, layout), used, self.strategy)
         if self.strategy.pipeline is not None:
             with jax.named_scope("loss"):
                 means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()

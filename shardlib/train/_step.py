@@ -41,7 +41,7 @@ from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, check_sender, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, varying_outputs
-from shardlib.train._weights import Weights, uses
+from shardlib.train._weights import Weights, uses, with_partitionable_lookups
 from shardlib.train._widened import describe_widened, widened
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
@@ -271,7 +271,7 @@ class Step:
             keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count)
             return keys(streams), keys(rest), keys(key), examples
 
-        total = partial(forward, self.loss_fn, layout)
+        total = with_partitionable_lookups(partial(forward, self.loss_fn, layout), united(trained, fixed), self.strategy)
         _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
         if self.strategy.pipeline is not None:
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib._annotate import constrain
+from shardlib._lookups import partitionable
 from shardlib._on_use import WHOLE, evaluate_on_use
 from shardlib._precision import cast
 from shardlib._region import Held, Weight
@@ -144,6 +145,11 @@ def uses(tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *,
     return map_named(
         lambda path, leaf, spec: Use(path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen), tree, named
     )
+
+
+def with_partitionable_lookups(total: Any, uses: Any, strategy: Strategy) -> Any:
+    """`total(params, ...)` with lookups that XLA's partitioner can split on the strategy's mesh."""
+    return partitionable(total, jax.tree.map(lambda use: use.named, uses), strategy.batch_axes)
 
 
 def value(total: Any, uses: Any, params: Any, *others: Any) -> Any:
