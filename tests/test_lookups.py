@@ -4,6 +4,7 @@ XLA's partitioner aborts the process on lookups in a manual region that leaves s
 tests ended its whole process before lookups were rewritten.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from machines import mesh_on
+from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt, moe
 from shardlib import testing
-from shardlib._lookups import needs_rewriting, partitionable
+from shardlib._traffic import collectives
 
 VOCAB, EMBED, MLP, ROWS, SEQ = 32, 16, 32, 16, 4
 RANDOM = np.random.default_rng(0)
@@ -112,7 +113,11 @@ LOSSES = (language_model, gathers, scatters, within)
 SEVERAL = {
     "presets": (PRESETS, THREE, {}),
     "sequence": (sl.rules.data | sl.rules.fsdp | sl.rules.tensor_sequence, THREE, {"zero": 1, "accumulate": 2}),
-    "vocab over fsdp": (PRESETS | sl.AxisRules(vocab="fsdp", embed="model", mlp=None, act_mlp=None), THREE, {"zero": 3}),
+    "vocab over fsdp": (
+        PRESETS | sl.AxisRules(vocab="fsdp", embed="model", mlp=None, act_mlp=None),
+        THREE,
+        {"zero": 3},
+    ),
     "table over both": (PRESETS | sl.AxisRules(vocab=("model", "fsdp"), embed=None), THREE, {}),
     "context": (
         sl.rules.data | sl.rules.tensor | sl.AxisRules(seq="context", position="context"),
@@ -134,6 +139,15 @@ def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mes
         options = {**options, "zero": sl.Zero(options["zero"], small=16)}
     counts = [options.pop("accumulate", 1)]
     testing.check_step(make, optax.sgd(0.1), language_model, IDS, rules, meshes=[mesh], accumulate=counts, **options)
+
+
+def test_an_evaluation_beside_three_axes_equals_one_device():
+    strategy = sl.Strategy(mesh=THREE, rules=PRESETS, zero=sl.Zero(3, small=16))
+    state = sl.init(make, optax.sgd(0.1), strategy)
+    found = sl.evaluation(language_model, strategy)(state, [IDS])["loss"]
+    with sl.unsharded():
+        expected = language_model({path: jnp.asarray(leaf) for path, leaf in WEIGHTS.items()}, IDS, None)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def gpt_model(**options):
@@ -163,5 +177,68 @@ TOKENS = {
 def test_the_gpt_beside_three_axes_equals_one_device(mesh, rules, options):
     counts = [options.pop("accumulate", 1)]
     testing.check_step(
-        gpt_model(), optax.sgd(0.1), gpt.loss, TOKENS, rules, meshes=[mesh], accumulate=counts, **options
+        gpt_model(fused_loss=counts == [2]),
+        optax.sgd(0.1),
+        gpt.loss,
+        TOKENS,
+        rules,
+        meshes=[mesh],
+        accumulate=counts,
+        **options,
     )
+
+
+@pytest.mark.parametrize("form", ["einsum", "scatter"])
+def test_experts_beside_three_axes_equal_one_device(form):
+    config = moe.tiny(width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4, form=form)
+    rules = PRESETS | sl.rules.experts | sl.AxisRules(batch=("data", "fsdp"))
+    testing.check_step(
+        lambda: moe.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), moe.loss, TOKENS, rules, meshes=[THREE],
+        zero=sl.Zero(1, small=16), accumulate=[1],
+    )  # fmt: skip
+
+
+FOUR = {
+    "pod=2,data=2,fsdp=2,model=2": PRESETS | sl.AxisRules(batch=("pod", "data", "fsdp")),
+    "data=2,fsdp=2,context=2,model=2": PRESETS | sl.AxisRules(seq="context", position="context"),
+}
+
+
+def on_four_axes():
+    """Run by a process of its own, which has sixteen devices."""
+    for mesh, rules in FOUR.items():
+        for loss in (language_model, gathers):
+            testing.check_step(make, optax.adam(0.1), loss, IDS, rules, meshes=[mesh], zero=sl.Zero(3, small=16))
+    print("four axes are equal to one device")
+
+
+def test_four_axes_equal_one_device():
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import test_lookups; test_lookups.on_four_axes()"],
+        cwd=Path(__file__).parent, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "four axes are equal to one device" in ran.stdout, ran.stderr[-2000:]
+
+
+TARGETS = [
+    pytest.param("v5e:2x4", THREE, PRESETS, marks=pytest.mark.tpu_compiler),
+    pytest.param("v5e:4x4", *next(iter(FOUR.items())), marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", THREE, PRESETS, marks=pytest.mark.gpu_compiler),
+    pytest.param("h200:1x2x8", *next(iter(FOUR.items())), marks=pytest.mark.gpu_compiler),
+    pytest.param("cpu", THREE, PRESETS),
+]
+
+
+@pytest.mark.parametrize("machine, mesh, rules", TARGETS)
+def test_lookups_compile_for_every_machine_and_never_gather_the_vocabulary(machine, mesh, rules):
+    devices = mesh_on(machine, mesh)
+    strategy = sl.Strategy(mesh=devices, rules=rules, zero=sl.Zero(1, small=16))
+    state = sl.init(make, optax.adam(0.1), strategy, abstract=True)
+    for loss in (language_model, scatters):
+        step = sl.train_step(loss, strategy)
+        compiled = compile_for(devices, step.lower(state, jax.ShapeDtypeStruct((2 * devices.size, SEQ), jnp.int32)))
+        if loss is language_model:
+            # The vocabulary is split over `model`: no table and no logits are made whole along it.
+            gathers_of = [one.axes or () for one in collectives(compiled, devices) if one.kind == "all-gather"]
+            assert gathers_of and not [axes for axes in gathers_of if "model" in axes]

@@ -271,7 +271,9 @@ class Step:
             keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count)
             return keys(streams), keys(rest), keys(key), examples
 
-        total = with_partitionable_lookups(partial(forward, self.loss_fn, layout), united(trained, fixed), self.strategy)
+        total = with_partitionable_lookups(
+            partial(forward, self.loss_fn, layout), united(trained, fixed), self.strategy
+        )
         _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
         if self.strategy.pipeline is not None:
 
