@@ -57,6 +57,7 @@ ORDER = [
             "_errors",
             "_describe",
             "_varying",
+            "_coupled",
             "_widened",
             "_weights",
             "_pipelined",

@@ -15,8 +15,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ from shardlib._tree import named_leaves
 from shardlib.collectives._exact import inverse
 from shardlib.optimizers._local import Local
 from shardlib.train._batches import batch_sharding, check_batch
+from shardlib.train._coupled import CONSTANT, describe_coupled, facts, with_examples
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
@@ -271,10 +273,10 @@ class Step:
             keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count)
             return keys(streams), keys(rest), keys(key), examples
 
-        total = with_partitionable_lookups(
-            partial(forward, self.loss_fn, layout), united(trained, fixed), self.strategy
-        )
-        _check_forward(total, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
+        call = partial(call_loss, self.loss_fn, layout)
+        total = partial(forward, self.loss_fn, layout)
+        total = with_partitionable_lookups(total, united(trained, fixed), self.strategy)
+        _check_forward(call, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
         if self.strategy.pipeline is not None:
 
             def numbered(number: Any) -> Any:
@@ -308,16 +310,34 @@ class Step:
         return made._replace(values=values), streams, rest, metrics | {"weight": weight}
 
 
+class Returned(NamedTuple):
+    """What a loss function returned, and the model's state after it."""
+
+    out: Any  # as returned
+    means: dict[str, Mean]
+    streams: Any
+    rest: Any
+
+
+def call_loss(
+    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+) -> Returned:
+    """Put the model together and call the loss function with it."""
+    model = layout.definition.merge(params, streams, rest)
+    out = loss_fn(model, batch, key)
+    means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
+    after = layout.definition.state_of(model)
+    _check_structure((streams, rest), after)
+    streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
+    return Returned(out, means, streams, rest)
+
+
 def forward(
     loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
 ) -> Any:
     """The sum over these examples that is differentiated, with what else comes of the loss."""
-    model = layout.definition.merge(params, streams, rest)
-    means = as_means(loss_fn(model, batch, key), jax.tree.leaves(batch)[0].shape[0])
-    after = layout.definition.state_of(model)
-    _check_structure((streams, rest), after)
-    streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-    return means["loss"].total, (means, streams, rest)
+    returned = call_loss(loss_fn, layout, params, streams, rest, key, batch)
+    return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
 
 
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
@@ -363,25 +383,28 @@ def _updated(
 
 
 def _check_forward(
-    total: Any, inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, strategy: Strategy
+    call: Callable[..., Returned], inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, strategy: Strategy
 ) -> None:
-    """Refuse state that would differ between devices: made from the examples or parameters of one, or drawn for it.
+    """Trace the loss once and look for what a step cannot do right, or what was not meant.
 
-    And say which products are not taken in the dtype that was asked for.
+    Refused is state that would differ between devices: made from the examples or parameters of one, or drawn for it. Warned
+    of are losses that are no mean over examples, and products that are not taken in the dtype that was asked for.
     """
     index, examples = scanned
     axes, compute, streams = strategy.data_axes, strategy.dtypes.compute, inputs(rest, index, examples)[0]
     state = [*named_leaves(streams), *named_leaves(rest)]
-    if not (axes and state) and compute is None:
+    split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
+    batch_is_split = bool(split_axes) or strategy.microbatches > 1
+    if not (axes and state) and compute is None and not batch_is_split:
         return
 
     def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
-        loss, (_, *changed) = total(united(params, frozen), *inputs(rest, index, examples))
-        return changed, loss
+        returned = call(united(params, frozen), *inputs(rest, index, examples))
+        return (returned.streams, returned.rest), _values_returned(returned.out), returned.means["loss"].total
 
     uses = jax.tree.leaves((trained, fixed))
     whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
-    jaxpr = jax.make_jaxpr(after)(*whole, rest, examples)
+    jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
     others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
     if axes and state:
         own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
@@ -394,6 +417,34 @@ def _check_forward(
         wide = widened(jaxpr, narrowed + [None] * sum(others), jnp.dtype(compute).itemsize)
         if wide:
             say((describe_widened(wide, compute),))
+    if batch_is_split:
+        given = [CONSTANT] * (len(uses) + others[0])
+        given += [with_examples(leaf.shape) for leaf in jax.tree.leaves(examples)]
+        known = facts(jaxpr, given, split_axes)[len(state) :]
+        for value, fact in zip(values, known, strict=False):
+            if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
+                say((remark,))
+                break  # what else there is has the same cause, more often than not
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Value:
+    """A number that a loss function returned: the loss or a metric, its total or its weight."""
+
+    value: Any
+    name: str = field(metadata={"static": True})
+    weighted: bool = field(metadata={"static": True})
+
+
+def _values_returned(out: Any) -> list[_Value]:
+    loss, metrics = out if isinstance(out, tuple) else (out, {})
+    found: list[_Value] = []
+    for name, value in {"loss": loss, **metrics}.items():
+        weighted = isinstance(value, Mean)
+        parts = (value.total, value.weight) if weighted else (value,)
+        found += [_Value(jnp.asarray(part), name, weighted) for part in parts]
+    return found
 
 
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:

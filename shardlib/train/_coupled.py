@@ -1,0 +1,588 @@
+"""Losses in which examples depend on each other: found in the traced loss, since each device has only some of them.
+
+A step adds up `total` and `weight` over devices and microbatches. That is the loss of the whole batch if the total is a sum
+over examples. A loss that first reduces over the examples at hand and then does anything else with the result is another
+loss on every mesh: `y - y.mean(0)`, a ratio of two sums, a maximum, a branch chosen by a sum.
+
+The walk below follows which dims of each value hold examples (`Rows`). Reducing such dims by a sum gives a *total*, which may
+be added, scaled and returned. A total that has been added up over all devices, as `sl.batch_mean` does, is a constant to the
+walk. Whatever else is made of a total is *coupled*. Unknown operations are given the benefit of the doubt: the walk
+warns, it does not prove.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardlib._jaxpr import line_of, scan_parts
+from shardlib._random import is_row_key, rows_of
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """A reduction over examples, and where something other than a mean is made of it."""
+
+    operation: str
+    line: str
+    reduced: str  # the line of the reduction
+
+
+Factor = tuple[int, bool]
+"""A size that a dim is a multiple of, and whether it counts examples."""
+
+Rows = tuple[tuple[Factor, ...], ...]
+"""For each dim the factors of its size, the slowest first."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a value: nothing of these, if it does not depend on the examples."""
+
+    rows: Rows | None = None  # it holds examples along some dims
+    single: bool = False  # it belongs to one example, of which a loop takes one after the other
+    total: str = ""  # the kind of reduction over examples that it is: "sum", "max" or "min"
+    scaled: bool = True  # of a sum, whether it has been divided or multiplied
+    reduced: str = ""  # the line of that reduction
+    coupled: Coupling | None = None
+
+    @property
+    def varies(self) -> bool:
+        return self.rows is not None or self.single
+
+    @property
+    def dims(self) -> frozenset[int]:
+        """The dims that hold examples."""
+        if self.rows is None:
+            return frozenset()
+        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row for _, row in factors))
+
+
+CONSTANT = Fact()
+
+# Of a total these make a total, whatever their parameters.
+_LINEAR = {
+    "neg", "convert_element_type", "copy", "stop_gradient", "real", "imag", "conj", "reduce_precision",
+    "sharding_constraint", "optimization_barrier", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose",
+    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather", "copy_p",
+}  # fmt: skip
+_ADDITIVE = {"add", "sub", "add_any"}
+_SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
+_COLLECTIVE_OF = {"sum": ("psum", "psum_invariant"), "max": ("pmax",), "min": ("pmin",)}
+
+
+def with_examples(shape: Sequence[int]) -> Fact:
+    """The fact of an array of a batch: its first dim holds the examples."""
+    if not shape:
+        return Fact(single=True)
+    return Fact(rows=(((shape[0], True),), *_plain(shape[1:])))
+
+
+def facts(jaxpr: ClosedJaxpr, inputs: Sequence[Fact], axes: Sequence[str]) -> list[Fact]:
+    """What is known of each output of a traced function, given the facts of its inputs.
+
+    `axes` are the manual axes that split the batch: what is reduced over all of them too is the same on every device.
+    """
+    return _Walk(frozenset(axes)).jaxpr(jaxpr.jaxpr, inputs)
+
+
+class _Walk:
+    def __init__(self, axes: frozenset[str]) -> None:
+        self.axes = axes
+
+    def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
+        known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Fact:
+            return CONSTANT if isinstance(atom, Literal) else known.get(atom, CONSTANT)
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            if all(fact == CONSTANT for fact in given) and not _draws(equation):
+                continue
+            known.update(zip(equation.outvars, self.equation(equation, given), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: Any, given: list[Fact]) -> list[Fact]:
+        count = len(equation.outvars)
+        name = equation.primitive.name
+        held = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
+        if held is not None:
+            return held(equation, given)
+        inner = _inner(equation)
+        if inner is not None and name != "shard_map":
+            # What was traced before, for another call, has no line of this one.
+            return [_located(fact, line_of(equation)) for fact in self.jaxpr(inner, given)]
+        if coupled := next((fact for fact in given if fact.coupled), None):
+            return [coupled] * count
+        rule: Callable[..., Fact | list[Fact]] | None = getattr(self, f"_{name.replace('-', '_')}", None)
+        if name in _COLLECTIVES:
+            return [self.collective(equation, fact) for fact in _spread(given, count)]
+        if any(fact.total for fact in given):
+            return [_of_totals(equation, given)] * count
+        if rule is not None:
+            found = rule(equation, given)
+            return found if isinstance(found, list) else [found] * count
+        if name in _SAME_SHAPE_ALONG_AXIS:
+            return [_along(equation, given[0], equation.params["axis"])] * count
+        if name in _REDUCTIONS:
+            return [_reduced(equation, given[0])] * count
+        return [_elementwise(equation, var, given) for var in equation.outvars]
+
+    # What holds functions
+
+    def scan(self, equation: Any, given: list[Fact]) -> list[Fact]:
+        body = equation.params["jaxpr"].jaxpr
+        constants, carries = scan_parts(equation)
+        before, carry, scanned = given[:constants], given[constants : constants + carries], given[constants + carries :]
+        over_examples = any(fact.rows is not None and _has_row(fact.rows[0]) for fact in scanned)
+        each = [_one_of(fact) for fact in scanned]
+        while True:
+            found = self.jaxpr(body, [*before, *carry, *each])
+            grown = [_joined(old, new, over_examples) for old, new in zip(carry, found[:carries], strict=True)]
+            if grown == carry:
+                break
+            carry = grown
+        length = equation.params["length"]
+        return [*carry, *(_stacked(fact, length, over_examples) for fact in found[carries:])]
+
+    def loop(self, equation: Any, given: list[Fact]) -> list[Fact]:
+        of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        conditions, constants = given[:of_condition], given[of_condition : of_condition + of_body]
+        carry = given[of_condition + of_body :]
+        while True:
+            (stops,) = self.jaxpr(equation.params["cond_jaxpr"].jaxpr, [*conditions, *carry])
+            found = self.jaxpr(equation.params["body_jaxpr"].jaxpr, [*constants, *carry])
+            if chosen := _chosen_by(equation, stops):
+                return [chosen] * len(carry)
+            grown = [_joined(old, new, False) for old, new in zip(carry, found, strict=True)]
+            if grown == carry:
+                return carry
+            carry = grown
+
+    def branches(self, equation: Any, given: list[Fact]) -> list[Fact]:
+        if chosen := _chosen_by(equation, given[0]):
+            return [chosen] * len(equation.outvars)
+        branches = [self.jaxpr(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
+        outputs = branches[0]
+        for other in branches[1:]:
+            outputs = [_joined(one, two, False) for one, two in zip(outputs, other, strict=True)]
+        return outputs
+
+    # What goes between devices
+
+    def collective(self, equation: Any, fact: Fact) -> Fact:
+        parameters, name = equation.params, equation.primitive.name
+        over = parameters.get("axes", parameters.get("axis_name"))
+        over = set(over) if isinstance(over, list | tuple) else {over}
+        if not self.axes <= over or parameters.get("axis_index_groups") is not None:
+            return fact
+        if fact.coupled:
+            return fact
+        if name.startswith("all_gather") or (fact.total and name in _COLLECTIVE_OF[fact.total]):
+            return CONSTANT
+        return fact
+
+    # What moves elements
+
+    def _reshape(self, equation: Any, given: list[Fact]) -> Fact:
+        return _with_rows(given[0], _reshaped(given[0].rows, equation.outvars[0].aval.shape))
+
+    def _broadcast_in_dim(self, equation: Any, given: list[Fact]) -> Fact:
+        fact, places = given[0], equation.params["broadcast_dimensions"]
+        if fact.rows is None:
+            return fact
+        rows = list(_plain(equation.outvars[0].aval.shape))
+        for factors, place in zip(fact.rows, places, strict=True):
+            if _has_row(factors):
+                rows[place] = factors
+        return replace(fact, rows=tuple(rows))
+
+    def _transpose(self, equation: Any, given: list[Fact]) -> Fact:
+        rows = given[0].rows
+        if rows is None:
+            return given[0]
+        return replace(given[0], rows=tuple(rows[dim] for dim in equation.params["permutation"]))
+
+    def _squeeze(self, equation: Any, given: list[Fact]) -> Fact:
+        fact, gone = given[0], equation.params["dimensions"]
+        if fact.rows is None:
+            return fact
+        return _with_rows(fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone))
+
+    def _moved(self, equation: Any, given: list[Fact]) -> Fact:
+        """Some of the elements of an array, or more of them, in the same dims."""
+        fact = given[0]
+        if fact.rows is None:
+            return _unknown(equation, given)
+        shape = equation.outvars[0].aval.shape
+        rows = [
+            factors if math.prod(size for size, _ in factors) == length else ((length, _has_row(factors)),)
+            for factors, length in zip(fact.rows, shape, strict=True)
+        ]
+        return replace(fact, rows=tuple(rows))
+
+    _slice = _dynamic_slice = _pad = _rev = _dynamic_update_slice = _moved
+
+    def _concatenate(self, equation: Any, given: list[Fact]) -> Fact:
+        shape, dim = equation.outvars[0].aval.shape, equation.params["dimension"]
+        dims: set[int] = set()
+        for fact in given:
+            dims |= fact.dims
+        example = next((fact for fact in given if fact.rows is not None), given[0])
+        if example.rows is None:
+            return _elementwise(equation, equation.outvars[0], given)
+        rows = [example.rows[d] if d in dims and d != dim else ((size, False),) for d, size in enumerate(shape)]
+        if dim in dims:
+            rows[dim] = ((shape[dim], True),)
+            if len({atom.aval.shape for atom in equation.invars}) == 1:  # several views of the same examples
+                rows[dim] = ((len(given), False), *example.rows[dim])
+        return replace(example, rows=tuple(rows))
+
+    def _gather(self, equation: Any, given: list[Fact]) -> Fact:
+        operand, indices = given
+        dims = equation.params["dimension_numbers"]
+        shape = equation.outvars[0].aval.shape
+        rows = list(_plain(shape))
+        in_place = [dim for dim in range(len(shape)) if dim not in dims.offset_dims]
+        passed = [
+            dim
+            for dim in range(len(equation.invars[0].aval.shape))
+            if dim not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
+        ]
+        if indices.rows is not None:
+            for place, factors in zip(in_place, indices.rows[:-1], strict=True):
+                rows[place] = factors
+        elif operand.dims - set(passed):  # examples taken by numbers that do not depend on them
+            for place in in_place:
+                rows[place] = ((shape[place], True),)
+        for place, dim in zip(dims.offset_dims, passed, strict=True):
+            if dim in operand.dims and indices.rows is None:
+                rows[place] = ((shape[place], True),)
+        return _with_rows(Fact(rows=(), single=operand.single or indices.single), tuple(rows))
+
+    def _scatter(self, equation: Any, given: list[Fact]) -> Fact:
+        operand, *others = given
+        if operand.rows is not None:
+            return operand
+        shape = equation.outvars[0].aval.shape
+        examples = {
+            size for fact in others if fact.rows for factors in fact.rows for size, row in factors if row
+        }  # how many there are
+        if shape and shape[0] in examples:  # written row by row, most likely
+            return with_examples(shape)
+        if all(not fact.varies for fact in others):
+            return operand
+        return Fact(total="sum", scaled=False, reduced=line_of(equation))
+
+    _scatter_add = _scatter
+
+    # What multiplies
+
+    def _dot_general(self, equation: Any, given: list[Fact]) -> Fact:
+        (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+        sides = ((given[0], left_summed, left_batch), (given[1], right_summed, right_batch))
+        summed = any(fact.dims & set(over) for fact, over, _ in sides)
+        free = [fact.dims - set(over) - set(batch) for fact, over, batch in sides]
+        batch_rows = given[0].dims & set(left_batch) or given[1].dims & set(right_batch)
+        if (all(free) and not batch_rows) or (summed and any(free)):
+            return _couple(equation, line_of(equation))
+        if summed and not batch_rows:
+            # A product with what is no example scales, as a mean by a vector of 1/n does.
+            scaled = not all(fact.varies for fact in given)
+            return Fact(total="sum", scaled=scaled, reduced=line_of(equation))
+        rows: list[tuple[Factor, ...]] = []
+        shapes = [atom.aval.shape for atom in equation.invars]
+        for left, right in zip(left_batch, right_batch, strict=True):
+            rows.append(
+                _factors(given[0], left, shapes[0]) if left in given[0].dims else _factors(given[1], right, shapes[1])
+            )
+        for (fact, over, batch), shape in zip(sides, shapes, strict=True):
+            rows += [_factors(fact, dim, shape) for dim in range(len(shape)) if dim not in (*over, *batch)]
+        return _with_rows(Fact(rows=(), single=any(fact.single for fact in given)), tuple(rows))
+
+    def _conv_general_dilated(self, equation: Any, given: list[Fact]) -> Fact:
+        numbers = equation.params["dimension_numbers"]
+        images, kernel = given
+        shape = equation.outvars[0].aval.shape
+        if kernel.varies:  # the derivative to a kernel: a sum over images
+            return Fact(total="sum", scaled=False, reduced=line_of(equation))
+        if images.rows is None:
+            return images
+        if images.dims - {numbers.lhs_spec[0]}:
+            return Fact(total="sum", scaled=False, reduced=line_of(equation))
+        rows = list(_plain(shape))
+        rows[numbers.out_spec[0]] = images.rows[numbers.lhs_spec[0]]
+        return replace(images, rows=tuple(rows))
+
+    # What sorts and draws
+
+    def _sort(self, equation: Any, given: list[Fact]) -> list[Fact]:
+        fact = next((one for one in given if one.varies), given[0])
+        return [_along(equation, fact, equation.params["dimension"])] * len(equation.outvars)
+
+    def _top_k(self, equation: Any, given: list[Fact]) -> Fact:
+        fact = given[0]
+        if fact.rows is None:
+            return fact
+        if len(fact.rows) - 1 in fact.dims:
+            return _couple(equation, line_of(equation))
+        rows = (*fact.rows[:-1], ((equation.outvars[0].aval.shape[-1], False),))
+        return replace(fact, rows=rows)
+
+    def _random_bits(self, equation: Any, given: list[Fact]) -> Fact:
+        shape, keys = equation.outvars[0].aval.shape, given[0]
+        if keys.rows is not None:
+            return replace(keys, rows=(*keys.rows, *_plain(shape[len(keys.rows) :])))
+        return with_examples(shape) if shape[:1] == (rows_of(equation.invars[0].aval),) else keys
+
+    _random_split = _random_bits
+
+
+_COLLECTIVES = {
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "ppermute", "all_to_all",
+    "reduce_scatter", "psum_scatter",
+}  # fmt: skip
+_REDUCTIONS = {"reduce_sum", *_EXTREMES, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"}
+
+
+def _draws(equation: Any) -> bool:
+    """Whether an equation draws a row for each example."""
+    return equation.primitive.name in ("random_bits", "random_split") and is_row_key(equation.invars[0].aval)
+
+
+def _of_totals(equation: Any, given: list[Fact]) -> Fact:
+    """What is made of totals, perhaps together with what does not depend on examples."""
+    name = equation.primitive.name
+    totals = [fact for fact in given if fact.total]
+    first = totals[0]
+    others_vary = [fact for fact in given if fact.varies]
+    if others_vary:
+        in_a_loop = all(fact.rows is None for fact in others_vary)
+        if name in _ADDITIVE and in_a_loop and first.total == "sum":
+            return first
+        return _couple(equation, first.reduced)
+    if first.total != "sum":
+        same = name in _LINEAR - {"neg"} or name == first.total
+        return first if same and len({fact.total for fact in totals}) == 1 else _couple(equation, first.reduced)
+    if name in _LINEAR:
+        return first
+    scaled = replace(first, scaled=True)
+    numerator = given[0]
+    if name in _ADDITIVE:
+        return replace(first, scaled=all(fact.scaled for fact in totals))
+    if name in ("mul", "dot_general", "conv_general_dilated") and len(totals) == 1:
+        return scaled
+    if name == "div" and len(totals) == 1 and numerator.total:
+        return scaled
+    if name == "select_n" and not given[0].total:
+        return first
+    if name in ("scatter-add", "scatter_add", "dynamic_update_slice") and not any(fact.total for fact in given[1:2]):
+        return first
+    return _couple(equation, first.reduced)
+
+
+def _reduced(equation: Any, fact: Fact) -> Fact:
+    name, axes = equation.primitive.name, set(equation.params["axes"])
+    if fact.rows is None:
+        return fact
+    left = tuple(factors for dim, factors in enumerate(fact.rows) if dim not in axes)
+    if not fact.dims & axes or any(map(_has_row, left)):  # sums of groups of examples are rows too
+        return replace(fact, rows=left)
+    if name == "reduce_sum":
+        return Fact(total="sum", scaled=False, reduced=line_of(equation))
+    if name in _EXTREMES:
+        return Fact(total=_EXTREMES[name], reduced=line_of(equation))
+    return _couple(equation, line_of(equation))
+
+
+def _along(equation: Any, fact: Fact, axis: int) -> Fact:
+    """An operation along one dim that keeps the shape: among examples it couples them."""
+    return _couple(equation, line_of(equation)) if axis in fact.dims else fact
+
+
+def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
+    shape = getattr(var.aval, "shape", ())
+    rows: list[tuple[Factor, ...]] = list(_plain(shape))
+    dims: frozenset[int] | None = None
+    for atom, fact in zip(equation.invars, given, strict=True):
+        if fact.rows is None:
+            continue
+        if len(fact.rows) != len(shape):
+            return _unknown(equation, given)
+        # A dim of one may be spread over a longer one by the operation itself.
+        here = frozenset(dim for dim in fact.dims if atom.aval.shape[dim] == shape[dim])
+        if dims and here and not dims & here:
+            return _couple(equation, line_of(equation))  # each example against each
+        dims = (dims or frozenset()) | here
+        for dim in here:
+            rows[dim] = fact.rows[dim]
+    single = any(fact.single for fact in given)
+    return Fact(rows=tuple(rows) if dims else None, single=single)
+
+
+def _unknown(equation: Any, given: list[Fact]) -> Fact:
+    """Of an operation that the walk does not know: examples stay where a dim looks as if they did."""
+    shape = equation.outvars[0].aval.shape
+    for fact in given:
+        for dim in sorted(fact.dims):
+            assert fact.rows is not None
+            size = math.prod(size for size, _ in fact.rows[dim])
+            if dim < len(shape) and shape[dim] == size:
+                rows = list(_plain(shape))
+                rows[dim] = fact.rows[dim]
+                return Fact(rows=tuple(rows))
+    return Fact(single=any(fact.single for fact in given))
+
+
+def _couple(equation: Any, reduced: str) -> Fact:
+    return Fact(coupled=Coupling(equation.primitive.name, line_of(equation), reduced))
+
+
+def _located(fact: Fact, line: str) -> Fact:
+    """The fact with a line where it has none."""
+    if fact.total and not fact.reduced:
+        return replace(fact, reduced=line)
+    if fact.coupled and not fact.coupled.line:
+        found = fact.coupled
+        return replace(fact, coupled=replace(found, line=line, reduced=found.reduced or line))
+    return fact
+
+
+def _chosen_by(equation: Any, predicate: Fact) -> Fact | None:
+    """What a loop or a branch gives whose course a reduction over examples decides."""
+    if predicate.coupled:
+        return predicate
+    return _couple(equation, predicate.reduced) if predicate.total else None
+
+
+def _joined(old: Fact, new: Fact, over_examples: bool) -> Fact:
+    """What a value is that may be either; of a loop over examples, what it carries from one to the next."""
+    if old.coupled or new.coupled:
+        return old if old.coupled else new
+    if over_examples and new.varies and old == CONSTANT:
+        # Assume that examples are added up, and see in the next round whether that holds.
+        return Fact(total="sum", scaled=False)
+    if new == CONSTANT or old.total:
+        return old
+    if new.total or old == CONSTANT or old.rows is None:
+        return new
+    if new.rows is None or new.dims <= old.dims:
+        return old
+    return new
+
+
+def _one_of(fact: Fact) -> Fact:
+    """What a loop gets of an array in each round."""
+    if fact.rows is None:
+        return fact
+    return _with_rows(fact, fact.rows[1:])
+
+
+def _stacked(fact: Fact, length: int, over_examples: bool) -> Fact:
+    """What a loop makes of a value of each round."""
+    if fact.coupled or fact.total or not fact.varies:
+        return fact
+    if over_examples and fact.single:
+        rest = fact.rows or ()
+        return Fact(rows=(((length, True),), *rest))
+    if fact.rows is None:
+        return fact
+    return replace(fact, rows=(((length, False),), *fact.rows))
+
+
+def _with_rows(fact: Fact, rows: Rows | None) -> Fact:
+    """The fact with its examples elsewhere; without a dim for them it is of one example."""
+    if fact.rows is None:
+        return fact
+    if rows is None:  # lost from sight
+        return CONSTANT
+    if any(map(_has_row, rows)):
+        return replace(fact, rows=rows)
+    had_rows = bool(fact.dims) or fact.single
+    return Fact(single=had_rows)
+
+
+def _reshaped(rows: Rows | None, shape: Sequence[int]) -> Rows | None:
+    """The same factors in other dims, or None where they do not fall into dims."""
+    if rows is None:
+        return None
+    left = [factor for factors in rows for factor in factors if factor != (1, False)]
+    found: list[tuple[Factor, ...]] = []
+    for size in shape:
+        factors: list[Factor] = []
+        here = 1
+        while here < size and left:
+            length, row = left.pop(0)
+            wanted = size // here
+            if length > wanted:
+                if length % wanted:
+                    return None
+                left.insert(0, (length // wanted, row))
+                length = wanted
+            elif size % (here * length):
+                return None
+            factors.append((length, row))
+            here *= length
+        if size == 1 and left and left[0] == (1, True):
+            factors.append(left.pop(0))
+        found.append(tuple(factors) or ((size, False),))
+    return tuple(found)
+
+
+def _plain(shape: Sequence[int]) -> Rows:
+    return tuple(((size, False),) for size in shape)
+
+
+def _factors(fact: Fact, dim: int, shape: Sequence[int]) -> tuple[Factor, ...]:
+    return ((shape[dim], False),) if fact.rows is None else fact.rows[dim]
+
+
+def _has_row(factors: Sequence[Factor]) -> bool:
+    return any(row for _, row in factors)
+
+
+def _spread(given: list[Fact], count: int) -> list[Fact]:
+    return given if len(given) == count else [given[0]] * count
+
+
+def _inner(equation: Any) -> Jaxpr | None:
+    """The function that an equation calls with its own inputs, if it is of that kind."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = equation.params.get(name)
+        if inner is not None:
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            same = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
+            return inner if same else None
+    return None
+
+
+def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> str:
+    """The warning that the loss, or a metric, is not a mean over examples; nothing if it is one, as far as can be seen."""
+    what = "The loss" if name == "loss" else f"The metric `{name}`"
+    if fact.coupled:
+        found = fact.coupled
+        reduced = f", reduced at {found.reduced}," if found.reduced and found.reduced != found.line else ""
+        at = f" at {found.line}" if found.line else ""
+        problem = f"makes the examples depend on each other: what they have in common{reduced} goes into `{found.operation}`{at}"
+    elif fact.total in ("max", "min"):
+        problem = f"is a {fact.total}imum over the examples at hand, made at {fact.reduced or 'an unknown line'}"
+    elif fact.total and not fact.scaled and not weighted:
+        problem = f"is a sum over the examples at hand, made at {fact.reduced or 'an unknown line'}, and not their mean"
+        return (
+            f"{what} {problem}. A scalar is taken for the mean over equally many examples on each device and in each "
+            "microbatch, so this one would depend on how many these are. Return `sl.mean(total, weight)`, whose totals are "
+            "added up over devices and divided once, or a mean."
+        )
+    else:
+        return ""
+    alone = "`sl.Strategy(manual=())`" + (", with `accumulate=1`" if accumulate > 1 else "")
+    return (
+        f"{what} {problem}. Each device, and each microbatch, has examples of its own, so the result depends on how many "
+        "there are. Of a mean with unequal weights return the two sums, `sl.mean(total, weight)`. For a statistic of the whole "
+        f"batch use `sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which sees all of it: "
+        f"{alone}."
+    )
