@@ -3,12 +3,15 @@
 import atexit
 import contextlib
 import difflib
+import errno
 import hashlib
 import importlib.util
+import ipaddress
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +27,12 @@ from jax.experimental import multihost_utils
 COORDINATOR = "SHARDLIB_COORDINATOR"
 PROCESSES = "SHARDLIB_PROCESSES"
 PROCESS = "SHARDLIB_PROCESS"
+HEARTBEAT_TIMEOUT = "SHARDLIB_HEARTBEAT_TIMEOUT"
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 
+_DEFAULT_HEARTBEAT_TIMEOUT = 100  # seconds; JAX's own default
+_HEARTBEAT_TIMEOUTS = range(2, 1_000_001)
+_SECONDS_TO_RESOLVE = 120  # of a name that a cluster has yet to publish
 _SECONDS_TO_LEAVE = 5
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _MAX_SAYINGS, _MAX_DIFFERENCES, _WIDTH = 4, 20, 120
@@ -32,8 +40,10 @@ _MAX_SAYINGS, _MAX_DIFFERENCES, _WIDTH = 4, 20, 120
 # Of a set of processes that say the same: which ones, and what they say.
 Saying = tuple[Sequence[int], Mapping[str, str]]
 
+_joined_with: list[int] = []  # the timeout of heartbeats that `join` gave to JAX, once it has: a process joins once
 
-def join() -> None:
+
+def join(*, heartbeat_timeout: int | None = None) -> None:
     """Join the other processes of this run, if there are any: the first line of a script, before any device is touched.
 
     Processes are found where `python -m shardlib.launch`, `srun`, `mpirun`, a Kubernetes JobSet or indexed Job, or a TPU
@@ -41,14 +51,28 @@ def join() -> None:
     each of them: `SHARDLIB_COORDINATOR`, the host and port of process 0; `SHARDLIB_PROCESSES`, how many there are; and
     `SHARDLIB_PROCESS`, which one it is. `SHARDLIB_PROCESSES=1` says that a process is alone, whatever started it.
 
+    Process 0 listens on the address in `SHARDLIB_COORDINATOR` and on no other, unless `JAX_COORDINATOR_BIND_ADDRESS`
+    names one.
+
+    - `heartbeat_timeout`: how many seconds the others wait for a process that sends no heartbeat (one that is stopped, or
+      whose machine or network is gone) before they end, from 2 on; the same on every process. Without it, the variable
+      `SHARDLIB_HEARTBEAT_TIMEOUT` says so, and without that it is 100. Heartbeats are sent at half that interval, so the
+      others end between half the timeout and the whole of it after a process falls silent.
+
     >>> join()
     >>> jax.process_count()
     1
     """
-    if jax.distributed.is_initialized() or (how := how_to_join(os.environ)) is None:
+    timeout = heartbeat_timeout_of(heartbeat_timeout, os.environ)
+    if jax.distributed.is_initialized():
+        _check_joined_alike(heartbeat_timeout)
         return
+    if (how := how_to_join(os.environ)) is None:
+        return
+    if "coordinator_bind_address" in how and how["process_id"] == 0:
+        _check_bind_address(how["coordinator_bind_address"])
     try:
-        jax.distributed.initialize(**how)
+        jax.distributed.initialize(**how, heartbeat_timeout_seconds=timeout)
     except RuntimeError as error:
         if "must be called before" not in str(error):
             raise
@@ -61,7 +85,29 @@ def join() -> None:
         if how or "coordinator_address" not in str(error):
             raise
         return
+    _joined_with.append(timeout)
     _leave_when_failing()
+
+
+def heartbeat_timeout_of(argument: int | None, environment: Mapping[str, str]) -> int:
+    """The timeout of heartbeats in seconds: the argument of `join`, else the variable, else JAX's default.
+
+    >>> heartbeat_timeout_of(None, {}), heartbeat_timeout_of(None, {HEARTBEAT_TIMEOUT: "30"}), heartbeat_timeout_of(60, {})
+    (100, 30, 60)
+    """
+    if argument is not None:
+        said, value = f"`join(heartbeat_timeout={argument!r})`", argument
+    elif HEARTBEAT_TIMEOUT in environment:
+        text = environment[HEARTBEAT_TIMEOUT]
+        said, value = f"`{HEARTBEAT_TIMEOUT}={text}`", int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    else:
+        return _DEFAULT_HEARTBEAT_TIMEOUT
+    if type(value) is not int or value not in _HEARTBEAT_TIMEOUTS:
+        raise ValueError(
+            f"{said}: after how many seconds without a heartbeat a process is given up, a whole number from "
+            f"{_HEARTBEAT_TIMEOUTS[0]} to {_HEARTBEAT_TIMEOUTS[-1]:,}. Without it, it is {_DEFAULT_HEARTBEAT_TIMEOUT}."
+        )
+    return value
 
 
 def how_to_join(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -125,8 +171,12 @@ def agree(what: Mapping[str, str]) -> None:
     if count == 1:
         return
     _check_devices(Counter(device.process_index for device in jax.devices()))
-    said = json.dumps(dict(what)).encode()
-    mine = hashlib.sha256(json.dumps(dict(what), sort_keys=True).encode()).digest() + len(said).to_bytes(8, "little")
+    # One that sends its heartbeats later than the others expect them would be given up by them.
+    compared = dict(what)
+    if _joined_with:
+        compared["heartbeat_timeout"] = f"{_joined_with[0]} seconds"
+    said = json.dumps(compared).encode()
+    mine = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest() + len(said).to_bytes(8, "little")
     groups: dict[bytes, list[int]] = defaultdict(list)
     for process, record in enumerate(multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))):
         groups[record.tobytes()].append(process)
@@ -244,12 +294,98 @@ def _told(environment: Mapping[str, str]) -> dict[str, Any] | None:
             f"`{PROCESSES}` is a number, and `{PROCESS}` counts from 0 below it; got `{environment[PROCESSES]}` and "
             f"`{environment[PROCESS]}`."
         )
+    address = environment[COORDINATOR]
+    _check_address(COORDINATOR, address)
+    # JAX alone would listen on every interface of the machine, whatever address it is given.
+    bind_address = environment.get(BIND_ADDRESS) or address
+    _check_address(BIND_ADDRESS, bind_address)
     return {
-        "coordinator_address": environment[COORDINATOR],
+        "coordinator_address": address,
+        "coordinator_bind_address": bind_address,
         "num_processes": count,
         "process_id": process,
         "cluster_detection_method": "deactivate",
     }
+
+
+def _check_address(variable: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not host or bare_ipv6 or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError(
+            f"`{variable}={address}`: a host and a port from 1 to 65535, as in `10.0.0.1:1234`, `node1:1234` or "
+            "`[fd00::1]:1234`."
+        )
+
+
+def _check_bind_address(address: str) -> None:
+    """See that process 0 can listen there, and that other machines can reach it if the name says that they are meant to."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    way_out = (
+        f"Let `{COORDINATOR}` name process 0 by an address of this machine that the others reach; or say where to listen "
+        f"by `{BIND_ADDRESS}`, as in `{BIND_ADDRESS}=[::]:{port}` for every interface of it."
+    )
+    found = _resolve(host, int(port), way_out)
+    addresses = sorted({str(place[0]) for _, place in found})
+    local = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
+    if local and not _is_loopback_name(host):
+        raise ValueError(
+            f"Process 0 is to listen on `{address}`, and `{host}` is {' and '.join(addresses)} on this machine (look into "
+            f"/etc/hosts), where processes of other machines cannot reach it. If all processes are on this machine, write "
+            f"`localhost:{port}`. {way_out}"
+        )
+    failures = []
+    for family, place in found:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been left is free
+                one.bind(place)
+        except OSError as error:
+            without_ipv6 = host == "::" and error.errno != errno.EADDRINUSE  # then `[::]` means all that IPv4 has
+            if not without_ipv6:
+                failures.append(f"{place[0]}: {error.strerror}")
+    if len(failures) == len(found):
+        raise ValueError(f"Process 0 cannot listen on `{address}` ({'; '.join(failures)}). {way_out}")
+
+
+def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """The addresses of a host; of a pod that was just started, its cluster may not know the name yet."""
+    start, said = time.monotonic(), False
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            return [(family, place) for family, _, _, _, place in found]
+        except OSError as error:
+            if time.monotonic() - start > _SECONDS_TO_RESOLVE:
+                raise ValueError(
+                    f"Process 0 is to listen on `{host}:{port}`, and for {_SECONDS_TO_RESOLVE} seconds this machine knew no "
+                    f"host of that name ({error.strerror}). {way_out}"
+                ) from error
+            if not said and time.monotonic() - start > 2:
+                said = True
+                sys.stderr.write(f"shardlib: waiting for `{host}`, process 0, to have an address ({error.strerror})\n")
+        time.sleep(1)
+
+
+def _is_loopback_name(host: str) -> bool:
+    if host in ("localhost", "ip6-localhost", "ip6-loopback") or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_joined_alike(heartbeat_timeout: int | None) -> None:
+    """Refuse another timeout than the one that this process was joined with, which can no longer be changed."""
+    if heartbeat_timeout is None or _joined_with == [heartbeat_timeout]:
+        return
+    how = f"by `join` with {_joined_with[0]} seconds" if _joined_with else "by `jax.distributed.initialize`"
+    raise ValueError(
+        f"`join(heartbeat_timeout={heartbeat_timeout})`: this process was joined already, {how}. Give it where it is joined "
+        "first."
+    )
 
 
 def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:

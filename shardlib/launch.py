@@ -16,19 +16,27 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardlib._processes import COORDINATOR, PROCESS, PROCESSES
+from shardlib._processes import BIND_ADDRESS, COORDINATOR, HEARTBEAT_TIMEOUT, PROCESS, PROCESSES
 
 _SECONDS_OF_GRACE = 3
+_STOPPED = "state T: by SIGSTOP, Ctrl-Z or a debugger"
 _LAST_LINES, _MAX_LINES = 20, 200
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LOG = re.compile(r"[IWEF]\d{4} |\*\*\* Check failure")  # what XLA says when the others are gone
+
+# What JAX's processes say before they end because others send no heartbeats: of process 0; of any others, with a number in
+# each of the lines that follow.
+_PROCESS_0_SILENT = re.compile(r"RPC: /\S*CoordinationService/Heartbeat")
+_ENDED_BY_OTHERS = "JAX distributed service detected fatal errors"
+_OTHERS_SILENT = re.compile(r"stopped sending heartbeats\):\s*$")
+_TASK = re.compile(r"\s*(?:/\S*task:)?(\d+)\s*")
 
 # Between fork and exec Python may run nothing of ours where other threads are, so a Python of its own asks the kernel.
 _ENDING_WITH = """\
@@ -82,7 +90,7 @@ def environment_of(
         COORDINATOR: address,
         PROCESSES: str(arguments.n),
         PROCESS: str(index),
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # reachable from this machine alone
+        BIND_ADDRESS: address,  # reachable from this machine alone
         "PYTHONUNBUFFERED": "1",
     }
     if arguments.devices:
@@ -107,9 +115,17 @@ class _Process:
     last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     traceback: list[str] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
+    heard_nothing_from: set[int] = field(default_factory=set)
+    lists_silent: bool = False  # the lines that come now hold numbers of silent processes
 
     def note(self, line: str) -> None:
-        """Keep the line, if it belongs to the last traceback or the last lines."""
+        """Keep the line, if it belongs to the last traceback or the last lines, and whom it says to be silent."""
+        if self.lists_silent and (task := _TASK.fullmatch(line)):
+            self.heard_nothing_from.add(int(task[1]))
+        else:
+            self.lists_silent = _OTHERS_SILENT.search(line) is not None
+        if _PROCESS_0_SILENT.search(line):
+            self.heard_nothing_from.add(0)
         if _TRACEBACK in line and not any(said.startswith(_CHAINED) for said in list(self.last)[-2:]):
             self.traceback.clear()
         if _TRACEBACK in line or (self.traceback and len(self.traceback) < _MAX_LINES):
@@ -118,12 +134,23 @@ class _Process:
 
     def obituary(self) -> str:
         """How it died, and of what."""
-        code = self.popen.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
         ends = [k for k, line in enumerate(self.traceback) if _LOG.match(line)]
         words = self.traceback[: ends[0] if ends else None] or list(self.last)
-        said = ":\n" + "\n".join(f"    {line}" for line in words) if words else ", and said nothing."
-        return f"process {self.index} {how}{said}"
+        said = ":\n" + _indented(words) if words else ", and said nothing."
+        return f"process {self.index} {self.end()}{said}"
+
+    def end(self) -> str:
+        """How it died."""
+        code = self.popen.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped now, by SIGSTOP, Ctrl-Z or a debugger; on Linux alone."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")  # behind the name, which may hold anything
 
 
 class _Launch:
@@ -161,6 +188,8 @@ class _Launch:
         if first is None:
             self._drain()
             return 0
+        living = [process for process in self.processes if process.popen.poll() is None]
+        stopped = [process for process in living if process.is_stopped()]
         if len(self.processes) > ended:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(queue.Empty):
@@ -172,7 +201,7 @@ class _Launch:
         if len(self.asked) > 1:  # it was we who killed them
             return 128 + self.asked[0]
         if code not in [128 + one for one in self.asked]:
-            self._write(sys.stderr, f"\nshardlib.launch: {first.obituary()}\n")
+            self._write(sys.stderr, f"\nshardlib.launch: {_report(first, self.processes, living, stopped)}\n")
         return code
 
     def pass_on(self, signum: int, frame: FrameType | None) -> None:
@@ -214,6 +243,39 @@ class _Launch:
             except BrokenPipeError:  # nobody reads any more, as behind `| head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
                 os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _report(
+    first: _Process, processes: Sequence[_Process], living: Sequence[_Process], stopped: Sequence[_Process]
+) -> str:
+    """Why the run ended: who died first, and who was living and who stopped at that time.
+
+    A process that hears no heartbeat from another ends itself: then it is the other that is to be named.
+    """
+    heard_nothing_from = set(first.heard_nothing_from)
+    if not heard_nothing_from and any(_ENDED_BY_OTHERS in line for line in first.last):
+        for process in processes:
+            heard_nothing_from |= process.heard_nothing_from
+    silent = [process for process in living if process.index in heard_nothing_from]
+    told = []
+    for process in silent:
+        state = f": it was stopped ({_STOPPED})" if process in stopped else ""
+        said = ". It said last:\n" + _indented(process.last) if process.last else ", and said nothing."
+        told.append(f"process {process.index} sent no heartbeats{state}{said}")
+    if silent:
+        told.append(
+            f"Process {first.index} {first.end()} because of that, after the heartbeat timeout, which "
+            f"`sl.join(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` sets."
+        )
+        return "\n".join(told)
+    told.append(first.obituary())
+    for process in stopped:
+        told.append(f"Process {process.index} was stopped at that time ({_STOPPED}).")
+    return "\n".join(told)
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _lines(source: IO[bytes]) -> Iterator[str]:

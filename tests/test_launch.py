@@ -109,6 +109,117 @@ while True:
     assert "[0] not now" in shown.out
 
 
+HEARTBEAT_OF_0 = (
+    "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.CoordinationService/Heartbeat"
+)
+FATAL = (
+    "F1 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most likely"
+)
+SAYING = f"""
+def silent(*tasks):
+    listed = "".join(str(task) + chr(10) for task in tasks)
+    print("E1 UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):", file=sys.stderr)
+    print(listed + "The tasks have crashed. Check the task logs of 7 others", file=sys.stderr)
+def abort(*said):
+    for other in said:
+        while not os.path.exists(sys.argv[1] + other):
+            time.sleep(0.01)
+    print({FATAL!r}, file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGABRT)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("last words of", me, file=sys.stderr)
+open(sys.argv[1] + me, "w").close()
+"""
+
+
+@pytest.mark.parametrize(
+    "text, named, ended_because",
+    [
+        # A worker is stopped, and the first process, which is told to by the coordination service, aborts.
+        ("if me == '1': os.kill(os.getpid(), signal.SIGSTOP)\nif me == '0': silent(1); abort('1')", {"1": True}, "0"),
+        # It goes on again, or was cut off from the network.
+        ("if me == '0': silent(1); abort('1')", {"1": False}, "0"),
+        ("if me == '0': silent(1, 2); abort('1', '2')", {"1": False, "2": False}, "0"),
+        ("if me == '0': silent('/job:jax_worker/replica:0/task:2'); abort('2')", {"2": False}, "0"),
+        # The first process is silent, which nobody is left to say of but the others, by the call that failed.
+        (f"if me == '1': print({HEARTBEAT_OF_0!r}, file=sys.stderr); abort('0')", {"0": False}, "1"),
+        (
+            f"if me == '0': os.kill(os.getpid(), signal.SIGSTOP)\n"
+            f"if me == '2': print({HEARTBEAT_OF_0!r}, file=sys.stderr); abort('0')",
+            {"0": True},
+            "2",
+        ),
+        # Who ended first cannot say who was silent, and another can.
+        ("if me == '0': silent(1); open(sys.argv[1] + 'said', 'w').close()\nif me == '2': abort('1', 'said')", {"1": False}, "2"),
+    ],
+)  # fmt: skip
+def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
+    text, named, ended_because, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(launch, "_SECONDS_OF_GRACE", 0.2)
+    command = script(tmp_path, SAYING + text + "\ntime.sleep(1000)\n")
+    code, shown = run(capsys, "-n", "3", "--", *command, str(tmp_path / "said by "))
+    assert code == 128 + signal.SIGABRT
+    said = shown.err[shown.err.index("shardlib.launch: ") + len("shardlib.launch: ") :]
+    expected = []
+    for process, stopped in named.items():
+        state = (
+            ": it was stopped (state T: by SIGSTOP, Ctrl-Z or a debugger)"
+            if stopped and sys.platform == "linux"
+            else ""
+        )
+        expected.append(f"process {process} sent no heartbeats{state}. It said last:\n    last words of {process}\n")
+    assert said.startswith("".join(expected) + f"Process {ended_because} was killed by SIGABRT because of that")
+    assert "`sl.join(heartbeat_timeout=...)` or `SHARDLIB_HEARTBEAT_TIMEOUT`" in said
+
+
+def test_who_died_is_named_though_another_was_stopped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "_SECONDS_OF_GRACE", 0.2)
+    text = """
+if me == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if me == "1":
+    while not os.path.exists(sys.argv[1] + "0"):
+        time.sleep(0.01)
+    raise KeyError("the batch")
+time.sleep(1000)
+"""
+    code, shown = run(capsys, "-n", "3", "--", *script(tmp_path, SAYING + text), str(tmp_path / "said by "))
+    assert code == 1
+    said = shown.err[shown.err.index("shardlib.launch: ") :]
+    assert said.startswith("shardlib.launch: process 1 died with exit code 1:\n    Traceback")
+    if sys.platform == "linux":
+        assert said.endswith(
+            "KeyError: 'the batch'\nProcess 0 was stopped at that time (state T: by SIGSTOP, Ctrl-Z or a debugger).\n"
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
+@pytest.mark.parametrize("stopped, how", [(0, "environment"), (1, "argument")])
+def test_of_processes_that_train_the_one_that_was_stopped_is_named(stopped, how, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"""
+import os, signal, time
+import shardlib as sl
+sl.join({"heartbeat_timeout=6" if how == "argument" else ""})
+import jax, numpy as np
+from jax.experimental.multihost_utils import process_allgather
+process_allgather(np.ones(1))
+if jax.process_index() == {stopped}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(90)  # longer than the tests wait, and shorter than the default would let it
+""")
+    result = subprocess.run(
+        [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--", sys.executable, str(path)],
+        capture_output=True, text=True, timeout=80, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | ({"SHARDLIB_HEARTBEAT_TIMEOUT": "6"} if how == "environment" else {}),
+    )  # fmt: skip
+    assert result.returncode == 128 + signal.SIGABRT, result.stderr
+    said = result.stderr[result.stderr.index("shardlib.launch: ") :]
+    assert said.startswith(f"shardlib.launch: process {stopped} sent no heartbeats: it was stopped")
+    assert f"Process {1 - stopped} was killed by SIGABRT because of that" in said
+
+
 def test_the_environment():
     arguments = argparse.Namespace(n=4, devices=2, gpus=None)
     given = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8 --b", "JAX_PLATFORMS": "tpu", "HOME": "/home"}

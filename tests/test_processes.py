@@ -1,17 +1,29 @@
 """The processes of a run: how they find each other, what they compare, when they stop."""
 
+import inspect
+import ipaddress
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
 import pytest
 
-from shardlib._processes import agree, catch_termination, describe_disagreement, how_to_join, join
+from shardlib import _processes
+from shardlib._processes import (
+    agree,
+    catch_termination,
+    describe_disagreement,
+    heartbeat_timeout_of,
+    how_to_join,
+    join,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +83,158 @@ def launch(tmp_path, count, text):
 )
 def test_who_is_alone_and_who_is_not(environment, how):
     assert how_to_join(environment) == how
+
+
+TOLD = {"SHARDLIB_PROCESSES": "2", "SHARDLIB_PROCESS": "0"}
+
+
+@pytest.mark.parametrize(
+    "address, bind",
+    [
+        ("127.0.0.1:29555", None),
+        ("[fd00::1]:1", None),
+        ("node1.cluster:65535", None),
+        ("10.0.0.1:29555", "0.0.0.0:29555"),
+        ("node1:29555", "[::]:29555"),
+    ],
+)
+def test_the_coordinator_listens_on_the_address_given_unless_another_is_said(address, bind):
+    environment = TOLD | {"SHARDLIB_COORDINATOR": address} | ({"JAX_COORDINATOR_BIND_ADDRESS": bind} if bind else {})
+    how = how_to_join(environment)
+    assert how is not None
+    assert (how["coordinator_address"], how["coordinator_bind_address"]) == (address, bind or address)
+
+
+@pytest.mark.parametrize("variable", ["SHARDLIB_COORDINATOR", "JAX_COORDINATOR_BIND_ADDRESS"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", ":29555", "host:", "host:x", "host:0", "host:65536", "host:-1", "::1:29555", "host:99999999"]
+)  # fmt: skip
+def test_an_address_is_a_host_and_a_port(variable, address):
+    with pytest.raises(ValueError, match=f"`{variable}={re.escape(address)}`: a host and a port"):
+        how_to_join(TOLD | {"SHARDLIB_COORDINATOR": "host:1"} | {variable: address})
+
+
+def names(*addresses):
+    """What a resolver would say of any name."""
+    return lambda host, port, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+
+def listen(monkeypatch, coordinator):
+    """Join as process 0 of two, but for JAX."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: pytest.fail("it was not refused"))
+    for name, value in (TOLD | {"SHARDLIB_COORDINATOR": coordinator}).items():
+        monkeypatch.setenv(name, value)
+    join()
+
+
+def test_an_address_of_another_machine_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"cannot listen on `192\.0\.2\.1:29555`.*JAX_COORDINATOR_BIND_ADDRESS"):
+        listen(monkeypatch, "192.0.2.1:29555")
+
+
+def test_a_port_that_is_taken_is_refused(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"cannot listen on .* \(127\.0\.0\.1: Address already in use\)"):
+            listen(monkeypatch, f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("addresses", [("127.0.1.1",), ("127.0.0.1", "127.0.1.1")])
+def test_a_name_that_only_this_machine_reaches_is_refused(addresses, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", names(*addresses))
+    with pytest.raises(ValueError, match=r"`node1` is .*127\.0\.1\.1 on this machine .* write `localhost:29555`"):
+        listen(monkeypatch, "node1:29555")
+
+
+def test_a_name_that_nobody_knows_is_refused(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(_processes, "_SECONDS_TO_RESOLVE", 0)
+    with pytest.raises(ValueError, match=r"`node1:29555`, and .* no host of that name \(Name or service not known\)"):
+        listen(monkeypatch, "node1:29555")
+
+
+def listening(port):
+    """The addresses on which anything listens at a port, read from the kernel."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            (host, at), state = line.split()[1].split(":"), line.split()[3]
+            if state == "0A" and int(at, 16) == port:
+                words = [bytes.fromhex(host[k : k + 8])[::-1] for k in range(0, len(host), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel's table of sockets is read")
+def test_what_the_coordinator_listens_on():
+    cases = {"127.0.0.1": {"127.0.0.1"}, "localhost": {"127.0.0.1", "::1"}, "0.0.0.0": {"0.0.0.0", "::"}}
+    started = []
+    try:
+        for host, allowed in cases.items():
+            with socket.socket() as one:
+                one.bind(("127.0.0.1", 0))
+                port = one.getsockname()[1]
+            environment = os.environ | TOLD | {"SHARDLIB_COORDINATOR": f"{host}:{port}", "PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen([sys.executable, "-c", "import shardlib; shardlib.join()"], env=environment)
+            started.append((process, port, allowed))
+        for process, port, allowed in started:
+            end = time.monotonic() + 120
+            while not (found := listening(port)):
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            assert found <= allowed
+    finally:
+        for process, _, _ in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    "argument, environment, seconds",
+    [
+        (None, {}, 100),
+        (None, {"SHARDLIB_HEARTBEAT_TIMEOUT": "30"}, 30),
+        (2, {"SHARDLIB_HEARTBEAT_TIMEOUT": "30"}, 2),
+        (1_000_000, {}, 1_000_000),
+    ],
+)
+def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds, monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.update(how))
+    monkeypatch.setattr(_processes, "_leave_when_failing", lambda: None)
+    monkeypatch.setattr(_processes, "_joined_with", [])
+    for name, value in (TOLD | environment | {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    join(heartbeat_timeout=argument)
+    assert given["heartbeat_timeout_seconds"] == seconds
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    join()
+    join(heartbeat_timeout=seconds)
+    with pytest.raises(ValueError, match=f"joined already, by `join` with {seconds} seconds"):
+        join(heartbeat_timeout=seconds + 1 if seconds < 1_000_000 else 5)
+
+
+def test_the_default_is_that_of_jax():
+    default = inspect.signature(jax.distributed.initialize).parameters["heartbeat_timeout_seconds"].default
+    assert heartbeat_timeout_of(None, {}) == default
+    assert f"without that it is {default}" in " ".join((join.__doc__ or "").split())
+
+
+@pytest.mark.parametrize("seconds", [0, 1, -5, 1_000_001, 2**40, 30.0, "30", True, float("nan"), None])
+def test_a_timeout_is_a_number_of_seconds(seconds, monkeypatch):
+    if seconds is not None:
+        with pytest.raises(ValueError, match=re.escape(f"`join(heartbeat_timeout={seconds!r})`: ")):
+            join(heartbeat_timeout=seconds)
+    if not isinstance(seconds, str):
+        text = "" if seconds is None else str(seconds)
+        monkeypatch.setenv("SHARDLIB_HEARTBEAT_TIMEOUT", text)
+        with pytest.raises(ValueError, match=re.escape(f"`SHARDLIB_HEARTBEAT_TIMEOUT={text}`: after how many seconds")):
+            join()
 
 
 @pytest.mark.parametrize(
@@ -133,17 +297,24 @@ def test_a_disagreement_is_described_in_bounds():
 
 
 def test_the_odd_one_of_three_is_named_on_all(tmp_path):
-    code, _, shown = launch(tmp_path, 3, """
+    code, out, shown = launch(tmp_path, 3, """
+import os
 import shardlib as sl
-sl.join()
-import jax
+odd = os.environ["SHARDLIB_PROCESS"] == "1"
+sl.join(heartbeat_timeout=90 if odd else None)
+from shardlib import _processes
 from shardlib._processes import agree
-odd = jax.process_index() == 1
+try:
+    agree({"configuration": "the same"})
+except ValueError as error:
+    print(error)
+_processes._joined_with[:] = [100]
 agree({"configuration": "the same"})
 agree({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
 """)  # fmt: skip
     assert code == 1
     for process in range(3):
+        assert f"[{process}] Process 1 differs from processes 0, 2 in `heartbeat_timeout`." in out
         mine = [line[4:] for line in shown.splitlines() if line.startswith(f"[{process}] ")]
         at = next(k for k, line in enumerate(mine) if line.startswith("ValueError: "))
         assert mine[at].startswith("ValueError: Process 1 differs from processes 0, 2 in `batch`.")
