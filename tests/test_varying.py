@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -54,3 +55,24 @@ def test_the_walk_says_what_running_shows(case):
     values = np.asarray(jax.jit(run)(x, jnp.float32(-7)))
     assert found == [varies]
     assert (len(set(values.tolist())) > 1) is varies
+
+
+def test_a_part_of_a_parameter_is_not_taken_for_the_whole():
+    rules = sl.rules.data | sl.rules.experts
+    numbers = np.arange(16, dtype=np.int32) % 8
+
+    def make():
+        return sl.annotate({"e": jnp.arange(16.0).reshape(8, 2)}, {"e": ("experts", "embed")})
+
+    def loss(model, chosen, key):
+        return jnp.mean(model["e"][chosen % 8] ** 2)
+
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=rules)
+    state = sl.init(make, optax.sgd(0.1), strategy)
+    with pytest.raises(ValueError, match=r"`e` of shape \(8, 2\).*split over `data`.*shape \(2, 2\).*experts=None"):
+        sl.train_step(loss, strategy)(state, numbers)
+    whole = sl.Strategy(mesh="data=4,model=2", rules=rules | sl.AxisRules(experts=None), zero=sl.Zero(3, small=0))
+    _, metrics = sl.train_step(loss, whole)(sl.init(make, optax.sgd(0.1), whole), numbers)
+    np.testing.assert_allclose(metrics["loss"], np.mean(np.arange(16.0) ** 2))
+    alone = sl.Strategy(mesh="data=1,model=8", rules=rules)
+    sl.train_step(loss, alone)(sl.init(make, optax.sgd(0.1), alone), numbers)

@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, check_sender, state_specs, strong, united
 from shardlib.train._strategy import Strategy
-from shardlib.train._varying import describe_varying, varying_outputs
+from shardlib.train._varying import describe_varying, sends_between, varying_outputs
 from shardlib.train._weights import Weights, uses, with_partitionable_lookups
 from shardlib.train._widened import describe_widened, widened
 
@@ -395,6 +395,8 @@ def _check_forward(
     state = [*named_leaves(streams), *named_leaves(rest)]
     split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
+    uses = jax.tree.leaves((trained, fixed))
+    in_parts = [use for use in uses if not set(spec_axes(use.named)).isdisjoint(split_axes)]
     if not (axes and state) and compute is None and not batch_is_split:
         return
 
@@ -402,10 +404,11 @@ def _check_forward(
         returned = call(united(params, frozen), *inputs(rest, index, examples))
         return (returned.streams, returned.rest), _values_returned(returned.out), returned.means["loss"].total
 
-    uses = jax.tree.leaves((trained, fixed))
     whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
     jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
     others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
+    if in_parts and not sends_between(jaxpr, split_axes):
+        raise ValueError(_describe_part(in_parts[0], split_axes))
     if axes and state:
         own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
         found = varying_outputs(jaxpr, own + [False] * others[0] + [True] * others[1], axes)
@@ -425,6 +428,17 @@ def _check_forward(
             if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
                 say((remark,))
                 break  # what else there is has the same cause, more often than not
+
+
+def _describe_part(use: Any, split_axes: Sequence[str]) -> str:
+    """The error for a parameter of which the loss would see each device's own part, and take it for the whole."""
+    axes = ", ".join(f"`{axis}`" for axis in spec_axes(use.named) if axis in split_axes)
+    return (
+        f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over which each device has its own "
+        f"part: the loss would see an array of shape {use.whole.shape}, and sends nothing along that axis to the other parts. "
+        f"Use it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | sl.AxisRules({EXPERTS}=None)`, and "
+        "split it by ZeRO, `zero=3`."
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -101,6 +101,24 @@ def _as_tuple(axes: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
+_SENDS = {*_SAME_AFTER, "all_to_all", "ppermute", "psum_scatter", "ragged_all_to_all", "reduce_scatter"}
+
+
+def sends_between(jaxpr: ClosedJaxpr | Jaxpr, axes: Iterable[str]) -> bool:
+    """Whether a traced function has a collective over one of the axes."""
+    axes = set(axes)
+    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    for equation in inner.eqns:
+        parameters = equation.params
+        over = _as_tuple(parameters.get("axes", parameters.get("axis_name")))
+        if equation.primitive.name in _SENDS and not axes.isdisjoint(over):
+            return True
+        held = [one for value in parameters.values() for one in _as_tuple(value)]
+        if any(isinstance(one, Jaxpr | ClosedJaxpr) and sends_between(one, axes) for one in held):
+            return True
+    return False
+
+
 def describe_varying(paths: Sequence[str]) -> str:
     """The error for state that would differ from device to device."""
     return (
