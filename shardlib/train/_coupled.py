@@ -66,7 +66,7 @@ CONSTANT = Fact()
 _LINEAR = {
     "neg", "convert_element_type", "copy", "stop_gradient", "real", "imag", "conj", "reduce_precision",
     "sharding_constraint", "optimization_barrier", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose",
-    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather", "copy_p",
+    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather", "stack",
 }  # fmt: skip
 _ADDITIVE = {"add", "sub", "add_any"}
 _SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
@@ -113,9 +113,8 @@ class _Walk:
         if held is not None:
             return held(equation, given)
         inner = _inner(equation)
-        if inner is not None and name != "shard_map":
-            # What was traced before, for another call, has no line of this one.
-            return [_located(fact, line_of(equation)) for fact in self.jaxpr(inner, given)]
+        if inner is not None:
+            return self.call(equation, inner, given)
         if coupled := next((fact for fact in given if fact.coupled), None):
             return [coupled] * count
         rule: Callable[..., Fact | list[Fact]] | None = getattr(self, f"_{name.replace('-', '_')}", None)
@@ -172,6 +171,14 @@ class _Walk:
             outputs = [_joined(one, two, False) for one, two in zip(outputs, other, strict=True)]
         return outputs
 
+    def call(self, equation: Any, inner: Jaxpr, given: list[Fact]) -> list[Fact]:
+        # Inside a `shard_map` arrays are smaller.
+        given = [_resized(fact, var.aval) for fact, var in zip(given, inner.invars, strict=True)]
+        found = self.jaxpr(inner, given)
+        found = [_resized(fact, var.aval) for fact, var in zip(found, equation.outvars, strict=True)]
+        # What was traced before, for another call, has no line of this one.
+        return [_located(fact, line_of(equation)) for fact in found]
+
     # What goes between devices
 
     def collective(self, equation: Any, fact: Fact) -> Fact:
@@ -179,12 +186,12 @@ class _Walk:
         over = parameters.get("axes", parameters.get("axis_name"))
         over = set(over) if isinstance(over, list | tuple) else {over}
         if not self.axes <= over or parameters.get("axis_index_groups") is not None:
-            return fact
+            return _resized(fact, equation.outvars[0].aval)
         if fact.coupled:
             return fact
         if name.startswith("all_gather") or (fact.total and name in _COLLECTIVE_OF[fact.total]):
             return CONSTANT
-        return fact
+        return _resized(fact, equation.outvars[0].aval)
 
     # What moves elements
 
@@ -218,12 +225,7 @@ class _Walk:
         fact = given[0]
         if fact.rows is None:
             return _unknown(equation, given)
-        shape = equation.outvars[0].aval.shape
-        rows = [
-            factors if math.prod(size for size, _ in factors) == length else ((length, _has_row(factors)),)
-            for factors, length in zip(fact.rows, shape, strict=True)
-        ]
-        return replace(fact, rows=tuple(rows))
+        return _resized(fact, equation.outvars[0].aval)
 
     _slice = _dynamic_slice = _pad = _rev = _dynamic_update_slice = _moved
 
@@ -241,6 +243,14 @@ class _Walk:
             if len({atom.aval.shape for atom in equation.invars}) == 1:  # several views of the same examples
                 rows[dim] = ((len(given), False), *example.rows[dim])
         return replace(example, rows=tuple(rows))
+
+    def _stack(self, equation: Any, given: list[Fact]) -> Fact:
+        fact = next((one for one in given if one.rows is not None), given[0])
+        if fact.rows is None:
+            return Fact(single=any(one.single for one in given))
+        rows, axis = list(fact.rows), equation.params["axis"]
+        rows.insert(axis, ((len(given), False),))
+        return replace(fact, rows=tuple(rows))
 
     def _gather(self, equation: Any, given: list[Fact]) -> Fact:
         operand, indices = given
@@ -265,16 +275,23 @@ class _Walk:
         return _with_rows(Fact(rows=(), single=operand.single or indices.single), tuple(rows))
 
     def _scatter(self, equation: Any, given: list[Fact]) -> Fact:
-        operand, *others = given
+        operand, indices, updates = given
         if operand.rows is not None:
             return operand
         shape = equation.outvars[0].aval.shape
-        examples = {
-            size for fact in others if fact.rows for factors in fact.rows for size, row in factors if row
-        }  # how many there are
-        if shape and shape[0] in examples:  # written row by row, most likely
+        dims = equation.params["dimension_numbers"]
+        rows = list(_plain(shape))
+        for place, dim in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
+            if dim in indices.dims:
+                rows[place] = _factors(indices, dim, equation.invars[1].aval.shape)
+        if any(map(_has_row, rows)):
+            return Fact(rows=tuple(rows))
+        lengths = {
+            atom.aval.shape[dim] for atom, fact in zip(equation.invars, given, strict=True) for dim in fact.dims
+        }
+        if shape and shape[0] in lengths:  # written row by row, most likely
             return with_examples(shape)
-        if all(not fact.varies for fact in others):
+        if not (indices.varies or updates.varies):
             return operand
         return Fact(total="sum", scaled=False, reduced=line_of(equation))
 
@@ -543,6 +560,18 @@ def _factors(fact: Fact, dim: int, shape: Sequence[int]) -> tuple[Factor, ...]:
 
 def _has_row(factors: Sequence[Factor]) -> bool:
     return any(row for _, row in factors)
+
+
+def _resized(fact: Fact, aval: Any) -> Fact:
+    """The fact of an array of another size in the same dims."""
+    shape = getattr(aval, "shape", ())
+    if fact.rows is None or len(fact.rows) != len(shape):
+        return fact
+    rows = [
+        factors if math.prod(size for size, _ in factors) == length else ((length, _has_row(factors)),)
+        for factors, length in zip(fact.rows, shape, strict=True)
+    ]
+    return replace(fact, rows=tuple(rows))
 
 
 def _spread(given: list[Fact], count: int) -> list[Fact]:
