@@ -90,6 +90,9 @@ MEANS = {
     "labels": lambda m, x, key: jnp.mean(
         optax.softmax_cross_entropy_with_integer_labels(y(m, x), jnp.argmax(x[:, :3], -1))
     ),
+    "labels of a sequence": lambda m, x, key: jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(x[..., None] * m["w"], jnp.argsort(x, -1) % 3)
+    ),
     "a metric": lambda m, x, key: (jnp.mean(y(m, x)), {"right": jnp.mean(y(m, x).argmax(-1) == x.argmax(-1))}),
 }
 
@@ -181,6 +184,8 @@ def test_one_example_to_a_device_and_microbatches_are_no_different():
     for strategy in (DATA, sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)):
         assert not traced(MEANS["a mean"], strategy, ROWS[:8])
         assert not traced(MEANS["flattened"], strategy, ROWS[:8])
+        assert not traced(MEANS["labels"], strategy, ROWS[:8])
+        assert not traced(MEANS["labels of a sequence"], strategy, ROWS[:8])
         assert traced(COUPLED["centred"], strategy, ROWS[:8])
         assert traced(COUPLED["a masked mean"], strategy, ROWS[:8])
     microbatches = sl.Strategy(mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model"), accumulate=2)

@@ -59,6 +59,13 @@ class Fact:
             return frozenset()
         return frozenset(dim for dim, factors in enumerate(self.rows) if any(row for _, row in factors))
 
+    @property
+    def several(self) -> frozenset[int]:
+        """The dims that hold more than one example; one alone is not paired with others."""
+        if self.rows is None:
+            return frozenset()
+        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row and size > 1 for size, row in factors))
+
 
 CONSTANT = Fact()
 
@@ -303,7 +310,7 @@ class _Walk:
         (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
         sides = ((given[0], left_summed, left_batch), (given[1], right_summed, right_batch))
         summed = any(fact.dims & set(over) for fact, over, _ in sides)
-        free = [fact.dims - set(over) - set(batch) for fact, over, batch in sides]
+        free = [fact.several - set(over) - set(batch) for fact, over, batch in sides]
         batch_rows = given[0].dims & set(left_batch) or given[1].dims & set(right_batch)
         if (all(free) and not batch_rows) or (summed and any(free)):
             return _couple(equation, line_of(equation))
@@ -425,6 +432,7 @@ def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
     shape = getattr(var.aval, "shape", ())
     rows: list[tuple[Factor, ...]] = list(_plain(shape))
     dims: frozenset[int] | None = None
+    several: frozenset[int] = frozenset()
     for atom, fact in zip(equation.invars, given, strict=True):
         if fact.rows is None:
             continue
@@ -432,9 +440,9 @@ def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
             return _unknown(equation, given)
         # A dim of one may be spread over a longer one by the operation itself.
         here = frozenset(dim for dim in fact.dims if atom.aval.shape[dim] == shape[dim])
-        if dims and here and not dims & here:
+        if several and fact.several and not several & fact.several:
             return _couple(equation, line_of(equation))  # each example against each
-        dims = (dims or frozenset()) | here
+        dims, several = (dims or frozenset()) | here, several | fact.several
         for dim in here:
             rows[dim] = fact.rows[dim]
     single = any(fact.single for fact in given)
