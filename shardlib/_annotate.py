@@ -71,12 +71,27 @@ def _mesh_in_force(mesh: Mesh) -> Any:
     try:
         return jax.set_mesh(mesh)
     except ValueError as error:  # inside a trace the mesh cannot be set, and need not be where it is in force already
-        if (here := jax.sharding.get_abstract_mesh()).shape == mesh.shape:
+        here = jax.sharding.get_abstract_mesh()
+        if here.shape == mesh.shape:
             return contextlib.nullcontext()
+        # Under an abstract mesh, `jax.jit` would run on one device whatever has no sharding, and ignore every annotation.
+        in_force = f"the mesh `{dict(here.shape)}` is in force" if here.shape else "no mesh is in force"
         raise ValueError(
-            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where it is "
-            f"`{dict(here.shape)}`: put `with sl.use(rules, mesh):` around the call of the `jax.jit`."
+            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where {in_force}. Put it in force "
+            "around the call: `with strategy.scope(): jax.jit(function)(...)`, or `with sl.use(rules, mesh):`; so too around "
+            "`lax.scan` and `jax.make_jaxpr`."
         ) from error
+
+
+@contextlib.contextmanager
+def mesh_of_step(mesh: Mesh) -> Iterator[None]:
+    """Let a mesh come into force inside a trace without one, for a `jax.jit` whose shardings name its devices."""
+    tracing = _mesh_outside_traces() is None
+    if tracing and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    else:
+        yield
 
 
 @contextlib.contextmanager

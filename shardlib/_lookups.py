@@ -29,6 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib._jaxpr import relocated, scan_parts
+from shardlib._row_gradients import wide
 from shardlib._rules import as_tuple, spec_axes
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -223,11 +224,15 @@ def _looked_up_in_parts(equation: Any, table: jax.Array, indices: jax.Array, axe
         rows = table.shape[dim]
         local = indices - (lax.axis_index(axes) * rows).astype(indices.dtype)
         here = ((local >= 0) & (local < rows)).reshape(in_place).reshape(broadcast)
-        found = lax.gather(
-            table, jnp.clip(local, 0, rows - 1), dims, (*equation.params["slice_sizes"],),
-            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-        )  # fmt: skip
-        return lax.psum(jnp.where(here, found, jnp.zeros((), found.dtype)), axes)
+
+        def take(table: jax.Array, indices: jax.Array) -> jax.Array:
+            sizes = tuple(equation.params["slice_sizes"])
+            return lax.gather(table, indices, dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+        found = wide(take, table)(table, jnp.clip(local, 0, rows - 1))
+        found = jnp.where(here, found, jnp.zeros((), found.dtype))
+        # Summed in 32 bits: XLA's compiler for CPUs aborts on narrower sums where some axes are left automatic.
+        return lax.psum(found.astype(_of_32_bits(found.dtype)), axes).astype(found.dtype)
 
     spec = PartitionSpec(*(axes if d == dim else None for d in range(table.ndim)))
     found = jax.shard_map(
@@ -237,6 +242,13 @@ def _looked_up_in_parts(equation: Any, table: jax.Array, indices: jax.Array, axe
         inside = ((indices >= 0) & (indices < size)).reshape(in_place).reshape(broadcast)
         found = jnp.where(inside, found, _filling(equation.params["fill_value"], found.dtype))
     return found
+
+
+def _of_32_bits(dtype: Any) -> Any:
+    """A dtype of 32 bits or more that holds all numbers of another."""
+    if dtype.itemsize >= 4:
+        return dtype
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def _gathered(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Array:

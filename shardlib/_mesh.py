@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -76,6 +77,52 @@ def make_mesh(
             f"`make_mesh` cannot lay `{_spell(named)}` out on {_count(devices)}: {_way_out(error)}"
         ) from error
     return Mesh(laid_out, tuple(named), axis_types=(axis_type,) * len(named))
+
+
+@dataclass(frozen=True)
+class PortableMesh:
+    """A mesh by the numbers of its devices, as it is written into a pickle: a device itself belongs to one process."""
+
+    axes: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
+    platform: str
+    ids: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "PortableMesh":
+        """How a mesh is written, if its devices are those of this machine."""
+        devices = list(mesh.devices.flat)
+        platform = devices[0].platform
+        known = _devices_by_id(platform)
+        if any(known.get(device.id) != device for device in devices):
+            raise ValueError(
+                f"A strategy whose mesh is of {_count(devices)} that this process does not have cannot be pickled: no other "
+                "process could find them. Pickle one whose mesh is text, and give it the mesh there: "
+                "`dataclasses.replace(strategy, mesh=...)`."
+            )
+        ids = tuple(device.id for device in devices)
+        return cls(mesh.axis_names, mesh.axis_types, platform, ids, mesh.devices.shape)
+
+    def here(self) -> Mesh:
+        """The same mesh, of the devices of this process."""
+        known = _devices_by_id(self.platform)
+        if lost := [number for number in self.ids if number not in known]:
+            raise ValueError(
+                f"The mesh that was pickled, {dict(zip(self.axes, self.shape, strict=True))}, has the {self.platform} device "
+                f"{lost[0]}, and this process has {len(known)} {self.platform} devices. Pickle a strategy whose mesh is text "
+                'for another machine: `mesh="data=-1"`.'
+            )
+        devices = np.empty(self.shape, dtype=object)
+        devices.flat = [known[number] for number in self.ids]
+        return Mesh(devices, self.axes, axis_types=self.axis_types)
+
+
+def _devices_by_id(platform: str) -> dict[int, Any]:
+    try:
+        return {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # there is no such platform here
+        return {}
 
 
 def simulate_devices(count: int = 8) -> None:

@@ -43,6 +43,11 @@ class Precision:
                 ) from error
             if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
                 raise ValueError(f"`Precision({field}={value!r})`: a dtype of floating-point numbers, such as `bf16`.")
+            if jnp.finfo(name).bits < 16:
+                raise ValueError(
+                    f"`Precision({field}={value!r})`: numbers of {jnp.finfo(name).bits} bits need a scale for each array, which "
+                    "a step does not have. Take `bf16`, and quantise inside the model."
+                )
             object.__setattr__(self, field, name)
         if not isinstance(self.keep, tuple):
             raise ValueError(f"`Precision(keep={self.keep!r})` takes a tuple of patterns.")
@@ -55,13 +60,19 @@ class Precision:
 
     def accumulated(self, dtype: Any) -> Any:
         """The dtype in which gradients of `dtype` are added up over microbatches."""
-        return jnp.promote_types(dtype, self.accumulate)
+        return _wider(dtype, self.accumulate)
 
     def reduced(self, dtype: Any) -> Any:
         """The dtype in which gradients of a parameter of `dtype` are added up over devices."""
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32:
             return jnp.dtype(self.reduce)
-        return jnp.promote_types(dtype, self.reduce)
+        return _wider(dtype, self.reduce)
+
+
+def _wider(dtype: Any, other: Any) -> Any:
+    """The dtype that holds both, whatever the user said of promotion in the loss."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)
 
 
 def resolve_precision(value: Any) -> Precision:

@@ -14,19 +14,24 @@ What remains ambiguous is a draw without rows from one of n streams where there 
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import random as extend_random
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 _PREFIX = "rows_of_"
 THREEFRY = "threefry2x32"
 """The implementation of keys that draws the same for a batch of keys as for each of them alone."""
 
 
-def row_keys(keys: jax.Array, rows: int, start: Any, stride: int) -> jax.Array:
+def row_keys(keys: jax.Array, rows: int, start: Any, stride: int, *, by_mesh: bool = False) -> jax.Array:
     """Keys for `rows` examples of which row `r` is the global example `start + r * stride`.
+
+    Where draws may depend on the mesh, `by_mesh`, keys of any implementation will do. Those of another than threefry draw
+    for all rows at once, with a key of their own for each device and microbatch.
 
     >>> whole = jax.random.normal(row_keys(jax.random.key(0), 8, 0, 1), (8, 2))
     >>> part = jax.random.normal(row_keys(jax.random.key(0), 4, 1, 2), (4, 2))  # every second example, from number 1
@@ -34,10 +39,11 @@ def row_keys(keys: jax.Array, rows: int, start: Any, stride: int) -> jax.Array:
     True
     """
     keys = plain_keys(keys)
-    if (base := str(jax.random.key_impl(keys))) != THREEFRY:
+    if (base := str(jax.random.key_impl(keys))) != THREEFRY and not by_mesh:
         raise ValueError(
             f"A key of the implementation `{base}` draws otherwise for a batch of keys than for each alone, so its numbers "
-            f'would depend on the mesh. Make it with `jax.random.key(seed, impl="{THREEFRY}")`, JAX\'s default.'
+            f'would depend on the mesh. Make it with `jax.random.key(seed, impl="{THREEFRY}")`, JAX\'s default; or say that they '
+            'may, `Strategy(draws="by_mesh")`.'
         )
     words = jax.random.key_data(keys)
     where = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
@@ -77,6 +83,40 @@ def is_key(x: Any) -> bool:
 def is_row_key(x: Any) -> bool:
     """Whether an array holds row keys."""
     return is_key(x) and _PREFIX in str(x.dtype)
+
+
+def raw_keys(jaxpr: Jaxpr, paths: Sequence[str | None]) -> dict[str, None]:
+    """Of the inputs that have a path, those whose words a traced function takes for a key: old-style raw keys."""
+    known = {var: path for var, path in zip(jaxpr.invars, paths, strict=True) if path is not None}
+    found: dict[str, None] = {}
+    for equation in jaxpr.eqns:
+        read = [None if isinstance(atom, Literal) else known.get(atom) for atom in equation.invars]
+        if not any(read):
+            continue
+        if equation.primitive.name == "random_wrap":
+            found.update(dict.fromkeys(filter(None, read)))
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            if isinstance(inner, Jaxpr) and (more := len(read) - len(inner.invars)) >= 0:
+                found.update(raw_keys(inner, read[more:]))  # of a `cond` the first says which branch
+        words = [var for var in equation.outvars if getattr(var.aval, "dtype", None) == jnp.uint32]
+        known.update(dict.fromkeys(words, next(filter(None, read))))
+    return found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def describe_raw_keys(paths: Iterable[str]) -> str:
+    """The error for raw keys in the state of a model."""
+    listed = ", ".join(f"`{path}`" for path in paths)
+    return (
+        f"The loss draws with old-style raw keys of the model, {listed}. They know of no examples, so every device would draw "
+        "the same for its own. Hold typed keys, `jax.random.key(0)`, or of a raw one `jax.random.wrap_key_data(raw)`; for "
+        "draws that are the same everywhere, on weights say, `sl.same_everywhere(key)`."
+    )
 
 
 def rows_of(x: Any) -> int:
@@ -123,6 +163,8 @@ def _implementation(rows: int, base: str) -> Any:
         bits = functools.partial(jax.random.bits, dtype=f"uint{bit_width}")
         if shape[:1] != (rows,):
             return bits(example, shape)
+        if base != THREEFRY:  # whose numbers for a batch of keys are not those for each alone
+            return bits(jax.random.fold_in(stream, where[0]), shape)
         numbers = where[0] + where[1] * jnp.arange(rows, dtype=jnp.uint32)
         return jax.vmap(lambda number: bits(jax.random.fold_in(stream, number), shape[1:]))(numbers)
 

@@ -187,8 +187,8 @@ def test_describe_says_which_candidate_won():
     make = lambda: sl.annotate({"w": jnp.ones(6), "v": jnp.ones(5)}, {"[wv]": ("heads",)})
     description = sl.describe(sl.init(make, None, sl.Strategy(mesh="data=2,model=4", rules=rules)))
     remarks = {row.path: row.remark for row in description.rows}
-    assert remarks["w"] == "`heads`: data of model or data or replicated"
-    assert remarks["v"] == "`heads`: replicated of model or data or replicated"
+    assert remarks["w"] == "`heads`: data (candidates: model, data, replicated)"
+    assert remarks["v"] == "`heads`: replicated (candidates: model, data, replicated)"
 
 
 def test_modules_inside_a_plain_tree_are_refused():

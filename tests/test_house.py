@@ -26,6 +26,7 @@ ORDER = [
         "_route",
         "_reshard",
         "_jaxpr",
+        "_row_gradients",
         "_lookups",
         "_region",
         "_on_use",

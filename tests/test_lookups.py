@@ -150,6 +150,21 @@ def test_an_evaluation_beside_three_axes_equals_one_device():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_gradients_of_rows_are_added_up_in_float32_beside_three_axes():
+    """In bfloat16 a sum of 1,024 ones stands still at 256."""
+    same = np.zeros((64, 16), np.int32)
+
+    def loss(model, ids, key):
+        return sl.mean(jnp.sum(jnp.take(model["table"], ids, axis=0).astype(jnp.float32)), 1)
+
+    strategy = sl.Strategy(mesh=THREE, rules=PRESETS, precision="bf16")
+    state = sl.init(
+        lambda: sl.annotate({"table": jnp.zeros((VOCAB, EMBED))}, {"table": NAMES["table"]}), optax.sgd(1.0), strategy
+    )
+    after, _ = sl.train_step(loss, strategy)(state, same)
+    np.testing.assert_array_equal(after.params["table"][0], np.full(EMBED, -same.size / 2))
+
+
 def gpt_model(**options):
     config = gpt.tiny(width=32, heads=4, context=SEQ, vocab=VOCAB, **options)
     return lambda: gpt.GPT(config, rngs=nnx.Rngs(0))

@@ -565,7 +565,8 @@ def test_a_strategy_may_come_into_force_again_inside_its_step_but_no_other():
     _, metrics = run(make(), loss)
     np.testing.assert_allclose(metrics["loss"], run(make(), masked_loss)[1]["loss"])
     step, state = sl.train_step(masked_loss, STRATEGY), sl.init(make(), optax.sgd(0.1), STRATEGY)
-    with pytest.raises(ValueError, match="cannot come into force inside a traced function.*around the call"):
+    other = dataclasses.replace(STRATEGY, mesh="data=8,model=1")
+    with other.scope(), pytest.raises(ValueError, match="inside a traced function, where the mesh .*around the call"):
         jax.jit(step)(state, BATCH)
 
 

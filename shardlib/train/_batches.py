@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -34,6 +35,13 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
             f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
             "constants to the loss by closing over them."
         )
+    for path, leaf in leaves:
+        numbers = any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+        if not numbers or jnp.issubdtype(leaf.dtype, np.timedelta64):  # to numpy a kind of integer
+            raise ValueError(
+                f"`{path or 'the batch'}` of the batch is an array of {leaf.dtype}, which no device holds: a batch has numbers. "
+                "Leave it out, or turn it into numbers: texts into tokens, dates into days."
+            )
     axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
     parts = strategy.microbatches
     for size in axes.values():

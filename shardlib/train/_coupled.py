@@ -293,9 +293,7 @@ class _Walk:
                 rows[place] = _factors(indices, dim, equation.invars[1].aval.shape)
         if any(map(_has_row, rows)):
             return Fact(rows=tuple(rows))
-        lengths = {
-            atom.aval.shape[dim] for atom, fact in zip(equation.invars, given, strict=True) for dim in fact.dims
-        }
+        lengths = {atom.aval.shape[dim] for atom, fact in zip(equation.invars, given, strict=True) for dim in fact.dims}
         if shape and shape[0] in lengths:  # written row by row, most likely
             return with_examples(shape)
         if not (indices.varies or updates.varies):

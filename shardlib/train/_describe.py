@@ -173,7 +173,7 @@ def _remark(
         return "mesh axes given"
     resolution = resolve(rules, mesh_shape, names, shape, what=path)
     chosen = [
-        f"`{name}`: {_axes_text(entry)} of {' or '.join(_axes_text(axes) for axes in rules[name])}"
+        f"`{name}`: {_axes_text(entry)} (candidates: {', '.join(_axes_text(axes) for axes in rules[name])})"
         for name, entry in zip(names, resolution.spec, strict=True)
         if isinstance(name, str) and len(rules[name]) > 1
     ]

@@ -18,7 +18,7 @@ from shardlib.train._batches import batch_sharding, batches, check_batch, rows_h
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
-from shardlib.train._step import LossFunction, every_nth, forward, with_row_keys
+from shardlib.train._step import LossFunction, check_arguments, check_compiles, every_nth, forward, with_row_keys
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import uses, value, with_partitionable_lookups
 
@@ -45,6 +45,7 @@ class Evaluation:
     """The loss of states on batches; make it with `evaluation`."""
 
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
+        check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
         self._programs: dict[Any, Any] = {}
@@ -75,6 +76,7 @@ class Evaluation:
         return {name: float(mean) if np.ndim(mean) == 0 else mean for name, mean in means.items()}
 
     def _program(self, state: State, batch: Any) -> Any:
+        check_compiles()
         check_order(state.layout.strategy, self.strategy, dict(state.layout.names))
         if self.strategy.pipeline is None:
             return self._compiled
@@ -111,7 +113,8 @@ class Evaluation:
         first = lax.axis_index(axes) * rows if axes else 0
 
         def inputs(number: Any) -> tuple[Any, ...]:
-            keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count)
+            by_mesh = self.strategy.draws == "by_mesh"
+            keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count, by_mesh=by_mesh)
             return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
 
         total = with_partitionable_lookups(partial(forward, self.loss_fn, layout), used, self.strategy)

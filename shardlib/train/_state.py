@@ -82,6 +82,10 @@ class Layout:
         none = {path: pieces(exchange, one, mesh.shape).errors() for path, one in taken.items()}
         return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), none)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: hashes of text differ from process to process."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     def __hash__(self) -> int:  # computed once: every call of a step hashes the layout
         return self._hash
 
@@ -183,14 +187,17 @@ def init(
         parts = parts._replace(params=place_layers(strategy, parts.params, names))
         params, frozen = _frozen_apart(parts.params, strategy.frozen)
         if optimizer is not None and not jax.tree.leaves(params):
+            paths = [path for path, _ in (*named_leaves(frozen), *named_leaves(parts.rest))]
             raise ValueError(
                 f"The optimizer has nothing to move: no leaf of the model is a parameter (`trainable={trainable!r}`, "
-                f"`frozen={strategy.frozen!r}`). There are: "
-                f"{', '.join(path for path, _ in (*named_leaves(frozen), *named_leaves(parts.rest)))}."
+                f"`frozen={strategy.frozen!r}`). "
+                + (f"There are: {', '.join(paths)}." if paths else "`make_model` returned a model without arrays.")
             )
+        if optimizer is not None:
+            _check_dtypes(params)
         found.update(definition=parts.definition, names=names)
         opt_state = optimizer.init(params) if optimizer is not None else ()
-        key = jax.random.key(seed, impl=THREEFRY)
+        key = jax.random.key(seed, impl=THREEFRY if strategy.draws == "same" else None)
         count = jnp.int32(0)
         layout = Layout(parts.definition, optimizer, strategy, tuple(sorted(names.items())))
         errors = {} if optimizer is None else layout.no_errors(params)
@@ -320,6 +327,16 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
             "`Strategy(clip=...)` has a transformation that looks at the averaged gradient, which nobody has once the optimizer "
             "sends something else: clip by the global norm, `clip=1.0`."
         )
+
+
+def _check_dtypes(params: Any) -> None:
+    """Refuse parameters of so few bits that what an optimizer adds to them is rounded away."""
+    for path, leaf in named_leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 16:
+            raise ValueError(
+                f"`{path}` is {leaf.dtype}, of so few bits that an optimizer's steps would be rounded away. Store it in a wider "
+                f"dtype and narrow it in the model, or leave it as it is: `Strategy(frozen=({re.escape(path)!r},))`."
+            )
 
 
 def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:

@@ -10,11 +10,12 @@ so using one is exact, and needs no knowledge of what the step does. The contrib
 gradient are then added by the exchange, over the data axes that do not split the parameter.
 """
 
+import contextlib
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,10 +28,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib._annotate import say
+from shardlib._annotate import mesh_of_step, say
 from shardlib._batch import Mean
 from shardlib._placement import place
-from shardlib._random import is_key, plain_keys, row_keys
+from shardlib._random import describe_raw_keys, is_key, plain_keys, raw_keys, row_keys
+from shardlib._row_gradients import with_wide_rows
 from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import inverse
@@ -79,39 +81,48 @@ class Step:
                 "`train_step(loss_fn, strategy)` takes a function of model, batch and key, and a `sl.Strategy`; got "
                 f"{type(loss_fn).__name__} and {type(strategy).__name__}."
             )
+        check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, strategy
         self._used: set[str] = set()
         self._compiled: dict[Layout, Any] = {}
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """Take one step. `state` is donated: use the one returned."""
+        """Take one step. `state` is donated: use the one returned.
+
+        A step may stand in a function that is traced, by `jax.jit`, `lax.scan` or `jax.make_jaxpr`. There nothing is donated but
+        by the outer `jax.jit(..., donate_argnums=0)`.
+        """
         if not isinstance(state.step, Tracer) and isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "This state has been through a step already, which put the new one in its place: use that."
             )
-        with self.strategy.scope(self._used):
+        with mesh_of_step(self.strategy.device_mesh), self.strategy.scope(self._used), _explained():
             step = self._jitted(state, batch)
             batch = jax.device_put(batch, batch_sharding(self.strategy))
-            if self.strategy.pipeline is not None and not isinstance(state.step, Tracer):
-                step = self._checked(step, state, batch)
-            return step(state, batch)
+            if self.strategy.pipeline is None:
+                return step(state, batch)
+            program = self._checked(step, state, batch)
+            return (step if _traced(state, batch) else program)(state, batch)
 
     def _checked(self, step: Any, state: State, batch: Any) -> Any:
         """The program of a step, compiled before its first run, since there are some that would hang."""
         kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
         if kind not in self._programs:
+            if _traced(state, batch):
+                state, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
             self._programs[kind] = checked(step.lower(state, batch).compile())
         return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, for shapes as for arrays."""
-        with self.strategy.scope(self._used):
+        with mesh_of_step(self.strategy.device_mesh), self.strategy.scope(self._used), _explained():
             return self._jitted(state, batch).trace(state, batch)
 
     def lower(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need not be there."""
-        return self.trace(state, batch).lower()
+        with _explained():
+            return self.trace(state, batch).lower()
 
     @property
     def unused_rules(self) -> tuple[str, ...]:
@@ -122,6 +133,7 @@ class Step:
         return tuple(name for name in splitting if name not in self._used | named | {BATCH})
 
     def _jitted(self, state: State, batch: Any) -> Any:
+        check_compiles()
         check_batch(batch, self.strategy)
         layout = state.layout
         if layout not in self._compiled:
@@ -180,7 +192,8 @@ class Step:
         self._check_experts(state.layout)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation is right.
-        with jax.named_scope("optimizer"):
+        # What the user said of implicit promotion is of the loss; optimizers of optax need it.
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             params, opt_state, errors, bad, of_gradient = self._update(state, gradient, trained, metrics["loss"])
         params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
         after = state.replaced(
@@ -270,13 +283,15 @@ class Step:
         scanned = (jnp.arange(count), microbatches)
 
         def inputs(rest: Any, index: Any, examples: Any) -> Any:
-            keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count)
+            by_mesh = self.strategy.draws == "by_mesh"
+            keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count, by_mesh=by_mesh)
             return keys(streams), keys(rest), keys(key), examples
 
         call = partial(call_loss, self.loss_fn, layout)
         total = partial(forward, self.loss_fn, layout)
         total = with_partitionable_lookups(total, united(trained, fixed), self.strategy)
         _check_forward(call, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
+        total = with_wide_rows(total)
         if self.strategy.pipeline is not None:
 
             def numbered(number: Any) -> Any:
@@ -332,12 +347,55 @@ def call_loss(
     return Returned(out, means, streams, rest)
 
 
+def check_arguments(loss_fn: LossFunction) -> None:
+    """Refuse a loss that does not take a model, a batch and a key."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of some functions that are not written in Python
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"A loss takes three arguments, `loss_fn(model, batch, rng)`; `{getattr(loss_fn, '__name__', loss_fn)}{signature}` "
+            f"does not ({error}). What it has no use for it may ignore: `lambda model, batch, rng: ...`."
+        ) from error
+
+
+def check_compiles() -> None:
+    """Refuse to run without a compiler."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            "`jax_disable_jit` is on, and a step is a compiled program on a mesh: turn it off. To look inside, print by "
+            "`jax.debug.print` in the loss, or call the loss alone, `loss_fn(state.model, batch, rng)`, under `sl.unsharded()`."
+        )
+
+
 def forward(
     loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
 ) -> Any:
     """The sum over these examples that is differentiated, with what else comes of the loss."""
     returned = call_loss(loss_fn, layout, params, streams, rest, key, batch)
     return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
+
+
+def _traced(*trees: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say of what JAX has not implemented what to do about it."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "callbacks are only supported" not in str(error):
+            raise
+        raise ValueError(
+            "The loss calls back into Python (`jax.pure_callback`, `jax.experimental.io_callback`), and JAX has that only where "
+            "a step is manual over every axis of its mesh, or over none. Leave all axes to the partitioner, "
+            "`Strategy(manual=())`; use a mesh of data axes alone; or print by `jax.debug.print`, which works everywhere."
+        ) from error
 
 
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
@@ -415,6 +473,9 @@ def _check_forward(
         differing = [path for (path, _), differs in zip(state, found, strict=False) if differs]
         if differing:
             raise ValueError(describe_varying(differing))
+        paths = [path if leaf.dtype == jnp.uint32 else None for path, leaf in named_leaves(rest)]
+        if raw := raw_keys(jaxpr.jaxpr, [None] * len(uses) + paths + [None] * others[1]):
+            raise ValueError(describe_raw_keys(raw))
     if compute is not None:
         narrowed = [use.path if use.whole.dtype == compute != use.dtype else None for use in uses]
         wide = widened(jaxpr, narrowed + [None] * sum(others), jnp.dtype(compute).itemsize)

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import optax
 from jax.sharding import Mesh
 
 from shardlib._annotate import Remat, Scope, use
-from shardlib._mesh import make_mesh, parse_axes, slow_axes
+from shardlib._mesh import PortableMesh, make_mesh, parse_axes, slow_axes
 from shardlib._precision import Precision, resolve_precision
 from shardlib._remat import REMATS
 from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
@@ -43,6 +43,9 @@ class Strategy:
       `sl.collectives` has, `sl.collectives.OneBit("pod")`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis that the rule `layers`
       names has a stage at each place, and the microbatches go through as the schedule says. (To the trainer, `1f1b:4:16`.)
+    - `draws`: `"same"`, random numbers are the same on every mesh, and keys of other implementations than threefry are refused.
+      `"by_mesh"`, they may depend on the mesh, so that keys of `rbg`, faster on TPUs, may be used; the key that a loss is given
+      is then of JAX's default implementation, `jax_default_prng_impl`.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default the axes of the batch
       that split nothing else but `experts`; an axis that splits other weights too, as in `sl.rules.fsdp`, is left to the
       partitioner.
@@ -65,6 +68,7 @@ class Strategy:
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
     pipeline: Schedule | None = None
+    draws: Literal["same", "by_mesh"] = "same"
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, AxisRules):
@@ -98,6 +102,8 @@ class Strategy:
             )
         if self.nonfinite not in ("count", "skip", None):
             raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "count" or "skip".')
+        if self.draws not in ("same", "by_mesh"):
+            raise ValueError(f'`Strategy(draws={self.draws!r})`: choose "same" or "by_mesh".')
         if not (
             self.clip is None
             or isinstance(self.clip, optax.GradientTransformation)
@@ -126,6 +132,23 @@ class Strategy:
         zero = self.sharding
         self._check_exchange(axes, zero)
         self._check_pipeline(axes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what was derived from them holds devices, which belong to this process."""
+        chosen = {one.name: getattr(self, one.name) for one in fields(self)}
+        if isinstance(self.mesh, Mesh):
+            chosen["mesh"] = PortableMesh.of(self.mesh)
+        return chosen
+
+    def __setstate__(self, chosen: dict[str, Any]) -> None:
+        mesh = chosen["mesh"]
+        self.__dict__.update(chosen, mesh=mesh.here() if isinstance(mesh, PortableMesh) else mesh)
+
+    def __copy__(self) -> "Strategy":
+        return self  # nothing of it ever changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
+        return self
 
     def _check_exchange(self, axes: Mapping[str, int], zero: Zero) -> None:
         """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits."""
