@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 KINDS = ("ran", "refused", "raw_errors", "silent", "aborts", "hangs")
 FAILURES = ("raw_errors", "silent", "aborts", "hangs")
 _POLL_SECONDS = 0.05
+_SECONDS_BETWEEN_LINES = 15.0
 _WIDTH = 600
 
 
@@ -70,6 +71,27 @@ class Outcome:
         """
         failures = (f"{kind}: {case}: {seen}"[:_WIDTH],) if kind in FAILURES else ()
         return cls(drawn=1, failures=failures, **{kind: 1})
+
+
+class Tally:
+    """The outcomes of one part as they come: added up, and told of on the standard error."""
+
+    def __init__(self, part: str, count: int) -> None:
+        self.part, self.count, self.total = part, count, Outcome()
+        self._start = self._said = time.monotonic()
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one more; every failure is told of at once, and the counts now and then."""
+        self.total = self.total + outcome
+        for failure in outcome.failures:
+            self._say(failure)
+        if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            self._say(f"{self.total.drawn} drawn, {self.total.ran} ran, of {self.count}")
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"{time.monotonic() - self._start:5.0f} s  {self.part}: {text}\n")
+        sys.stderr.flush()
 
 
 def fast_compiles(devices: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ import numpy as np
 import optax
 
 import shardlib as sl
-import shardlib._lock
 import shardlib.data
-import shardlib.train._folder
-from benchmarks._strangers import Outcome, fast_compiles, in_children, serve
+from benchmarks._strangers import Outcome, Tally, fast_compiles, in_children, serve
+from benchmarks._strangers_patience import shorten_patience
 
 DEVICES = 2
 IN_ONE_CHILD = 150
@@ -156,7 +155,7 @@ def records(lines: list[str]) -> list[Any]:
 @functools.cache
 def stopped_run() -> Run:
     """Make the run, stop it, keep its files, and go on with a copy of them to know how it ends undisturbed."""
-    shorten_patience()
+    shorten_patience(beat_seconds=0.2, dead_seconds=0.8)
     folder = Path(tempfile.mkdtemp(prefix="strangers-flips-"))
     write_texts(folder / "texts")
     corpus = shardlib.data.Corpus(str(folder / "texts" / "texts.jsonl"), tokenizer="bpe:280", held_out=0.15)
@@ -169,18 +168,6 @@ def stopped_run() -> Run:
         if train(copy, STEPS, made) != reference:
             raise SystemExit("Two undisturbed runs end differently: nothing can be said of flipped bits.")
     return Run(folder, corpus, strategy, made[2], made[3], reference)
-
-
-def shorten_patience() -> None:
-    """Let a mark that nobody renews count as left behind after a second, for a run waits that long in many cases."""
-    for module, name, seconds in (
-        (shardlib._lock, "BEAT_SECONDS", 0.2),
-        (shardlib.train._folder, "BEAT_SECONDS", 0.2),
-        (shardlib.train._folder, "_DEAD_SECONDS", 0.8),
-    ):
-        if not hasattr(module, name):
-            raise SystemExit(f"{module.__name__} has no {name} any more: shorten what has taken its place.")
-        setattr(module, name, seconds)
 
 
 @contextlib.contextmanager
@@ -227,15 +214,14 @@ def attempt(case: Case) -> str:
     return f"{', '.join(different)} differ after {flipped}"
 
 
-def run(count: int, seed: int, note: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
-    """Flip `count` bits, each in a copy of its own; `note` is told of every outcome as it comes."""
-    total = Outcome()
+def run(count: int, seed: int) -> Outcome:
+    """Flip `count` bits, each in a copy of its own."""
+    tally = Tally("flips", count)
     for first in range(0, count, IN_ONE_CHILD):
         last = min(first + IN_ONE_CHILD, count)
         for outcome in in_children("benchmarks._strangers_flips", seed, first, last, fast_compiles(DEVICES), PATIENCE):
-            total = total + outcome
-            note(outcome)
-    return total
+            tally.add(outcome)
+    return tally.total
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import shardlib as sl
-from benchmarks._strangers import Outcome, fast_compiles, in_children, serve
+from benchmarks._strangers import Outcome, Tally, fast_compiles, in_children, serve
 
 DEVICES = 16
 IN_ONE_CHILD = 25  # compiled programs are never given back
@@ -323,16 +323,15 @@ def attempt(case: Case) -> str:
     return ""
 
 
-def run(count: int, seed: int, note: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
-    """Draw cases until `count` have run; `note` is told of every outcome as it comes."""
-    total, first = Outcome(), 0
-    while total.ran < count and total.drawn < 4 * count + IN_ONE_CHILD:
+def run(count: int, seed: int) -> Outcome:
+    """Draw cases until `count` have run, or four times as many were drawn."""
+    tally, first = Tally("meshes", count), 0
+    while tally.total.ran < count and tally.total.drawn < 4 * count:
         last = first + min(IN_ONE_CHILD, count)
         for outcome in in_children("benchmarks._strangers_meshes", seed, first, last, fast_compiles(DEVICES), PATIENCE):
-            total = total + outcome
-            note(outcome)
+            tally.add(outcome)
         first = last
-    return total
+    return tally.total
 
 
 if __name__ == "__main__":
