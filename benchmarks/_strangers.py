@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 KINDS = ("ran", "refused", "raw_errors", "silent", "aborts", "hangs")
 FAILURES = ("raw_errors", "silent", "aborts", "hangs")
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _SECONDS_TO_START = 0.05, 300.0
 _SECONDS_BETWEEN_LINES = 15.0
 _WIDTH = 600
 
@@ -147,7 +147,8 @@ def _one_child(
                         yield record["number"], Outcome.of(record["kind"], record["case"], record["seen"])
                     else:
                         begun = record
-                late = not ended and time.monotonic() - since > patience
+                limit = patience if begun else max(patience, _SECONDS_TO_START)
+                late = not ended and time.monotonic() - since > limit
                 if ended or late:
                     break
                 time.sleep(_POLL_SECONDS)

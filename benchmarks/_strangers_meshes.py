@@ -279,7 +279,7 @@ def reference(model: str, vocab: int) -> tuple[list[dict[str, float]], Params]:
     """Losses, norms of gradients and the parameters after all steps, on one device by plain JAX and NumPy."""
     params, batch = problem(model, vocab)
     formula = BY_NAME[model]
-    gradient = jax.jit(jax.value_and_grad(lambda p: formula(p, batch, unmarked)), device=jax.devices()[0])
+    gradient = jax.jit(jax.value_and_grad(lambda p: formula(p, batch, unmarked)))  # on the first device, the default
     params = {name: value.astype("f8") for name, value in params.items()}
     momentum = {name: np.zeros_like(value) for name, value in params.items()}
     told = []
