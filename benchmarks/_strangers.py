@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 KINDS = ("ran", "refused", "raw_errors", "silent", "aborts", "hangs")
 FAILURES = ("raw_errors", "silent", "aborts", "hangs")
+# A user's mistake, a file or disk, gradients that are not finite, a run that another has taken over.
+DOCUMENTED = (ValueError, OSError, FloatingPointError, RuntimeError)
 _POLL_SECONDS, _SECONDS_TO_START = 0.05, 300.0
 _SECONDS_BETWEEN_LINES = 15.0
 _WIDTH = 600
@@ -205,9 +207,10 @@ def judged(attempt: Callable[[], str]) -> tuple[str, str]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception is a message for users: a `ValueError` that the library raises itself, and not what it calls."""
-    where = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, ValueError) and Path(where).is_relative_to(ROOT / "shardlib")
+    """Whether an exception is a message for users: of a documented kind, and raised by the library and not by what it calls."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(where.filename).is_relative_to(ROOT / "shardlib") and (where.line or "").startswith("raise ")
+    return ours and isinstance(error, DOCUMENTED)
 
 
 def _note(log: Any, record: dict[str, Any]) -> None:

@@ -126,14 +126,15 @@ def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
         about=ABOUT,
     )
     text = "the naïve ship 12"
-    ids = prepared.tokenizer.encode_batch([text])[0].tolist()
+    tokenizer = prepared.tokenizer
+    ids = tokenizer.encode_batch([text])[0].tolist()
     lines = (folder / "run" / "metrics.jsonl").read_text(errors="replace").splitlines()
     return {
         "parameters": {name: np.asarray(leaf).tobytes() for name, leaf in state.params.items()},
         "optimizer": [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.opt_state)],
         "metrics.jsonl": records(lines),
         "run.json": json.loads((folder / "run" / "run.json").read_text()),
-        "the tokenizer": (ids, prepared.tokenizer.decode(ids), prepared.tokenizer.vocab),
+        "the tokenizer": (ids, tokenizer.vocab, tokenizer.end, [tokenizer.decode([id]) for id in range(vocab)]),
         "the sizes": (len(prepared.train), prepared.train.bytes, len(prepared.held_out), prepared.held_out.bytes),
     }
 

@@ -8,6 +8,7 @@ records say that no run wrote after another had taken over. A run that ends itse
 
 import concurrent.futures
 import contextlib
+import faulthandler
 import hashlib
 import json
 import random
@@ -28,7 +29,7 @@ import numpy as np
 import optax
 
 import shardlib as sl
-from benchmarks._strangers import ROOT, Outcome, Tally, fast_compiles
+from benchmarks._strangers import ROOT, Outcome, Tally, fast_compiles, is_refusal
 from benchmarks._strangers_patience import shorten_patience
 
 DEVICES = 2
@@ -89,6 +90,7 @@ def slow_batches() -> Iterator[np.ndarray]:
 
 def train(folder: Path, go: Path, about: int) -> None:
     """Be one process: wait for the file `go`, train, and write the digest of what was learned beside it."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     shorten_patience(BEAT_SECONDS, DEAD_SECONDS)
     strategy = sl.Strategy(mesh=f"data={DEVICES}", rules=sl.rules.data, zero=sl.Zero(1, small=0))
     model = {"w": np.random.default_rng(0).normal(size=(8, 8)).astype("f")}
@@ -134,8 +136,17 @@ class Process:
         start = time.monotonic()
         while not until() and self.popen.poll() is None:
             if time.monotonic() - start > PATIENCE:
-                raise TimeoutError(f"process {self.number} did nothing for {PATIENCE:.0f} s")
+                raise TimeoutError(f"process {self.number} did nothing for {PATIENCE:.0f} s, {self.place()}")
             time.sleep(0.01)
+
+    def place(self) -> str:
+        """Where its main thread is: the innermost lines of Python, and the innermost of the library."""
+        self.popen.send_signal(signal.SIGUSR1)  # for which `train` has registered `faulthandler`
+        time.sleep(1)
+        said = self.errors.read_text().rpartition("most recent call first")[2].splitlines()
+        frames = [line.strip() for line in said if line.strip().startswith("File ")]
+        library = [frame for frame in frames if str(ROOT / "shardlib") in frame]
+        return "in " + " < ".join([*frames[:2], *library[:1]])
 
     def start(self) -> None:
         """Let it begin, as soon as it has loaded what it needs."""
@@ -158,12 +169,12 @@ class Process:
         code, lines = self.popen.returncode, [line for line in self.errors.read_text().splitlines() if line.strip()]
         if code == 0 or self.ended_by_us:
             return "ran", ""
-        last = lines[-1] if lines else ""
         if code < 0:
-            return "aborts", f"process {self.number}, {signal.Signals(-code).name}: {last}"
-        frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-        ours = bool(frames) and str(ROOT / "shardlib") in frames[-1]
-        return "refused" if ours else "raw_errors", f"process {self.number}: {last}"
+            return "aborts", f"process {self.number}, {signal.Signals(-code).name}: {(lines or [''])[-1]}"
+        for kind in ("refused", "raw_errors"):
+            if said := self.said(kind):
+                return kind, f"process {self.number}: {said[0]}"
+        return "raw_errors", f"process {self.number}, exit code {code}: {(lines or [''])[-1]}"
 
 
 def attempt(case: Case, place: Path, undisturbed: tuple[str, list[Any]] | None) -> tuple[str, str]:
@@ -281,4 +292,10 @@ def run(count: int, seed: int) -> Outcome:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    try:
+        train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    except Exception as error:
+        # For the process that waits for this one: of what others of its threads write, nothing says how it ended.
+        first = str(error).partition("\n")[0]
+        print("refused" if is_refusal(error) else "raw_errors", f"{type(error).__name__}: {first}", flush=True)
+        raise

@@ -18,11 +18,13 @@ import argparse
 import importlib
 import random
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from typing import Any
 
 from benchmarks._report import report
 from benchmarks._strangers import FAILURES, KINDS, Outcome
 
+COLUMNS = ("drawn", *KINDS)
 # How many cases of each part: of `meshes` so many that run, of the others so many that are drawn. Each part is a module,
 # `_strangers_PART`, with a function `run(count, seed)` that gives an `Outcome`.
 PARTS = {"calls": 5000, "meshes": 500, "flips": 300, "kills": 24}
@@ -51,27 +53,29 @@ def main() -> None:
     for outcome in outcomes.values():
         total = total + outcome
 
-    columns = ("drawn", *KINDS)
-    print(f"{'':8}" + "".join(f"{column:>12}" for column in columns))
+    print(f"{'':8}" + "".join(f"{column:>12}" for column in COLUMNS))
     for name, outcome in {**outcomes, "total": total}.items():
-        print(f"{name:8}" + "".join(f"{getattr(outcome, column):>12}" for column in columns))
+        print(f"{name:8}" + "".join(f"{getattr(outcome, column):>12}" for column in COLUMNS))
     for failure in total.failures:
         print(failure)
-    print()
-    counts = {name: {**asdict(outcome), "failures": list(outcome.failures)} for name, outcome in outcomes.items()}
-    figures = {
-        **{column: getattr(total, column) for column in columns},
-        "seed": seed,
-        "seconds": seconds,
-        **{f"{part}_{column}": counts[part][column] for part in counts for column in columns},
-        "failures": list(total.failures),
-    }
-    report("strangers", figures, dict.fromkeys(FAILURES, 0), arguments.json)
     too_few = "meshes" in outcomes and outcomes["meshes"].ran < arguments.meshes
     if too_few:
-        print(f"of `meshes` {outcomes['meshes'].ran} ran, and {arguments.meshes} were to")
+        print(f"Of `meshes`, {outcomes['meshes'].ran} ran, and {arguments.meshes} were to.")
+    print(f"seed {seed}")
+    if arguments.json:
+        print()
+        report("strangers", figures(outcomes, total, seed, seconds), dict.fromkeys(FAILURES, 0), as_json=True)
     if too_few or not total.good:
         raise SystemExit(1)
+
+
+def figures(outcomes: Mapping[str, Outcome], total: Outcome, seed: int, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """The counts of all parts together, and of each under its own name."""
+    made: dict[str, Any] = {column: getattr(total, column) for column in COLUMNS}
+    made |= {"seed": seed, "seconds": seconds}
+    for part, outcome in outcomes.items():
+        made |= {f"{part}_{column}": getattr(outcome, column) for column in COLUMNS}
+    return {**made, "failures": list(total.failures)}
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import doctest
 import json
 import random
 import sys
+import warnings
 
 import pytest
 
 from benchmarks import _strangers, _strangers_flips, _strangers_kills, _strangers_meshes, strangers
 from benchmarks._strangers import Outcome, in_children
 from benchmarks._strangers_meshes import Case
+from shardlib import make_mesh
 
 ENDS = ["ran", "silent", "raw_errors", "aborts", "refused", "hangs", "ran"]
 PART = f"""
@@ -110,6 +112,18 @@ def test_two_runs_that_write_in_turns_are_seen(tmp_path):
     assert write(0, 0, 1, 1, 2) == ""
     assert "[0, 1, 0]" in write(0, 1, 1, 0)
     assert len(_strangers_kills.numbers(tmp_path)) == 5  # with the half line, without the note
+
+
+def test_a_message_for_users_is_told_from_other_errors():
+    assert _strangers.judged(lambda: make_mesh("data=0"))[0] == "refused"
+    assert _strangers.judged(lambda: json.loads("{"))[0] == "raw_errors"  # a ValueError too, and not the library's
+
+    def warned():
+        warnings.warn("the newest checkpoint cannot be used", stacklevel=2)
+        return "0.5 against 0.4"
+
+    assert _strangers.judged(warned)[0] == "refused"
+    assert _strangers.judged(lambda: "0.5 against 0.4") == ("silent", "0.5 against 0.4")
 
 
 @pytest.mark.parametrize("failing", [*_strangers.FAILURES, "nothing", "too few"])
