@@ -1,22 +1,32 @@
 """Tokenizers: from texts to ids and back, and learned from texts. All but bytes need Hugging Face's `tokenizers`."""
 
 import itertools
+import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from shardlib._text import human_bytes
+from shardlib.data._checks import expanded, listed, path_text, shown, text_or_none
 from shardlib.data._packages import package
 
 # What ends a document in the vocabularies of GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # What a learned token may lie within: a word with the mark or space before it, three digits, marks. A line's end goes with
 # the marks before it and with the next line's indentation, since so it is in code; GPT-2's way takes a tenth more tokens.
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:\s*\n\s*)?|\s*\n\s*|\s+(?!\S)|\s+"
+# Runs are cut after 64 characters, since the time to learn from one grows with the square of its length.
+_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}(?:\s{0,64}\n\s{0,64})?"
+    r"|\s{0,64}\n\s{0,64}|\s{1,64}(?!\S)|\s{1,64}"
+)
 _LEAST = 257
+_MOST = 1 << 31  # tokens are int32 in examples
+_FILE_BYTES = 1 << 30  # at most, of a `tokenizer.json`; the largest have tens of megabytes
 _PIECE = 1 << 20
 _TOGETHER = 8 << 20
 
@@ -50,42 +60,150 @@ class Bytes:
 
     vocab: int = 257
     end: int = 256
+    unknown: None = None  # there is no character that UTF-8 lacks
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bytes of each text."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return [np.frombuffer(raw, np.uint8) for raw in _encoded(texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text whose UTF-8 the ids are, with a mark for each part that is none."""
-        return bytes(int(id) for id in ids if 0 <= id < 256).decode(errors="replace")
+        return bytes(id for id in _numbers(ids) if 0 <= id < 256).decode(errors="replace")
 
 
 @dataclass(frozen=True, eq=False)
 class HuggingFace:
-    """A tokenizer of the `tokenizers` package."""
+    """A tokenizer of the `tokenizers` package.
+
+    `unknown` is the id of the token that stands for characters it lacks, where there is one; `name` is what messages call it.
+    """
 
     inner: Any
     vocab: int
     end: int
+    unknown: int | None = None
+    name: str = "tokenizer"
+    alphabet: "_Alphabet | None" = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text. Texts of more than a million characters are cut after a line."""
         # An encoding takes a hundred bytes a token while it lives, and the time of some grows faster than their texts: so
         # short texts go together, and the pieces of a long one a few at a time.
+        _encoded(texts)
         pieces = [(k, piece) for k, text in enumerate(texts) for piece in _pieces(text)]
         encoded: list[list[np.ndarray]] = [[] for _ in texts]
         while pieces:
             sizes = itertools.accumulate(len(piece) for _, piece in pieces)
             count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= _TOGETHER, sizes)))
             now, pieces = pieces[:count], pieces[count:]
-            found = self.inner.encode_batch_fast([piece for _, piece in now], add_special_tokens=False)
-            for (k, _), one in zip(now, found, strict=True):
-                encoded[k].append(np.array(one.ids, np.uint32))
+            for (k, _), ids in zip(now, self._encode([piece for _, piece in now]), strict=True):
+                encoded[k].append(ids)
         return [np.concatenate(parts) for parts in encoded]
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if self.alphabet is not None:
+            self.alphabet.check(self.inner, texts, self.name)
+        try:
+            found = self.inner.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"`{self.name}` cannot encode the texts: {error}. {_LACKING}") from error
+        return [np.array(one.ids, np.uint32) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, without special tokens and without ids that the vocabulary does not have."""
-        return self.inner.decode([int(id) for id in ids if 0 <= id < self.vocab], skip_special_tokens=True)
+        return self.inner.decode([id for id in _numbers(ids) if 0 <= id < self.vocab], skip_special_tokens=True)
+
+
+_LACKING = (
+    "Take a tokenizer that has every character, such as `Corpus(tokenizer=\"bytes\")` or `\"bpe:4096\"`; or let a token stand "
+    "for those that are lacking, `Corpus(unknown=\"<unk>\")`, one of its vocabulary."
+)
+
+
+@dataclass(frozen=True)
+class _Alphabet:
+    """Which characters a tokenizer has that would leave out those it lacks.
+
+    Only a BPE without an unknown token does. Such a model sees a text after it was normalized and split into words, and leaves
+    out each character that is no token of its vocabulary.
+    """
+
+    known: set[str] = field(default_factory=set)  # of the characters that were looked up
+
+    def check(self, inner: Any, texts: list[str], name: str) -> None:
+        """Refuse texts with characters that the tokenizer would leave out."""
+        seen = [inner.normalizer.normalize_str(text) for text in texts] if inner.normalizer else texts
+        fresh = set().union(*seen) - self.known
+        lacking = {character for character in fresh if not _has(inner, character)}
+        self.known.update(fresh - lacking)
+        if not lacking:
+            return
+        counts = Counter(character for text in seen for character in text if character in lacking)
+        worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(8)]
+        more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
+        raise ValueError(
+            f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out {counts.total():,} of the "
+            f"{sum(map(len, seen)):,} characters of the {len(texts):,} text{'s' * (len(texts) != 1)} it was given. {_LACKING}"
+        )
+
+
+def _has(inner: Any, character: str) -> bool:
+    """Whether the model has a token for each part of a character that reaches it; split away as a space, none does."""
+    words = [character]
+    if inner.pre_tokenizer is not None:
+        words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(character)]
+    parts = set().union(*words)
+    for part in parts:
+        # Twice too: within a word, some models write a character otherwise than at its begin or end.
+        for text in (part, 2 * part):
+            found = inner.model.tokenize(text)
+            if not found or found[-1].offsets[1] < len(text.encode()):
+                return False
+    return True
+
+
+def _leaves_out(inner: Any) -> bool:
+    """Whether there may be characters that a tokenizer leaves out without a word."""
+    model = inner.model
+    if type(model).__name__ != "BPE":
+        return False  # others have a token for what is unknown, or fail
+    ids = inner.get_vocab(with_added_tokens=False)
+    if model.unk_token in ids:
+        return False
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in ids for byte in range(256)):
+        return False
+    marks = package("tokenizers", "A tokenizer").pre_tokenizers.ByteLevel.alphabet()
+    probe = "\U00050000"  # which no Unicode has given a meaning
+    text = inner.normalizer.normalize_str(probe) if inner.normalizer else probe
+    words = inner.pre_tokenizer.pre_tokenize_str(text) if inner.pre_tokenizer else [(text, None)]
+    is_of_bytes = set().union(*(word for word, _ in words)) <= set(marks)
+    return not (is_of_bytes and set(marks) <= ids.keys())
+
+
+def _encoded(texts: Sequence[str]) -> list[bytes]:
+    """Texts in UTF-8; what is no list of texts is refused."""
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"`encode_batch` takes a list of texts, such as `[\"To be\"]`; got {shown(texts)}.")
+    try:
+        return [text.encode() for text in texts]
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"A text of `encode_batch` has {half!r}, half of a character, which UTF-8 cannot hold.") from None
+
+
+def _numbers(ids: Any) -> list[int]:
+    """Ids as ints, from any iterable of them."""
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        return ids.tolist()
+    try:
+        if isinstance(ids, str | bytes | dict):
+            raise TypeError
+        numbers = list(ids)
+        if any(isinstance(id, bool | np.bool_) for id in numbers):
+            raise TypeError
+        return [operator.index(id) for id in numbers]
+    except Exception:
+        raise ValueError(f"`decode` takes ids, whole numbers such as `[104, 105]`; got {shown(ids)}.") from None
 
 
 def learned_size(tokenizer: str) -> int | None:
@@ -131,54 +249,112 @@ def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> 
     return inner
 
 
-def load_tokenizer(tokenizer: str = "bytes", end: str | None = None) -> Tokenizer:
+def load_tokenizer(tokenizer: str = "bytes", end: str | None = None, unknown: str | None = None) -> Tokenizer:
     """The tokenizer that is called `"bytes"`, or that lies in a `tokenizer.json`.
 
-    `end` is the special token that ends a document; where it is None, the one that is known for it.
+    `end` is the special token that ends a document; where it is None, the one that is known for it. `unknown` is the token that
+    stands for characters the tokenizer lacks; where it is None, the file's own, and without one such characters are refused.
 
     >>> load_tokenizer("bytes").vocab
     257
     """
-    if learned_size(tokenizer):
+    for name, value in (("end", end), ("unknown", unknown)):
+        text_or_none(f"load_tokenizer({name}=...)", value)
+    if learned_size(tokenizer_name("load_tokenizer(tokenizer=...)", tokenizer)):
         raise ValueError(
             f"`tokenizer={tokenizer!r}` is learned from a corpus: `prepare(Corpus(..., tokenizer={tokenizer!r})).tokenizer`; its "
             "file, `tokenizer.json`, lies in the folder of the store."
         )
     path = tokenizer_file(tokenizer)
+    return make_tokenizer(path, read_tokenizer(path), end, unknown)
+
+
+def make_tokenizer(path: Path | None, content: bytes, end: str | None, unknown: str | None) -> "Bytes | HuggingFace":
+    """The tokenizer of a file with this content; without a file, bytes."""
     if path is None:
-        if end is not None:
-            raise ValueError(
-                f"`end={end!r}` is a token of a tokenizer's file; with bytes, 256 ends a document. Leave it out."
-            )
+        for name, value in (("end", end), ("unknown", unknown)):
+            if value is not None:
+                raise ValueError(
+                    f"`{name}={value!r}` is a token of a tokenizer's file; with bytes, 256 ends a document and no character is "
+                    "unknown. Leave it out."
+                )
         return Bytes()
     package_ = package("tokenizers", f"The tokenizer `{path}`")
     try:
-        inner = package_.Tokenizer.from_file(str(path))
+        inner = package_.Tokenizer.from_buffer(content)
+        ids = inner.get_vocab(with_added_tokens=True)
     except Exception as error:  # the package raises nothing more special
         raise ValueError(
-            f"`tokenizer={tokenizer!r}` is not what the `tokenizers` package writes as `tokenizer.json`: {error}"
+            f"`tokenizer={str(path)!r}` is not what the `tokenizers` package writes as `tokenizer.json`: {error}"
         ) from error
-    # A store holds documents as they are: what a model's card adds, cuts or fills up is not wanted, and the text of a
-    # document that reads `<|endoftext|>` does not end it.
+    # A store holds documents as they are: what a model's card adds, cuts or fills up is not wanted, the text of a
+    # document that reads `<|endoftext|>` does not end it, and the same text always has the same tokens.
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
-    ids = inner.get_vocab(with_added_tokens=True)
-    return HuggingFace(inner, max(ids.values()) + 1, ids[_end_token(inner, ids, end, str(path))])
+    if getattr(inner.model, "dropout", None):
+        inner.model.dropout = None
+    end_id = ids[_end_token(inner, ids, end, str(path))]
+    vocab = max(ids.values()) + 1
+    if vocab > _MOST:
+        raise ValueError(f"`{path}` has a token of number {vocab - 1}; examples hold numbers below {_MOST}.")
+    _set_unknown(inner, unknown, path)
+    unknown_id = ids.get(getattr(inner.model, "unk_token", None))
+    alphabet = _Alphabet() if _leaves_out(inner) else None
+    return HuggingFace(inner, vocab, end_id, unknown_id, str(path), alphabet)
+
+
+def _set_unknown(inner: Any, unknown: str | None, path: Path) -> None:
+    if unknown is None:
+        return
+    if not hasattr(inner.model, "unk_token"):
+        raise ValueError(
+            f"`unknown={unknown!r}`: the model of `{path}`, {type(inner.model).__name__}, has its own token for what is "
+            "unknown, or none. Leave it out."
+        )
+    if inner.model.token_to_id(unknown) is None:
+        raise ValueError(
+            f"`unknown={unknown!r}` is no token of the vocabulary of `{path}`. Choose one that is, such as its own unknown or "
+            "padding token."
+        )
+    inner.model.unk_token = unknown
+
+
+def tokenizer_name(what: str, tokenizer: Any) -> str:
+    """What a tokenizer is called, or where it lies, as text."""
+    way_out = 'A tokenizer is `"bytes"` or the path of a `tokenizer.json`, or `"bpe:4096"`, which is learned.'
+    return path_text(what, tokenizer, way_out)
 
 
 def tokenizer_file(tokenizer: str) -> Path | None:
     """The file that a tokenizer's name means, if it means one."""
     if tokenizer == "bytes" or learned_size(tokenizer):
         return None
-    path = Path(tokenizer).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(
-            f'There is no tokenizer at `{path}`. `tokenizer` is `"bytes"`, or the path of a `tokenizer.json` as the '
-            '`tokenizers` package writes it, or of the folder that holds it, or `"bpe:4096"`, which is learned.'
-        )
-    return path
+    path = expanded(tokenizer)
+    try:
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise ValueError(f"The tokenizer `{shown(str(path))}` cannot be read: {error.strerror}.") from error
+    raise ValueError(
+        f'There is no tokenizer at `{path}`. `tokenizer` is `"bytes"`, or the path of a `tokenizer.json` as the '
+        '`tokenizers` package writes it, or of the folder that holds it, or `"bpe:4096"`, which is learned.'
+    )
+
+
+def read_tokenizer(path: Path | None) -> bytes:
+    """What a tokenizer's file holds; nothing without a file."""
+    if path is None:
+        return b""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"The tokenizer `{path}` cannot be read: {error.strerror}.") from error
+    if len(content) > _FILE_BYTES:
+        raise ValueError(f"`{path}` is larger than {human_bytes(_FILE_BYTES)}, which no `tokenizer.json` is.")
+    return content
 
 
 def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> str:
@@ -186,7 +362,7 @@ def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> s
     known = [token.content for token in added if token.content in _ENDS] if end is None else [end]
     if len(known) == 1 and known[0] in ids:
         return known[0]
-    special = ", ".join(f"`{token.content}`" for token in added if token.special)
+    special = listed(token.content for token in added if token.special)
     asked = f"`end={end!r}` is no token of `{path}`" if end else f"`{path}` does not tell which token ends a document"
     raise ValueError(f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}.")
 
