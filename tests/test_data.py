@@ -73,9 +73,9 @@ def test_text_files_are_documents(tmp_path):
     documents, reading = read(str(tmp_path))
     assert documents == expected and reading.empty == 1
     assert read(str(tmp_path / "**" / "*.[tm][xd]*"))[0] == expected
-    assert read((tmp_path / "b" / "c.md", tmp_path / "a.txt", tmp_path / "b" / "c.md"))[0] == expected[::-1]
+    assert read((tmp_path / "b" / "c.md", tmp_path / "a.txt"))[0] == expected[::-1]
     (tmp_path / "again.txt").symlink_to(tmp_path / "a.txt")
-    assert read((tmp_path / "b" / ".." / "a.txt", tmp_path / "again.txt"))[0] == expected[:1], "once, by whatever name"
+    assert read((tmp_path / "b" / ".." / "a.txt", tmp_path / "*.txt"))[0] == expected[:1], "once, by whatever name"
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
     assert read(tmp_path / "a.txt.gz")[0] == [TEXTS[1]]
 
@@ -142,12 +142,12 @@ def test_python_is_there():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        (dict(files=()), "give a path, a folder or a pattern"),
-        (dict(files=3), "give a path, a folder or a pattern"),
+        (dict(files=()), r"files=\(\)\)` names no files. Give a path, a folder or a pattern"),
+        (dict(files=3), r"files=3\)` names no files. Give a path, a folder or a pattern"),
         (dict(files="a", format="parket"), "did you mean 'parquet'"),
         (dict(files="a", bad="ignore"), "choose 'stop' or 'skip'"),
         (dict(files="a", field=""), r"field=''\)` is a text that is not empty, or None"),
-        (dict(files="a", tokenizer=None), 'is `"bytes"` or the path'),
+        (dict(files="a", tokenizer=None), 'is no path. A tokenizer is `"bytes"` or the path'),
         (dict(files="a", tokenizer="bpe:"), "behind `bpe:` stands how many tokens to learn"),
         (dict(files="a", tokenizer="bpe:1k"), "behind `bpe:` stands how many tokens to learn"),
         (dict(files="a", tokenizer="bpe:256"), "a number from 257 up"),
@@ -432,7 +432,7 @@ def test_a_store_holds_every_document_once(tmp_path, lines, bpe, name):
     assert 0.07 < len(held_out) / len(texts) < 0.13
     assert prepared.train.bytes == sum(len(text.encode()) for text in train)
     assert prepared.train.ids.dtype == np.uint16 and prepared.train.vocab == prepared.tokenizer.vocab
-    assert isinstance(prepared.train.ids, np.memmap) and len(prepared.train.ids) == prepared.train.ends[-1]
+    assert isinstance(prepared.train.ids._all, np.memmap) and len(prepared.train.ids) == prepared.train.ends[-1]
     # What is held out does not depend on what else is there, nor on the tokenizer.
     lines.write_bytes(jsonl(texts[1000:2000]))
     fewer = prepare(dataclasses.replace(corpus, tokenizer="bytes"), tmp_path / "cache")

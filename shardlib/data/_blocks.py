@@ -145,20 +145,36 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         for block in np.unique(blocks[~self._checked[blocks]]):
             self._check_block(int(block))
 
+    def find_damage(self) -> str:
+        """The first block that is not what was written, for a message; an empty text where all are."""
+        for block in np.flatnonzero(~self._checked):
+            if not self._is_right(int(block)):
+                return self._called(int(block))
+        return ""
+
     def _check_block(self, block: int) -> None:
-        start = block * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self.nbytes)
-        where = f"block {block} of {len(self._digests)}, bytes {start} to {stop},"
-        # Read, not mapped: a disk that fails is an error here, and would kill the process there.
-        try:
-            data = os.pread(self._file, stop - start, start)
-        except OSError as error:
-            raise ValueError(f"`{self.path}`: {where} cannot be read: {error.strerror}.") from error
-        if len(data) != stop - start or zlib.crc32(data) != self._digests[block]:
+        if not self._is_right(block):
             with contextlib.suppress(OSError):
                 (self.path.parent / SUSPECT).open("x").close()
-            raise ValueError(f"`{self.path}` is damaged: {where} is not what was written. {self._way_out()}")
-        self._checked[block] = True
+            raise ValueError(
+                f"`{self.path}` is damaged: {self._called(block)} is not what was written. {self._way_out()}"
+            )
+
+    def _is_right(self, block: int) -> bool:
+        start = block * BLOCK_BYTES
+        size = min(BLOCK_BYTES, self.nbytes - start)
+        # Read, not mapped: a disk that fails is an error here, and would kill the process there.
+        try:
+            data = os.pread(self._file, size, start)
+        except OSError as error:
+            raise ValueError(f"`{self.path}`: {self._called(block)} cannot be read: {error.strerror}.") from error
+        self._checked[block] = len(data) == size and zlib.crc32(data) == self._digests[block]
+        return bool(self._checked[block])
+
+    def _called(self, block: int) -> str:
+        start = block * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self.nbytes)
+        return f"block {block} of {len(self._digests)} of `{self.path.name}` (bytes {start} to {stop})"
 
     def _way_out(self) -> str:
         return (

@@ -11,15 +11,19 @@ import gzip
 import io
 import json
 import os
+import stat
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
+from shardlib._text import human_bytes
+from shardlib.data._checks import expanded, listed, path_text, shown, text_or_none
 from shardlib.data._packages import package
-from shardlib.data._tokenizer import learned_size
+from shardlib.data._tokenizer import learned_size, tokenizer_name
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord"]
 
@@ -34,7 +38,13 @@ _SUFFIXES = {
 _COMPRESSED = (".gz", ".zst")
 # Tests are a third of the standard library, some of them text in no encoding on purpose; Linux distributions leave them out.
 _NOT_PYTHON = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_MARK = b"\xef\xbb\xbf"  # that some editors begin a file with
 _BUFFER = _BLOCK = 1 << 20
+_DOCUMENT_BYTES = 1 << 30  # at most: a file without an end, or without a line's end, must not fill the memory
+_FILES = (
+    'Give a path, a folder or a pattern, or several of them in a tuple, as in `Corpus(("books", "wiki/*.jsonl"))`; or '
+    '`"python"`.'
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class Corpus:
     """Which texts, and what becomes of them. It prints, compares and hashes.
 
     `files` are paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the sources of the running
-    interpreter's standard library without its tests, which are there on every machine.
+    interpreter's standard library without its tests, which are there on every machine. A file that several patterns match is
+    read once; one that is listed twice is refused.
 
     `format` is told from each file's suffix unless given: of text, a file is a document (or, with `separator`, what stands
     between two of them, such as `"<|endoftext|>"`); of JSON lines a line, of Parquet a row, of ArrayRecord a record.
@@ -51,6 +62,8 @@ class Corpus:
 
     `tokenizer` is `"bytes"`; or the path of a Hugging Face `tokenizer.json`, whose special token `end` ends each document;
     or `"bpe:4096"`, one of so many tokens that is learned from the documents that are not held out, and kept with the store.
+    A text with characters that the tokenizer has no token for is refused, unless its file has a token for what is unknown, or
+    `unknown` names one.
 
     `held_out` is the share of documents kept for evaluation. Which ones is a matter of their content alone, so that it
     never changes as the corpus grows, and no document is on both sides.
@@ -72,39 +85,41 @@ class Corpus:
     end: str | None = None
     held_out: float = 0.01
     bad: Literal["stop", "skip"] = "stop"
+    unknown: str | None = None
 
     def __post_init__(self) -> None:
-        files = self.files
-        if isinstance(files, list | tuple) and files and all(isinstance(one, str | os.PathLike) for one in files):
-            object.__setattr__(self, "files", tuple(map(os.fspath, files)))
-        elif isinstance(files, str | os.PathLike):
-            object.__setattr__(self, "files", os.fspath(files))
-        else:
-            raise ValueError(
-                f"`Corpus(files={files!r})`: give a path, a folder or a pattern, or several of them in a tuple, as in "
-                '`Corpus(("books", "wiki/*.jsonl"))`; or `"python"`.'
-            )
-        if isinstance(self.tokenizer, os.PathLike):
-            object.__setattr__(self, "tokenizer", os.fspath(self.tokenizer))
+        object.__setattr__(self, "files", _checked_files(self.files))
         for name, choices in (("format", get_args(Format)), ("bad", ("stop", "skip"))):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(
-                    f"`Corpus({name}={value!r})`: choose {' or '.join(map(repr, choices))}{_nearest(value, choices)}"
-                )
-        for name in ("field", "separator", "end"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"`Corpus({name}={value!r})` is a text that is not empty, or None.")
-        if not isinstance(self.tokenizer, str) or not self.tokenizer:
+            if not isinstance(value, str) or value not in choices:
+                raise ValueError(
+                    f"`Corpus({name}={shown(value)})`: choose {' or '.join(map(repr, choices))}{_nearest(value, choices)}"
+                )
+        for name in ("field", "separator", "end", "unknown"):
+            text_or_none(f"Corpus({name}=...)", getattr(self, name))
+        object.__setattr__(self, "tokenizer", tokenizer_name("Corpus(tokenizer=...)", self.tokenizer))
+        made_here = self.tokenizer == "bytes" or learned_size(self.tokenizer) is not None
+        if self.unknown and made_here:
             raise ValueError(
-                f'`Corpus(tokenizer={self.tokenizer!r})` is `"bytes"` or the path of a `tokenizer.json`, or `"bpe:4096"`, '
-                "which is learned."
+                f"`Corpus(unknown={self.unknown!r})` is a token of a tokenizer's file; `tokenizer={self.tokenizer!r}` lacks no "
+                "character. Leave it out."
             )
-        learned_size(self.tokenizer)
         if isinstance(self.held_out, bool) or not isinstance(self.held_out, int | float) or not 0 <= self.held_out < 1:
             raise ValueError(
-                f"`Corpus(held_out={self.held_out!r})` is the share of documents kept for evaluation: at least 0, below 1."
+                f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for evaluation: at least 0, below 1."
             )
+
+
+def _checked_files(files: Any) -> str | tuple[str, ...]:
+    if isinstance(files, str | os.PathLike):
+        return path_text("Corpus(files=...)", files, _FILES)
+    if not isinstance(files, list | tuple) or not files:
+        raise ValueError(f"`Corpus(files={shown(files)})` names no files. {_FILES}")
+    texts = tuple(path_text("Corpus(files=(..., …))", one, _FILES) for one in files)
+    for text, count in Counter(texts).items():
+        if count > 1:
+            raise ValueError(f"`Corpus(files=...)` lists {shown(text)} twice. Every file is read once; list it once.")
+    return texts
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,14 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
     """The files of a corpus: those of each pattern in the order of their names, each file once, by whatever name."""
     patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
     found: dict[Path, Source] = {}
+    named: dict[Path, str] = {}
     for pattern in patterns:
+        place = _place(pattern)
+        if place is not None and (other := named.setdefault(place, pattern)) != pattern:
+            raise ValueError(
+                f"`Corpus(files=...)` lists `{place}` twice, as {shown(other)} and as {shown(pattern)}. Every file is read once; "
+                "list it once."
+            )
         for path in _matches(pattern, corpus.format):
             found.setdefault(path.resolve(), _source(path, corpus.format))
     formats = {source.format for source in found.values()}
@@ -171,7 +193,7 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
 def left_out(corpus: Corpus) -> tuple[str, ...]:
     """The suffixes of files that lie in the corpus' folders and are not read."""
     patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
-    folders = [Path(pattern).expanduser() for pattern in patterns if pattern != "python"]
+    folders = [expanded(pattern) for pattern in patterns if pattern != "python"]
     others = [path for folder in folders if folder.is_dir() for path in _under(folder)]
     return tuple(sorted({path.suffix or path.name for path in others if not _is_wanted(path, corpus.format)}))
 
@@ -184,7 +206,14 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
         try:
             for number, raw in records(source, corpus, reading):
                 count += 1
+                if reading.position() > source.size:
+                    raise ValueError(
+                        f"`{source.path}` has more than the {source.size:,} bytes it had when it was found: it grows, or has no "
+                        "end. Copy what is to be read into a file that stays as it is."
+                    )
                 try:
+                    if isinstance(raw, _BadRecordError):
+                        raise raw
                     text = parse(raw, corpus.field)
                     text.encode()  # JSON may spell what no UTF-8 can hold
                 except (_BadRecordError, UnicodeError) as error:
@@ -208,17 +237,38 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
 def _matches(pattern: str, format: str) -> list[Path]:
     if pattern == "python":
         return _python()
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        return _of_folder(path, format)
-    if os.path.lexists(path):
-        return [path.absolute()]
+    path = expanded(pattern)
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        status = None
+    except OSError as error:
+        raise ValueError(f"`Corpus(files={shown(pattern)})` cannot be read: {error.strerror}. {_FILES}") from error
+    if status is not None:
+        return _of_folder(path, format) if path.is_dir() else [path.absolute()]
     names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (a `Path` takes no pattern from the root on)
     if files := [Path(name).absolute() for name in names if not Path(name).is_dir()]:
         return files
     kind = "Nothing matches the pattern" if glob.has_magic(pattern) else "There is no file or folder"
-    nearest = _nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else "."  # noqa: PTH208
-    raise ValueError(f"{kind} `{pattern}` of `Corpus(files=...)`, looked for in `{Path.cwd()}`{nearest}")
+    raise ValueError(
+        f"{kind} `{pattern}` of `Corpus(files=...)`, looked for in `{Path.cwd()}`{_nearest(path.name, _names(path.parent))}"
+    )
+
+
+def _place(pattern: str) -> Path | None:
+    """Which file or folder a pattern names, if it names one."""
+    try:
+        path = expanded(pattern)
+        return path.resolve() if pattern != "python" and path.exists() else None
+    except (OSError, RuntimeError):  # told where it is read
+        return None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208
+    except OSError:
+        return []
 
 
 def _python() -> list[Path]:
@@ -244,10 +294,19 @@ def _of_folder(folder: Path, format: str) -> list[Path]:
 
 def _under(folder: Path) -> list[Path]:
     """The files of a folder and of those within it, without hidden ones."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        path.absolute() for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_not_listed):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(place, name) for name in names if not name.startswith(".")]
+        found += [path.absolute() for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _not_listed(error: OSError) -> None:
+    raise ValueError(
+        f"The folder `{error.filename}` of `Corpus(files=...)` cannot be read: {error.strerror}. See to its permissions, or name "
+        "the files that are to be read."
+    ) from error
 
 
 def _is_wanted(path: Path, format: str) -> bool:
@@ -262,6 +321,15 @@ def _format_of(path: Path) -> str | None:
     return _SUFFIXES.get(path.suffix.lower())
 
 
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
 def _source(path: Path, format: str) -> Source:
     told = _format_of(path) if format == "auto" else format
     if told is None:
@@ -270,8 +338,14 @@ def _source(path: Path, format: str) -> Source:
             f"{', '.join(map(repr, get_args(Format)[1:]))}."
         )
     try:
+        status = path.stat()
+        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):  # opened, a pipe would wait, and a device may have no end
+            raise ValueError(
+                f"`{path}` of `Corpus(files=...)` is {kind}, where a file was expected: it is read more than once. Write what it "
+                "gives into a file."
+            )
         with path.open("rb"):
-            status = path.stat()
+            pass
     except OSError as error:
         raise ValueError(f"`{path}` cannot be read: {error.strerror}.") from error
     return Source(path, told, status.st_size, status.st_mtime_ns)
@@ -301,21 +375,44 @@ def _told(error: Exception, number: int, unit: str, raw: Any) -> tuple[str, str]
 # Records of each format: their numbers and their bytes. Lines count from 1, as editors do; rows and records from 0.
 
 
-def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes]]:
+def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     with _opened(source, reading) as file:
         if corpus.separator is None:
-            yield 1, file.read().removeprefix(b"\xef\xbb\xbf")
+            document = file.read(_DOCUMENT_BYTES + 1)
+            way_out = "say what separates documents, `Corpus(..., separator=...)`, or cut the file"
+            yield 1, _too_long(way_out) if len(document) > _DOCUMENT_BYTES else document.removeprefix(_MARK)
             return
-        separator, line = corpus.separator.encode(), 1
-        rest, block = b"", file.read(max(_BLOCK, 3)).removeprefix(b"\xef\xbb\xbf")
-        while block:
-            *whole, rest = (rest + block).split(separator)
-            for document in whole:
-                yield _trimmed(document, line)
-                line += document.count(b"\n") + separator.count(b"\n")
-            block = file.read(_BLOCK)
-        if rest.strip(b"\r\n"):
-            yield _trimmed(rest, line)
+        yield from _separated(file, corpus.separator.encode())
+
+
+def _separated(file: BinaryIO, separator: bytes) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+    """What stands between two separators, in time that grows as the file does, however long the documents."""
+    rest = bytearray()
+    searched = dropped = 0  # of this document: bytes known to hold no separator, and bytes too many to be kept
+    begun = line = 1
+    block = file.read(max(_BLOCK, len(_MARK))).removeprefix(_MARK)
+    while block:
+        rest += block
+        while (at := rest.find(separator, searched)) >= 0:
+            is_long = dropped + at > _DOCUMENT_BYTES
+            yield (begun, _too_long("cut it")) if is_long else _trimmed(bytes(rest[:at]), begun)
+            begun = line = line + rest.count(b"\n", 0, at + len(separator))
+            del rest[: at + len(separator)]
+            searched = dropped = 0
+        searched = max(0, len(rest) - len(separator) + 1)
+        if searched > _DOCUMENT_BYTES:
+            line += rest.count(b"\n", 0, searched)
+            del rest[:searched]
+            searched, dropped = 0, dropped + searched
+        block = file.read(_BLOCK)
+    if dropped + len(rest) > _DOCUMENT_BYTES:
+        yield begun, _too_long("cut it")
+    elif rest.strip(b"\r\n"):
+        yield _trimmed(bytes(rest), begun)
+
+
+def _too_long(way_out: str) -> _BadRecordError:
+    return _BadRecordError(f"a document of more than {human_bytes(_DOCUMENT_BYTES)}; {way_out}")
 
 
 def _trimmed(document: bytes, line: int) -> tuple[int, bytes]:
@@ -323,10 +420,16 @@ def _trimmed(document: bytes, line: int) -> tuple[int, bytes]:
     return line + document.count(b"\n", 0, len(document) - len(text)), text.rstrip(b"\r\n")
 
 
-def _lines(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes]]:
+def _lines(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     with _opened(source, reading) as file:
-        for number, line in enumerate(file, 1):
-            if stripped := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
+        number = 0
+        while line := file.readline(_DOCUMENT_BYTES + 1):
+            number += 1
+            if len(line) > _DOCUMENT_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_BLOCK)
+                yield number, _too_long("see whether lines are ended by newlines, and cut it")
+            elif stripped := line.removeprefix(_MARK if number == 1 else b"").strip():
                 yield number, stripped
 
 
@@ -334,11 +437,11 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[in
     arrow, parquet = package("pyarrow", "Parquet"), package("pyarrow.parquet", "Parquet")
     column = corpus.field or "text"
     try:
-        with parquet.ParquetFile(source.path) as file:
+        with parquet.ParquetFile(source.path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
             if schema.get_field_index(column) < 0:
                 raise ValueError(
-                    f"`{source.path}` has no column `{column}`; it has {', '.join(f'`{name}`' for name in schema.names)}. "
+                    f"`{source.path}` has no column `{column}`; it has {listed(schema.names)}. "
                     "Say which one holds the text: `Corpus(..., field=...)`."
                 )
             of_type = schema.field(column).type
@@ -403,8 +506,6 @@ def _opened(source: Source, reading: Reading) -> Iterator[BinaryIO]:
 
 
 def _utf8(raw: Any, key: str | None) -> str:
-    if isinstance(raw, _BadRecordError):
-        raise raw
     if raw is None:
         raise _BadRecordError("null, where text was expected")
     return raw.decode()
@@ -420,7 +521,7 @@ def _json(raw: Any, key: str | None) -> str:
     if not isinstance(record, dict):
         raise _BadRecordError(f"{_called(record)}, where a JSON object was expected")
     if key not in record:
-        raise _BadRecordError(f"no key `{key}`; there is {', '.join(f'`{name}`' for name in record) or 'none'}")
+        raise _BadRecordError(f"no key `{key}`; there is {listed(record) or 'none'}")
     if not isinstance(record[key], str):
         raise _BadRecordError(f"`{key}` is {_called(record[key])}, where text was expected")
     return record[key]
@@ -432,7 +533,7 @@ def _called(value: Any) -> str:
 
 
 def _nearest(got: Any, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(got), list(choices), 1)
+    near = difflib.get_close_matches(got, list(choices), 1) if isinstance(got, str) and len(got) < 256 else []
     return f"; did you mean {near[0]!r}?" if near else "."
 
 

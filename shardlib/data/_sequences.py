@@ -15,11 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from shardlib.data._blocks import windows
+from shardlib.data._checks import shown, whole_number, whole_numbers
 from shardlib.data._packages import package
 from shardlib.data._store import Tokens
 
 _ENDLESS = 1 << 62
 _ROUNDS = 4  # of the shuffle, as grain's own datasets have it
+_MOST_LENGTH = _MOST_BATCH = 1 << 24
+_MOST_SEED = (1 << 63) - 1
+_MOST_THREADS, _MOST_AHEAD = 1 << 10, 1 << 16
 _MAX_EXAMPLES = 1 << 32  # beyond, grain's shuffle cuts off what 32 bits do not hold
 
 Example = dict[str, np.ndarray]
@@ -67,14 +72,16 @@ class Sequences:
             raise ValueError(
                 f"`Sequences` are of `Tokens`, such as `prepare(corpus).train`; got {type(self.tokens).__name__}."
             )
-        for name in ("length", "batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"`Sequences({name}={value!r})` must be a whole number from 1 up.")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer)):
-            raise ValueError(f"`Sequences(seed={self.seed!r})` is a whole number, or None for the order as it is.")
-        if self.documents not in ("cut", "whole"):
-            raise ValueError(f"`Sequences(documents={self.documents!r})`: choose 'cut' or 'whole'.")
+        whole_number("Sequences(length=...)", self.length, 1, _MOST_LENGTH)
+        whole_number("Sequences(batch=...)", self.batch, 1, _MOST_BATCH)
+        if self.seed is not None:
+            is_whole = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
+            if not is_whole or abs(int(self.seed)) > _MOST_SEED:
+                raise ValueError(
+                    f"`Sequences(seed={shown(self.seed)})` is a whole number, or None for the order as it is; of at most 63 bits."
+                )
+        if not isinstance(self.documents, str) or self.documents not in ("cut", "whole"):
+            raise ValueError(f"`Sequences(documents={shown(self.documents)})`: choose 'cut' or 'whole'.")
         if not len(self):
             raise ValueError(
                 f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one example, and there are "
@@ -104,7 +111,7 @@ class Sequences:
 
     def examples(self, positions: Any) -> Example:
         """The examples at these positions: `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`, float32 `[R, S]`."""
-        return self._read(self._indices(np.asarray(positions, np.int64)))
+        return self._read(self._indices(whole_numbers("positions", positions, 0, _ENDLESS)))
 
     def local(self, rows: Any = slice(None), *, threads: int = 2, ahead: int = 8) -> "Reader":
         """Batch after batch without end, of each these rows: what one process holds of the batch of all.
@@ -119,9 +126,8 @@ class Sequences:
                 + (f"a length up to {fits}, " if (fits := (len(self.tokens) - 1) // self.batch) else "")
                 + "or take more text."
             )
-        for name, value in (("threads", threads), ("ahead", ahead)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"`local({name}={value!r})` must be a whole number from 0 up.")
+        whole_number("local(threads=...)", threads, 0, _MOST_THREADS)
+        whole_number("local(ahead=...)", ahead, 0, _MOST_AHEAD)
         return Reader(self, rows, min(threads, ahead), ahead)
 
     def once(self, rows: Any = slice(None)) -> Iterator[Example]:
@@ -138,13 +144,15 @@ class Sequences:
         return {"data": self.tokens.fingerprint, "length": int(self.length), "seed": seed, "documents": self.documents}
 
     def _rows(self, rows: Any) -> np.ndarray:
-        all_rows = np.arange(self.batch)
-        chosen = all_rows[rows] if isinstance(rows, slice) else np.asarray(rows)
-        if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not np.isin(chosen, all_rows).all():
+        try:
+            if isinstance(rows, slice):
+                return np.arange(self.batch)[rows]
+            return whole_numbers("rows", rows, 0, self.batch - 1)
+        except (TypeError, ValueError, IndexError):
             raise ValueError(
-                f"`rows` are a slice, or numbers from 0 to {self.batch - 1}, of the {self.batch} rows of a batch; got {rows!r}."
-            )
-        return chosen
+                f"`rows` are a slice, or numbers from 0 to {self.batch - 1}, of the {self.batch} rows of a batch; got "
+                f"{shown(rows)}."
+            ) from None
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
         """Which example stands at each position."""
@@ -166,14 +174,19 @@ class Sequences:
 
     def _read(self, indices: np.ndarray) -> Example:
         """The examples of these numbers; -1 is one of padding."""
-        ids, columns = self.tokens.ids, np.arange(self.length + 1)
+        columns = np.arange(self.length + 1)
         if self.documents == "cut":
             starts = np.maximum(indices, 0) * self.length
-            tokens_RS = np.lib.stride_tricks.sliding_window_view(ids, self.length + 1)[starts].astype(np.int32)
             stops = starts + self.length + 1
         else:
             starts, stops = (side[indices] for side in self._spans)
-            tokens_RS = ids[np.minimum(starts[:, None] + columns, len(ids) - 1)].astype(np.int32)
+        ids_RS = windows(self.tokens.ids, starts, self.length + 1)
+        if ids_RS.size and not 0 <= int(ids_RS.min()) <= int(ids_RS.max()) < self.tokens.vocab:
+            raise ValueError(
+                f"`Tokens(vocab={self.tokens.vocab})` have ids from {ids_RS.min()} to {ids_RS.max()} in these examples, and ids "
+                f"are from 0 to {self.tokens.vocab - 1}: the vocabulary is larger, or the ids are damaged."
+            )
+        tokens_RS = ids_RS.astype(np.int32)
         stops = np.where(indices < 0, starts, stops)
         segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
         mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
@@ -192,7 +205,13 @@ class Reader:
     """
 
     def __init__(self, sequences: Sequences, rows: np.ndarray, threads: int, ahead: int) -> None:
-        self._sequences, self._rows, self._threads, self._ahead = sequences, rows, threads, ahead
+        if not isinstance(sequences, Sequences):
+            raise ValueError(
+                f"A `Reader` is of `Sequences`, whose method `local` makes it; got {type(sequences).__name__}."
+            )
+        self._sequences, self._rows = sequences, sequences._rows(rows)
+        self._threads = whole_number("Reader(threads=...)", threads, 0, _MOST_THREADS)
+        self._ahead = whole_number("Reader(ahead=...)", ahead, 0, _MOST_AHEAD)
         self._start, self._taken = 0, 0
         self._iterator: Any = None
 
@@ -215,14 +234,14 @@ class Reader:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a place in the data; from `{"examples": 0}`, start again."""
-        examples = state.get("examples")
-        if isinstance(examples, bool) or not isinstance(examples, int) or examples < 0:
+        examples = state.get("examples") if isinstance(state, Mapping) else None
+        if isinstance(examples, bool) or not isinstance(examples, int) or not 0 <= examples < _ENDLESS:
             raise ValueError(
-                f"The state of a `Reader` tells how many `examples` were taken, from 0 up; got {dict(state)}."
+                f"The state of a `Reader` tells how many `examples` were taken, from 0 up; got {shown(state)}."
             )
         identity = self._sequences.identity
         if other := [name for name in identity if name in state and state[name] != identity[name]]:
-            listed = ", ".join(f"`{name}` was {state[name]!r} and is {identity[name]!r}" for name in other)
+            listed = ", ".join(f"`{name}` was {shown(state[name])} and is {identity[name]!r}" for name in other)
             raise ValueError(
                 f"The state is a place in other data: {listed}. Take the same, or give up the place: "
                 f'`set_state({{"examples": {examples}}})` takes the {examples} as a number of these.'

@@ -115,8 +115,8 @@ class HuggingFace:
 
 
 _LACKING = (
-    "Take a tokenizer that has every character, such as `Corpus(tokenizer=\"bytes\")` or `\"bpe:4096\"`; or let a token stand "
-    "for those that are lacking, `Corpus(unknown=\"<unk>\")`, one of its vocabulary."
+    'Take a tokenizer that has every character, such as `Corpus(tokenizer="bytes")` or `"bpe:4096"`; or let a token stand '
+    'for those that are lacking, `Corpus(unknown="<unk>")`, one of its vocabulary.'
 )
 
 
@@ -183,12 +183,14 @@ def _leaves_out(inner: Any) -> bool:
 def _encoded(texts: Sequence[str]) -> list[bytes]:
     """Texts in UTF-8; what is no list of texts is refused."""
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
-        raise ValueError(f"`encode_batch` takes a list of texts, such as `[\"To be\"]`; got {shown(texts)}.")
+        raise ValueError(f'`encode_batch` takes a list of texts, such as `["To be"]`; got {shown(texts)}.')
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"A text of `encode_batch` has {half!r}, half of a character, which UTF-8 cannot hold.") from None
+        raise ValueError(
+            f"A text of `encode_batch` has {half!r}, half of a character, which UTF-8 cannot hold."
+        ) from None
 
 
 def _numbers(ids: Any) -> list[int]:
