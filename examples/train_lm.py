@@ -124,7 +124,11 @@ def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
             f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and `model.vocab` is {run.model.vocab}: "
             f"`--model.vocab {prepared.train.vocab}`."
         )
-    if (size := len(prepared.tokenizer.encode_batch([run.prompt])[0])) >= run.model.context:
+    try:
+        size = len(prepared.tokenizer.encode_batch([run.prompt])[0])
+    except ValueError as error:
+        raise SystemExit(f"`--prompt`: {error}") from None
+    if size >= run.model.context:
         raise SystemExit(f"The prompt has {size} tokens, and the context is {run.model.context}: a shorter `--prompt`.")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 32 << 10
 SUSPECT = "suspect"  # a file of this name in a store's folder asks for a check of every block
 _DIGEST = np.dtype("<u4")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from shardlib._text import human_bytes
-from shardlib.data._checks import expanded, listed, path_text, shown, text_or_none
+from shardlib.data._checks import expanded, listed, path_text, shown, text_or_none, whole_number
 from shardlib.data._packages import package
 from shardlib.data._tokenizer import learned_size, tokenizer_name
 
@@ -101,8 +101,8 @@ class Corpus:
         made_here = self.tokenizer == "bytes" or learned_size(self.tokenizer) is not None
         if self.unknown and made_here:
             raise ValueError(
-                f"`Corpus(unknown={self.unknown!r})` is a token of a tokenizer's file; `tokenizer={self.tokenizer!r}` lacks no "
-                "character. Leave it out."
+                f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
+                f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
         if isinstance(self.held_out, bool) or not isinstance(self.held_out, int | float) or not 0 <= self.held_out < 1:
             raise ValueError(
@@ -139,6 +139,11 @@ class Skipped:
     file: str
     count: int
     first: str
+
+    def __post_init__(self) -> None:
+        whole_number("Skipped(count=...)", self.count, 0, (1 << 63) - 1)
+        for name in ("file", "first"):
+            text_or_none(f"Skipped({name}=...)", getattr(self, name))
 
     def __str__(self) -> str:
         return f"{self.file}: {self.count} skipped, the first at {self.first}"
@@ -180,12 +185,12 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
     formats = {source.format for source in found.values()}
     if corpus.separator and "text" not in formats:
         raise ValueError(
-            f"`separator={corpus.separator!r}` stands between the documents of a text file, and `{corpus.files}` are "
+            f"`separator={shown(corpus.separator)}` stands between the documents of a text file, and `{corpus.files}` are "
             f"{' and '.join(sorted(formats))}. Leave it out."
         )
     if corpus.field and formats == {"text"}:
         raise ValueError(
-            f"`field={corpus.field!r}`: text files have no fields, and `{corpus.files}` are text. Leave it out."
+            f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are text. Leave it out."
         )
     return tuple(found.values())
 
@@ -441,7 +446,7 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[in
             schema = file.schema_arrow
             if schema.get_field_index(column) < 0:
                 raise ValueError(
-                    f"`{source.path}` has no column `{column}`; it has {listed(schema.names)}. "
+                    f"`{source.path}` has no column `{column[:80]}`; it has {listed(schema.names)}. "
                     "Say which one holds the text: `Corpus(..., field=...)`."
                 )
             of_type = schema.field(column).type
@@ -521,7 +526,7 @@ def _json(raw: Any, key: str | None) -> str:
     if not isinstance(record, dict):
         raise _BadRecordError(f"{_called(record)}, where a JSON object was expected")
     if key not in record:
-        raise _BadRecordError(f"no key `{key}`; there is {listed(record) or 'none'}")
+        raise _BadRecordError(f"no key `{key[:80]}`; there is {listed(record) or 'none'}")
     if not isinstance(record[key], str):
         raise _BadRecordError(f"`{key}` is {_called(record[key])}, where text was expected")
     return record[key]

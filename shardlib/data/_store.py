@@ -165,20 +165,20 @@ class Prepared:
     tokenizer_sha256: str = ""
 
     def __post_init__(self) -> None:
-        kinds = {
-            "corpus": Corpus,
-            "folder": Path,
-            "train": Tokens,
-            "held_out": Tokens,
-            "skipped": tuple,
-            "left_out": tuple,
-        }
         for name in ("files", "empty", "learned_documents", "learned_bytes", "unknown"):
-            whole_number(f"Prepared({name}=...)", getattr(self, name), 0, (1 << 63) - 1)
+            number = whole_number(f"Prepared({name}=...)", getattr(self, name), 0, (1 << 63) - 1)
+            object.__setattr__(self, name, number)
+        kinds = {"corpus": Corpus, "folder": Path, "train": Tokens, "held_out": Tokens, "tokenizer_sha256": str}
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(
-                    f"`Prepared({name}={shown(value)})` must be a `{kind.__name__}`; `prepare(corpus)` makes it."
+                    f"`Prepared({name}={shown(value)})` is no `{kind.__name__}`. `prepare(corpus)` makes it."
+                )
+        for name, kind in (("skipped", Skipped), ("left_out", str)):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(one, kind) for one in value):
+                raise ValueError(
+                    f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. `prepare(corpus)` makes it."
                 )
 
     def __repr__(self) -> str:
@@ -274,7 +274,8 @@ def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"The folder `{folder}` for tokens cannot be made ({error.strerror}); name another: `prepare(corpus, cache=...)`."
+            f"The folder {shown(str(folder))} for tokens cannot be made ({error.strerror}); name another: "
+            "`prepare(corpus, cache=...)`."
         ) from error
     if not os.access(folder, os.W_OK):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -219,8 +220,8 @@ def learned_size(tokenizer: str) -> int | None:
     size = int(tokenizer[4:]) if re.fullmatch("bpe:[1-9][0-9]{0,8}", tokenizer) else 0
     if size < _LEAST:
         raise ValueError(
-            f"`tokenizer={tokenizer!r}`: behind `bpe:` stands how many tokens to learn, a number from {_LEAST} up (every byte, "
-            'and the end of a document), such as `"bpe:4096"`.'
+            f"`tokenizer={shown(tokenizer)}`: behind `bpe:` stands how many tokens to learn, a number from {_LEAST} up (every "
+            'byte, and the end of a document), such as `"bpe:4096"`.'
         )
     return size
 
@@ -251,7 +252,9 @@ def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> 
     return inner
 
 
-def load_tokenizer(tokenizer: str = "bytes", end: str | None = None, unknown: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    tokenizer: str | os.PathLike[str] = "bytes", end: str | None = None, unknown: str | None = None
+) -> Tokenizer:
     """The tokenizer that is called `"bytes"`, or that lies in a `tokenizer.json`.
 
     `end` is the special token that ends a document; where it is None, the one that is known for it. `unknown` is the token that
@@ -262,7 +265,8 @@ def load_tokenizer(tokenizer: str = "bytes", end: str | None = None, unknown: st
     """
     for name, value in (("end", end), ("unknown", unknown)):
         text_or_none(f"load_tokenizer({name}=...)", value)
-    if learned_size(tokenizer_name("load_tokenizer(tokenizer=...)", tokenizer)):
+    tokenizer = tokenizer_name("load_tokenizer(tokenizer=...)", tokenizer)
+    if learned_size(tokenizer):
         raise ValueError(
             f"`tokenizer={tokenizer!r}` is learned from a corpus: `prepare(Corpus(..., tokenizer={tokenizer!r})).tokenizer`; its "
             "file, `tokenizer.json`, lies in the folder of the store."
@@ -277,8 +281,8 @@ def make_tokenizer(path: Path | None, content: bytes, end: str | None, unknown: 
         for name, value in (("end", end), ("unknown", unknown)):
             if value is not None:
                 raise ValueError(
-                    f"`{name}={value!r}` is a token of a tokenizer's file; with bytes, 256 ends a document and no character is "
-                    "unknown. Leave it out."
+                    f"`{name}={shown(value)}` is a token of a tokenizer's file; with bytes, 256 ends a document and no character "
+                    "is unknown. Leave it out."
                 )
         return Bytes()
     package_ = package("tokenizers", f"The tokenizer `{path}`")
@@ -311,13 +315,13 @@ def _set_unknown(inner: Any, unknown: str | None, path: Path) -> None:
         return
     if not hasattr(inner.model, "unk_token"):
         raise ValueError(
-            f"`unknown={unknown!r}`: the model of `{path}`, {type(inner.model).__name__}, has its own token for what is "
+            f"`unknown={shown(unknown)}`: the model of `{path}`, {type(inner.model).__name__}, has its own token for what is "
             "unknown, or none. Leave it out."
         )
     if inner.model.token_to_id(unknown) is None:
         raise ValueError(
-            f"`unknown={unknown!r}` is no token of the vocabulary of `{path}`. Choose one that is, such as its own unknown or "
-            "padding token."
+            f"`unknown={shown(unknown)}` is no token of the vocabulary of `{path}`. Choose one that is, such as its own unknown "
+            "or padding token."
         )
     inner.model.unk_token = unknown
 
@@ -365,7 +369,9 @@ def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> s
     if len(known) == 1 and known[0] in ids:
         return known[0]
     special = listed(token.content for token in added if token.special)
-    asked = f"`end={end!r}` is no token of `{path}`" if end else f"`{path}` does not tell which token ends a document"
+    asked = (
+        f"`end={shown(end)}` is no token of `{path}`" if end else f"`{path}` does not tell which token ends a document"
+    )
     raise ValueError(f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}.")
 
 
