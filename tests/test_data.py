@@ -1,15 +1,23 @@
 """Data: every format and every way it can be wrong, stores that are made once, examples that are always the same."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import gzip
 import itertools
 import json
 import os
+import pickle
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +32,23 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardlib.data import Corpus, Sequences, Tokens, load_tokenizer, prepare
+from shardlib.data import (
+    Corpus,
+    Prepared,
+    Reader,
+    Sequences,
+    Skipped,
+    Tokens,
+    cache_folder,
+    load_tokenizer,
+    prepare,
+)
+from shardlib.data import _blocks as blocks_room
 from shardlib.data import _claim as claim_room
+from shardlib.data import _files as files_room
 from shardlib.data import _store as store_room
 from shardlib.data._files import Reading, find_files, read_documents
+from shardlib.data._tokenizer import learn_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["To be, or not to be", "Whether 'tis nobler", "ünïcödé ✓\r\nand a line", "x" * 700]
@@ -863,3 +884,659 @@ def test_packages_are_loaded_where_they_are_needed():
     code = "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "False False"
+
+
+# Digests
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks so small that a small store has many."""
+    for room in (blocks_room, store_room):
+        monkeypatch.setattr(room, "BLOCK_BYTES", 512)
+
+
+@pytest.fixture
+def learned(tmp_path, small_blocks):
+    """A store with every kind of file: tokens, ends and digests of both parts, what is told of them, a tokenizer."""
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(jsonl([f"{k} {TEXTS[k % 3]}" for k in range(150)]))
+    return prepare(Corpus(path, tokenizer="bpe:300", held_out=0.3), tmp_path / "cache")
+
+
+STORE = ["held_out.crc32", "held_out.ends", "held_out.ids", "meta.json", "sha256sums", "tokenizer.json", "train.crc32"]
+STORE += ["train.ends", "train.ids"]
+
+
+def all_of(prepared):
+    parts = (prepared.train, prepared.held_out)
+    return [np.asarray(array).tolist() for part in parts for array in (part.ids, part.ends)]
+
+
+def flip(path, bit):
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", STORE)
+def test_every_flipped_bit_is_noticed(learned, name):
+    assert sorted(path.name for path in learned.folder.iterdir()) == STORE
+    path, generator = learned.folder / name, np.random.default_rng(STORE.index(name))
+    whole, expected = path.read_bytes(), all_of(learned)
+    for bit in generator.integers(0, 8 * len(whole), 40).tolist():
+        flip(path, bit)
+        opened = store_room._open(learned.folder, learned.corpus)
+        if name.endswith(".ids"):
+            byte = bit // 8
+            first = byte // 512 * 512
+            where = f"block {byte // 512} of .*bytes {first} to {min(first + 512, len(whole))}"
+            with pytest.raises(ValueError, match=rf"{name}` is damaged: {where}.*Run again.*or delete it"):
+                all_of(opened)
+            (learned.folder / "suspect").unlink()
+        else:
+            called = (
+                r"[\w.]+" if name == "sha256sums" else name
+            )  # a digest that differs from its file may be either's fault
+            assert re.fullmatch(f"`{called}` is not as it was written", str(opened))
+        path.write_bytes(whole)
+    assert all_of(store_room._open(learned.folder, learned.corpus)) == expected
+
+
+@pytest.mark.parametrize("name", STORE)
+@pytest.mark.parametrize("damage", ["flipped", "longer", "shorter", "zeros", "swapped", "gone"])
+def test_what_is_damaged_is_made_again(learned, name, damage, builds, capsys):
+    path, content = learned.folder / name, (learned.folder / name).read_bytes()
+    half, expected = len(content) // 2, all_of(learned)
+    damaged = {
+        "longer": content + b"\0\0", "shorter": content[:-2], "zeros": bytes(half) + content[half:],
+        "swapped": content[half : 2 * half] + content[:half] + content[2 * half :],
+    }  # fmt: skip
+    if damage == "gone":
+        path.unlink()
+    elif damage == "flipped":
+        flip(path, 8 * half)
+    else:
+        path.write_bytes(damaged[damage])
+    if name.endswith(".ids") and damage in ("flipped", "zeros", "swapped"):
+        with pytest.raises(ValueError, match=f"{name}` is damaged: block"):
+            all_of(prepare(learned.corpus, learned.folder.parent))
+    again = prepare(learned.corpus, learned.folder.parent)
+    assert len(builds) == 1 and "it is made anew" in capsys.readouterr().err
+    assert all_of(again) == expected and again.train.fingerprint == learned.train.fingerprint
+    assert [one.name for one in learned.folder.parent.iterdir()] == [learned.folder.name]
+
+
+def test_a_block_is_checked_once_and_others_stay_readable(learned, monkeypatch, builds):
+    expected, read, pread = np.asarray(learned.train.ids).tolist(), [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(at), pread(file, size, at))[1])
+    flip(learned.folder / "train.ids", 8 * 512)
+    ids = prepare(learned.corpus, learned.folder.parent).train.ids
+    for _ in range(2):
+        assert (
+            ids[0] == expected[0]
+            and ids[:256].tolist() == expected[:256]
+            and ids[[255, 3]].tolist() == expected[255::-252]
+        )
+        assert ids[-1] == expected[-1] and ids[2 * 256 :].tolist() == expected[2 * 256 :]
+    assert sorted(read) == [start for start in range(0, ids.nbytes, 512) if start != 512], "each block once"
+    for index in (slice(200, 300), 256, [1, 511], slice(300, 100, -1), slice(None), np.arange(ids.size) == 300):
+        with pytest.raises(ValueError, match=r"block 1 of \d+ of `train.ids` \(bytes 512 to 1024\)"):
+            ids[index]
+    # It was only one machine's memory: nothing is made again, and the mark is gone.
+    flip(learned.folder / "train.ids", 8 * 512)
+    assert prepare(learned.corpus, learned.folder.parent).train.fingerprint and not builds
+    assert not (learned.folder / "suspect").exists()
+    assert ids[200:300].tolist() == expected[200:300]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 40), st.sampled_from(["<u2", "<u4", "<i8"]), st.data())
+def test_a_checked_array_is_indexed_as_arrays_are(size, dtype, data):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_room, "BLOCK_BYTES", 16)
+        truth = np.arange(size, dtype=dtype) * 3
+        path, digests = Path(folder, "a"), blocks_room.Digests()
+        path.write_bytes(truth.tobytes())
+        cuts = sorted(data.draw(st.lists(st.integers(0, truth.nbytes), max_size=4)))
+        for start, stop in itertools.pairwise([0, *cuts, truth.nbytes]):
+            digests.update(truth.tobytes()[start:stop])
+        array = blocks_room.CheckedArray(path, dtype, digests.finish())
+        array = pickle.loads(pickle.dumps(array)) if data.draw(st.booleans()) else array
+        ends = st.none() | st.integers(-50, 50)
+        index = slice(data.draw(ends), data.draw(ends), data.draw(st.none() | st.sampled_from([1, 2, -1, -3])))
+        assert array[index].tolist() == truth[index].tolist()
+        if size:
+            numbers = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, max_size=5))
+            assert array[numbers].tolist() == truth[numbers].tolist() and array[numbers[0]] == truth[numbers[0]]
+            starts = np.array([abs(number) % size for number in numbers])
+            width = data.draw(st.integers(1, 12))
+            assert (
+                blocks_room.windows(array, starts, width).tolist() == blocks_room.windows(truth, starts, width).tolist()
+            )
+        assert array.shape == truth.shape and array.dtype == truth.dtype and np.array_equal(array, truth)
+        assert (array == truth).all() and (array + 1).tolist() == (truth + 1).tolist() and list(array) == list(truth)
+        for wrong in (size, -size - 1):
+            with pytest.raises(IndexError, match="has no element"):
+                array[wrong]
+
+
+def test_damage_arrives_from_threads_and_in_other_processes(learned):
+    flip(learned.folder / "train.ids", 8 * 700)
+    train = prepare(learned.corpus, learned.folder.parent).train
+    for tokens in (train, pickle.loads(pickle.dumps(train))):
+        reader = Sequences(tokens, 64, batch=8, seed=0).local(threads=4, ahead=8)
+        with pytest.raises(ValueError, match=r"train.ids` is damaged: block 1 of"):
+            for _ in range(200):
+                next(reader)
+        reader.close()
+
+
+def test_threads_read_what_is_there(learned):
+    expected = np.asarray(learned.train.ids)
+    for _ in range(5):
+        ids = prepare(learned.corpus, learned.folder.parent).train.ids
+        starts = np.random.default_rng(0).integers(0, len(expected) - 99, (32, 4))
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(blocks_room.windows, itertools.repeat(ids), starts, itertools.repeat(99)))
+        for some, rows in zip(starts, found, strict=True):
+            assert rows.tolist() == [expected[start : start + 99].tolist() for start in some]
+
+
+def test_a_disk_that_cannot_be_read_is_named(learned, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    ids = prepare(learned.corpus, learned.folder.parent).train.ids
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(ValueError, match=r"train.ids`: block 0 of .* cannot be read: Input/output error"):
+        ids[:3]
+
+
+def test_an_old_store_without_digests_is_made_again(learned, builds):
+    for path in learned.folder.glob("*sums"):
+        path.unlink()
+    assert prepare(learned.corpus, learned.folder.parent).train.fingerprint == learned.train.fingerprint
+    assert len(builds) == 1
+
+
+def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(tmp_path, bpe, lines, monkeypatch):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(bpe.read_bytes())
+    prepared = prepare(Corpus(lines, tokenizer=file), tmp_path / "cache")
+    file.write_bytes(bpe.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=r"tokenizer.json` is not the tokenizer that the tokens in .* were made with"):
+        _ = prepared.tokenizer
+    other = prepare(prepared.corpus, tmp_path / "cache")
+    assert other.folder != prepared.folder and other.tokenizer.vocab == 300
+    build = store_room._build
+    monkeypatch.setattr(
+        store_room, "_build", lambda *args: (file.write_bytes(bpe.read_bytes() + b"\n\n"), build(*args))
+    )
+    with pytest.raises(ValueError, match=r"tokenizer.json` changed while it was used"):
+        prepare(dataclasses.replace(prepared.corpus, held_out=0.5), tmp_path / "cache")
+
+
+def test_what_is_planted_in_the_cache_is_not_followed(learned, tmp_path, builds, capsys):
+    cache, folder = learned.folder.parent, learned.folder
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("mine")
+    expected = all_of(learned)
+
+    def is_made_again(count):
+        assert all_of(prepare(learned.corpus, cache)) == expected and len(builds) == count
+        assert [one.name for one in cache.iterdir()] == [folder.name] and not folder.is_symlink()
+        assert [one.name for one in elsewhere.iterdir()] == ["kept"]
+
+    for count, name in enumerate(("train.ids", "meta.json", "sha256sums", "train.crc32"), 1):
+        (folder / name).unlink()
+        (folder / name).symlink_to(elsewhere / "kept")
+        is_made_again(count)
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")  # opened, it would wait
+    is_made_again(5)
+    for count, target in enumerate((elsewhere, tmp_path / "nowhere"), 6):
+        shutil.rmtree(folder)
+        folder.symlink_to(target)
+        is_made_again(count)
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    is_made_again(8)
+    assert "it is no folder" in capsys.readouterr().err
+
+
+# Ids and the vocabulary
+
+
+@pytest.mark.parametrize("documents", ["cut", "whole"])
+@pytest.mark.parametrize("wrong", [10, 40_000, -1])
+def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
+    ids = np.array([1, 2, 3, 0] * 8, np.int32)
+    tokens = Tokens(ids, np.arange(4, 33, 4), vocab=10, end=0, bytes=24)
+    sequences = Sequences(tokens, 4, batch=2, seed=None, documents=documents)
+    ids[17] = wrong
+    assert sequences.examples([0, 1])["tokens"].max() == 3
+    with pytest.raises(
+        ValueError, match=rf"vocab=10\)` have ids from .*{wrong}.* in these examples, and ids are from 0 to 9"
+    ):
+        sequences.examples(range(len(sequences)))
+    with pytest.raises(ValueError, match="from 0 to 9"):
+        list(sequences.once())
+
+
+def test_a_tokenizer_that_contradicts_itself_makes_no_store(tmp_path, lines, bpe, monkeypatch):
+    made = store_room.make_tokenizer
+    monkeypatch.setattr(store_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100))
+    with pytest.raises(ValueError, match=r"gave the id \d+, and its vocabulary has 100 tokens"):
+        prepare(Corpus(lines, tokenizer=bpe), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_model_has_an_embedding_for_every_id():
+    tokens = tokens_of(4, 4, vocab=300)
+    for enough in (300, 512, np.int64(301)):
+        tokens.check_vocab(enough)
+    for few in (299, 1, np.int32(257)):
+        with pytest.raises(
+            ValueError, match=rf"ids below 300, and the model has {few} embeddings: give it 300 or more"
+        ):
+            tokens.check_vocab(few)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(ids=[1, 2]), r"`Tokens\(ids=\[1, 2\]\)` must be a numpy array of whole numbers, of one dim"),
+        (dict(ids=np.zeros(4)), "must be a numpy array of whole numbers"),
+        (dict(ids=np.zeros((2, 2), int)), "of one dim"),
+        (dict(ends=np.array([4.0])), "must be a numpy array of whole numbers"),
+        (dict(ends=np.array([3])), "the last is the number of tokens, 4; got"),
+        (dict(ends=np.array([2, 2, 4])), "each beyond the one before"),
+        (dict(ends=np.array([0, 4])), "each beyond the one before"),
+        (dict(vocab=0), r"vocab=0\)` must be a whole number from 1 up"),
+        (dict(end=10), r"end=10\)` must be a whole number from 0 up to 9"),
+        (dict(bytes=-1), r"bytes=-1\)` must be a whole number from 0 up"),
+        (dict(fingerprint=None), r"fingerprint=None\)` is a text"),
+    ],
+)
+def test_tokens_are_checked(change, message):
+    given = {"ids": np.array([1, 2, 3, 0]), "ends": np.array([4]), "vocab": 10, "end": 0, "bytes": 3, **change}
+    with pytest.raises(ValueError, match=message):
+        Tokens(**given)
+
+
+# Characters that a tokenizer lacks
+
+
+def save_tokenizer(path, model, **parts):
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(path))
+    return path
+
+
+LETTERS = {letter: number for number, letter in enumerate("abcde <")}
+
+
+def bpe_of(letters=None, merges=(), **options):
+    from tokenizers import models
+
+    return models.BPE(vocab=dict(letters or LETTERS), merges=list(merges), **options)
+
+
+def lacking_tokenizers():
+    """Models that would leave characters out or fail, by what they are; and what each says of `bad faces, ü`."""
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    words = pre_tokenizers.Whitespace()
+    suffixed = {**{f"{letter}</w>": number for number, letter in enumerate("abcdefs")}, "a": 7, "b": 8, "c": 9, "e": 10}
+    half_of_bytes = {f"<0x{byte:02X}>": byte for byte in range(128)}
+    marks = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    few_marks = {mark: number for number, mark in enumerate(sorted(marks.alphabet())[:150])}
+    return {
+        "letters": (bpe_of(), {}),
+        "words": (bpe_of(), {"pre_tokenizer": words}),
+        "decomposed": (bpe_of({letter: k for k, letter in enumerate("abcdefsu ,")}), {"normalizer": normalizers.NFD()}),
+        "suffixed": (bpe_of(suffixed, end_of_word_suffix="</w>"), {"pre_tokenizer": words}),
+        "half the bytes": (bpe_of(half_of_bytes, byte_fallback=True), {}),
+        "few marks": (bpe_of(few_marks), {"pre_tokenizer": marks}),
+        "whole words": (models.WordLevel({"bad": 0}), {"pre_tokenizer": words}),
+        "pieces": (models.Unigram([(letter, -1.0) for letter in "abcde "]), {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("letters", r"no token for .*'ü' \(1 times\).*would leave out 4 of the 12 characters of the 1 text"),
+        ("words", r"no token for .*'ü' \(1 times\).*would leave out 4 of the 12"),
+        ("decomposed", r"no token for '̈' \(1 times\).*would leave out 1 of the 13"),
+        ("suffixed", r"no token for .*'f' .*would leave out"),
+        ("half the bytes", r"no token for 'ü' \(1 times\).*would leave out 1 of the 12"),
+        ("few marks", "would leave out"),
+        ("whole words", "cannot encode the texts: .*UNK"),
+        ("pieces", "cannot encode the texts: .*unk_id"),
+    ],
+)
+def test_characters_that_a_tokenizer_lacks_are_refused(tmp_path, name, message):
+    model, parts = lacking_tokenizers()[name]
+    file = save_tokenizer(tmp_path / "tokenizer.json", model, **parts)
+    (tmp_path / "a.jsonl").write_bytes(
+        jsonl(["bad", "bad faces, ü"][name != "letters" :] if name != "letters" else ["bad faces, ü"])
+    )
+    corpus = Corpus(tmp_path / "a.jsonl", tokenizer=file, held_out=0)
+    with pytest.raises(ValueError, match=rf"(?s)tokenizer.json` .*{message}.*\"bytes\".*unknown=\"<unk>\""):
+        prepare(corpus, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_token_for_what_is_unknown(tmp_path):
+    from tokenizers import models, pre_tokenizers
+
+    corpus = Corpus(tmp_path / "a.jsonl", tokenizer=tmp_path / "tokenizer.json", held_out=0)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["bad", "bad ü, ü"]))
+    save_tokenizer(tmp_path / "tokenizer.json", bpe_of())
+    prepared = prepare(dataclasses.replace(corpus, unknown="<"), tmp_path / "cache")
+    ids = prepared.train.ids[4:-1].tolist()
+    assert ids == [LETTERS[letter] for letter in "bad <<" + " <"] and prepared.unknown == 3
+    assert "3 tokens stand for characters that the tokenizer lacks" in str(prepared)
+    assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
+    assert load_tokenizer(tmp_path / "tokenizer.json", unknown="<").encode_batch(["x"])[0].tolist() == [LETTERS["<"]]
+    with pytest.raises(ValueError, match=r"`unknown='nosuch'` is no token of the vocabulary"):
+        prepare(dataclasses.replace(corpus, unknown="nosuch"), tmp_path / "cache")
+    # A file with a token of its own for what is unknown has chosen.
+    save_tokenizer(tmp_path / "tokenizer.json", bpe_of(unk_token="<"))
+    assert prepare(corpus, tmp_path / "cache").train.fingerprint == prepared.train.fingerprint
+    words = {"pre_tokenizer": pre_tokenizers.Whitespace()}
+    save_tokenizer(tmp_path / "tokenizer.json", models.WordLevel({"bad": 0, "?": 1}), **words)
+    assert prepare(dataclasses.replace(corpus, unknown="?"), tmp_path / "cache").train.ids[:5].tolist() == [
+        0,
+        2,
+        0,
+        1,
+        1,
+    ]
+    save_tokenizer(tmp_path / "tokenizer.json", models.Unigram([(letter, -1.0) for letter in "abcde "]))
+    with pytest.raises(ValueError, match="Unigram, has its own token for what is unknown, or none"):
+        prepare(dataclasses.replace(corpus, unknown="a"), tmp_path / "cache")
+    for tokenizer in ("bytes", "bpe:300"):
+        with pytest.raises(ValueError, match=r"`Corpus\(unknown='<unk>'\)` is a token of a tokenizer's file"):
+            dataclasses.replace(corpus, tokenizer=tokenizer, unknown="<unk>")
+
+
+def test_tokenizers_that_lack_nothing_take_any_text(tmp_path, bpe):
+    from tokenizers import normalizers, pre_tokenizers
+
+    fallback = {**LETTERS, **{f"<0x{byte:02X}>": 10 + byte for byte in range(256)}}
+    marks = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    every_mark = bpe_of({mark: number for number, mark in enumerate(sorted(marks.alphabet()))})
+    files = [
+        bpe,
+        save_tokenizer(tmp_path / "a.json", bpe_of(fallback, byte_fallback=True)),
+        save_tokenizer(tmp_path / "b.json", every_mark, normalizer=normalizers.ByteLevel()),
+    ]
+    for file in files:
+        tokenizer = load_tokenizer(file)
+        (ids,) = tokenizer.encode_batch(["a ü✓\U00050000"])
+        assert len(ids) >= 8 and tokenizer.alphabet is None
+    # What is split away on purpose, such as spaces between words, is not lacking.
+    words = save_tokenizer(
+        tmp_path / "c.json", bpe_of({"a": 0, "b": 1}), pre_tokenizer=pre_tokenizers.WhitespaceSplit()
+    )
+    assert load_tokenizer(words).encode_batch(["a b\n\tab"])[0].tolist() == [0, 1, 0, 1]
+    # Nor does a merge of a letter with itself hide it.
+    doubled = save_tokenizer(tmp_path / "d.json", bpe_of({"a": 0, "é": 1, "éé": 2}, [("é", "é")]))
+    assert load_tokenizer(doubled).encode_batch(["ééaé"])[0].tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("run", ["letters", "spaces", "newlines", "marks", "digits", "accents"])
+def test_a_run_without_end_is_cut_before_it_is_learned_from(run):
+    unit = {"letters": "ab", "spaces": " ", "newlines": "\n", "marks": "=-", "digits": "12", "accents": "éü"}[run]
+    text = "word " + unit * 200_000 + " word"
+    inner = learn_tokenizer(300, [text])
+    words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text[:5000])]
+    assert max(map(len, words)) <= 200 and len(inner.encode(text).ids) > 1000
+    assert inner.decode(inner.encode(text).ids) == text
+    assert learn_tokenizer(300, [text]).to_str() == inner.to_str()
+
+
+def test_ordinary_words_are_learned_whole():
+    inner = learn_tokenizer(
+        400, [CODE.format(k=k) for k in range(99)] + ["x" * 64 + " Donaudampfschiffahrtsgesellschaft"] * 9
+    )
+    words = [
+        word for word, _ in inner.pre_tokenizer.pre_tokenize_str(" Donaudampfschiffahrtsgesellschaft" + " " + "x" * 64)
+    ]
+    assert len(words) == 2
+    assert len(inner.encode(" Donaudampfschiffahrtsgesellschaft").ids) == 1
+
+
+# Files that are no texts
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("", r"`Corpus\(files=''\)` is blank. Give a path"),
+        (" \n", r"is blank. Give a path"),
+        (("a", " "), r"is blank. Give a path"),
+        ([], "names no files"),
+        (None, r"files=None\)` names no files"),
+        (True, r"files=True\)` names no files"),
+        (b"a", "names no files"),
+        (("a", None), r"is no path"),
+        ("a\0b", "holds a character of number 0"),
+        ("\ud800", "holds half of a character"),
+        ("x" * 10_000, "has 10000 bytes; a path has at most 4095"),
+        (("a", "b", "a"), "lists 'a' twice"),
+        (Path(), None),
+    ],
+)
+def test_files_that_are_none(tmp_path, files, message):
+    if message is None:
+        assert Corpus(files).files == "."  # said, the current folder is read
+        return
+    with pytest.raises(ValueError, match=message):
+        Corpus(files)
+
+
+def test_files_are_listed_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "c.txt").write_text("two")
+    for twice in ((tmp_path / "a.txt", tmp_path / "b.txt"), (tmp_path / "a.txt", tmp_path / "in" / ".." / "a.txt"),
+                  (tmp_path / "in", f"{tmp_path}/in/")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"lists `.*` twice, as .* and as .*list it once"):
+            read(twice)
+    assert read((tmp_path / "in" / "c.txt", tmp_path))[0] == ["two", "one"], "a folder is no second listing"
+
+
+def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    scan = os.scandir
+
+    def refused(path):
+        if str(path).endswith("in"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for files in (tmp_path, tmp_path / "in"):
+        with pytest.raises(
+            ValueError, match=r"The folder `.*in` of `Corpus\(files=...\)` cannot be read: Permission denied"
+        ):
+            read(files)
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        read("x" * 300)
+    with pytest.raises(ValueError, match="a user's home folder that is not known"):
+        read("~nosuchuser/a.txt")
+
+
+@pytest.mark.parametrize("format", ["text", "jsonl", "parquet", "arrayrecord"])
+def test_pipes_and_devices_are_refused(tmp_path, format):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.txt"))
+        for name, kind in (("pipe", "a pipe"), ("zero", "a device"), ("socket", "a socket")):
+            with pytest.raises(
+                ValueError, match=rf"{name}.txt` of `Corpus\(files=...\)` is {kind}, where a file was expected"
+            ):
+                read(tmp_path / f"{name}.txt", format=format)
+    with pytest.raises(ValueError, match="There is no tokenizer at"):
+        load_tokenizer(tmp_path / "pipe.txt")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".txt.gz"])
+def test_a_file_that_grows_as_it_is_read_has_an_end(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    content = jsonl(["line"]) * 1000
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    corpus = Corpus(path, separator="\n" if ".txt" in suffix else None)
+    sources = tuple(dataclasses.replace(source, size=source.size - 8) for source in find_files(corpus))
+    with pytest.raises(
+        ValueError, match=r"has more than the [\d,]+ bytes it had when it was found: it grows, or has no end"
+    ):
+        for _ in read_documents(sources, corpus, Reading()):
+            pass
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_documents_are_bounded(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(files_room, "_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(files_room, "_BLOCK", block)
+    long = "y" * 300
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["a", long, "b"]) + long.encode())
+    (tmp_path / "b.txt").write_text(f"a\n--\n{long}\n{long}\n--\nb\nc\n--\n{long}")
+    (tmp_path / "c.txt").write_text(long)
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(bytes(100_000)))
+    cases = [("a.jsonl", None, "line 2", "ended by newlines", ["a", "b"], 2),
+             ("b.txt", "--", "line 2", "cut it", ["a", "b\nc"], 2),
+             ("c.txt", None, "line 1", "say what separates documents", [], 1),
+             ("d.txt.gz", None, "line 1", "say what separates documents", [], 1)]  # fmt: skip
+    for name, separator, where, way_out, expected, count in cases:
+        with pytest.raises(ValueError, match=rf"{name}`, {where}: a document of more than 100 B; .*{way_out}"):
+            read(tmp_path / name, separator=separator)
+        documents, reading = read(tmp_path / name, separator=separator, bad="skip")
+        assert documents == expected and reading.skipped[tmp_path / name].count == count
+    (tmp_path / "b.txt").write_text(f"a\n--\n{long}\n{long}\n--\nb\xff\n--", encoding="latin-1")
+    documents, reading = read(tmp_path / "b.txt", separator="--", bad="skip")
+    assert documents == ["a"] and reading.skipped[tmp_path / "b.txt"].count == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrayrecord"])
+def test_damaged_files_of_records_are_named(tmp_path, kind):
+    """Any flipped bit is an error that names the file, or changes nothing, where the format has digests."""
+    path, texts = tmp_path / f"a.{kind}", [f"{k} a text of some words" for k in range(300)]
+    if kind == "parquet":
+        pq.write_table(
+            pa.table({"text": texts}), path, row_group_size=100, write_page_checksum=True, compression="none"
+        )
+    else:
+        write_records(path, [text.encode() for text in texts])
+    whole, generator = path.read_bytes(), np.random.default_rng(0)
+    pages = len(whole) // 2  # behind, Parquet's footer has none
+    noticed = 0
+    for bit in generator.integers(0, 8 * pages, 60).tolist():
+        path.write_bytes(whole)
+        flip(path, bit)
+        try:
+            documents, _ = read(path)
+        except ValueError as error:
+            noticed += str(path) in str(error)
+        else:
+            noticed += documents == texts
+    assert noticed == 60
+    for bit in generator.integers(8 * pages, 8 * len(whole), 60).tolist():
+        path.write_bytes(whole)
+        flip(path, bit)
+        with contextlib.suppress(ValueError):
+            assert all(isinstance(text, str) for text in read(path)[0])
+
+
+# Arguments of any kind
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+class PathLike:
+    def __init__(self, value):
+        self.value = value
+
+    def __fspath__(self):
+        return self.value
+
+
+ANY = [
+    None, True, False, 0, -1, 3.5, float("nan"), float("inf"), 10**12, 10**30, 10**5000, -(10**30), 1j, "", " ", "\0", "\ud800",
+    "a" * 10_000, "/" * 10_000, "a/" * 4000, "~nosuch/x", "*" * 3000, "[", "bpe:1", "nofile", b"x", [], (), {}, [None],
+    ["a", "a"], ("",), (3,), [1, [2]], {"examples": "x"}, {1: 2}, [10**30], set(), iter([1, 2]), range(3),
+    slice(None, None, 0), slice("a"),
+    np.zeros(3), np.array(3), np.array(["a"]), np.array([[1]]), np.array([2**63], np.uint64), np.float32(2), np.bool_(True),
+    object(), int, print, Unprintable(), PathLike(b"x"), PathLike(3), PathLike(""), Path("/dev/zero"),
+]  # fmt: skip
+
+
+def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["To be", "or not"] * 30))
+    corpus = Corpus("a.jsonl", held_out=0.2)
+    prepared, learned = prepare(corpus, "cache"), prepare(dataclasses.replace(corpus, tokenizer="bpe:300"), "cache")
+    sequences = Sequences(prepared.train, 8, 2)
+    told = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(prepared)}
+    calls = [
+        (Corpus, dataclasses.asdict(corpus)),
+        (
+            lambda **given: prepare(dataclasses.replace(corpus, **given), "cache"),
+            {"files": 0, "tokenizer": 0, "end": 0},
+        ),
+        (prepare, {"corpus": corpus, "cache": "cache"}),
+        (cache_folder, {"cache": "cache"}),
+        (load_tokenizer, {"tokenizer": "bytes", "end": None, "unknown": None}),
+        (Tokens, {"ids": np.array([1, 0]), "ends": np.array([2]), "vocab": 3, "end": 0, "bytes": 2, "fingerprint": ""}),
+        (prepared.train.bits_per_byte, {"loss": 1.0}),
+        (prepared.train.check_vocab, {"embeddings": 300}),
+        (Sequences, {"tokens": prepared.train, "length": 8, "batch": 2, "seed": 0, "documents": "cut"}),
+        (sequences.examples, {"positions": [0]}),
+        (sequences.local, {"rows": slice(None), "threads": 1, "ahead": 1}),
+        (lambda rows: next(sequences.once(rows)), {"rows": [0]}),
+        (sequences.local().set_state, {"state": {"examples": 0}}),
+        (Reader, {"sequences": sequences, "rows": np.arange(2), "threads": 1, "ahead": 1}),
+        (lambda **given: str(Skipped(**given)), {"file": "a", "count": 1, "first": "x"}),
+        (lambda **given: Prepared(**given).describe(), told),
+        (prepared.tokenizer.encode_batch, {"texts": ["a"]}),
+        (learned.tokenizer.encode_batch, {"texts": ["a"]}),
+        (prepared.tokenizer.decode, {"ids": [1]}),
+        (learned.tokenizer.decode, {"ids": [1]}),
+    ]
+    foreign, refused = [], 0
+    for number, (call, good) in enumerate(calls):
+        for name, value in itertools.product(good, ANY):
+            given = {**good, name: value} if number != 1 else {name: value}
+            try:
+                call(**given)
+            except ValueError as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                ours = "shardlib/data/" in frames[-1].filename.replace(os.sep, "/")
+                refused += 1
+                if not ours or len(str(error)) > 1500:
+                    foreign.append((number, name, type(value), str(error)[:100]))
+            except Exception as error:
+                foreign.append((number, name, type(value), repr(error)[:100]))
+    assert foreign == [] and refused > 1500
+
+
+def test_a_measure_of_no_text_is_refused():
+    empty = Tokens(np.empty(0, np.uint16), np.empty(0, np.int64), 257, 256, bytes=0)
+    with pytest.raises(ValueError, match=r"Tokens\(0 of 0 documents, vocab=257\) are of a text of 0 bytes"):
+        empty.bits_per_byte(1.0)
