@@ -32,6 +32,8 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from examples import train_lm
+from examples.run import from_command_line
 from shardlib.data import (
     Corpus,
     Prepared,
@@ -931,7 +933,7 @@ def test_every_flipped_bit_is_noticed(learned, name):
             byte = bit // 8
             first = byte // 512 * 512
             where = f"block {byte // 512} of .*bytes {first} to {min(first + 512, len(whole))}"
-            with pytest.raises(ValueError, match=rf"{name}` is damaged: {where}.*Run again.*or delete it"):
+            with pytest.raises(ValueError, match=rf"{name}` is damaged: {where}.*Run again.*from a copy"):
                 all_of(opened)
             (learned.folder / "suspect").unlink()
         else:
@@ -1043,6 +1045,13 @@ def test_threads_read_what_is_there(learned):
             assert rows.tolist() == [expected[start : start + 99].tolist() for start in some]
 
 
+def test_where_no_mark_can_be_left_the_folder_is_to_be_deleted(learned, monkeypatch):
+    flip(learned.folder / "train.ids", 0)
+    monkeypatch.setattr(blocks_room, "SUSPECT", "no/such/folder")
+    with pytest.raises(ValueError, match=rf"Delete `{learned.folder}` and run again"):
+        np.asarray(prepare(learned.corpus, learned.folder.parent).train.ids)
+
+
 def test_a_disk_that_cannot_be_read_is_named(learned, monkeypatch):
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
@@ -1104,6 +1113,13 @@ def test_what_is_planted_in_the_cache_is_not_followed(learned, tmp_path, builds,
     folder.write_text("a file")
     is_made_again(8)
     assert "it is no folder" in capsys.readouterr().err
+    lock = folder.with_suffix(".lock")
+    shutil.rmtree(folder)
+    for plant in (lambda: lock.symlink_to(tmp_path / "nowhere"), lambda: os.mkfifo(lock), lock.mkdir):
+        plant()
+        with pytest.raises(ValueError, match=r".lock` is no file, and no lock of ours: remove it"):
+            prepare(learned.corpus, cache)
+        lock.rmdir() if lock.is_dir() else lock.unlink()
 
 
 # Ids and the vocabulary
@@ -1139,9 +1155,23 @@ def test_a_model_has_an_embedding_for_every_id():
         tokens.check_vocab(enough)
     for few in (299, 1, np.int32(257)):
         with pytest.raises(
-            ValueError, match=rf"ids below 300, and the model has {few} embeddings: give it 300 or more"
+            ValueError, match=rf"ids below 300, and the model has {few} embeddings: it needs 300 or more"
         ):
             tokens.check_vocab(few)
+
+
+def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["bad", "cab"]))
+    file = save_tokenizer(tmp_path / "tokenizer.json", bpe_of())
+    prepared = prepare(Corpus(tmp_path / "a.jsonl", tokenizer=file, held_out=0), tmp_path / "cache")
+    for vocab, prompt, message in (
+        (prepared.train.vocab - 1, "bad", rf"has {len(LETTERS) + 1} tokens, and `model.vocab` is {len(LETTERS)}"),
+        (prepared.train.vocab, "bad ü", r"`--prompt`: .* has no token for 'ü' \(1 times\)"),
+    ):
+        chosen = ["tiny", "--data.tokenizer", str(file), "--model.vocab", str(vocab), "--prompt", prompt]
+        with pytest.raises(SystemExit, match=message):
+            train_lm.check_tokens(from_command_line(chosen), prepared)
+    train_lm.check_tokens(from_command_line([*chosen[:-1], "bad"]), prepared)
 
 
 @pytest.mark.parametrize(

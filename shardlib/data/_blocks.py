@@ -177,9 +177,11 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return f"block {block} of {len(self._digests)} of `{self.path.name}` (bytes {start} to {stop})"
 
     def _way_out(self) -> str:
+        folder = self.path.parent
+        again = "Run again" if os.path.lexists(folder / SUSPECT) else f"Delete `{folder}` and run again"
         return (
-            "Run again: `prepare` makes the tokens again from the texts. If the texts are gone, take the folder "
-            f"`{self.path.parent}` from a copy, or delete it."
+            f"{again}: `prepare` makes the tokens again from the texts. If the texts are gone, take the folder `{folder}` from a "
+            "copy."
         )
 
 

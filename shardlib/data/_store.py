@@ -134,12 +134,12 @@ class Tokens:
         >>> tokens.check_vocab(512)
         >>> tokens.check_vocab(256)
         Traceback (most recent call last):
-        ValueError: The data has token ids below 300, and the model has 256 embeddings: give it 300 or more, or tokenize with...
+        ValueError: The data has token ids below 300, and the model has 256 embeddings: it needs 300 or more.
         """
         if whole_number("check_vocab(embeddings=...)", embeddings, 1, (1 << 63) - 1) < self.vocab:
             raise ValueError(
-                f"The data has token ids below {self.vocab}, and the model has {embeddings} embeddings: give it {self.vocab} or "
-                f"more, or tokenize with at most {embeddings}."
+                f"The data has token ids below {self.vocab}, and the model has {embeddings} embeddings: it needs "
+                f"{self.vocab} or more."
             )
 
 
@@ -248,7 +248,11 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
         if opened and opened != damage:
             damage = opened
             say(f"{folder} is damaged, {damage}; it is made anew")
-        with claim(folder.with_suffix(".lock"), f"preparing {_files(sources)} in {folder}") as scratch:
+        lock = folder.with_suffix(".lock")
+        with contextlib.suppress(FileNotFoundError):
+            if not _is_file(lock):  # as a lock, it would be waited for without end
+                raise ValueError(f"`{lock}` is no file, and no lock of ours: remove it.")
+        with claim(lock, f"preparing {_files(sources)} in {folder}") as scratch:
             # Another may have finished between the look and the claim.
             if scratch is not None and not isinstance(_open(folder, corpus), Prepared):
                 try:
@@ -330,7 +334,7 @@ def _unsealed(folder: Path, corpus: Corpus) -> str:
     """Which file is not as it was written, if one is not; of the ids, only whether they are there."""
     names = _sealed_names(corpus)
     for name in (_SUMS, *names, *(f"{part}.ids" for part in _PARTS)):
-        if not stat.S_ISREG((folder / name).lstat().st_mode):
+        if not _is_file(folder / name):
             return f"`{name}` is no file"
     sums = [_sum(folder / name) for name in names]
     expected = "".join(one.line() for one in sums).encode()
@@ -340,6 +344,11 @@ def _unsealed(folder: Path, corpus: Corpus) -> str:
         return ""
     other = [one.name for one in sums if one.line().encode() not in written]
     return f"`{other[0] if len(other) == 1 else _SUMS}` is not as it was written"
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a plain file: no link that leads elsewhere, no pipe that would wait to be opened."""
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def _sealed_names(corpus: Corpus) -> list[str]:
