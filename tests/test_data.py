@@ -1011,6 +1011,9 @@ def test_a_checked_array_is_indexed_as_arrays_are(size, dtype, data):
         if size:
             numbers = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, max_size=5))
             assert array[numbers].tolist() == truth[numbers].tolist() and array[numbers[0]] == truth[numbers[0]]
+            for kind in (np.int8, np.int32, np.uint8, np.uint64):
+                some = np.array([abs(number) % size for number in numbers]).astype(kind)
+                assert array[some].tolist() == truth[some].tolist()
             starts = np.array([abs(number) % size for number in numbers])
             width = data.draw(st.integers(1, 12))
             assert (

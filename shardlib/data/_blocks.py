@@ -105,7 +105,8 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         if chosen is None or chosen.dtype.kind not in "iu":
             self.check_all()
             return np.asarray(self._all)[index]
-        starts = np.where(chosen < 0, chosen + self.size, chosen).ravel()
+        starts = chosen.astype(np.int64).ravel()  # numbers of 8 bits cannot count blocks
+        starts = np.where(starts < 0, starts + self.size, starts)
         if ((starts < 0) | (starts >= self.size)).any():
             raise IndexError(f"{self!r} has no element of each of these numbers: {index}")
         self.check(starts, starts + 1)
