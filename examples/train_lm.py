@@ -147,5 +147,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
-        sys.stderr.write("\nStopped. What was saved stays; the same command goes on from there.\n")
+        sys.stderr.write(
+            "\nStopped. The same command goes on from the last checkpoint, or begins anew where there is none.\n"
+        )
         raise SystemExit(128 + signal.SIGINT) from None

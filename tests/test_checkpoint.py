@@ -1,11 +1,14 @@
 """Checkpoints: bit for bit onto any mesh, and what is damaged, missing or of another model is told apart by name."""
 
+import ctypes
 import gc
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import jax
@@ -17,7 +20,9 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
+from shardlib import _lock
 from shardlib.train._contents import digests
+from shardlib.train._folder import occupied
 
 # Reads that fail leave futures behind, whose errors nobody asks for.
 pytestmark = [
@@ -278,6 +283,253 @@ def test_a_save_that_fails_half_way_leaves_the_last_good_one(tmp_path):
     said, kept, then = (line for line in run.stdout.splitlines() if line[:4] in ("SAID", "KEPT", "THEN"))
     assert re.search(r"could not be saved in .*File too large.*the last good one is that of step 0", said), said
     assert (kept, then) == ("KEPT (0,)", "THEN (0, 1)")
+
+
+# Who else is at work in the folder, and what else is in it
+
+
+def small_state(value=1.0):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(lambda: {"w": jnp.full(8, float(value))}, None, strategy)
+    return state.replaced(step=state.step + int(value))
+
+
+def lose_at_commit(monkeypatch, lock):
+    """Another takes the folder while a checkpoint is written: when Orbax's thread is about to name it."""
+    check = _lock.Claim.check
+
+    def lost(claim):
+        if threading.current_thread().name == "async_save":
+            lock.write_text("another's")
+        check(claim)
+
+    monkeypatch.setattr(_lock.Claim, "check", lost)
+
+
+def test_a_checkpoint_is_not_named_once_the_folder_is_lost(tmp_path, monkeypatch):
+    lose_at_commit(monkeypatch, tmp_path / "occupied.json")
+    with (
+        pytest.raises(_lock.TakenError, match="writes nothing more"),
+        occupied(tmp_path, {}) as held,
+        sl.Checkpoints(tmp_path / "checkpoints", _occupied=held) as checkpoints,
+    ):
+        checkpoints.save(small_state(3))
+        checkpoints.wait()
+    assert not (tmp_path / "checkpoints" / "3").exists()
+    assert (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").is_dir(), "left to whoever has the folder now"
+
+
+@pytest.mark.parametrize("what", ["delete", "save", "put aside"])
+def test_nothing_is_deleted_begun_or_renamed_once_the_folder_is_lost(tmp_path, what):
+    folder = tmp_path / "checkpoints"
+    with (
+        pytest.raises(_lock.TakenError),
+        occupied(tmp_path, {}) as held,
+        sl.Checkpoints(folder, keep=1, _occupied=held) as checkpoints,
+    ):
+        checkpoints.save(small_state(1))
+        checkpoints.wait()
+        checkpoints.save(small_state(2))
+        checkpoints._manager.wait_until_finished()
+        (tmp_path / "occupied.json").write_text("another's")
+        if what == "delete":
+            checkpoints.wait()
+        elif what == "save":
+            checkpoints.save(small_state(3))
+        else:
+            checkpoints.put_aside([1], "abandoned")
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_what_only_looks_deletes_nothing(tmp_path):
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        for value in (1, 2, 3):
+            checkpoints.save(small_state(value))
+    with sl.Checkpoints(tmp_path, keep=1) as looking:
+        assert looking.restore(small_state()).step == 3
+        looking.wait()
+    assert looking.steps() == (1, 2, 3)
+
+
+@pytest.mark.parametrize("stray", ["symlink to a folder", "symlink to nothing", "file", "folder"])
+def test_a_stray_with_the_name_of_something_unfinished_blocks_no_save(tmp_path, stray):
+    folder, outside = tmp_path / "checkpoints", tmp_path / "outside"
+    folder.mkdir(), outside.mkdir()
+    (outside / "precious").write_text("")
+    planted = folder / "1.orbax-checkpoint-tmp-7"
+    if stray == "file":
+        planted.write_text("")
+    elif stray == "folder":
+        (planted / "deep").mkdir(parents=True)
+    else:
+        planted.symlink_to(outside if stray == "symlink to a folder" else tmp_path / "none")
+    with sl.Checkpoints(folder) as checkpoints:
+        checkpoints.save(small_state(1))
+        checkpoints.wait()
+        assert checkpoints.steps() == (1,)
+    assert (outside / "precious").exists() and [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_what_cannot_be_cleared_is_said_and_blocks_no_save(tmp_path, monkeypatch):
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+
+    def refusing(path, ignore_errors=False):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        with pytest.warns(
+            sl.ShardingWarning, match=r"could not be deleted: `7.orbax-checkpoint-tmp`.*Permission denied"
+        ):
+            checkpoints.save(small_state(1))
+        checkpoints.wait()
+        assert checkpoints.steps() == (1,)
+
+
+@pytest.mark.parametrize(("how", "named"), [("renamed", 9), ("copied", 9), ("linked", 9), ("renamed", 1)])
+def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how, named):
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small_state(2))
+    place = {
+        "renamed": lambda old, new: old.rename(new),
+        "copied": shutil.copytree,
+        "linked": lambda old, new: new.symlink_to(old),
+    }
+    place[how](tmp_path / "2", tmp_path / str(named))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        for read in (
+            lambda: checkpoints.restore(small_state(), step=named),
+            lambda: checkpoints.about(named),
+            *([lambda: checkpoints.restore(small_state())] if named == 9 else []),
+        ):
+            with pytest.raises(ValueError, match=rf"The checkpoint in .*/{named} is that of step 2.*Give it its name"):
+                read()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_path):
+    good, damaged = tmp_path / "good", tmp_path / "damaged"
+    with sl.Checkpoints(good) as checkpoints:
+        for value in (1, 2):
+            checkpoints.save(small_state(value), data={"batches": value, "source": None}, about={"name": "run"})
+    files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file() and "1" not in path.parts)
+    expected = {step: bits(small_state(step)) for step in (1, 2)}
+    noticed = []
+    for number, file in enumerate(files):
+        shutil.copytree(good, damaged)
+        flip_bit(damaged / file, number)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with sl.Checkpoints(damaged) as checkpoints:
+                restored = checkpoints.restore(small_state())
+        told = any("The checkpoint of step 2" in str(one.message) for one in said)
+        noticed += [file] * told
+        assert restored.step == (1 if told else 2), file
+        assert bits(restored.state) == expected[restored.step], file
+        assert (restored.data["batches"], restored.about) == (restored.step, {"name": "run"}), file
+        shutil.rmtree(damaged)
+        gc.collect()
+    assert len(noticed) >= 3 and any("about" in file.parts for file in noticed), noticed
+
+
+def flip_bit(path, number):
+    """Flip one bit of a file, at a place that differs from file to file."""
+    content = bytearray(path.read_bytes())
+    if content:
+        content[len(content) // 2] ^= 1 << number % 8
+        path.write_bytes(content)
+
+
+# In a process of its own, which obeys the permissions of files whoever the user is, and has to end.
+FAILS_IN_MANY_WAYS = """
+import os, resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np, optax
+import shardlib as sl
+
+folder = Path(sys.argv[1])
+strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), strategy)
+
+def fit(steps, evaluate=None, save_every=2):
+    state = sl.init(lambda: {"w": jax.random.normal(jax.random.key(0), (8, 4096))}, optax.sgd(0.1), strategy)
+    loop = sl.Loop(steps=steps, save_every=save_every, evaluate_every=3)
+    batches = [np.full((8, 8), 1e-3, "f")] * 40
+    return sl.fit(step, state, batches, loop, folder=folder, sinks=[], evaluate=evaluate)
+
+def failing(name, run):
+    try:
+        run()
+    except BaseException as error:
+        print(name, "SAID", type(error).__name__, error)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    print(name, "LEFT", *names)
+
+fit(4)
+for file in ("state", "state/d", "about", "about/metadata", "state/_METADATA", "state/manifest.ocdbt"):
+    path = folder / "checkpoints" / "4" / file
+    mode = path.stat().st_mode
+    path.chmod(0)
+    failing("unreadable", lambda: fit(6))
+    path.chmod(mode)
+
+def interrupted(state):
+    raise KeyboardInterrupt
+
+failing("interrupted", lambda: fit(6, interrupted, save_every=5))
+
+def broken(state):
+    raise RuntimeError("no such file")
+
+failing("evaluation", lambda: fit(8, broken, save_every=5))
+before = sl.Checkpoints._before_commit
+
+def full(self):
+    raise OSError(28, "No space left on device")
+
+sl.Checkpoints._before_commit = full
+failing("commit", lambda: fit(9))
+sl.Checkpoints._before_commit = before
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))
+failing("written", lambda: fit(9))
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+(folder / "checkpoints").chmod(0o555)
+fit(9)
+"""
+
+
+def as_an_ordinary_user():
+    """What lets root ignore permissions is given up, for the program that is started."""
+    libc, drop = ctypes.CDLL(None), 24
+    for capability in (1, 2):  # to write, and to read, whatever the permissions
+        libc.prctl(drop, capability, 0, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
+def test_whatever_fails_a_process_ends_and_what_may_be_good_is_not_touched(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", FAILS_IN_MANY_WAYS, str(tmp_path)],
+        capture_output=True, text=True, preexec_fn=as_an_ordinary_user, timeout=400, check=False,
+    )  # fmt: skip
+    (tmp_path / "checkpoints").chmod(0o755)
+    lines = run.stdout.splitlines()
+    said = {name: [line for line in lines if line.startswith(f"{name} SAID")] for name in (
+        "unreadable", "interrupted", "evaluation", "commit", "written")}  # fmt: skip
+    left = [line.split(" LEFT ")[1] for line in lines if " LEFT " in line]
+    assert len(said["unreadable"]) == 6, run.stdout + run.stderr
+    for line in said["unreadable"]:
+        assert "OSError" in line and "Permission denied" in line and "checkpoints/4/" in line, line
+        assert "need not be damage" in line
+    assert set(left[:6]) == {"2 4"}, "nothing is renamed, nothing is trained again"
+    assert "KeyboardInterrupt" in said["interrupted"][0]
+    assert "RuntimeError no such file" in said["evaluation"][0] and "6" in left[7].split()
+    assert "could not be saved" in said["commit"][0] and "No space left" in said["commit"][0]
+    assert "could not be saved" in said["written"][0] and "File too large" in said["written"][0]
+    assert not any("tmp" in names for names in left), left
+    assert run.returncode == 1 and "PermissionError" in run.stderr, run.stderr
+    assert run.stderr.rstrip().splitlines()[-1].startswith("OSError: "), run.stderr
 
 
 def test_wrong_arguments_are_refused(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from flax import nnx
 import shardlib as sl
 from models import gpt
 from shardlib import _lock
+from shardlib._lock import TakenError
 from shardlib.train import _folder
 from shardlib.train._loop import _Speed
 
@@ -181,14 +181,15 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     records = []
     with pytest.raises(
         FloatingPointError,
-        match=r"3 steps in a row, up to step 7.*first such leaf is `.*`.*checkpoint is that of step 4",
+        match=r"3 steps in a row, up to step 7.*that of `.*` among them.*checkpoint is that of step 4",
     ):
         sl.fit(
             sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append]
         )
     told = [record["note"] for record in records if "finite" in record.get("note", "")]
     assert len(told) == 4 and all(
-        re.search(r"gradient of `[\w/]+` is not finite; the step is skipped", one) for one in told
+        re.search(r"gradient of `[\w/]+`, at least, is not finite, and the loss is nan; the step is skipped$", one)
+        for one in told
     )
 
 
@@ -229,15 +230,135 @@ def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
         mean = gpt.loss(model, batch, rng)
         return sl.mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
 
+    strategy = dataclasses.replace(STRATEGY, nonfinite="count")
     source = text()
     for number, batch in enumerate(source):
         batch["tokens"][:, 0] = 31 if number == 4 else 0
     loop, records = dataclasses.replace(LOOP, save_every=2, nonfinite=5), []
     with pytest.raises(FloatingPointError, match=r"up to step 9.*checkpoint is that of step 4"):
-        sl.fit(sl.train_step(poisoned, STRATEGY), start(), source, loop, folder=tmp_path, sinks=[records.append])
+        sl.fit(
+            sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append]
+        )
     assert sum("not saved" in record.get("note", "") for record in records) >= 1
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.steps() == (2, 4)
+
+
+# Steps whose gradient is not finite, of a model that costs little.
+
+
+@functools.cache
+def line_fit(nonfinite):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, nonfinite=nonfinite)
+    return sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
+
+
+def rows(count, bad=()):
+    """Batches by number of step, from 1; those of `bad` steps have a nan."""
+    batches = [np.full((8, 4), 0.1 * (number % 7), np.float32) for number in range(count)]
+    for number in bad:
+        batches[number - 1][3, 2] = np.nan
+    return batches
+
+
+def short_fit(folder, source, policy="skip", **loop):
+    records, step = [], line_fit(policy)
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    loop = {"steps": len(source), "save_every": 2, "keep": 100, "log_every": 1, **loop}
+    failure = None
+    try:
+        state = sl.fit(step, state, source, sl.Loop(**loop), folder=folder, sinks=[records.append])
+    except FloatingPointError as error:
+        failure = str(error)
+    return state, records, failure
+
+
+def saved_steps(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+def test_by_default_one_bad_batch_poisons_nothing(tmp_path):
+    assert sl.Strategy(mesh="data=8", rules=sl.rules.data) == line_fit("skip").strategy
+    state, _, failure = short_fit(tmp_path, rows(9, bad=[5]))
+    assert failure is None and np.isfinite(state.params["w"]).all() and int(state.nonfinite) == 1
+
+
+def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
+    _, records, _ = short_fit(tmp_path, rows(4, bad=[2]))
+    (told,) = (record["note"] for record in records if "finite" in record.get("note", ""))
+    assert "the gradient of `w`, at least, is not finite, and the loss is nan; the step is skipped" in told
+    device = line_fit("skip").strategy.device_mesh.devices.flat[3].id
+    assert told.endswith(f"; the batch is not finite in example 3, device {device} of process 0")
+
+
+def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):
+    _, records, failure = short_fit(tmp_path, rows(12, bad=[4, 5, 6, 8]))
+    assert failure is None and saved_steps(tmp_path) == [2, 7, 9, 10, 12]
+    assert [record["step"] for record in records if "not saved" in record.get("note", "")] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "bad"), [("skip", [12]), ("skip", [10, 11, 12]), ("count", [12]), ("count", [9])]
+)
+def test_a_run_that_ends_with_gradients_that_are_not_finite_does_not_end_well(tmp_path, nonfinite, bad):
+    _, _, failure = short_fit(tmp_path, rows(12, bad), nonfinite)
+    assert "The run ended badly" in failure and "They are not saved" in failure
+    last = max(step for step in (2, 4, 6, 8, 10) if step < bad[0])
+    assert f"the last checkpoint is that of step {last}" in failure.replace("The last", "the last")
+    assert saved_steps(tmp_path)[-1] == last
+    assert "`Loop(steps=13)`" in failure if nonfinite == "skip" else 'nonfinite="skip"' in failure
+    if nonfinite == "skip" and len(bad) == 1:  # the way out that was named
+        state, _, failure = short_fit(tmp_path, rows(13, bad))
+        assert failure is None and int(state.step) == 13 and saved_steps(tmp_path)[-1] == 13
+
+
+def test_a_streak_ends_a_run_that_is_told_to_stop_without_a_checkpoint_of_it(tmp_path):
+    def stopping():
+        for number, batch in enumerate(rows(12, bad=[5, 6, 7, 8, 9])):
+            if number == 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    records, step = [], line_fit("skip")
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    loop = sl.Loop(steps=12, save_every=2)
+    state = sl.fit(step, state, stopping(), loop, folder=tmp_path, sinks=[records.append])
+    assert 4 < int(state.step) < 10 and saved_steps(tmp_path) == [2, 4]
+    assert "asked to end" in records[-1]["note"] and "is saved" not in records[-1]["note"]
+
+
+def test_after_two_attempts_that_end_alike_the_checkpoint_before_is_tried(tmp_path, capsys):
+    bad = rows(20, bad=range(7, 21))
+    for attempt in range(3):  # the first from nothing, two from step 6
+        _, records, failure = short_fit(tmp_path, bad, nonfinite=3)
+        assert "3 steps in a row" in failure and saved_steps(tmp_path) == [2, 4, 6]
+        assert records[0]["step"] == (6 if attempt else 0)
+    state, records, failure = short_fit(tmp_path, rows(20))
+    assert failure is None and int(state.step) == 20
+    assert records[0]["note"] == "resumed from the checkpoint of step 4"
+    assert "it is put aside as `abandoned-6`" in records[1]["note"]
+    assert (tmp_path / "checkpoints" / "abandoned-6" / "state").is_dir(), "nothing is deleted"
+    assert {4, 6, 20} <= set(saved_steps(tmp_path))
+
+
+def test_an_attempt_that_came_further_is_not_held_against_the_checkpoint_it_left(tmp_path):
+    for start in (7, 9, 11):  # each fails, and later than the one before
+        short_fit(tmp_path, rows(20, bad=range(start, 21)), nonfinite=2)
+    _, records, _ = short_fit(tmp_path, rows(20))
+    assert records[0]["note"] == "resumed from the checkpoint of step 10"
+    assert not list((tmp_path / "checkpoints").glob("abandoned*"))
+
+
+def test_failures_that_are_damaged_are_left_out_of_account(tmp_path, capfd):
+    _folder.add_failure(tmp_path, 6)
+    _folder.add_failure(tmp_path, 6)
+    path = tmp_path / "failures.json"
+    assert (_folder.count_failures(tmp_path, 6), _folder.count_failures(tmp_path, 4)) == (2, 0)
+    content = path.read_bytes()
+    for byte in range(len(content)):
+        path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << byte % 8]) + content[byte + 1 :])
+        assert _folder.count_failures(tmp_path, 6) in (0, 2)
+        assert "cannot be used" in capfd.readouterr().err
 
 
 def test_an_evaluation_that_fails_costs_no_step(tmp_path):
@@ -380,6 +501,36 @@ def test_lines_of_json_survive_a_line_that_was_cut_and_steps_taken_again(tmp_pat
     assert [(line["step"], line.get("loss")) for line in lines] == [(2, 2.0), (4, 4.0), (4, None), (6, 6.5)]
 
 
+@pytest.mark.parametrize("half", [b'{"step": 4, "lo', b"\xff\xfe", b'{"step": "4"}', b"[]"])
+def test_a_record_that_was_half_written_is_not_glued_to_the_next(tmp_path, capsys, half):
+    path = tmp_path / "metrics.jsonl"
+    sink = sl.JsonLines(path)
+    sink({"step": 2, "loss": 2.0})
+    with path.open("ab") as file:
+        file.write(half)  # until the disk was full
+    sink({"step": 6, "loss": 6.0})
+    sink({"step": 8, "loss": 8.0})
+    lines = path.read_bytes().splitlines()
+    assert lines[1] == half and [json.loads(lines[at])["step"] for at in (0, 2, 3)] == [2, 6, 8]
+    sl.JsonLines(path)({"step": 8, "note": "resumed from the checkpoint of step 8"})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 6, 8, 8]
+    assert "line 2 of" in (said := capsys.readouterr().err) and "is no record" in said
+
+
+def test_a_flipped_bit_of_the_records_is_said_or_changes_no_step(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    for step in range(10, 60, 10):
+        sl.JsonLines(path)({"step": step, "loss": 0.5})
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 7]) + content[at + 1 :])
+        sl.JsonLines(path)({"step": 90, "note": "resumed from the checkpoint of step 90"})
+        found = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        silent = capsys.readouterr().err == ""
+        ordered = found == sorted(found) and len(found) == 6
+        assert not silent or ordered, (at, found)
+
+
 def test_the_metrics_of_a_run_in_parts_are_those_of_one(undisturbed, tmp_path):
     lines = {}
     for name, parts in {"whole": [12], "parts": [6, 12]}.items():
@@ -465,10 +616,10 @@ def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):
     gone = subprocess.Popen(["true"])
     gone.wait()
     lock = tmp_path / "occupied.json"
-    here = {"host": socket.gethostname(), "process": gone.pid, "nonce": "aa"}
+    here = {**_lock._this_process(), "process": gone.pid, "nonce": "aa"}
     monkeypatch.setattr(_folder, "_DEAD_SECONDS", 1.5)
     for holder, waits in ((here, False), ({**here, "host": "elsewhere"}, True)):
-        lock.write_text(json.dumps(holder))
+        lock.write_text(_lock._sealed(holder))
         state, _ = fit(tmp_path, loop=dataclasses.replace(LOOP, steps=2), evaluate=None)
         assert int(state.step) == 2 and not lock.exists()
         assert ("still at work" in capfd.readouterr().err) == waits
@@ -478,3 +629,34 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written to"):
         fit(tmp_path / "file" / "run")
+
+
+def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(tmp_path):
+    others = tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp"
+
+    def taken():
+        for number, batch in enumerate(rows(12)):
+            if number == 7:
+                (tmp_path / "occupied.json").write_text("another's")
+                others.mkdir()
+            yield batch
+
+    step = line_fit("skip")
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    tables = sl.TensorBoard(tmp_path / "tensorboard")
+    sinks = [sl.JsonLines(tmp_path / "metrics.jsonl"), tables]
+    with pytest.raises(TakenError, match=r"occupied.json is no longer held by this process.*writes nothing more"):
+        loop = sl.Loop(steps=12, log_every=1, save_every=3)
+        sl.fit(step, state, taken(), loop, folder=tmp_path, about={"run": "first"}, sinks=sinks)
+    recorded = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert max(recorded) < 8 and set(saved_steps(tmp_path)) <= {3, 6}
+    assert (tmp_path / "occupied.json").read_text() == "another's" and others.is_dir(), "what is another's stays"
+
+
+def test_a_run_that_is_there_and_does_nothing_is_not_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "_DEAD_SECONDS", 0.5)
+    holder = _lock._sealed({**_lock._this_process(), "nonce": "aa"})
+    (tmp_path / "occupied.json").write_text(holder)
+    with pytest.raises(ValueError, match=rf"no sign of life.*process {os.getpid()} on .*`kill -CONT`"):
+        short_fit(tmp_path, rows(2))
+    assert (tmp_path / "occupied.json").read_text() == holder

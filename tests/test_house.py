@@ -66,7 +66,7 @@ ORDER = [
             "_step",
         )
     ),
-    *(f"train.{name}" for name in ("_evaluate", "_contents", "_checkpoint", "_folder", "_sinks", "_loop")),
+    *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint", "_sinks", "_loop")),
     "train",
     *(
         f"planning.{name}"

@@ -13,14 +13,18 @@ import json
 import logging
 import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from shardlib._annotate import say
+from shardlib._lock import TakenError
 from shardlib._processes import gather_texts
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
@@ -36,10 +40,16 @@ from shardlib.train._contents import (
     unsealed,
 )
 from shardlib.train._errors import from_saved, saved, saved_like
+from shardlib.train._folder import Occupied
 from shardlib.train._state import State
 
 FORMAT = 1
+_SECONDS_TO_END = 5
 _LOGGERS = ("absl", "asyncio")
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are no checkpoints yet, or no longer
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# How libraries say that something else than the files is in the way of reading them.
+_HINDERED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files")
 T = TypeVar("T")
 
 
@@ -56,6 +66,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run, in one folder: the newest `keep`, and every step that `keep_every` divides.
 
+    Older ones are deleted once the next is complete and was waited for, as the next save does.
+
     >>> import jax.numpy as jnp, shardlib as sl, optax, tempfile
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> state = sl.init(lambda: {"w": jnp.ones(8)}, optax.adam(1e-3), strategy)
@@ -66,7 +78,14 @@ class Checkpoints:
     (0, 8.0)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, keep_every: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        _occupied: Occupied | None = None,
+    ) -> None:
         for name, value in {"keep": keep, "keep_every": keep_every}.items():
             if not (type(value) is int and value >= 1) and not (name == "keep_every" and value is None):
                 raise ValueError(f"`Checkpoints({name}={value!r})`: a whole number, at least one.")
@@ -74,6 +93,10 @@ class Checkpoints:
         from etils import epath
 
         self._orbax, self._writes = ocp, False
+        self._keep, self._keep_every = keep, keep_every
+        self._occupied = Occupied(None) if _occupied is None else _occupied
+        self._taken: TakenError | None = None
+        self._deleting: list[threading.Thread] = []
         self.folder = epath.Path(folder).expanduser().resolve()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`Checkpoints({str(folder)!r})` takes a folder, and that is a file.")
@@ -83,9 +106,12 @@ class Checkpoints:
                 "since it would be taken for a pattern. Choose another name."
             )
         _check_shared(self.folder)
-        policies = ocp.checkpoint_managers
-        kept = [policies.LatestN(keep), *([policies.EveryNSteps(keep_every)] if keep_every else [])]
-        options = ocp.CheckpointManagerOptions(preservation_policy=policies.AnyPreservationPolicy(kept))
+        # Called by Orbax's thread right before a checkpoint gets its name. Were folders made asynchronously, each of Orbax's
+        # threads would wait for one that cannot be made for up to twenty minutes, and the process could not end before.
+        background = ocp.AsyncOptions(
+            post_finalization_callback=self._before_commit, create_directories_asynchronously=False
+        )
+        options = ocp.CheckpointManagerOptions(async_options=background)  # it keeps all: old ones are deleted here
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(_said_here)
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
@@ -94,8 +120,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+        if kind is None:
             self.close()
+            return
+        if issubclass(kind, TakenError) and jax.process_count() > 1:
+            _end_with_the_main_thread()
+            return
+        with contextlib.suppress(OSError, TakenError):  # what went wrong at first is told
+            self._close()
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint that is complete, or None where there is none."""
@@ -111,6 +143,7 @@ class Checkpoints:
         `data` is a place in the data, as `Batches.state` gives it, and `about` anything that JSON can hold. If the save
         before this one failed, says so by an `OSError`, once; that before it is still there.
         """
+        self._occupied.check_together()
         self.wait()
         if not self._writes:
             self._clear()
@@ -119,6 +152,7 @@ class Checkpoints:
         step, arrays = int(state.step), arrays_of(state)
         content = {
             "format": FORMAT,
+            "step": step,
             "leaves": describe_leaves(state, arrays, digests(arrays)),
             "strategy": {
                 one.name: repr(getattr(state.layout.strategy, one.name))
@@ -138,7 +172,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until what was begun is saved; if it could not be, an `OSError` says why and what is still there."""
+        self._wait()
+        self._delete_old()
+
+    def _wait(self) -> None:
         with self._failing(None):
+            # A process that does not commit leaves Orbax's threads waiting for each other, here and in the other processes.
+            while jax.process_count() > 1 and self._manager.is_saving_in_progress():
+                if self._taken is not None:
+                    raise self._taken
+                time.sleep(0.05)
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
@@ -147,17 +190,34 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._wait()
+        finally:
             self._manager.close()
+            for thread in self._deleting:
+                thread.join()
             for name in _LOGGERS:
                 logging.getLogger(name).removeFilter(_said_here)
+
+    def _before_commit(self) -> None:
+        """In a thread of Orbax's, right before a checkpoint that is written is given its name."""
+        try:
+            self._occupied.check()
+        except TakenError as error:
+            self._taken = error
+            raise
 
     def restore(self, like: State, *, step: int | None = None, release: bool = False) -> Restored:
         """Read the newest good checkpoint, or that of a step, into the places that `like` has.
 
         `like` is a state of the same model and optimizer under any strategy, best an abstract one:
-        `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that cannot be read, or whose bits are not
-        those that were saved, is put aside under another name, with a warning, and the one before it is used. With `release`,
-        the arrays of `like` are deleted from their devices before others are read, once it is seen that these fit.
+        `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that is damaged, so that it cannot be read or
+        its bits are not those that were saved, is put aside under another name, with a warning, and the one before it is used.
+        Where files cannot be read for another reason, a permission say, that is an `OSError`, and nothing is changed. With
+        `release`, the arrays of `like` are deleted from their devices before others are read, once it is seen that these fit.
         """
         steps = self.steps() if step is None else (step,)
         if not steps or (step is not None and step not in self.steps()):
@@ -180,7 +240,7 @@ class Checkpoints:
                     )
                 continue
             if failures:
-                self._put_aside([one for one in steps if one > restored.step])
+                self.put_aside([one for one in steps if one > restored.step], "unreadable")
             return restored
         raise ValueError(f"No checkpoint in {self.folder} can be used. " + "; ".join(failures) + ".")
 
@@ -198,14 +258,31 @@ class Checkpoints:
         try:
             sealed = json.loads((self.folder / str(step) / "about" / "metadata").read_text())
             content = unsealed(sealed)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (*_MISSING, ValueError, KeyError, TypeError) as error:
             raise _UnreadableError(f"what it says of itself is not what was written ({_first_line(error)})") from error
+        except OSError as error:
+            raise self._hindered(step, error) from error
         if content["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint of step {step} in {self.folder} has format {content['format']}; this version of shardlib "
                 f"reads format {FORMAT}. Read it with the version that wrote it."
             )
+        self._check_step(step, content.get("step", step))
         return content
+
+    def _check_step(self, step: int, found: int) -> None:
+        if found != step:
+            raise ValueError(
+                f"The checkpoint in {self.folder / str(step)} is that of step {found}: its folder was renamed or copied from "
+                f"`{found}`. Give it its name again, or remove it; nothing was changed."
+            )
+
+    def _hindered(self, step: int, error: BaseException) -> OSError:
+        """What is said of a checkpoint that may be good, and that cannot be read as things are."""
+        return OSError(
+            f"The checkpoint of step {step} in {self.folder} cannot be read: {_first_line(error)}. That need not be damage, so "
+            "nothing was changed. Let this process read it, or move the checkpoint elsewhere for the one before it to be used."
+        )
 
     def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
@@ -234,7 +311,9 @@ class Checkpoints:
                 tree = handler.restore(
                     self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=nested(arguments))
                 )
-            except Exception as error:  # of whatever kind: the folder does not hold what was written
+            except Exception as error:  # of whatever kind
+                if hindrance := _hindrance(self.folder / str(step), error):
+                    raise self._hindered(step, hindrance) from error
                 raise _UnreadableError(
                     f"its arrays cannot be read ({type(error).__name__}: {_first_line(error)})"
                 ) from error
@@ -253,25 +332,68 @@ class Checkpoints:
         leaves = [as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         state = from_saved(state, here)
+        self._check_step(step, int(state.step))
         return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
 
-    def _put_aside(self, steps: list[int]) -> None:
+    def put_aside(self, steps: Iterable[int], name: str) -> None:
+        """Rename the checkpoints of these steps to `NAME-STEP`: they are kept to be looked at, and no longer counted."""
+        self._occupied.check_together()
         if jax.process_index() == 0:
             for step in steps:
                 names = (
-                    f"unreadable-{step}{number}"
-                    for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+                    f"{name}-{step}{number}" for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
                 )
-                (self.folder / str(step)).rename(next(to for name in names if not (to := self.folder / name).exists()))
+                (self.folder / str(step)).rename(next(to for one in names if not (to := self.folder / one).exists()))
+        gather_texts("")  # until it is done
+        self._manager.reload()
+
+    def _delete_old(self) -> None:
+        """Delete the checkpoints that are kept no longer, if this object has saved any itself."""
+        steps = self.steps()
+        kept = set(steps[-self._keep :])
+        if self._keep_every is not None:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        old = [step for step in steps if step not in kept]
+        if not old or not self._writes:
+            return
+        self._occupied.check_together()
+        if jax.process_index() == 0:
+            for step in old:
+                # Under this name it is no checkpoint any more, however much of it is deleted when the process ends.
+                gone = self.folder / f"{step}{_UNFINISHED}-old"
+                try:
+                    (self.folder / str(step)).rename(gone)
+                except OSError as error:
+                    say((f"The checkpoint of step {step} in {self.folder} could not be deleted: {error}.",))
+                    continue
+                thread = threading.Thread(target=shutil.rmtree, args=(gone, True), name="shardlib-delete", daemon=True)
+                thread.start()
+                self._deleting.append(thread)
         gather_texts("")  # until it is done
         self._manager.reload()
 
     def _clear(self) -> None:
         """Take away what an earlier attempt was writing when it ended."""
-        if jax.process_index() == 0:
-            for half in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                half.rmtree()
+        left = self._remove_unfinished() if jax.process_index() == 0 else []
+        say(
+            tuple(
+                f"Left by a save that did not end, in {self.folder}, and could not be deleted: {one}." for one in left
+            )
+        )
         gather_texts("")  # until it is done
+
+    def _remove_unfinished(self) -> list[str]:
+        """What of it could not be removed, and why."""
+        left = []
+        for half in self.folder.glob(f"*{_UNFINISHED}*"):
+            try:
+                if half.is_dir() and not Path(half).is_symlink():
+                    shutil.rmtree(half)
+                else:
+                    half.unlink()
+            except OSError as error:
+                left.append(f"`{half.name}` ({error})")
+        return left
 
     def _check_room(self, step: int, needed: int) -> None:
         """Refuse to begin what a disk has no room for, rather than to leave half of it there."""
@@ -292,14 +414,16 @@ class Checkpoints:
     def _failing(self, step: int | None) -> Iterator[None]:
         try:
             yield
+        except TakenError:
+            raise
         except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
             if jax.process_count() == 1:
                 # Threads of Orbax may write on for a while, and fail as this one did. What is left then is nobody's checkpoint.
                 with contextlib.suppress(Exception):
                     self._manager.wait_until_finished()
+                self._occupied.check()
                 for _ in range(4):
-                    with contextlib.suppress(OSError):
-                        self._clear()
+                    if not self._remove_unfinished():
                         break
                     time.sleep(0.5)
                 self._manager.reload()  # which had counted it among the others
@@ -313,6 +437,19 @@ class NoRoomError(OSError):
 
 class _UnreadableError(Exception):
     """A checkpoint that is not what was written."""
+
+
+def _end_with_the_main_thread() -> None:
+    """See that this process ends with its error: threads of Orbax may wait twenty minutes for those of other processes."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(_SECONDS_TO_END)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=end, name="shardlib-end", daemon=True).start()
 
 
 def _check_shared(folder: Any) -> None:
@@ -351,12 +488,33 @@ def _together(read: Callable[[], T]) -> T:
     result, failure = None, None
     try:
         result = read()
-    except _UnreadableError as error:
+    except (_UnreadableError, OSError) as error:
         failure = error
-    failed = [number for number, text in enumerate(gather_texts("" if failure is None else "x")) if text]
-    if failure is not None or failed:
-        raise failure or _UnreadableError(f"process {failed[0]} cannot read it")
+    kind = "" if failure is None else "damaged" if isinstance(failure, _UnreadableError) else "hindered"
+    said = gather_texts(kind)
+    if "hindered" in said:  # what may be good is put aside by none
+        raise failure if kind == "hindered" else OSError(f"process {said.index('hindered')} cannot read a checkpoint")
+    if "damaged" in said:
+        raise failure or _UnreadableError(f"process {said.index('damaged')} cannot read it")
     return result  # type: ignore[return-value]
+
+
+def _hindrance(folder: Any, error: Exception) -> BaseException | None:
+    """What stood in the way of reading a checkpoint's files, if it was something else than what they hold."""
+    failures: list[OSError] = []
+    for place, _, names in os.walk(folder, onerror=failures.append):
+        for name in names:
+            try:
+                with Path(place, name).open("rb") as file:
+                    file.read(1)
+            except OSError as failure:
+                failures.append(failure)
+    for failure in failures:
+        if not isinstance(failure, _MISSING):
+            return failure
+    if isinstance(error, MemoryError) or any(word in str(error) for word in _HINDERED):
+        return error
+    return None
 
 
 def _of_this_process(places: list[Any], step: int) -> Any:

@@ -1,7 +1,9 @@
 """The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was stopped."""
 
 import json
+import math
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -11,18 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from shardlib._chips import chip_of
-from shardlib._processes import agree, catch_termination
+from shardlib._lock import TakenError
+from shardlib._processes import agree, catch_termination, gather_texts
 from shardlib._tree import named_leaves
 from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
-from shardlib.train._folder import occupied
+from shardlib.train._folder import Occupied, add_failure, count_failures, occupied
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._state import State
 from shardlib.train._step import Step
+from shardlib.train._strategy import Strategy
 
+FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
 IN_FLIGHT = 2  # steps that devices have before them: they never wait for the host, which is never far ahead
 
 
@@ -34,7 +41,7 @@ class Loop:
     - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out data, and checkpoints; after
       the last step there is one of each in any case.
     - `keep`, `keep_every`: the newest checkpoints, and every so many steps, that are kept.
-    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite.
+    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite. In such a row nothing is saved.
     - `profile`: the first step and the number of steps to profile; look at them with `xprof`.
     """
 
@@ -88,6 +95,9 @@ def fit(
 
     SIGTERM, to any process, saves after the step that is under way, and returns.
 
+    A `FloatingPointError` ends a run that had `Loop(nonfinite=...)` steps in a row whose gradient is not finite, or whose
+    last step had such a gradient.
+
     >>> import shardlib as sl, jax.numpy as jnp, numpy as np, optax
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, optax.sgd(0.02), strategy)
@@ -129,8 +139,17 @@ def fit(
     try:
         if place is None:
             return _with_optimizer(run.steps(run.resume(state, None), None), optimizer)
-        with occupied(place, run.about), Checkpoints(place / "checkpoints", **keep) as checkpoints:
-            return _with_optimizer(run.steps(run.resume(state, checkpoints), checkpoints), optimizer)
+        with (
+            occupied(place, run.about) as held,
+            Checkpoints(place / "checkpoints", **keep, _occupied=held) as checkpoints,
+        ):
+            run.held = held
+            state = run.resume(state, checkpoints)
+            try:
+                return _with_optimizer(run.steps(state, checkpoints), optimizer)
+            except FloatingPointError:
+                run.remember_failure()
+                raise
     finally:
         if run.batches is not source:  # which whoever made them may go on with
             run.batches.close()
@@ -152,10 +171,14 @@ class _Run:
         self.watch = watch
         self.about = dict(about or {})
         self.speed = _Speed(unit, flops_per_unit, step.strategy)
-        self.in_flight: deque[tuple[int, Any]] = deque()
+        self.in_flight: deque[tuple[int, Any, Any]] = deque()  # steps, with their metrics and batches
         self.nonfinite = 0  # in a row
         self.paths: list[str] = []
+        self.held = Occupied(None)
+        self.lost = False  # the folder, to another run
+        self.resumed: int | None = None
         self.saved: int | None = None  # begun, that is
+        self.owed = False  # a checkpoint that was not saved when it was due
         self.latest: Callable[[], int | None] = lambda: None
 
     def resume(self, state: State, checkpoints: Checkpoints | None) -> State:
@@ -170,6 +193,7 @@ class _Run:
                     f"`abstract`{'' if checkpoints is None else f', or look for the run elsewhere than in {self.folder}'}."
                 )
             return state
+        abandoned = self.go_back(checkpoints)
         restored = checkpoints.restore(state, release=True)  # what is read takes the place of what was given
         if restored.data is None:
             raise ValueError(
@@ -178,9 +202,32 @@ class _Run:
                 "with `Checkpoints.restore(...).state`."
             )
         self.batches.restore(restored.data)
-        self.saved = restored.step
+        self.saved = self.resumed = restored.step
         self.note(restored.step, f"resumed from the checkpoint of step {restored.step}")
+        if abandoned is not None:
+            self.note(
+                restored.step,
+                f"{FAILURES} attempts that went on from the checkpoint of step {abandoned} ended in gradients that are not "
+                f"finite: it is put aside as `abandoned-{abandoned}`",
+            )
         return restored.state
+
+    def go_back(self, checkpoints: Checkpoints) -> int | None:
+        """Put the newest checkpoint aside if attempts from it ended badly, and there is another; its step."""
+        steps = checkpoints.steps()
+        assert self.folder is not None
+        again = jax.process_index() == 0 and count_failures(self.folder, steps[-1]) >= FAILURES
+        if not gather_texts("again" if again else "")[0] or len(steps) == 1:
+            return None
+        checkpoints.put_aside(steps[-1:], "abandoned")
+        return steps[-1]
+
+    def remember_failure(self) -> None:
+        """That this attempt ended in gradients that are not finite, for the one after the next to begin elsewhere."""
+        if jax.process_index() == 0 and self.resumed is not None:
+            assert self.folder is not None
+            self.held.check()
+            add_failure(self.folder, self.resumed)
 
     def steps(self, state: State, checkpoints: Checkpoints | None) -> State:
         """Every step that is left."""
@@ -202,16 +249,23 @@ class _Run:
                 profile.before(done + 1)
                 state, metrics = self.step(state, batch)
                 done += 1
-                self.in_flight.append((done, metrics))
+                self.in_flight.append((done, metrics, batch))
                 while len(self.in_flight) > IN_FLIGHT:
                     self.settle()
                 profile.after(done, metrics)
+                if self.held.seen_taken:
+                    self.may_write()
                 last, stopped = done == loop.steps, termination.now(done)
-                if last or stopped or done % loop.evaluate_every == 0 or done % loop.save_every == 0:
+                if stopped:
+                    self.held.check_together()
+                due = last or stopped or self.owed or done % loop.save_every == 0
+                if due or done % loop.evaluate_every == 0:
                     self.settle_all()
+                if last and self.nonfinite:
+                    raise FloatingPointError(self.ended_badly(done))
                 if self.evaluate is not None and (last or (done % loop.evaluate_every == 0 and not stopped)):
                     self.measure(state, done, checkpoints)
-                if checkpoints is not None and (last or stopped or done % loop.save_every == 0):
+                if checkpoints is not None and due:
                     self.save(state, done, checkpoints, last or stopped)
                 if stopped and not last:
                     kept = "; the state is saved" if self.saved == done else ""
@@ -251,20 +305,23 @@ class _Run:
 
     def settle(self) -> None:
         """Wait for the oldest step in flight, and tell of it."""
-        step, metrics = self.in_flight.popleft()
+        step, metrics, batch = self.in_flight.popleft()
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         weight, bad = values.pop("weight"), int(values.pop("first_nonfinite"))
         self.speed.count(weight)
         if bad >= 0:
             self.nonfinite += 1
             skipped = "skipped" if self.step.strategy.skips else "taken all the same"
-            self.note(step, f"the gradient of `{self.paths[bad]}` is not finite; the step is {skipped}")
+            self.note(
+                step,
+                f"the gradient of `{self.paths[bad]}`, at least, is not finite, and the loss is {values['loss']:.6g}; "
+                f"the step is {skipped}{self.blame(batch)}",
+            )
             if self.nonfinite >= self.loop.nonfinite:
-                kept = "" if self.latest() is None else f" The last checkpoint is that of step {self.latest()}."
                 raise FloatingPointError(
-                    f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are not finite; the first such leaf "
-                    f"is `{self.paths[bad]}`.{kept} A smaller learning rate, clipping or another precision may help; "
-                    "`Loop(nonfinite=...)` says how many are borne."
+                    f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are not finite, that of "
+                    f"`{self.paths[bad]}` among them.{self.kept()} A smaller learning rate, clipping or another precision may "
+                    "help; `Loop(nonfinite=...)` says how many are borne."
                 )
         else:
             self.nonfinite = 0
@@ -272,6 +329,27 @@ class _Run:
             watched = {name: float(of(step - 1)) for name, of in self.watch.items()}
             left = self.loop.steps - step
             self.say({"step": step, **values, **watched, **self.speed.read(left)})
+
+    def blame(self, batch: Any) -> str:
+        """Which examples of a batch are not finite themselves, and where they lie."""
+        found = [text for text in gather_texts(describe_nonfinite(batch, self.step.strategy)) if text]
+        return "".join(f"; {text}" for text in found)
+
+    def kept(self) -> str:
+        return "" if self.latest() is None else f" The last checkpoint is that of step {self.latest()}."
+
+    def ended_badly(self, done: int) -> str:
+        """What there is to say where the last gradient was not finite: nobody has seen a good one of these parameters."""
+        steps = "step, " + str(done) if self.nonfinite == 1 else f"{self.nonfinite} steps, up to {done},"
+        said = f"The run ended badly: the last {steps} had a gradient that is not finite"
+        if self.step.strategy.skips:
+            why = (
+                " and left the parameters as they were, which may be no good either. If a batch is to blame and not they, let "
+                f"the run have another step, `Loop(steps={done + 1})`."
+            )
+        else:
+            why = ' and went into the parameters all the same: `Strategy(nonfinite="skip")` leaves such steps out.'
+        return f"{said}{why} They are not saved.{self.kept()}"
 
     def settle_all(self) -> None:
         while self.in_flight:
@@ -281,11 +359,15 @@ class _Run:
         """Begin to save. A save that fails is told of and the run goes on, unless it was the last."""
         if done == self.saved:
             return
-        if self.nonfinite and not self.step.strategy.skips:
-            self.note(done, "not saved: the last gradient was not finite, and so may be the parameters")
+        if self.nonfinite:
+            if not self.owed:
+                self.note(done, "not saved: the last gradient was not finite, and parameters may be to blame")
+            self.owed = True  # to be saved once a gradient is finite
             return
+        self.owed = False
         # Of several processes one may fail while others go on. Then the run ends, to be taken up where all of them were.
         alone = jax.process_count() == 1
+        self.held.check_together()
         try:
             checkpoints.wait()
         except OSError as error:
@@ -306,12 +388,55 @@ class _Run:
     def note(self, step: int, text: str) -> None:
         self.say({"step": step, "note": text})
 
+    def may_write(self) -> bool:
+        """Whether the folder is still this run's. A process that is alone ends here if not; several end after one step."""
+        try:
+            self.held.check()
+        except TakenError:
+            if jax.process_count() == 1:
+                raise
+            if not self.lost:
+                os.kill(os.getpid(), signal.SIGTERM)  # by which JAX finds a step after which all can stop
+            self.lost = True
+        except OSError as error:
+            sys.stderr.write(f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n")
+            return False
+        return not self.lost
+
     def say(self, record: Mapping[str, Any]) -> None:
+        if not self.sinks or not self.may_write():
+            return
         for sink in self.sinks:
             try:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
                 sys.stderr.write(f"shardlib: a record of step {record['step']} could not be written: {error}\n")
+
+
+def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
+    """The first numbers of a batch, among those that this process holds, that are not finite; nothing if all are.
+
+    >>> import jax.numpy as jnp, shardlib as sl
+    >>> strategy = sl.Strategy(mesh="data=1", rules=sl.rules.data, accumulate=2)
+    >>> describe_nonfinite({"x": jnp.array([[1.0], [2.0], [3.0], [jnp.nan]])}, strategy)
+    '`x` of the batch is not finite in example 3, microbatch 1 on device 0 of process 0'
+    """
+    sizes = strategy.device_mesh.shape
+    workers = math.prod(sizes[axis] for axis in strategy.data_axes)
+    for path, leaf in named_leaves(batch):
+        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        for shard in leaf.addressable_shards:
+            finite = np.isfinite(np.asarray(shard.data, np.complex64 if jnp.iscomplexobj(leaf) else np.float32))
+            rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
+            if rows.size:
+                example = (shard.index[0].start or 0) + int(rows[0])
+                microbatch = example % (leaf.shape[0] // workers) % strategy.microbatches
+                where = f"device {shard.device.id} of process {shard.device.process_index}"
+                within = f"microbatch {microbatch} on {where}" if strategy.microbatches > 1 else where
+                what = f"`{path}` of the batch" if path else "the batch"
+                return f"{what} is not finite in example {example}, {within}"
+    return ""
 
 
 class _Speed:

@@ -18,8 +18,8 @@ Sink = Callable[[Record], None]
 class JsonLines:
     """A file with one line of JSON per record.
 
-    A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again, or
-    half wrote, is dropped.
+    A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again is
+    dropped. So is a line that is no record, half written on a full disk say, and that is said on standard error.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,25 +38,50 @@ class JsonLines:
         """Add a line."""
         if not self._opened:
             self._begin(_first_anew(record))
-        with self.path.open("a") as file:
-            file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
+            self._opened = True
+        line = json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
+        with self.path.open("ab") as file:
+            file.write((b"\n" if self._half() else b"") + line.encode())
+
+    def _half(self) -> bool:
+        """Whether the last record was written in part, without the end of its line."""
+        if not self.path.stat().st_size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
 
     def _begin(self, step: int) -> None:
-        self._opened = True
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return
-        kept = []
-        for line in self.path.read_text().splitlines():
-            try:
-                earlier = json.loads(line)["step"] < step
-            except (ValueError, KeyError, TypeError):  # cut off while it was written
+        kept, before = [], 0
+        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
+            found = _step_of(line)
+            if found is None:
+                self._say(number, line, "is no record, and is left out")
                 continue
-            if earlier:
-                kept.append(line + "\n")
+            if found < before:
+                self._say(number, line, f"is of a step before that of the record above it, {before}")
+            before = found
+            if found < step:
+                kept.append(line + b"\n")
         beside = self.path.with_suffix(".rewritten")
-        beside.write_text("".join(kept))
+        beside.write_bytes(b"".join(kept))
         beside.replace(self.path)
+
+    def _say(self, number: int, line: bytes, what: str) -> None:
+        shown = line[:60].decode(errors="replace")
+        sys.stderr.write(f"shardlib: line {number} of {self.path} {what}: {shown}\n")
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None of a line that was cut off while it was written, or damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 class TensorBoard:
@@ -84,6 +109,7 @@ class TensorBoard:
                 several = dict(enumerate(np.ravel(value))) if np.ndim(value) else {"": value}
                 for at, one in several.items():
                     self._writer.add_scalar(f"{name}/{at}".rstrip("/"), one, step)
+        self._writer.flush()  # so that nothing waits to be written by the time that the folder may be another run's
 
 
 class Progress:

@@ -36,7 +36,7 @@ class Strategy:
       clips otherwise: `optax.clip(1.0)` by value, `optax.adaptive_grad_clip(0.01)` adaptively.
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no gradient, no state.
     - `nonfinite`: what happens to a step whose gradient is not finite: it is counted; and `"skip"` leaves parameters and
-      optimizer as they were, `"count"` does not. By default it is skipped if the exchange keeps errors, else counted.
+      optimizer as they were, `"count"` takes the step all the same, so that one bad batch may make every parameter nan.
     - `remat`: what is kept for the backward pass: `"none"` of it recomputed; `"full"`, the inputs alone of blocks marked with
       `sl.remat`; `"stage"`, under a pipeline, what was sent to each stage alone, and again inputs of its blocks alone.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes of data what
@@ -63,7 +63,7 @@ class Strategy:
     precision: str | Precision = "float32"
     clip: float | optax.GradientTransformation | None = None
     frozen: tuple[str, ...] = ()
-    nonfinite: Literal["count", "skip"] | None = None
+    nonfinite: Literal["skip", "count"] = "skip"
     remat: Remat = "none"
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
@@ -100,8 +100,8 @@ class Strategy:
             raise ValueError(
                 f'`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(".*embedding",)`.'
             )
-        if self.nonfinite not in ("count", "skip", None):
-            raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "count" or "skip".')
+        if self.nonfinite not in ("skip", "count"):
+            raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "skip" or "count".')
         if self.draws not in ("same", "by_mesh"):
             raise ValueError(f'`Strategy(draws={self.draws!r})`: choose "same" or "by_mesh".')
         if not (
@@ -300,7 +300,7 @@ class Strategy:
     @property
     def skips(self) -> bool:
         """Whether a step whose gradient is not finite leaves parameters and optimizer as they were."""
-        return self.nonfinite == "skip" or (self.nonfinite is None and self.exchange.keeps_errors)
+        return self.nonfinite == "skip"
 
     @property
     def crossing(self) -> tuple[str, ...]:
