@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+from shardlib.pipeline._draw import DARK
+
 
 def svg(width: int, height: int, left: int, title: str, parts: Sequence[str]) -> str:
     """A picture of parts under a title."""
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        DARK,
         f'<rect width="{width}" height="{height}" fill="white"/>',
         text(left, 20, title, size=14),
     ]

@@ -6,16 +6,20 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 
 import shardlib as sl
 import shardlib.data
@@ -156,6 +160,35 @@ class Run:
         """The folder of the run."""
         return Path(self.folder or f"runs/{self.name}").expanduser().absolute()
 
+    def make_model(self) -> gpt.GPT:
+        """The model as it is before the first step."""
+        return gpt.GPT(self.model, rngs=nnx.Rngs(self.seed))
+
+    def loss(self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.Mean:
+        """The loss of a batch of sequences."""
+        seen = {"tokens", "mask"} if self.across_documents else {"tokens", "mask", "segments"}
+        return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
+
+    def planned(self, target: sl.Target, mesh: str = "", dcn: str = "") -> tuple[sl.Step, sl.State, Any]:
+        """The step of this run on a machine that need not be there, for `python -m shardlib plan`.
+
+        State and batch are abstract. Without a `mesh`, the axes are those of the run's strategy.
+        """
+        if not mesh:
+            own = self.strategy.mesh
+            mesh = own if isinstance(own, str) else ",".join(f"{axis}={size}" for axis, size in own.shape.items())
+            dcn = dcn or self.strategy.dcn
+        strategy = dataclasses.replace(self.strategy, mesh=target.mesh(mesh, dcn=dcn), dcn="")
+        optimizer = self.optimizer.make(self.loop.steps)
+        state = sl.init(self.make_model, optimizer, strategy, seed=self.seed, abstract=True)
+        ids, targets = (self.batch, self.model.context + 1), (self.batch, self.model.context)
+        batch = {
+            "tokens": jax.ShapeDtypeStruct(ids, "int32"),
+            "segments": jax.ShapeDtypeStruct(ids, "int32"),
+            "mask": jax.ShapeDtypeStruct(targets, "float32"),
+        }
+        return sl.train_step(self.loss, strategy), state, batch
+
     def lines(self) -> dict[str, str]:
         """Every field by its dotted name, as text."""
         return {name: repr(value) for name, value in _fields(self)}
@@ -170,8 +203,9 @@ def from_command_line(arguments: Sequence[str]) -> Run:
     if not arguments or arguments[0] in ("-h", "--help"):
         names = ", ".join(sorted(path.stem for path in CONFIGS.glob("[!_]*.py")))
         print(
-            f"usage: {Path(sys.argv[0]).name} RUN [--FIELD VALUE ...]\n\nRUN is one of {names}, or `path/to/file.py:function`, a "
-            "function that returns a `Run`.\nRUN --help lists its fields."
+            f"usage: {Path(sys.argv[0]).name} RUN [--FIELD VALUE ...]\n\nRUN is one of {names}; or `path/to/file.py:function`, a "
+            "function that returns a `Run`;\nor `path/to/run.json`, the same run as the one that wrote it.\nRUN --help lists its "
+            "fields."
         )
         raise SystemExit(0 if arguments else 2)
     run = _named(arguments[0])
@@ -203,12 +237,53 @@ def override(value: Any, arguments: Sequence[str]) -> Any:
                 raise ValueError(f"`{name}` has no value.")
             text = rest.pop(0)
         changes.append((name[2:].replace("-", "_"), text))
+    for name, text in changes:
+        if kinds := _kinds(type(value), name):
+            value = dataclasses.replace(value, **{name: _kind(name, text, kinds)()})
+    changes = [(name, text) for name, text in changes if not _kinds(type(value), name)]
     for name, _ in changes:
         known = [name for name, _ in _fields(value)]
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5) or [k for k in known if k.endswith("." + name)]
-            raise ValueError(f"There is no field `{name}`" + (f"; did you mean `{near[0]}`?" if near else "."))
+            raise ValueError(f"There is no field `{name}`{_meant(name, known)}")
     return _changed(value, dict(changes))
+
+
+def _kinds(owner: type, name: str) -> dict[str, type]:
+    """The classes of which a group of fields is one, by their names in small letters, where there is a choice."""
+    choices = get_args(get_type_hints(owner).get(name))
+    if not choices or not all(map(dataclasses.is_dataclass, choices)):
+        return {}
+    return {kind.__name__.lower(): kind for kind in choices}
+
+
+def _kind(name: str, text: str, kinds: dict[str, type]) -> type:
+    if text.lower() not in kinds:
+        raise ValueError(
+            f"`{name}` is {' or '.join(f'`{kind}`' for kind in kinds)}, with its own fields; got `{text}`."
+        )
+    return kinds[text.lower()]
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """The end of a message on a field that does not exist: those that were probably meant."""
+    group, _, last = name.rpartition(".")
+    of_group = [one for one in known if one.startswith(f"{name}.")]
+    if of_group:
+        return f": it is a group of fields, {_listed(of_group)}."
+    beside = [one for one in known if group and one.startswith(f"{group}.")]
+    ends: dict[str, list[str]] = {}
+    for one in beside or known:
+        ends.setdefault(one.rpartition(".")[2], []).append(one)
+    near = ends.get(last) or [
+        one for end in difflib.get_close_matches(last, list(ends), 1, 0.6 if beside else 0.75) for one in ends[end]
+    ]
+    if near:
+        return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?"
+    return f": `{group}` has {_listed(beside)}." if beside else "."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _changed(value: Any, changes: dict[str, str]) -> Any:
@@ -271,12 +346,16 @@ def _rules(text: str) -> sl.AxisRules:
 def _schedule(text: str) -> sl.pipeline.Schedule:
     name, *numbers = text.split(":")
     counts = (2, 3) if name == "interleaved" else (2,)
-    if name not in sl.pipeline.SCHEDULES or len(numbers) not in counts or not all(map(str.isdecimal, numbers)):
+    if name not in sl.pipeline.SCHEDULES or len(numbers) not in counts or not all(map(_is_count, numbers)):
         raise ValueError(
             f"A pipeline is a schedule, its stages and its microbatches, `1f1b:4:16`, of {', '.join(sl.pipeline.SCHEDULES)}; "
             f"`interleaved:4:16:3` has 3 parts on a stage. Got `{text}`."
         )
     return sl.pipeline.SCHEDULES[name](*map(int, numbers))
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20
 
 
 def _exchange(text: str) -> sl.Exchange:
@@ -323,7 +402,99 @@ def _said(kind: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for names, text in items for name in re.findall(r"`(\w+)`", names)}
 
 
+# What values in a `run.json` are made of, beside numbers, texts and their like.
+_TYPES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Exact)},
+    **{name: kind for name, kind in vars(sl.collectives).items() if isinstance(kind, type)},
+    **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
+    "dtype": np.dtype,
+}
+OF_TEXTS = ("train", "held out")  # in a `run.json` beside the fields: fingerprints of the tokens
+
+
+def recorded(path: str | Path) -> Run:
+    """The run that wrote a `run.json`, with every field as it was."""
+    try:
+        lines = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise SystemExit(f"There is no file `{path}`.") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"`{path}` cannot be read: {error}") from error
+    if not isinstance(lines, dict) or not all(isinstance(text, str) for text in lines.values()):
+        raise SystemExit(f"`{path}` is not the `run.json` of a run: it holds no fields as text.")
+    lines = {name: text for name, text in lines.items() if name not in OF_TEXTS}
+    try:
+        run = _rebuilt(Run, lines)
+    except ValueError as error:
+        raise SystemExit(f"`{path}` cannot be taken up: {error}") from error
+    now = run.lines()
+    if differing := [name for name in {**lines, **now} if lines.get(name) != now.get(name)]:
+        raise SystemExit(
+            f"`{path}` cannot be taken up: this version of the program has other fields, or reads them otherwise: "
+            f"{_listed(differing)}."
+        )
+    return run
+
+
+def _rebuilt(kind: type, lines: dict[str, str], prefix: str = "") -> Any:
+    """A frozen dataclass from what `lines` wrote of it."""
+    new: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        name, below = prefix + field.name, f"{prefix}{field.name}."
+        inner = {line.removeprefix(below).partition(".")[0] for line in lines if line.startswith(below)}
+        if name in lines:
+            new[field.name] = _value(name, lines[name])
+        elif inner:
+            hint = get_type_hints(kind)[field.name]
+            fitting = [one for one in get_args(hint) or (hint,) if {f.name for f in dataclasses.fields(one)} == inner]
+            if not fitting:
+                raise ValueError(f"`{name}` has the fields {_listed(sorted(inner))}, which this version does not know.")
+            new[field.name] = _rebuilt(fitting[0], lines, below)
+        else:
+            raise ValueError(f"it has no `{name}`.")
+    return kind(**new)
+
+
+def _value(name: str, text: str) -> Any:
+    if scalar := re.fullmatch(r"<class '[\w.]*?(\w+)'>", text):  # jnp.bfloat16 and its like
+        return getattr(jnp, scalar[1])
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"`{name} = {text}` is not written so that it can be made again. Begin from the function that gives the run."
+        ) from error
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """The value of an expression of constants and of the types that a run is made of; nothing else is called."""
+    if isinstance(node, ast.Call):
+        call: Any
+        if isinstance(node.func, ast.Attribute):  # AxisRules(...).indivisible(...)
+            rules = _evaluated(node.func.value)
+            if not isinstance(rules, sl.AxisRules) or node.func.attr != "indivisible":
+                raise ValueError(f"nothing is called `{node.func.attr}`")
+            call = rules.indivisible
+        else:
+            call = _TYPES[node.func.id] if isinstance(node.func, ast.Name) else None
+            call = _rules_of if call is sl.AxisRules else call
+        named = {str(one.arg): _evaluated(one.value) for one in node.keywords}
+        return call(*map(_evaluated, node.args), **named)
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_evaluated, node.elts))
+    if isinstance(node, ast.List):
+        return list(map(_evaluated, node.elts))
+    return ast.literal_eval(node)
+
+
+def _rules_of(known: Collection[str] = (), **rules: Any) -> sl.AxisRules:
+    """Rules as they are printed: `known` are names without a rule."""
+    return sl.AxisRules.knowing(*known) | sl.AxisRules(rules)
+
+
 def _named(name: str) -> Run:
+    if name.endswith(".json"):
+        return recorded(name)
     path, _, function = name.partition(":")
     if path.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)

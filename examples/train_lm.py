@@ -2,6 +2,7 @@
 
     python examples/train_lm.py tiny                                    # a run of `configs/`
     python examples/train_lm.py tiny --name short --loop.steps 300      # with changes; `tiny --help` lists the fields
+    python examples/train_lm.py runs/tiny/run.json --name again         # the same run, from what it wrote
     python -m shardlib.launch -n 2 --devices 4 -- python examples/train_lm.py tiny --strategy.zero 3
 
 The run lives in a folder. Called again it goes on where it was stopped, on another mesh, stage of ZeRO or number of
@@ -25,7 +26,7 @@ from jax.experimental import multihost_utils
 
 import shardlib as sl
 import shardlib.data
-from examples.run import MAY_CHANGE, Run, from_command_line
+from examples.run import MAY_CHANGE, OF_TEXTS, Run, from_command_line, recorded
 from models import gpt
 
 
@@ -43,20 +44,17 @@ def main(arguments: list[str]) -> None:
     check_tokens(run, prepared)
     about = {**run.lines(), "train": prepared.train.fingerprint, "held out": prepared.held_out.fingerprint}
     check_folder(run, about)
+    check_texts(arguments[0], run, about)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
     train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=0)
 
     strategy, steps = run.strategy, run.loop.steps
     say(sl.describe_mesh(strategy.device_mesh), "\n")
-    make_model = lambda: gpt.GPT(run.model, rngs=nnx.Rngs(run.seed))  # noqa: E731
-    state = sl.init(make_model, run.optimizer.make(steps), strategy, seed=run.seed)
-
-    def loss(model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.Mean:
-        seen = {"tokens", "mask"} if run.across_documents else {"tokens", "mask", "segments"}
-        return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
-
-    step = sl.train_step(loss, strategy)
-    measure = sl.evaluation(lambda model, batch, rng: loss(nnx.view(model, deterministic=True), batch, None), strategy)
+    state = sl.init(run.make_model, run.optimizer.make(steps), strategy, seed=run.seed)
+    step = sl.train_step(run.loss, strategy)
+    measure = sl.evaluation(
+        lambda model, batch, rng: run.loss(nnx.view(model, deterministic=True), batch, None), strategy
+    )
 
     def evaluate(state: sl.State) -> dict[str, float]:
         nats = measure(state, held_out(), at_most=run.evaluation_batches)["loss"]
@@ -106,14 +104,26 @@ def check_folder(run: Run, now: dict[str, str]) -> None:
     path = run.home / "run.json"
     begun = path.exists() and any(one.name.isdecimal() for one in (run.home / "checkpoints").glob("*"))
     before = json.loads(path.read_text()) if begun else now
-    unread = {"train", "held out"} - now.keys()
+    unread = set(OF_TEXTS) - now.keys()
     other = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in unread]
     if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
         listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
-        files = " Its files have other text than they had." if {"train", "held out"} & set(differing) else ""
+        files = " Its files have other text than they had." if set(OF_TEXTS) & set(differing) else ""
         raise SystemExit(
             f"The folder {run.home} holds another run:\n{listed}\nGive this one a name or a folder of its own, `--name` or "
             f"`--folder`, or its fields as they were.{files}"
+        )
+
+
+def check_texts(name: str, run: Run, now: dict[str, str]) -> None:
+    """See that a run which begins from a `run.json` reads the texts that that one read, if they are called the same."""
+    if not name.endswith(".json") or recorded(name).data != run.data:
+        return
+    before = json.loads(Path(name).read_text())
+    if any(before.get(of, now[of]) != now[of] for of in OF_TEXTS):
+        raise SystemExit(
+            f"The texts of `{name}`, `data.files={run.data.files!r}`, have changed since it was written, so that this would be "
+            "another run. Give `--data.files` where they are as they were; or begin anew from the function that gives the run."
         )
 
 

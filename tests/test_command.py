@@ -35,6 +35,20 @@ def thrifty(mesh):
 def leaving(mesh):
     raise SystemExit(3)
 
+def wrong():
+    return 3
+
+class Run:
+    name = "a run"
+
+    def planned(self, target, mesh, dcn):
+        return good(target.mesh(mesh or "data=4,other=2", dcn=dcn))
+
+a_run = Run()
+
+def gives_a_run(width=64):
+    return Run()
+
 def dying(mesh):
     import os, signal
     os.write(2, b"F0000 check failed: the compiler's last words")
@@ -62,6 +76,41 @@ def test_a_report(steps):
     assert result.stderr == "compiling for cpu:8 ...\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "mesh"),
+    [
+        ("a_run", [], "data=4,other=2"),
+        ("gives_a_run", ["--mesh", "data=8"], "data=8"),
+    ],
+)
+def test_what_knows_its_own_mesh_is_planned(steps, name, options, mesh):
+    result = plan(f"{steps}:{name}", "--target", "cpu:8", "--json", *options)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["name"], found["mesh"]) == ("a run", mesh)
+
+
+def test_a_run_of_the_trainer_is_planned(tmp_path):
+    own = tmp_path / "small.py"
+    own.write_text(SMALL_RUN)
+    result = plan(own, "--target", "cpu:8")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("small on cpu:8: 8 devices") and "mesh data=2,model=4" in result.stdout
+
+
+SMALL_RUN = """
+import dataclasses
+import shardlib as sl
+from examples.configs import tiny
+
+def run():
+    base = tiny.run()
+    model = dataclasses.replace(base.model, layers=1, width=32, heads=4, hidden=64, context=32, vocab=256)
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=1)
+    return dataclasses.replace(base, name="small", model=model, strategy=strategy)
+"""
+
+
 def test_json(steps):
     result = plan(f"{steps}:good", "--target", "cpu:4", "--json")
     found = json.loads(result.stdout)
@@ -75,7 +124,8 @@ def test_json(steps):
         ("good", ["--target", "cpu:8", "--mesh", "data=4"], "`data=4` is 4 devices, and `cpu:8` has 8"),
         ("good", ["--target", "cpu:8", "--mesh", "data=8", "--dcn", "pod"], "no axis `pod`"),
         ("good", ["--target", "cpu:6"], "16 examples does not split over `data=6`"),
-        ("nothing", ["--target", "cpu:8"], "has no function `nothing`; it has `step_for`"),
+        ("nothing", ["--target", "cpu:8"], "has no function and no run `nothing`; it has `step_for`"),
+        ("wrong", ["--target", "cpu:8"], "takes no mesh, so it must return a run"),
         ("choosing", ["--target", "cpu:8"], "needs values while it is traced"),
         ("failing", ["--target", "cpu:8"], "NameError: name 'undefined' is not defined"),
         ("thrifty", ["--target", "cpu:8"], "must return a step, its state and its batch"),
@@ -97,7 +147,13 @@ def test_mistakes_are_one_message(steps, function, options, message):
 
 
 def test_no_function_and_no_file(steps):
-    for make_step, message in [("nowhere.py:make", "no file `nowhere.py`"), (str(steps), "names no function")]:
+    cases = [
+        ("nowhere.py:make", "no file `nowhere.py`"),
+        ("nowhere.py", "no file `nowhere.py`"),
+        (str(steps), "has no function and no run `run`; it has `step_for`"),
+        ("steps", "names no step and no run"),
+    ]
+    for make_step, message in cases:
         result = plan(make_step, "--target", "cpu:8")
         assert result.returncode == 2 and message in result.stderr
 

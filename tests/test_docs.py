@@ -3,6 +3,7 @@ shown after it; every command is one that its program takes.
 """
 
 import inspect
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ import shardlib.optimizers
 import shardlib.testing
 from examples.run import from_command_line
 from shardlib.__main__ import parser
+from shardlib.pipeline._draw import DARK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,6 +88,9 @@ def take_the_first_run(folder):
 def test_every_command_is_one_that_its_program_takes(page, elsewhere):
     for block in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.DOTALL):
         Path(block[1]).write_text(block[0])
+    written = Path("runs/tiny/run.json")  # by the first of them
+    written.parent.mkdir(parents=True)
+    written.write_text(json.dumps(from_command_line(["tiny"]).lines()))
     for arguments in commands(page, r"python examples/train_lm\.py"):
         try:
             from_command_line(arguments)
@@ -94,9 +100,11 @@ def test_every_command_is_one_that_its_program_takes(page, elsewhere):
         if arguments:
             shardlib.launch._parse(arguments)
     for arguments in commands(page, "python -m shardlib plan"):
-        if arguments and arguments[0] != "FILE.py:FUNCTION":
-            path, _, function = parser().parse_args(["plan", *arguments]).make_step.partition(":")
-            assert f"def {function}(" in (ROOT / path).read_text()
+        if arguments:
+            options = parser().parse_args(["plan", *arguments])
+            shardlib.Target(options.target)
+            path, _, function = options.make_step.partition(":")
+            assert f"def {function or 'run'}(" in (ROOT / path).read_text()
     for arguments in commands(page, "python -m shardlib pipeline"):
         parser().parse_args(["pipeline", *arguments])
 
@@ -106,6 +114,52 @@ def test_every_extra_that_is_to_be_installed_exists():
     for page in PAGES:
         for extras in re.findall(r"pip install (?:-e )?\"(?:\.|shardlib)\[([\w,-]+)\]", page.read_text()):
             assert set(extras.split(",")) <= set(known), f"{called(page)}: [{extras}]"
+
+
+def test_first_pages_install_jax_for_accelerators():
+    """JAX alone comes for the CPU, and a run on it would look like one on the accelerator."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, jax_extra in (("gpu", "jax[cuda13]"), ("tpu", "jax[tpu]")):
+        assert any(one.startswith(jax_extra) for one in extras[extra])
+        for page in (PAGES[0], FIRST_RUN, ROOT / "docs" / "how-to" / "many-machines.md"):
+            assert f"[train,{extra}]" in page.read_text(), called(page)
+
+
+def test_the_first_pages_lead_to_every_page():
+    pages = {called(page).removeprefix("docs/") for page in PAGES[1:]} - {"index.md"}
+    for first, prefix in ((ROOT / "README.md", "docs/"), (ROOT / "docs" / "index.md", "")):
+        linked = set(re.findall(rf"\]\({prefix}([\w/-]+\.md)\)", first.read_text()))
+        assert pages - linked <= {"collectives.md"}, called(first)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=called)
+def test_pictures_are_readable_in_the_dark(picture):
+    """Each has the colours of both; what stands on the paper has one for each, and no paper is left white."""
+    text = picture.read_text()
+    assert text.splitlines()[1] == DARK
+    paper = next(one for one in xml.etree.ElementTree.fromstring(text) if one.tag.endswith("rect"))
+    assert paper.get("fill") == "white" and 'rect[fill="white"]' in DARK
+    for colour in {"black", "#555", "#666"} & set(re.findall(r'<text[^>]* fill="([^"]*)"', text)):
+        assert f'text[fill="{colour}"]' in DARK
+    for colour in {"black", "#ddd"} & set(re.findall(r'stroke="([^"]*)"', text)):
+        assert f'[stroke="{colour}"]' in DARK
+
+
+def test_examples_of_the_reference_are_code():
+    """Markdown takes `>>>` for three quotes within each other, and runs the lines of an example together."""
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "_doctests.py"))
+    package = griffe.load("shardlib", search_paths=[str(ROOT)], extensions=extensions)
+    examples = 0
+    for name in re.findall(r"^::: shardlib\.(\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
+        found = package[name]
+        within = [found, *(found.members.values() if found.is_class else ())]
+        for text in (one.docstring.value for one in within if one.docstring):
+            outside = re.sub(r"(?ms)^ *```pycon\n.*?\n *```$", "", text)
+            assert ">>>" not in outside, f"{name}: {outside}"
+            assert not re.search(r"[^\n]\n *```pycon", text) and "<BLANKLINE>" not in text
+            examples += text.count("```pycon")
+    assert examples > 50
 
 
 def test_links_lead_somewhere():

@@ -1,10 +1,15 @@
 """The formulas: the papers' own figures, the worked example that tutorials repeat, and a compiled program."""
 
+import re
+import types
+from pathlib import Path
+
 import jax
 import optax
 import pytest
 from flax import nnx
 
+import examples.gpt
 import shardlib as sl
 from models import gpt
 
@@ -86,6 +91,48 @@ def test_modules_have_their_flops_and_shapes():
     attention = 12 * 3 * (4 * 512 * 512 * 768)
     assert total.flops == pytest.approx(6 * weights * 3 * 512 + 3 * attention, rel=2e-2)
     assert "the largest module is" in str(total)
+
+
+# `python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16 --json`, the README's example,
+# compiled by libtpu 0.0.42 under JAX 0.10.2: two minutes of two cores, and so not compiled here again. The most of each kind.
+README_COMPILED = {
+    "parameters": 105_350_144, "optimizer state": 210_700_800, "copies of parameters": 66_060_288,
+    "gradients": 104_259_584, "activations": 1_906_311_168,
+}  # fmt: skip
+README_COMPILED_TOTAL = 7_451_458_150
+
+
+def test_the_readmes_example_is_within_what_the_docs_say(monkeypatch):
+    """The estimate that `examples/gpt.py` makes for it, from the same arguments; only the machine is left out."""
+    mesh = types.SimpleNamespace(shape={"data": 16, "model": 16})
+    strategy = sl.Strategy(mesh="data=16,model=16", rules=sl.rules.data | sl.rules.tensor_sequence, remat="full")
+    monkeypatch.setattr(sl, "Strategy", lambda **options: strategy)
+    monkeypatch.setattr(sl, "init", lambda *arguments, **options: None)
+    monkeypatch.setattr(sl, "train_step", lambda *arguments: None)
+    *_, guess = examples.gpt.llama2_7b(mesh)
+    page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    of_kept, of_whole = (int(re.search(rf"^\| {row} \|.*\| (\d+)% \|$", page, re.M)[1]) / 100 for row in ROWS)
+    assert sum(guess.kinds.values()) == pytest.approx(sum(README_COMPILED.values()), rel=of_kept)
+    assert guess.total_bytes == pytest.approx(README_COMPILED_TOTAL, rel=of_whole)
+    assert of_kept <= 0.05 and of_whole <= 0.11
+
+
+ROWS = ("parameters, state, gradients, activations", "the whole at its fullest")
+
+
+def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequence():
+    decoder = gpt.llama2_7b().decoder
+    stream = 2 * decoder.sequence * decoder.width * 2  # of two examples in 16 bits
+    for recompute, gathered in (("none", 2 * decoder.layers + 1), ("full", 1)):
+        whole, split = (
+            sl.estimate(decoder, examples=2, tensor=16, sequence_parallel=sequence, recompute=recompute)
+            for sequence in (False, True)
+        )
+        norms = (2 * decoder.layers + 1 if recompute == "none" else 1) * stream // 2 * 12
+        inputs = 0 if recompute == "none" else decoder.layers * stream
+        kept = gathered * stream + (norms + inputs) // 16
+        rest = whole.kinds["activations"] - norms - gathered * stream - inputs
+        assert split.kinds["activations"] == kept + rest
 
 
 def test_unknown_optimizers_are_named():

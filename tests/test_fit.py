@@ -580,6 +580,52 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert terminal.getvalue().endswith("\n")
 
 
+class Step:
+    """What a step gives, which is ready from some moment on."""
+
+    def __init__(self, ends, clock):
+        self.ends, self.clock = ends, clock
+
+    def is_ready(self):
+        return self.clock[0] >= self.ends
+
+
+@pytest.mark.parametrize("each", [1, 3, 7])
+@pytest.mark.parametrize("ahead", [False, True], ids=["blocking", "ahead"])
+def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
+    """Ten seconds to compile, then two a step, counted `each` at a time; whether a call returns before its step has ended."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    speed, told, waiting = _Speed("tokens", None, STRATEGY), [], []
+    for number in range(1, 22):
+        waiting.append(Step(10.0 + 2 * (number - 1), clock))
+        if not ahead or number == 1:
+            clock[0] = max(clock[0], waiting[-1].ends)
+        speed.begun(waiting[-1])
+        if number % each == 0:
+            for step in waiting:
+                clock[0] = max(clock[0], step.ends)
+                speed.count(50)
+                told.append(speed.read(10))
+            waiting = []
+    told = [record for record in told if record]
+    assert len(told) >= 14 and all(record == {"tokens_per_second": 25.0, "seconds_left": 20.0} for record in told)
+
+
+def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    speed = _Speed("tokens", None, STRATEGY)
+    speed.begun(Step(1.0, clock)), speed.begun(Step(2.0, clock))
+    clock[0] = 9.0  # the data was waited for
+    speed.begun(Step(10.0, clock))
+    speed.count(50), speed.count(50)
+    assert speed.read(3) == {}
+    clock[0] = 10.0
+    speed.count(50)
+    assert speed.read(2) == {"tokens_per_second": 50.0, "seconds_left": 2.0}
+
+
 def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 100.0, 101.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))

@@ -220,7 +220,7 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: GPipe(0, 4), r"GPipe\(stages=0\)`: a whole number, at least one"),
+        (lambda: GPipe(0, 4), r"GPipe\(stages=0\)`: a whole number, from 1 to 256"),
         (lambda: OneFOneB(4, 0), r"microbatches=0\)`: at least 1"),
         (
             lambda: Interleaved(4, 6),
@@ -246,6 +246,36 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
 def test_numbers_that_are_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_numbers_that_no_pipeline_has_are_refused_before_anything_is_listed(name, capsys):
+    huge = 10**30
+    for stages, microbatches, said in [
+        (4, huge, r"microbatches=10\^30\)`.*at most [0-9,]+ of stages x microbatches x parts on a stage"),
+        (4, 10**5000, r"microbatches=10\^5000\)`.*at most"),
+        (huge, huge, r"stages=10\^30\)`: a whole number, from 1 to 256"),
+        (257, 514, r"stages=257\)`: a whole number, from 1 to 256"),
+        (1, -huge, r"microbatches=-10\^30\)`: at least \d"),
+        (1, 2**17, r"microbatches=131072\)`.*at most"),
+        (True, 8, r"stages=True\)`: a whole number"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            SCHEDULES[name](stages, microbatches)
+    for numbers in (["--stages", str(huge)], ["--microbatches", str(huge)]):
+        assert main(["pipeline", "--schedule", name, *numbers]) == 2
+        assert "shardlib pipeline: `" in capsys.readouterr().err
+
+
+def test_the_comparison_of_all_schedules_refuses_such_numbers_too(capsys):
+    assert main(["pipeline", "--microbatches", str(10**30)]) == 2
+    assert r"microbatches=10^30" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"with 10\^30 parts on a stage"):
+        Interleaved(4, 8, chunks=10**30)
+    for word in ("F" + "9" * 5000, "F0@" + "9" * 5000):
+        with pytest.raises(ValueError, match="an op is `F3`") as refused:
+            Table.parse(f"{word} B0")
+        assert len(str(refused.value)) < 200
 
 
 def test_tables_are_made_without_jax():

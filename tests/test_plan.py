@@ -21,6 +21,10 @@ import shardlib as sl
 from benchmarks._steps import HAND_WRITTEN
 from models import gpt
 from shardlib import testing
+from shardlib._chips import CHIPS
+from shardlib.planning._compile import _words
+from shardlib.planning._memory import KINDS, Memory
+from shardlib.planning._plan import _advice
 
 WIDTH, LAYERS, ROWS = 256, 3, 64
 MATRIX = WIDTH * WIDTH * 4
@@ -319,6 +323,8 @@ def test_what_does_not_fit_is_a_finished_report():
     assert not found.fits and found.refusal and found.memory.total_bytes > found.chip.usable_bytes
     assert found.memory.unattributed < 0.05
     text = str(found)
+    assert f"the compiler refuses it\n  {found.refusal.splitlines()[0]}\n" in text
+    assert "hbm" in found.refusal.lower() and found.as_dict()["refusal"] == found.refusal
     assert "DOES NOT FIT" in text and 'Strategy(remat="full")' in text and "too much" in text and HERE in text
     assert found.advice[1].startswith(("Take fewer examples", "Recompute"))
 
@@ -338,6 +344,69 @@ def test_a_program_that_the_compiler_refuses():
     step = jax.jit(lambda state, x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x))
     with pytest.raises(ValueError, match="The compiler refuses this program: .*vmem"):
         sl.plan(step, {}, rows, target)
+
+
+@pytest.mark.tpu_compiler
+def test_what_the_compiler_says_is_told_in_its_words(monkeypatch):
+    """XLA's own fusion that wants more of the chip's memory than there is: which, how much, the limit, and the line."""
+    target = sl.Target("tpu:v5e:1x1")
+    monkeypatch.setattr(sl.Target, "compiler_options", {"xla_tpu_scoped_vmem_limit_kib": 128})
+    rows = jax.ShapeDtypeStruct((8, 1024, 1024), "float32", sharding=NamedSharding(target.mesh("data=1"), P()))
+    step = jax.jit(lambda state, x: jax.nn.softmax(x @ x))
+    with pytest.raises(ValueError, match="The compiler refuses this program: E1001: .*[Vv]mem") as refused:
+        sl.plan(step, {}, rows, target)
+    said = str(refused.value)
+    assert re.search(r"f32\[8,1024,1024\].*limit 128.0K exceeded scoped vmem limit by", said)
+    assert re.search(rf"The line: .*{HERE}:\d+$", said) and len(said) < 2000
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("", "no reason was given"),
+        ("INTERNAL: bad shape", "bad shape"),
+        (
+            "RESOURCE_EXHAUSTED: E1: Oom:\nRan out.\n=====\n  @ 0x7f00 main\n\nUsed 2 of 1. - \n",
+            "E1: Oom: Ran out.\nUsed 2 of 1.",
+        ),
+        ("Ran out: one\ntwo", "Ran out: one\ntwo"),
+    ],
+)
+def test_a_compilers_words_are_cleaned(error, words):
+    assert _words(error) == words
+    long = _words(error + "\n" + "buffer " * 10_000)
+    assert len(long) <= 1500 and long.endswith("...") and words.partition("\n")[0] in long + words * (not error)
+
+
+def advised(target_mesh="data=8", **options):
+    """What is advised where a step that has something of every kind does not fit."""
+    strategy = sl.Strategy(mesh=target_mesh, **{"rules": sl.rules.data, "remat": "full", **options})
+    kinds = dict.fromkeys(KINDS, 2**30)
+    memory = Memory(kinds, dict(kinds), (), 0, 0, 0, None)
+    return "\n".join(_advice(memory, CHIPS["v5e"], strategy))
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({}, {1, 2}),
+        ({"zero": 1}, {2, 3}),
+        ({"zero": sl.Zero(1, small=0)}, {2, 3}),
+        ({"zero": 2}, {3}),
+        ({"zero": 3}, set()),
+        ({"target_mesh": "data=1,model=8", "rules": sl.rules.data | sl.rules.tensor}, set()),
+        ({"exchange": sl.collectives.OneBit("data")}, set()),
+        ({"rules": sl.rules.data | sl.rules.pipeline, "target_mesh": "data=4,stage=2",
+          "pipeline": sl.pipeline.GPipe(2, 4)}, {1}),
+        ({"rules": sl.rules.data | sl.rules.pipeline, "target_mesh": "data=4,stage=2", "zero": 1,
+          "pipeline": sl.pipeline.GPipe(2, 4)}, set()),
+    ],
+)  # fmt: skip
+def test_advice_is_of_what_is_not_done_already_and_can_be(options, stages):
+    text = advised(**options)
+    assert {int(stage) for stage in re.findall(r"zero=(\d)", text)} == stages
+    assert ("splits them already" in text) == bool(options.get("zero"))
+    assert ("accumulate=" in text) == ("pipeline" not in options)
 
 
 def test_a_plan_is_a_value_that_prints(on_cpu):

@@ -63,11 +63,31 @@ def test_gpus(text):
         ("gpu:h200:1x8x8", "what NVLink joins.*`gpu:h200:8x1x8`"),
         ("gpu:h200:1x1x16", "what NVLink joins"),
         ("gpu:b200:1x36x4", "72 B200s"),
+        ("tpu:v5p-64", "TensorCores .* 32 chips, `tpu:v5p:2x4x4`. .* 64 chips, `tpu:v5p:4x4x4`"),
+        ("v5p-8", "4 chips, `tpu:v5p:2x2x1`. .* 8 chips, `tpu:v5p:2x2x2`"),
+        ("tpu:v4-4096", "2,048 chips, `tpu:v4:8x16x16`"),
+        ("v3-32", "16 chips, `tpu:v3:4x4`. .* 32 chips, `tpu:v3:4x8`"),
+        ("tpu7x-16", "8 chips, `tpu:7x:2x2x2`. .* 16 chips, `tpu:7x:2x2x4`"),
+        ("V7X-9", "no slice, since a chip has 2. .* 9 chips, of which there is no slice of 7x"),
+        ("tpu:v5litepod-16", "count chips: 16 chips, `tpu:v5e:4x4`"),
+        ("v5e-8", "count chips: 8 chips, `tpu:v5e:2x4`"),
+        ("v6e-1", "count chips: 1 chip, `tpu:v6e:1x1`"),
+        ("v6e-512", "512 chips, of which there is no slice of v6e"),
+        # Sizes that nobody has are refused before anything is counted or listed.
+        ("cpu:5000", "from 1 to 4,096 devices"),
+        ("cpu:" + "9" * 5000, "from 1 to 4,096 devices"),
+        ("tpu:v5e:" + "4" * 5000, "no target"),
+        ("tpu:v5e:4x" + "4" * 31, "no target"),
+        ("tpu:v5e:4x4:slices=" + "9" * 31, "at most 131,072 devices"),
+        ("tpu:v5e:16x16:slices=1000", "256,000 devices; a target has at most 131,072"),
+        ("gpu:h200:100000x1x8", "800,000 devices; a target has at most 131,072"),
+        ("v5p-" + "9" * 5000, "no target"),
     ],
 )
 def test_no_machines(text, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         sl.Target(text)
+    assert len(str(refused.value)) < 700
 
 
 def test_a_mesh_that_does_not_fit():

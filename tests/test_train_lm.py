@@ -1,5 +1,6 @@
 """`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up by another number."""
 
+import dataclasses
 import json
 import os
 import re
@@ -8,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import shardlib as sl
 from examples import train_lm
 from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit
-from examples.run import from_command_line, override
+from examples.run import AdamW, Muon, from_command_line, override
 
 pytest.importorskip("grain")
 ROOT = Path(__file__).parent.parent
@@ -154,6 +156,81 @@ def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
         ), output
 
 
+def test_run_json_starts_the_same_run_again_bit_for_bit(undisturbed, texts, tmp_path):
+    """Not a field is given but for where it goes."""
+    again = [sys.executable, str(ROOT / "examples/train_lm.py"), str(undisturbed[0] / "run.json")]
+    finished(run([*again, "--folder", str(tmp_path)], processes=2, devices=4))
+    assert last_digests(tmp_path) == last_digests(undisturbed[0])
+    assert metrics(tmp_path) == metrics(undisturbed[0])
+    before, now = (json.loads((at / "run.json").read_text()) for at in (undisturbed[0], tmp_path))
+    assert {name for name in {**before, **now} if before.get(name) != now.get(name)} == {"folder"}
+
+
+def test_a_run_json_of_other_texts_is_refused(tmp_path):
+    run = from_command_line(["tiny"])
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**run.lines(), "train": "aa", "held out": "bb"}))
+    same = {**run.lines(), "train": "aa", "held out": "bb"}
+    train_lm.check_texts(str(path), run, same)
+    train_lm.check_texts("tiny", run, {**same, "train": "cc"})
+    train_lm.check_texts(str(path), override(run, ["--data.files", "other"]), {**same, "train": "cc"})
+    with pytest.raises(SystemExit, match="The texts of .*data.files='python'.* have changed"):
+        train_lm.check_texts(str(path), run, {**same, "train": "cc"})
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        *((config, []) for config in (tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d)),
+        (tiny, ["--optimizer", "adamw", "--optimizer.freeze", "auto", "--loop.profile", "20,3", "--data.files", "['a', 'b']"]),
+        (tiny, ["--strategy.precision", "bf16", "--model.dtype", "bfloat16", "--strategy.manual", "('data',)"]),
+        (gpt2_124m, ["--strategy.zero", "FULL_SHARD", "--strategy.rules", "data|batch=pod,data|embed=none",
+                     "--strategy.mesh", "pod=2,data=4", "--prompt", r"é\n'\""]),
+        (llama3_8b_3d, ["--strategy.pipeline", "zb-v:4:16", "--strategy.remat", "stage"]),
+    ],
+)  # fmt: skip
+def test_what_a_run_writes_of_itself_makes_it_again(config, changes, tmp_path):
+    run = override(config.run(), changes)
+    values = {
+        "rules": run.strategy.rules.indivisible("replicate", embed="drop"),
+        "frozen": ("a.*", "b"),
+        "precision": sl.Precision("bf16", keep=(".*norm.*",)),
+    }
+    for one in (run, dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **values))):
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({**one.lines(), "train": "aa", "held out": "bb"}))
+        again = from_command_line([str(path), "--loop.steps", "7"])
+        assert again == dataclasses.replace(one, loop=dataclasses.replace(one.loop, steps=7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy.clip": "GradientTransformation(init=<function f at 0x7f>)"}, "`strategy.clip = .* made again"),
+        ({"strategy.rules": "open('/etc/passwd')"}, "`strategy.rules = .* made again"),
+        ({"strategy.rules": "AxisRules(batch='data').names()"}, "`strategy.rules = .* made again"),
+        ({"prompt": "().__class__"}, "`prompt = .* made again"),
+        ({"batch": "0"}, r"Run\(batch=0\)"),
+        ({"loop.pause": "3"}, "`loop` has the fields .*`pause`.* does not know"),
+        ({"other": "3"}, "has other fields, or reads them otherwise: `other`"),
+        ({"seed": None}, "it has no `seed`"),
+        ({"seed": 3}, "is not the `run.json` of a run"),
+    ],
+)
+def test_a_run_json_that_is_not_one_is_refused(change, message, tmp_path):
+    path = tmp_path / "run.json"
+    lines = {**tiny.run().lines(), **change}
+    path.write_text(json.dumps({name: value for name, value in lines.items() if value is not None}))
+    with pytest.raises(SystemExit, match=f"(?s){message}"):
+        from_command_line([str(path)])
+    for text in ("{", "[]"):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="cannot be read|is not the `run.json`"):
+            from_command_line([str(path)])
+    with pytest.raises(SystemExit, match="There is no file"):
+        from_command_line([str(tmp_path / "other.json")])
+
+
 def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
     output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
     assert "holds another run:\n  model.width: 32 there, 64 now" in output and "Traceback" not in output
@@ -192,6 +269,22 @@ def test_fields_are_overridden_by_their_dotted_names():
         (["mine.py:run"], "There is no file `mine.py`"),
         (["tiny", "--loop.step", "7"], "There is no field `loop.step`; did you mean `loop.steps`?"),
         (["tiny", "--steps", "7"], "There is no field `steps`; did you mean `loop.steps`?"),
+        (
+            ["tiny", "--learning_rate", "1"],
+            "There is no field `learning_rate`; did you mean `optimizer.learning_rate`?",
+        ),
+        (
+            ["tiny", "--optimizer.lr", "1"],
+            "There is no field `optimizer.lr`: `optimizer` has `optimizer.learning_rate`, ",
+        ),
+        (["tiny", "--optimizer.warm-up", "1"], "did you mean `optimizer.warmup`?"),
+        (["tiny", "--optimiser.warmup", "1"], "did you mean `optimizer.warmup`?"),
+        (["tiny", "--optimizer", "adam"], "`optimizer` is `adamw` or `muon`, with its own fields; got `adam`"),
+        (["tiny", "--optimizer", "adamw", "--optimizer.reach", "1"], "There is no field `optimizer.reach`"),
+        (["tiny", "--model", "gpt2"], "There is no field `model`: it is a group of fields, `model.layers`, "),
+        (["tiny", "--bogus", "1"], "There is no field `bogus`.\n"),
+        (["tiny", "--strategy.pipeline", "1f1b:4:" + "9" * 5000], "A pipeline is a schedule, its stages"),
+        (["tiny", "--strategy.pipeline", "1f1b:4:" + "9" * 18], "microbatches=10^18)`: a schedule lists every pass"),
         (["tiny", "--model.width", "wide"], "`width` is a number, 128 now; got `wide`"),
         (["tiny", "--model.bias", "maybe"], "`bias` is true or false; got `maybe`"),
         (["tiny", "--strategy.rules", "data|tensr"], "Rules are presets, of vocabulary, "),
@@ -222,6 +315,27 @@ def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, mess
 def test_what_is_seen_before_the_data_is_read(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
         train_lm.check(from_command_line(["tiny", "--folder", str(tmp_path), *arguments]))
+
+
+def test_an_optimizer_is_chosen_by_name_and_has_its_own_fields():
+    changed = from_command_line(
+        ["tiny", "--optimizer.learning_rate", "1", "--optimizer", "AdamW", "--optimizer.b2=0.9"]
+    )
+    assert changed.optimizer == AdamW(learning_rate=1.0, b2=0.9)
+    assert from_command_line(["gpt2_124m", "--optimizer", "muon"]).optimizer == Muon()
+
+
+@pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
+def test_every_recipe_can_be_planned(config):
+    """Its step is made for a machine that is not there, of the mesh of the recipe or another; nothing is allocated."""
+    run, target = config.run(), sl.Target("cpu:8")
+    mesh = "stage=4,data=2,model=1" if run.strategy.pipeline else "data=4,other=2"
+    step, state, batch = run.planned(target, mesh)
+    assert ",".join(f"{axis}={size}" for axis, size in step.strategy.device_mesh.shape.items()) == mesh
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state.params, batch)))
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(batch)} == {run.batch}
+    if not run.strategy.pipeline:
+        assert dict(run.planned(target)[0].strategy.device_mesh.shape) == {"data": 8}
 
 
 def test_a_newline_may_be_typed():

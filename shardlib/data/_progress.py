@@ -3,7 +3,7 @@
 import sys
 import time
 
-from shardlib._text import human_bytes
+from shardlib._text import human_bytes, shortened, terminal_width
 
 _QUIET_SECONDS = 2.0
 _LINE_SECONDS = 30.0
@@ -35,7 +35,7 @@ class Progress:
         self.next = now + (_FRAME_SECONDS if self.is_terminal else _LINE_SECONDS)
         text = progress_line(self.what, done_bytes, self.total_bytes, now - self.start)
         if self.is_terminal:
-            sys.stderr.write(f"\r\x1b[K{bar(done_bytes, self.total_bytes)} {text}")
+            sys.stderr.write(f"\r\x1b[K{_line(done_bytes, self.total_bytes, text)}")
             sys.stderr.flush()
             self.drawn = True
         else:
@@ -48,14 +48,21 @@ class Progress:
             sys.stderr.flush()
 
 
-def bar(done: float, total: float) -> str:
+def _line(done: float, total: float, text: str) -> str:
+    """A bar and a text, in one line of the terminal: one that is wrapped cannot be taken back."""
+    room = (terminal_width(sys.stderr) or 80) - 1
+    width = min(_WIDTH, room - len(text) - 1)
+    return f"{bar(done, total, width)} {text}" if width >= 4 else shortened(text, room)
+
+
+def bar(done: float, total: float, width: int = _WIDTH) -> str:
     """A bar of as much as is done.
 
     >>> bar(1, 2)
     '████████████░░░░░░░░░░░░'
     """
-    full = min(_WIDTH, int(_WIDTH * done / max(total, 1)))
-    return "█" * full + "░" * (_WIDTH - full)
+    full = min(width, int(width * done / max(total, 1)))
+    return "█" * full + "░" * (width - full)
 
 
 def progress_line(what: str, done: int, total: int, seconds: float) -> str:

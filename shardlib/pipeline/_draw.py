@@ -16,6 +16,21 @@ _RESET = "\x1b[0m"
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 70, 44
 
 
+# Where readers have their machine in the dark: the paper, what is written on it, lines, and colours that would be lost.
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) { "
+    'rect[fill="white"] { fill: #1e2129 } '
+    'rect[fill="#f3f3f3"] { fill: #2d313b } '
+    'text:not([fill]), text[fill="black"] { fill: #e3e5ea } '
+    'text[fill="#555"], text[fill="#666"] { fill: #a9adb8 } '
+    '[fill="#247"] { fill: #6d9be8 } '
+    '[stroke="#247"] { stroke: #6d9be8 } '
+    '[stroke="#ddd"] { stroke: #434855 } '
+    '[stroke="black"] { stroke: #e3e5ea } '
+    "}</style>"
+)
+
+
 def svg(timeline: Timeline, title: str = "") -> str:
     """A Gantt chart: a row for each stage, a box with the number of its microbatch for each pass.
 
@@ -30,6 +45,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
     height = _TOP + _ROW * table.stages + 20
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        DARK,
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{_LEFT}" y="16" font-size="13">{escape(title)}</text>' if title else "",
     ]

@@ -3,6 +3,7 @@
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -50,14 +51,41 @@ class _Plain:
         check(self, least=1)
 
 
-def check(schedule: Any, least: int, multiple: int = 1, why: str = "") -> None:
-    """Refuse numbers of stages and microbatches that a schedule does not take."""
+LARGEST_STAGES = 256
+"""The most stages that a schedule is made for: more than any pipeline has."""
+
+LARGEST_PASSES = 2**16
+"""The most that microbatches times parts of the model may be: a table lists each pass of each microbatch by name."""
+
+
+def check(
+    schedule: Any, least: int, multiple: int = 1, why: str = "", parts: int = 1, most: int = LARGEST_PASSES
+) -> None:
+    """Refuse numbers of stages and microbatches that a schedule does not take; each stage has so many parts."""
     kind, stages, count = type(schedule).__name__, schedule.stages, schedule.microbatches
-    if not isinstance(stages, Integral) or stages < 1:
-        raise ValueError(f"`{kind}(stages={stages!r})`: a whole number, at least one.")
-    if not isinstance(count, Integral) or count < least or count % multiple:
+    if not _is_whole(stages) or not 1 <= stages <= LARGEST_STAGES:
+        raise ValueError(f"`{kind}(stages={_shown(stages)})`: a whole number, from 1 to {LARGEST_STAGES}.")
+    if not _is_whole(count) or count < least or count % multiple:
         of = f", a multiple of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}.")
+        raise ValueError(f"`{kind}(stages={stages}, microbatches={_shown(count)})`: at least {least}{of}{why}.")
+    if int(count) * int(stages) * int(parts) > most:
+        each = f", with {_shown(parts)} parts on a stage" if parts > 1 else ""
+        raise ValueError(
+            f"`{kind}(stages={stages}, microbatches={_shown(count)})`{each}: a schedule lists every pass of every microbatch, "
+            f"and this one takes at most {most:,} of stages x microbatches x parts on a stage. Take fewer microbatches, each "
+            "of more examples."
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    """A number for a message, which may have any number of digits."""
+    if _is_whole(value) and abs(value) >= 10**15:
+        return f"{'-' if value < 0 else ''}10^{math.log10(abs(value)):.0f}"
+    return repr(value)
 
 
 def _in_turn(
@@ -202,9 +230,10 @@ class Interleaved:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.chunks) is not int or self.chunks < 1:
-            raise ValueError(f"`Interleaved(chunks={self.chunks!r})`: a whole number, at least one.")
-        check(self, self.stages, self.stages, ": its microbatches go in groups as many as there are stages")
+        if not _is_whole(self.chunks) or self.chunks < 1:
+            raise ValueError(f"`Interleaved(chunks={_shown(self.chunks)})`: a whole number, at least one.")
+        why = ": its microbatches go in groups as many as there are stages"
+        check(self, self.stages, self.stages, why, parts=self.chunks)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -244,7 +273,7 @@ class _V:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, least=1)
+        check(self, least=1, parts=2)
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
         """When the passes of a microbatch start: forward on the way there, and back; backward on the way there, and back."""
@@ -316,7 +345,7 @@ class ZBV:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, self.stages, why=", as many as there are stages")
+        check(self, self.stages, why=", as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -348,7 +377,7 @@ class DualPipeV:
     paired: bool = True
 
     def __post_init__(self) -> None:
-        check(self, 2 * self.stages, why=", twice as many as there are stages")
+        check(self, 2 * self.stages, why=", twice as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -420,7 +449,7 @@ class ZeroBubble:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, least=1)
+        check(self, least=1, most=LARGEST_PASSES // 4)  # it makes and compares eight tables
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"`ZeroBubble(limit={self.limit})`: a stage holds at least one microbatch.")
 

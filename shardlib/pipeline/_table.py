@@ -63,18 +63,20 @@ class Table:
             int(part): stage
             for stage, words in enumerate(lines)
             for word in words
-            for part in re.findall(r"@(\d+)$", word)
+            for part in re.findall(r"@(\d{1,9})$", word)
         }
         if placement is None and sorted(named) == list(range(len(named))) and len(named) > len(lines):
             placement = [named[part] for part in range(len(named))]
         placed = tuple(range(len(lines)) if placement is None else placement)
 
         def op(word: str, stage: int, at: int) -> Op:
-            found = re.fullmatch(r"([FBW])(\d+)(?:@(\d+))?", word)
+            found = re.fullmatch(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?", word)
             mine = [part for part, where in enumerate(placed) if where == stage]
             if not found or (found[3] is None and len(mine) != 1):
                 said = f"stage {stage} has the parts {mine}: say which" if found else "an op is `F3`, `B3` or `W3`"
-                raise ValueError(f"`{word}`, op {at} of stage {stage}: {said}, as in `F3@{mine[0] if mine else 0}`.")
+                raise ValueError(
+                    f"`{word[:40]}`, op {at} of stage {stage}: {said}, as in `F3@{mine[0] if mine else 0}`."
+                )
             kind: Kind = next(kind for kind in KINDS if kind == found[1])
             return Op(kind, int(found[2]), mine[0] if found[3] is None else int(found[3]))
 

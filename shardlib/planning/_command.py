@@ -7,6 +7,7 @@ with it. Either a whole report is printed, or one message and exit code 2.
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -21,19 +22,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardlib._text import terminal_width
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._plan import line_of_user, plan
 from shardlib.planning._targets import COMPILE_ONLY, LOUD, Target
 
 _CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
 
+_RUN = "run"  # what is planned of a file where nothing else is named: what the trainer trains
+
 _EXAMPLE = """\
-MAKE_STEP takes a mesh, and returns a step with its state and batch, which may be abstract:
+WHAT is FILE.py:NAME, MODULE:NAME, or FILE.py alone, which is FILE.py:run. The name is that of a function that takes a mesh,
+and returns a step with its state and batch, which may be abstract:
 
     def make_step(mesh):
         strategy = sl.Strategy(mesh=mesh, rules=...)
         state = sl.init(make_model, optimizer, strategy, abstract=True)
         return sl.train_step(loss_fn, strategy), state, {"tokens": jax.ShapeDtypeStruct((256, 4097), "int32")}
+
+Or it is a run of a trainer, or a function without arguments that returns one: an object with a method
+`planned(target, mesh, dcn)`, which returns the same of a `sl.Target` and the texts of --mesh and --dcn, empty where they are
+not given. The runs of examples/configs are such objects.
 
 targets: tpu:v5e:16x16, tpu:v5p:4x4x8:slices=2, gpu:h200:64x1x8 (slices x hosts x GPUs), cpu:8
 """
@@ -62,19 +71,23 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("make_step", metavar="MAKE_STEP", help="FILE.py:FUNCTION or MODULE:FUNCTION")
+    command.add_argument("make_step", metavar="WHAT", help="FILE.py:NAME, MODULE:NAME or FILE.py: a step, or a run")
     command.add_argument("--target", required=True, help="the machine, such as tpu:v5e:16x16 or gpu:h200:64x1x8")
-    command.add_argument("--mesh", default="data=-1", help="its axes, such as data=16,model=16 (default: data=-1)")
+    command.add_argument(
+        "--mesh", default="", help="its axes, such as data=16,model=16 (default: those of the run, or data=-1)"
+    )
     command.add_argument("--dcn", default="", help="of several slices: the axes between them, such as data or data=4")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=run)
 
 
 def _split(make_step: str) -> tuple[str, str]:
-    where, colon, function = make_step.rpartition(":")
-    if not colon or not where or not function.isidentifier():
-        raise ValueError(f"`{make_step}` names no function: write `FILE.py:FUNCTION` or `MODULE:FUNCTION`.")
-    return where, function
+    if make_step.endswith(".py"):
+        return make_step, _RUN
+    where, colon, name = make_step.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ValueError(f"`{make_step}` names no step and no run: write `FILE.py:NAME`, `MODULE:NAME` or `FILE.py`.")
+    return where, name
 
 
 def _refuse(message: str) -> int:
@@ -89,6 +102,8 @@ def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={target.size}".strip()
+    if width := terminal_width():  # which the child, that writes into a file, does not see
+        environment["COLUMNS"] = str(width)
     noise = folder / "noise.txt"
     with noise.open("wb") as log, _Progress(target):
         child = subprocess.Popen([sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log)
@@ -148,27 +163,57 @@ def _child(arguments: argparse.Namespace, answer: Path) -> int:
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     target = Target(arguments.target)
     where, name = _split(arguments.make_step)
-    function = _function(where, name)
-    mesh = target.mesh(arguments.mesh, dcn=arguments.dcn)
-    made = _of_user(lambda: function(mesh), f"`{arguments.make_step}`")
+    found = _named(where, name)
+    title, made = _of_user(lambda: _made(found, target, arguments), f"`{arguments.make_step}`")
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, None)[3], Estimate | None):
         raise ValueError(
             f"`{arguments.make_step}` must return a step, its state and its batch, and may add a `sl.Estimate`; it "
-            f"returned {_kinds(made)}."
+            f"returned {_described(made)}."
         )
     step, state, batch, *estimate = made
-    found = _of_user(
-        lambda: plan(step, state, batch, target, estimate=estimate[0] if estimate else None, name=name),
+    planned = _of_user(
+        lambda: plan(step, state, batch, target, estimate=estimate[0] if estimate else None, name=title or name),
         "the step",
     )
-    return {"report": json.dumps(found.as_dict()) if arguments.json else str(found), "fits": found.fits}
+    return {"report": json.dumps(planned.as_dict()) if arguments.json else str(planned), "fits": planned.fits}
 
 
-def _kinds(made: Any) -> str:
+def _made(found: Any, target: Target, arguments: argparse.Namespace) -> tuple[str, Any]:
+    """What is to be planned, with its own name if it has one: of a run, or of a function that gives one or takes a mesh."""
+    if not _is_run(found) and _takes_nothing(found):
+        made = found()
+        if not _is_run(made):
+            raise ValueError(
+                f"`{arguments.make_step}` takes no mesh, so it must return a run, an object with a method "
+                f"`planned(target, mesh, dcn)`; it returned {_described(made)}. A function of a step takes a mesh."
+            )
+        found = made
+    if not _is_run(found):
+        return "", found(target.mesh(arguments.mesh or "data=-1", dcn=arguments.dcn))
+    name = getattr(found, "name", "")
+    return name if isinstance(name, str) else "", found.planned(target, arguments.mesh, arguments.dcn)
+
+
+def _is_run(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "planned", None))
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a function is one of no arguments, and so of no mesh."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = (one.default is one.empty or one.name == "mesh" for one in parameters if one.kind != one.VAR_KEYWORD)
+    return not any(needed)
+
+
+def _described(made: Any) -> str:
     return f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
 
 
-def _function(where: str, name: str) -> Callable[..., Any]:
+def _named(where: str, name: str) -> Any:
+    """What a file or a module calls by a name: a function, or a run."""
     sys.path.insert(0, str(Path.cwd()))
     if where.endswith(".py"):
         path = Path(where).resolve()
@@ -177,16 +222,17 @@ def _function(where: str, name: str) -> Callable[..., Any]:
         module = _of_user(lambda: _load(path), f"`{where}`")
     else:
         module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = (
-            (other, value)
-            for other, value in vars(module).items()
-            if getattr(value, "__module__", "") == module.__name__
-        )
-        there = ", ".join(f"`{other}`" for other, value in own if callable(value))
-        raise ValueError(f"`{where}` has no function `{name}`; it has {there or 'none'}.")
-    return function
+    found = getattr(module, name, None)
+    if not callable(found) and not _is_run(found):
+        there = ", ".join(f"`{other}`" for other, value in vars(module).items() if _is_own(value, module))
+        raise ValueError(f"`{where}` has no function and no run `{name}`; it has {there or 'none'}.")
+    return found
+
+
+def _is_own(value: Any, module: Any) -> bool:
+    if _is_run(value):
+        return True
+    return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
 def _of_user(run: Callable[[], Any], what: str) -> Any:

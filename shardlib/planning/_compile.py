@@ -80,8 +80,8 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         except jax.errors.JaxRuntimeError as error:
             # A program that is too large for the device's memory is a finding; for a chip's own, a mistake in a kernel.
             if "RESOURCE_EXHAUSTED" not in str(error) or not re.search(r"\bhbm\b|device memory", str(error), re.I):
-                raise CompilerError(f"The compiler refuses this program: {_shortly(str(error))}") from error
-            refusal = _shortly(str(error))
+                raise CompilerError(f"The compiler refuses this program: {_words(str(error), folder)}") from error
+            refusal = _words(str(error), folder)
         seconds = time.perf_counter() - started
         said = noise.read_text(errors="replace")
         assignment = max(
@@ -141,9 +141,42 @@ def _size(text: str) -> int:
     return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
 
 
-def _shortly(error: str) -> str:
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return re.sub(r"^[A-Z_]+: ", "", lines[0]) if lines else "no reason was given"
+_LONGEST = 1500  # characters of a compiler's words: some list every buffer of a program
+_TRACE = re.compile(r"\*\*\* (Begin|End) stack trace|^@? *0x[0-9a-f]+\b|^=+$|^-+$", re.I)
+
+
+def _words(error: str, dump: Path | None = None) -> str:
+    r"""What a compiler says of a program that it refuses: its own words, at most `_LONGEST` characters of them.
+
+    A stack frame that they name is looked up in what the compiler has written of the program before it gave up.
+
+    >>> print(_words("RESOURCE_EXHAUSTED: E1001: OutOfVmem:\\nRan out of memory.\\n\\n  See the manual."))
+    E1001: OutOfVmem: Ran out of memory.
+    See the manual.
+    """
+    text = re.sub(r"^[A-Z_]+: ", "", error.strip())
+    lines = [line.strip().removesuffix(" -") for line in text.splitlines()]
+    kept = [line for line in lines if line and not _TRACE.search(line)]
+    if not kept:
+        return "no reason was given"
+    if re.fullmatch(r"[\w: ]{1,80}:", kept[0]) and len(kept) > 1:  # a number and a name stand in a line of their own
+        kept[:2] = [f"{kept[0]} {kept[1]}"]
+    words = "\n".join(kept)
+    if len(words) > _LONGEST:
+        words = words[: _LONGEST - 4].rstrip() + " ..."
+    if blamed := _blamed(words, dump):
+        words += f"\nThe line: {blamed}"
+    return words
+
+
+def _blamed(words: str, dump: Path | None) -> str:
+    """The line of Python behind the stack frame that a compiler names, if it has written that down."""
+    frame = first(r"\bstack_frame_id=(\d+)", words)
+    if not frame or dump is None:
+        return ""
+    written = sorted(dump.glob("*_optimizations*.txt"), key=lambda file: file.stat().st_size, reverse=True)
+    tables = (stack_lines(file.read_text(errors="replace")) for file in written)
+    return next((lines[frame] for lines in tables if lines.get(frame)), "")
 
 
 _INVOLUNTARY = re.compile(

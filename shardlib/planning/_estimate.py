@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shardlib._text import human_bytes, table
+from shardlib._text import human_bytes, table, terminal_width
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -155,8 +155,9 @@ class Estimate:
         kinds = [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]
         memory = [("bytes per device", ""), *((kind, human_bytes(size)) for kind, size in kinds if size)]
         largest = self.largest_module
+        modules = table(rows, right=(1, 2, 3, 5), width=terminal_width(), shorten=(0,), drop=(4, 1))
         return (
-            table(rows, right=(1, 2, 3, 5)) + "\n\n" + table(memory, right=(1,))
+            modules + "\n\n" + table(memory, right=(1,))
             + f"\n\n{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, {largest.parameters:,} parameters"
         )  # fmt: skip
 
@@ -198,10 +199,13 @@ def estimate(
     stream = examples * decoder.sequence * decoder.width * itemsize
     shard = tensor if sequence_parallel else 1
     layers = [module for module in modules if module.count == decoder.layers]
-    of_layer = sum(module.kept_bytes // (shard if "norm" in module.name else 1) for module in layers)
-    outside = sum(
-        module.kept_bytes // (shard if "norm" in module.name else 1) for module in modules if module not in layers
-    )
+
+    def kept_of(module: Module) -> int:
+        """What is kept of a module. Of a stream split along the sequence a norm's own is, but what it hands on is gathered."""
+        return (module.kept_bytes - stream) // shard + stream if "norm" in module.name else module.kept_bytes
+
+    of_layer = sum(map(kept_of, layers))
+    outside = sum(kept_of(module) for module in modules if module not in layers)
     logits = modules[-1].kept_bytes
     scores = decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
     kept = {"none": of_layer, "selective": of_layer - scores, "full": stream // shard}[recompute]

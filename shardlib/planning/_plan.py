@@ -360,7 +360,6 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     if strategy is not None and strategy.remat == "none" and memory.most["activations"]:
         saved = human_bytes(memory.most["activations"])
         advice.append((memory.most["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
-    accumulate = "`Strategy(accumulate=...)`, " if strategy is not None else ""
     working = kinds["activations"] + kinds["temporaries"]
     largest = next((piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None)
     where = ""
@@ -369,22 +368,13 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     advice.append(
         (
             working,
-            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: {accumulate}"
+            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: {_smaller(strategy)}"
             f"a smaller batch, or more devices along its axis.{where}",
         )
     )
-    advice.append(
-        (
-            kept,
-            f"Split parameters and optimizer state, {human_bytes(kept)}, over more devices: "
-            + (
-                f"`Strategy(zero={strategy.sharding.stage + 1})`, "
-                if strategy is not None and strategy.data_axes and strategy.sharding.stage < 3
-                else ""
-            )
-            + "rules such as `sl.rules.fsdp`, or a longer axis.",
-        )
-    )
+    advice.append((kept, _split_at_rest(human_bytes(kept), strategy)))
+    if strategy is not None:
+        advice += _later_stages(kinds, strategy)
     if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:
         advice.append(
             (
@@ -396,3 +386,55 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     first = f"It is {excess} too much." if memory.total_bytes > chip.usable_bytes else ""
     worth = sorted((one for one in advice if one[0] > 0.01 * memory.total_bytes), key=lambda one: -one[0])
     return tuple(filter(None, (first, *(text for _, text in worth))))
+
+
+def _smaller(strategy: Strategy | None) -> str:
+    """How a step of ours takes fewer examples at a time."""
+    if strategy is None:
+        return ""
+    return "`Strategy(accumulate=...)`, " if strategy.pipeline is None else "more microbatches in the schedule, "
+
+
+def _split_at_rest(size: str, strategy: Strategy | None) -> str:
+    """How parameters and optimizer state are split further; from its first stage on ZeRO splits both at rest."""
+    split = f"Split parameters and optimizer state, {size}, over more devices"
+    rules = "rules such as `sl.rules.fsdp`"
+    if strategy is None or not _data_devices(strategy):
+        return f"{split}: {rules}, or a longer axis."
+    if strategy.sharding.stage:
+        mesh = strategy.device_mesh.shape
+        over = ",".join(f"{axis}={mesh[axis]}" for axis in strategy.zero_axes)
+        return (
+            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or {rules} over another one."
+        )
+    first = "`Strategy(zero=1)`, " if _takes_stage(strategy, 1) else ""
+    return f"{split}: {first}{rules}, or a longer axis."
+
+
+def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[int, str]]:
+    """What the stages of ZeRO after the step's own would no longer hold whole."""
+    if not _data_devices(strategy):
+        return []
+    advice, now = [], strategy.sharding.stage
+    gradients, copies = kinds["gradients"], kinds["copies of parameters"]
+    if now < 2 and _takes_stage(strategy, 2):
+        what = f"Scatter each layer's gradients as soon as they are there, {human_bytes(gradients)} now"
+        advice.append((gradients, f"{what}: `Strategy(zero=2)`."))
+    if 1 <= now < 3 and _takes_stage(strategy, 3):
+        what = f"Gather parameters a layer at a time, {human_bytes(copies)} of copies now"
+        advice.append((copies, f"{what}: `Strategy(zero=3)`."))
+    return advice
+
+
+def _data_devices(strategy: Strategy) -> bool:
+    """Whether there are several devices along the axes of data."""
+    return math.prod(strategy.device_mesh.shape[axis] for axis in strategy.data_axes) > 1
+
+
+def _takes_stage(strategy: Strategy, stage: int) -> bool:
+    """Whether the strategy could have that stage of ZeRO, beside its pipeline and its exchange."""
+    try:
+        dataclasses.replace(strategy, zero=dataclasses.replace(strategy.sharding, stage=stage))
+    except ValueError:
+        return False
+    return True

@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlib._text import human_bytes, table
+from shardlib._text import human_bytes, table, terminal_width, wrapped
 
 _BAR = 32
 _SHOWN = 8
@@ -16,12 +17,13 @@ def report(plan: Any) -> str:
     sections = [
         _title(plan),
         _memory(plan),
+        _refusal(plan),
         _largest(plan),
         _communication(plan),
         _prices(plan),
         _estimated(plan),
-        *(["what the compiler remarked\n" + "\n".join(f"  {one}" for one in plan.remarks)] if plan.remarks else []),
-        *(["what to change\n" + "\n".join(f"  - {one}" for one in plan.advice)] if plan.advice else []),
+        _listed("what the compiler remarked", plan.remarks),
+        _listed("what to change", plan.advice, "- "),
         f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing was run",
     ]
     return "\n\n".join(section for section in sections if section)
@@ -32,7 +34,12 @@ def _title(plan: Any) -> str:
     each = "" if math.isinf(chip.hbm_bytes) else f", {human_bytes(chip.hbm_bytes)} each"
     slow = f"; on the slow network: {', '.join(plan.slow_axes)}" if plan.slow_axes else ""
     devices = f"{plan.devices} device" + ("s" if plan.devices > 1 else "")
-    return f"{plan.name} on {plan.target}: {devices}{each}\nmesh {plan.mesh}{slow}"
+    width = terminal_width()
+    return (
+        wrapped(f"{plan.name} on {plan.target}: {devices}{each}", width, later="  ")
+        + "\n"
+        + wrapped(f"mesh {plan.mesh}{slow}", width, later="  ")
+    )
 
 
 def _memory(plan: Any) -> str:
@@ -48,7 +55,7 @@ def _memory(plan: Any) -> str:
     if small:
         rows.append(("  all else", human_bytes(small), ""))
     rows.append(("  total", human_bytes(memory.total_bytes), _verdict(plan, usable)))
-    lines = [table(rows, right=(1,))]
+    lines = [table(rows, right=(1,), width=terminal_width(), shorten=(0,))]
     if memory.host_bytes:
         lines.append(f"  and {human_bytes(memory.host_bytes)} of the host's memory")
     return "\n".join(lines)
@@ -59,7 +66,21 @@ def _verdict(plan: Any, usable: float) -> str:
         return ""
     if plan.fits:
         return f"of {human_bytes(usable)}: fits, {1 - plan.memory.total_bytes / usable:.0%} free"
-    return f"of {human_bytes(usable)}: DOES NOT FIT" + (f" ({plan.refusal.rstrip('.')})" if plan.refusal else "")
+    return f"of {human_bytes(usable)}: DOES NOT FIT"
+
+
+def _refusal(plan: Any) -> str:
+    """The compiler's own words where it refuses the program."""
+    if not plan.refusal:
+        return ""
+    return _listed("the compiler refuses it", plan.refusal.splitlines())
+
+
+def _listed(title: str, lines: Sequence[str], mark: str = "") -> str:
+    """Sentences below a title; nothing where there are none."""
+    width = terminal_width()
+    below = [wrapped(line, width, f"  {mark}", "    ") for line in lines]
+    return "\n".join([title, *below]) if below else ""
 
 
 def _bar(share: float) -> str:
@@ -76,7 +97,7 @@ def _largest(plan: Any) -> str:
         rows.append(
             (f"  {piece.type}", human_bytes(piece.size), piece.kind, _operation(piece.op_name), short(piece.source))
         )
-    return table(rows, right=(1,))
+    return table(rows, right=(1,), width=terminal_width(), shorten=(4, 3, 0), drop=(3, 2))
 
 
 def _operation(op_name: str) -> str:
@@ -108,7 +129,10 @@ def _estimated(plan: Any) -> str:
         if guess or size:
             error = f"{guess / size - 1:+.0%}" if size else "-"
             rows.append((f"  {kind}", human_bytes(guess), human_bytes(size), error))
-    return table(rows, right=(1, 2, 3)) + f"\n  {plan.estimate.flops:.3g} FLOPs a step, on all devices"
+    return (
+        table(rows, right=(1, 2, 3), width=terminal_width(), shorten=(0,))
+        + f"\n  {plan.estimate.flops:.3g} FLOPs a step, on all devices"
+    )
 
 
 def _prices(plan: Any) -> str:
@@ -120,7 +144,7 @@ def _prices(plan: Any) -> str:
          + (" and a layer" if one.stage == 3 else ""), "this step" if one.chosen else "")
         for one in plan.prices
     ]  # fmt: skip
-    return table(rows, right=(1,))
+    return table(rows, right=(1,), width=terminal_width(), shorten=(2,), drop=(3,))
 
 
 def _communication(plan: Any) -> str:
@@ -152,6 +176,6 @@ def _communication(plan: Any) -> str:
         over = "other groups" if axes is None else " x ".join(axes)
         rows.append((f"  all over {over}", "slow" if slow else "fast", "", "", "", "", human_bytes(sent), ""))
     return (
-        table(rows, right=(4, 5, 6))
+        table(rows, right=(4, 5, 6), width=terminal_width(), shorten=(7,), drop=(5, 3, 4, 1))
         + f"\n  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as it is scheduled"
     )

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -95,52 +96,123 @@ class Target:
         return {}
 
     @functools.cached_property
-    def _parsed(self) -> tuple[Platform, Chip, tuple[int, ...], int]:
+    def _parsed(self) -> "_Parsed":
         return _parse(self.text)
 
 
-def _parse(text: str) -> tuple[Platform, Chip, tuple[int, ...], int]:
+_Parsed = tuple[Platform, Chip, tuple[int, ...], int]
+_NUMBER = "[0-9]{1,6}"  # of devices along one dim: no machine has a million
+_LARGEST_MACHINE = 2**17  # devices in all, more than any machine has: compilers list every one
+
+
+def _parse(text: str) -> _Parsed:
     parts = text.split(":") if isinstance(text, str) else []
-    if (
-        parts[:1] == ["cpu"]
-        and len(parts) == 2
-        and re.fullmatch("[0-9]+", parts[1])
-        and 0 < int(parts[1]) <= CPU.largest
-    ):
+    if parts[:1] == ["cpu"] and len(parts) == 2 and re.fullmatch("[0-9]+", parts[1]):
+        if not re.fullmatch(_NUMBER, parts[1]) or not 0 < int(parts[1]) <= CPU.largest:
+            raise ValueError(
+                f"`{_cut(text)}`: from 1 to {CPU.largest:,} devices can be simulated, as in `cpu:8`. Larger machines are "
+                "planned by their own compilers, `tpu:...` or `gpu:...`."
+            )
         return "cpu", CPU, (int(parts[1]),), 1
+    if isinstance(text, str) and (name := _cloud_name(text)):
+        raise ValueError(name)
     models = {"tpu": TPUS, "gpu": GPUS}.get(parts[0] if parts else "", {})
-    if len(parts) not in (3, 4) or parts[1] not in models or not re.fullmatch("[0-9]+(x[0-9]+)*", parts[2]):
+    if len(parts) not in (3, 4) or parts[1] not in models or not re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", parts[2]):
         raise ValueError(_unknown(text, parts))
     chip, sizes = models[parts[1]], tuple(map(int, parts[2].split("x")))
-    return (_tpu if parts[0] == "tpu" else _gpus)(text, chip, sizes, parts[3:])
+    platform, chip, shape, slices = (_tpu if parts[0] == "tpu" else _gpus)(text, chip, sizes, parts[3:])
+    if (devices := slices * math.prod(shape) * chip.devices) > _LARGEST_MACHINE:
+        raise ValueError(
+            f"`{_cut(text)}` has {devices:,} devices; a target has at most {_LARGEST_MACHINE:,}. Take fewer slices."
+        )
+    return platform, chip, shape, slices
 
 
-def _tpu(text: str, chip: Chip, shape: tuple[int, ...], more: list[str]) -> tuple[Platform, Chip, tuple[int, ...], int]:
-    match = re.fullmatch("slices=([1-9][0-9]*)", more[0]) if more else None
-    if more and not match:
-        raise ValueError(f"`{text}`: several slices are written `{':'.join(text.split(':')[:3])}:slices=4`.")
-    fitting = all(size in (1, 2) or (size and size % 4 == 0) for size in shape)
-    if len(shape) != chip.torus or not fitting or math.prod(shape) > chip.largest:
+# How clouds name TPU slices: a generation and a number, which of some generations counts TensorCores and of others chips.
+_CLOUD_NAME = re.compile(rf"(?:tpu:)?(?:tpu-?)?(v3|v4|v5p|v5litepod|v5e|v6e|v?7x)-({_NUMBER})", re.IGNORECASE)
+_CLOUD_GENERATIONS = {"v5litepod": "v5e", "v7x": "7x"}
+_CLOUD_CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}  # TensorCores of a chip, where those are what is counted
+
+
+def _cloud_name(text: str) -> str:
+    """What to say of a cloud's name of a slice, `v5p-64`, which does not say the slice's shape; empty for other texts."""
+    match = _CLOUD_NAME.fullmatch(text)
+    if not match:
+        return ""
+    given, count = match[1].lower(), int(match[2])
+    chip = TPUS[_CLOUD_GENERATIONS.get(given, given)]
+    cores = _CLOUD_CORES.get(chip.name)
+    if cores is None:
+        return (
+            f"`{text}` does not say the shape of the slice. In this name clouds count chips: {_chips(chip, count)}. Write "
+            "the target with its shape."
+        )
+    as_cores = f"no slice, since a chip has {cores}" if count % cores else _chips(chip, count // cores)
+    return (
+        f"`{text}` can be read in two ways. Clouds count TensorCores in this name, {cores} to a chip: {as_cores}. Read as a "
+        f"number of chips it is {_chips(chip, count)}. Write the target with its shape."
+    )
+
+
+def _chips(chip: Chip, count: int) -> str:
+    """So many chips of a generation, as the target of that size."""
+    shape = _slice_of(chip, count)
+    counted = f"{count:,} chip" + "s" * (count != 1)
+    if shape is None:
+        return f"{counted}, of which there is no slice of {chip.name}"
+    return f"{counted}, `tpu:{chip.name}:{'x'.join(map(str, shape))}`"
+
+
+def _slice_of(chip: Chip, count: int) -> tuple[int, ...] | None:
+    """The most compact slice of so many chips, written as clouds do; none where there is none."""
+    if not 0 < count <= chip.largest:
+        return None
+    sides = [side for side in range(1, count + 1) if _is_side(side) and count % side == 0]
+    shapes = [
+        shape for shape in itertools.combinations_with_replacement(sides, chip.torus) if math.prod(shape) == count
+    ]
+    if not shapes:
+        return None
+    best = min(shapes, key=lambda shape: shape[-1] / shape[0])
+    return tuple(sorted(best, key=lambda side: (side == 1, side)))
+
+
+def _is_side(size: int) -> bool:
+    return size in (1, 2) or (size > 0 and size % 4 == 0)
+
+
+def _cut(text: Any) -> str:
+    """A text of a user's as it can be shown in a message."""
+    shown = str(text)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def _tpu(text: str, chip: Chip, shape: tuple[int, ...], more: list[str]) -> _Parsed:
+    match = re.fullmatch(f"slices=({_NUMBER})", more[0]) if more else None
+    if more and (not match or not int(match[1])):
+        raise ValueError(
+            f"`{_cut(text)}`: several slices are written `{':'.join(text.split(':')[:3])}:slices=4`, of at most "
+            f"{_LARGEST_MACHINE:,} devices in all."
+        )
+    if len(shape) != chip.torus or not all(map(_is_side, shape)) or math.prod(shape) > chip.largest:
         example = "x".join(["4"] * chip.torus)
         raise ValueError(
-            f"`{text}`: a slice of {chip.name} has {chip.torus} dims, each 1, 2 or a multiple of 4, and at most "
+            f"`{_cut(text)}`: a slice of {chip.name} has {chip.torus} dims, each 1, 2 or a multiple of 4, and at most "
             f"{chip.largest:,} chips, as in "
             f"`tpu:{chip.name}:{example}`; larger machines are several slices, `tpu:{chip.name}:{example}:slices=2`."
         )
     return "tpu", chip, shape, int(match[1]) if match else 1
 
 
-def _gpus(
-    text: str, chip: Chip, sizes: tuple[int, ...], more: list[str]
-) -> tuple[Platform, Chip, tuple[int, ...], int]:
+def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], more: list[str]) -> _Parsed:
     slices, hosts, gpus = sizes if len(sizes) == 3 else (0, 0, 0)
     if more or 0 in (slices, hosts, gpus):
         raise ValueError(
-            f"`{text}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` for four hosts of 8."
+            f"`{_cut(text)}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` for four hosts of 8."
         )
     if hosts * gpus > chip.largest or gpus > 8 or (hosts > 1 and chip.largest == 8):
         raise ValueError(
-            f"`{text}`: a slice is what NVLink joins, at most {chip.largest} {chip.name.upper()}s"
+            f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} {chip.name.upper()}s"
             + (" of one host. " if chip.largest == 8 else ", 18 hosts of 4. ")
             + f"Several hosts on the network are several slices: `gpu:{chip.name}:{slices * hosts}x1x{min(gpus, 8)}`."
         )
@@ -152,10 +224,10 @@ def _unknown(text: Any, parts: list[str]) -> str:
     examples += [f"gpu:{name}:1x1x8" for name in GPUS] + ["cpu:8"]
     named = parts[1].lower().removeprefix("tpu").removeprefix("v") if len(parts) > 1 else ""
     near = [e for e in examples if named and named in e.split(":")[1]] or difflib.get_close_matches(
-        str(text), examples, 3
+        str(text)[:80], examples, 3
     )
     return (
-        f"`{text}` is no target. " + (f"Near it: {', '.join(f'`{e}`' for e in near[:3])}. " if near else "")
+        f"`{_cut(text)}` is no target. " + (f"Near it: {', '.join(f'`{e}`' for e in near[:3])}. " if near else "")
         + f"There are {', '.join(f'`tpu:{name}`' for name in TPUS)} by the shape of a slice "
         f"(`tpu:v5e:16x16`, `tpu:v5p:4x4x8:slices=2`), {', '.join(f'`gpu:{name}`' for name in GPUS)} by "
         "slices x hosts x GPUs (`gpu:h200:4x1x8`), and `cpu:8`."
@@ -199,7 +271,10 @@ def _devices(target: Target) -> tuple[Any, ...]:
 
 
 def _simulated(target: Target) -> tuple[Any, ...]:
-    devices = jax.devices("cpu")
+    with (
+        quietly()
+    ):  # where this is JAX's first use it looks for accelerators too, and libtpu complains that it finds none
+        devices = jax.devices("cpu")
     if len(devices) < target.size:
         raise ValueError(
             f"`{target}` needs {target.size} simulated devices, and JAX sees {len(devices)}: call "

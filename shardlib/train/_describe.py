@@ -1,6 +1,7 @@
 """Where every parameter lives, as a table one can read."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardlib._flax import Names
 from shardlib._mesh import format_mesh
 from shardlib._random import is_key
 from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, resolve, spec_axes
-from shardlib._text import human_bytes, table
+from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
 from shardlib.train._order import orders
 from shardlib.train._state import State, united
@@ -50,15 +51,11 @@ class Description:
     order: tuple[str, ...] = ()  # of stacks that do not lie as the model has them
 
     def __str__(self) -> str:
-        cells = [("parameter", "shape", "dtype", "names", "spec", "per device", "")]
-        cells += [_cells(row) for row in self.rows]
-        lines = [table(cells)]
+        width = terminal_width()
+        lines = [_listed(("parameter", "shape", "dtype", "names", "spec", "per device", ""), self.rows, width)]
         own = [row for row in self.optimizer_rows if row.remark]
         if own:
-            lines += [
-                "",
-                table([("optimizer state", "shape", "dtype", "", "spec", "per device", ""), *map(_cells, own)]),
-            ]
+            lines += ["", _listed(("optimizer state", "shape", "dtype", "", "spec", "per device", ""), own, width)]
         per_device = ", ".join(f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size)
         lines += [
             "",
@@ -76,7 +73,9 @@ class Description:
             )
         if self.idle_axes:
             lines.append(f"mesh axes that no rule uses, along which devices repeat work: {', '.join(self.idle_axes)}")
-        return "\n".join([*lines, *self.order])
+        tables = 3 if own else 1  # and the lines after them are sentences
+        lines[tables:] = [wrapped(line, width, later="  ") for line in (*lines[tables:], *self.order)]
+        return "\n".join(lines)
 
 
 def describe(state: State) -> Description:
@@ -144,6 +143,20 @@ def describe(state: State) -> Description:
         ),
         order=orders(layout.strategy, names, [(row.path, row.shape) for row in rows]),
     )
+
+
+def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> str:
+    """A table of arrays; where remarks do not fit into a terminal beside them, each stands below its array."""
+    cells = [head, *map(_cells, rows)]
+    whole = table(cells)
+    if width is None or max(map(len, whole.splitlines())) <= width:
+        return whole
+    narrow = [row[:-1] for row in cells]
+    lines = table(narrow, width=width, shorten=(0, 3, 4), drop=(2, 3, 4)).splitlines()
+    told = []
+    for line, row in zip(lines, cells, strict=True):
+        told += [line, *([wrapped(row[-1], width, "    ")] if row[-1] else [])]
+    return "\n".join(told)
 
 
 def _bytes_here(leaf: Any) -> int:

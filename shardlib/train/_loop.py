@@ -250,6 +250,7 @@ class _Run:
                 state, metrics = self.step(state, batch)
                 done += 1
                 self.in_flight.append((done, metrics, batch))
+                self.speed.begun(metrics["weight"])
                 while len(self.in_flight) > IN_FLIGHT:
                     self.settle()
                 profile.after(done, metrics)
@@ -439,6 +440,14 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
     return ""
 
 
+@dataclass
+class _UnderWay:
+    """A step that the devices have been given."""
+
+    result: Any
+    ended: float | None = None  # when it was first seen to be ready
+
+
 class _Speed:
     """How fast it goes, from the moments at which steps have ended; what is not training does not count."""
 
@@ -451,11 +460,25 @@ class _Speed:
         self.started = False
         self.since: float | None = None
         self.units, self.seconds, self.steps = 0.0, 0.0, 0
+        self.under_way: deque[_UnderWay] = deque()
+
+    def begun(self, result: Any) -> None:
+        """A step is on the devices, with an array that is ready when it has ended; of those before it, note which have.
+
+        Steps are counted later, several at a time; their ends are known best from looking after every step.
+        """
+        self.under_way.append(_UnderWay(result))
+        now = time.perf_counter()
+        for one in self.under_way:
+            if one.ended is None and one.result.is_ready():
+                one.ended = now
 
     def count(self, units: float) -> None:
         """A step has ended; the time of the first, and of one after a pause, is not counted."""
-        now, self.started = time.perf_counter(), True
-        if self.since is not None:
+        ended = self.under_way.popleft().ended if self.under_way else None
+        now, self.started = time.perf_counter() if ended is None else ended, True
+        # Steps that were seen to have ended together with the first took no time after it.
+        if self.since is not None and (now > self.since or self.steps):
             self.seconds += now - self.since
             self.units += units
             self.steps += 1
@@ -467,7 +490,7 @@ class _Speed:
 
     def read(self, left: int) -> dict[str, float]:
         """The speed since it was last read."""
-        if not self.steps:
+        if not self.seconds:
             return {}
         rate, per_step = self.units / self.seconds, self.seconds / self.steps
         self.units, self.seconds, self.steps = 0.0, 0.0, 0

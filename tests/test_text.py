@@ -1,0 +1,108 @@
+"""What is printed for people fits into their terminal, 80 columns wide or narrower, and is whole elsewhere."""
+
+import io
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from models import gpt
+from shardlib._text import shortened, table, terminal_width, wrapped
+from shardlib.data import _progress
+
+CONFIG = gpt.tiny(layers=2, width=64, heads=4, context=32, vocab=256)
+WIDTHS = [80, 60]
+
+
+@pytest.fixture(params=WIDTHS)
+def width(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    return request.param
+
+
+def widest(text):
+    return max(map(len, text.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def state():
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
+    return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
+
+
+@pytest.fixture(scope="module")
+def plan(state):
+    step = sl.train_step(gpt.loss, state.layout.strategy)
+    guess = sl.estimate(CONFIG.decoder, examples=4, tensor=4)
+    return sl.plan(step, state, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")}, "cpu:8", estimate=guess)
+
+
+def test_a_description(state, width):
+    found = sl.describe(state)
+    text = str(found)
+    assert widest(text) <= width
+    for row in found.rows:  # nothing is left out that the array is known by
+        assert row.path.split("/")[-1][-3:] in text
+        for word in row.remark.split():
+            assert word in text
+
+
+def test_a_plan_and_its_estimate(plan, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(plan)
+    assert widest(text) <= 80 and widest(str(plan.estimate)) <= 80
+    titles = ("memory per device", "communication per step", "ZeRO, by formula", "the most at any moment")
+    for words in (*titles, "sends", "because of", "all over model"):
+        assert words in text
+
+
+def test_elsewhere_nothing_is_shortened(plan, state, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert "…" not in str(sl.describe(state)) and widest(str(sl.describe(state))) > 80
+    assert widest(str(plan)) > 80
+
+
+@pytest.mark.parametrize("columns", [120, 80, 40, 12])
+def test_the_bar_of_the_data_stays_in_its_line(monkeypatch, columns):
+    terminal, now = io.StringIO(), iter(range(0, 100, 10))
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = _progress.Progress("reading 1,234 files of a corpus with a long name", 1 << 40)
+    bar.at(1 << 30), bar.at(1 << 36)
+    lines = terminal.getvalue().split("\r\x1b[K")[1:]
+    assert len(lines) == 2 and all(0 < len(line) < columns for line in lines)
+    assert columns < 120 or ("░" in lines[1] and lines[1].endswith("s left"))
+
+
+def test_a_width_is_that_of_the_environment_or_of_a_terminal(monkeypatch, tmp_path):
+    for said, width in [("80", 80), ("0", None), ("wide", None), ("9" * 5000, None), ("", None)]:
+        monkeypatch.setenv("COLUMNS", said)
+        assert terminal_width(io.StringIO()) == width
+    with (tmp_path / "file").open("w") as file:
+        assert terminal_width(file) is None
+
+
+def test_tables_lose_the_middles_of_words_then_columns():
+    rows = [("path", "dtype", "bytes", "why"), ("a" * 30, "float32", "1,024", "b" * 30)]
+    assert widest(table(rows, width=80, shorten=(0, 3))) == len("a" * 30) + 2 + 7 + 2 + 5 + 2 + 30
+    for width in (70, 60, 50, 46):
+        text = table(rows, right=(2,), width=width, shorten=(0, 3), drop=(1,))
+        assert widest(text) <= width and "1,024" in text and "…" in text and "float32" in text
+    narrow = table(rows, right=(2,), width=40, shorten=(0, 3), drop=(1,))
+    assert widest(narrow) <= 40 and "float32" not in narrow and "1,024" in narrow
+    assert [len(shortened("abcdefgh", size)) for size in (1, 2, 3, 7, 8, 9)] == [1, 2, 3, 7, 8, 8]
+    assert wrapped("one two three", None) == "one two three"
+    assert wrapped("one two three " * 9, 40, "- ", "  ").splitlines()[1].startswith("  ")
+
+
+def test_an_array_of_nothing_is_described(width):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(lambda: {"w": jnp.zeros(8)}, optax.sgd(0.1), strategy, abstract=True)
+    assert widest(str(sl.describe(state))) <= width
