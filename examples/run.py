@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -48,6 +49,11 @@ class AdamW:
     weight_decay: float = 0.1
     freeze: int | float | Literal["auto"] | None = None
 
+    def __post_init__(self) -> None:
+        _check_rates(self)
+        if self.freeze is not None:  # which the optimizer that has it checks
+            sl.optimizers.onebit_adam(self.learning_rate, freeze=self.freeze)
+
     def schedule(self, steps: int) -> optax.Schedule:
         """The learning rate by step of a run of so many."""
         return _warmup_and_cosine(self.learning_rate, self.warmup, self.final, steps)
@@ -84,6 +90,11 @@ class Muon:
     b2: float = 0.95
     weight_decay: float = 0.1
 
+    def __post_init__(self) -> None:
+        _check_rates(self)
+        _check_number(self, "reach", above=0)
+        _check_number(self, "momentum", least=0, below=1)
+
     def schedule(self, steps: int) -> optax.Schedule:
         """The learning rate by step of a run of so many."""
         return _warmup_and_cosine(self.learning_rate, self.warmup, self.final, steps)
@@ -94,6 +105,41 @@ class Muon:
             self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay,
             consistent_rms=self.reach, adam_b1=self.b1, adam_b2=self.b2, muon_weight_dimension_numbers=_kernels,
         )  # fmt: skip
+
+
+def _check_rates(optimizer: AdamW | Muon) -> None:
+    """Refuse numbers with which nothing is learned, or that are no numbers."""
+    _check_number(optimizer, "learning_rate", above=0)
+    _check_whole(optimizer, "warmup", least=0, most=2**31 - 1)
+    _check_number(optimizer, "final", least=0, most=1)
+    _check_number(optimizer, "b1", least=0, below=1)
+    _check_number(optimizer, "b2", least=0, below=1)
+    _check_number(optimizer, "weight_decay", least=0)
+
+
+def _check_number(
+    owner: Any, name: str, least: float = -math.inf, above: float = -math.inf, below: float = math.inf,
+    most: float = math.inf,
+) -> None:  # fmt: skip
+    """Refuse what is no finite number, or not between these."""
+    value = getattr(owner, name)
+    within = type(value) in (int, float) and least <= value <= most and above < value < below
+    if not within:
+        bounds = {"at least": least, "above": above, "below": below, "at most": most}
+        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"`{type(owner).__name__}({name}={_short(value)})`: a finite number, {said}.")
+
+
+def _check_whole(owner: Any, name: str, least: int, most: int) -> None:
+    """Refuse what is no whole number, or not between these."""
+    value = getattr(owner, name)
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"`{type(owner).__name__}({name}={_short(value)})`: a whole number, {least} to {most:,}.")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text):,} letters)"
 
 
 def _warmup_and_cosine(rate: float, warmup: int, final: float, steps: int) -> optax.Schedule:
@@ -150,10 +196,18 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("batch", "evaluation_batches"):
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"`Run({name}={value!r})`: a whole number, at least one.")
-        if type(self.seed) is not int:
-            raise ValueError(f"`Run(seed={self.seed!r})`: a whole number.")
+            _check_whole(self, name, least=1, most=2**26)
+        _check_whole(self, "seed", least=0, most=2**63 - 1)
+        for name in ("name", "folder", "cache", "prompt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or (name == "name" and not value):
+                raise ValueError(f"`Run({name}={_short(value)})`: text.")
+        for name in ("name", "folder", "cache"):
+            longest = max(len(part.encode(errors="replace")) for part in getattr(self, name).split("/"))
+            if longest > 255 or "\0" in getattr(self, name):
+                raise ValueError(
+                    f"`Run({name}={_short(getattr(self, name))})`: a path, of at most 255 bytes between slashes, without zeros."
+                )
 
     @property
     def home(self) -> Path:
@@ -307,26 +361,37 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         return _exchange(text)
     choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
     if name in ("separator", "prompt"):  # a newline is typed as \n
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if text.lower() != "none" else None
+        return _unescaped(name, text) if text.lower() != "none" else None
     if hint is str or text in choices:
         return text
     words = {"true": True, "false": False, "none": None}
     try:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
     may_be = {type(None) if kind is None else get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
     if value is None and type(None) not in may_be and hint is not Any:
         raise ValueError(f"`{name}` cannot be none; it is {now!r} now.")
     if bool in may_be and not isinstance(value, bool):
-        raise ValueError(f"`{name}` is true or false; got `{text}`.")
+        raise ValueError(f"`{name}` is true or false; got {_short(text)}.")
     if bool not in may_be and isinstance(value, bool):
         raise ValueError(f"`{name}` is neither true nor false; it is {now!r} now.")
     if may_be & {int, float} and not isinstance(value, int | float | None) and not may_be - {int, float, type(None)}:
-        raise ValueError(f"`{name}` is a number, {now} now; got `{text}`.")
+        raise ValueError(f"`{name}` is a number, {now} now; got {_short(text)}.")
     if may_be == {int} and isinstance(value, float):
-        raise ValueError(f"`{name}` is a whole number, {now} now; got `{text}`.")
-    return float(value) if isinstance(now, float) and type(value) is int and int not in may_be else value
+        raise ValueError(f"`{name}` is a whole number, {now} now; got {_short(text)}.")
+    if isinstance(now, float) and type(value) is int and int not in may_be:
+        return float(value) if abs(value) < 2**1000 else math.inf
+    return value
+
+
+def _unescaped(name: str, text: str) -> str:
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`{name}` has a backslash that begins nothing, {_short(text)}: two of them are one of the text ({error.reason})."
+        ) from error
 
 
 def _rules(text: str) -> sl.AxisRules:
@@ -355,7 +420,7 @@ def _schedule(text: str) -> sl.pipeline.Schedule:
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 20
+    return text.isdecimal() and len(text) < 10
 
 
 def _exchange(text: str) -> sl.Exchange:

@@ -44,17 +44,29 @@ class GPTConfig:
     vocab_multiple: int = 1
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernels: str | None = None
+    kernels: Literal["fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None] = None
     fused_loss: bool = False
     attention: Literal["xla", "cudnn", None] = None
 
     def __post_init__(self) -> None:
         for field, hint in get_type_hints(type(self)).items():
             value = getattr(self, field)
-            if get_origin(hint) is Literal and value not in get_args(hint):
+            if get_origin(hint) is Literal and not _is_one_of(value, get_args(hint)):
                 raise ValueError(f"`GPTConfig({field}={value!r})`: choose {' or '.join(map(repr, get_args(hint)))}.")
-            if hint in (int, int | None) and value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer.")
+            if hint is bool and not isinstance(value, bool):
+                raise ValueError(f"`GPTConfig({field}={value!r})` is True or False.")
+            whole = hint is int or (hint == int | None and value is not None)
+            if whole and (type(value) is not int or not 1 <= value < 2**31):
+                raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer, below 2**31.")
+            if hint is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
+                raise ValueError(f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0.")
+        if self.rope_theta == 0:
+            raise ValueError("`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers.")
+        if self.dropout >= 1:
+            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: at least 0, below 1.")
+        if self.dtype is not None:
+            _check_dtype("dtype", self.dtype)
+        _check_dtype("param_dtype", self.param_dtype)
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose another number of "
@@ -67,8 +79,6 @@ class GPTConfig:
             )
         if self.positions == "rotary" and self.dims["head_dim"] % 2:
             raise ValueError(f'`positions="rotary"` turns pairs; `head_dim={self.dims["head_dim"]}` must be even.')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: at least 0, below 1.")
 
     @property
     def dims(self) -> dict[str, int]:
@@ -96,6 +106,25 @@ class GPTConfig:
             kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
             positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
         )  # fmt: skip
+
+
+def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    return (value is None or isinstance(value, str)) and value in choices
+
+
+def _check_dtype(field: str, value: Any) -> None:
+    """Refuse what is no dtype in which a model could learn."""
+    try:
+        found = jnp.dtype(value) if value is not None else None
+    except Exception:  # NumPy reads some texts as Python
+        found = None
+    if found not in (jnp.bfloat16, jnp.float32, jnp.float64, jnp.float16):
+        raise ValueError(f"`GPTConfig({field}={str(value)[:200]!r})` must be `bfloat16`, `float32` or `float64`.")
+    if found == jnp.float16:
+        raise ValueError(
+            f"`GPTConfig({field}={str(value)!r})`: gradients below 6e-8 are zero in float16, which takes a scaled loss, and a "
+            "step has none yet. Use `bfloat16`."
+        )
 
 
 def tiny(**changes: Any) -> GPTConfig:

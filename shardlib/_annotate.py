@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
@@ -57,9 +59,12 @@ def use(
     """
     if not isinstance(rules, AxisRules) or not isinstance(mesh, Mesh | None):
         raise ValueError(
-            f"`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got {rules!r} and {mesh!r}. For no "
+            f"`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got {check.shown(rules)} and "
+            f"{check.shown(mesh)}. For no "
             "sharding on purpose there is `sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
+    check.choice("use", "remat", remat, get_args(Remat))
+    check.kind("use", "used", used, set, "a set, to which the names that annotations use are added", optional=True)
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     scope = Scope(rules, remat, set() if used is None else used)
@@ -120,8 +125,7 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     P('data', 'model')
     """
     scope = _required_scope("shard")
-    if not hasattr(x, "ndim"):
-        raise ValueError(f"`shard(x, *names)` names the dims of one array; got {type(x).__name__}. Map it over a tree.")
+    check_arrays.array("shard", "x", x, "one array, and a name for each of its dims; map it over a tree")
     if scope.rules is None:
         if len(names) != x.ndim:
             raise ValueError(f"An array of shape {x.shape} was given {len(names)} names {names}: name every dim once.")
@@ -150,7 +154,13 @@ def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | N
     ...     sl.split(jnp.zeros((8, 16)), 1, 4).sharding.spec
     P(None, 'model')
     """
-    if _required_scope("split").rules is None:
+    scope = _required_scope("split")
+    check_arrays.array("split", "x", x)
+    check.whole("split", "dim", dim)
+    check.whole("split", "parts", parts, "a number of parts", least=1)
+    if axis is not None and not isinstance(axis, str):
+        check.texts("split", "axis", axis, "an axis of the mesh, or a tuple of several")
+    if scope.rules is None:
         return x
     mesh = _required_mesh("split")
     if not -x.ndim <= dim < x.ndim:
@@ -172,7 +182,9 @@ def replicate(x: jax.Array) -> jax.Array:
     ...     sl.replicate(jnp.zeros((8, 16))).sharding.is_fully_replicated
     True
     """
-    if _required_scope("replicate").rules is None:
+    scope = _required_scope("replicate")
+    check_arrays.array("replicate", "x", x)
+    if scope.rules is None:
         return x
     _required_mesh("replicate")
     return constrain(x, PartitionSpec(*[None] * x.ndim))

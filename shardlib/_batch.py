@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._annotate import current_scope
 from shardlib._rules import resolve
 
@@ -56,6 +58,8 @@ def mean(total: Any, weight: Any) -> Mean:
     >>> mean(6.0, 3)
     Mean(total=6.0, weight=3)
     """
+    check_arrays.real("mean", "total", total)
+    check_arrays.real("mean", "weight", weight)
     return Mean(total, weight)
 
 
@@ -81,6 +85,9 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     >>> gather_batch(jnp.ones((4, 2))).shape
     (4, 2)
     """
+    check_arrays.array("gather_batch", "x", x)
+    if strange := [name for name in names if not isinstance(name, str | None)]:
+        raise check.refusal("gather_batch", "names", strange[0], "names of dims, one by one, or None")
     axes, scope, mesh = split_axes(), current_scope(), jax.sharding.get_abstract_mesh()
     if not axes or scope is None or scope.rules is None:
         return x
@@ -101,6 +108,12 @@ def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
     >>> batch_mean(jnp.array([1.0, 3.0])).item()
     2.0
     """
+    check_arrays.array("batch_mean", "x", x)
+    dims = axis if isinstance(axis, tuple) else (axis,)
+    for dim in dims:
+        check.whole("batch_mean", "axis", dim, f"dims of an array of shape {x.shape}", least=-x.ndim, most=x.ndim - 1)
+    if len({dim % x.ndim for dim in dims}) < len(dims):
+        raise check.refusal("batch_mean", "axis", axis, "each dim once")
     here = jnp.mean(x, axis)
     axes = split_axes()
     return lax.pmean(here, axes) if axes else here

@@ -18,6 +18,8 @@ from flax import linen, nnx
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._tree import map_named, named_leaves, path_name
 
 Model = TypeVar("Model")
@@ -35,9 +37,10 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
     >>> nnx.Linear(4, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)).kernel.out_sharding
     ('embed', 'mlp')
     """
+    check.function("logical", "initializer", initializer, "an initializer, a function of a key, a shape and a dtype")
     if strange := [name for name in names if not (name is None or isinstance(name, str))]:
         raise ValueError(
-            f'`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got {strange[0]!r}.'
+            f'`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got {check.shown(strange[0])}.'
         )
     # Eager sharding would demand a mesh with axes of these names as soon as the variable exists.
     return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=False)
@@ -54,19 +57,28 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     >>> params["up"]["kernel"].names
     ('embed', 'mlp')
     """
+    check.kind("annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims")
     _refuse_modules_in_trees(model)
     nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
     leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
+    if list(leaves) in ([], [""]):  # of a leaf there is no path
+        takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
+        raise check.refusal("annotate", "model", model, takes)
     chosen: dict[str, Names] = {}
     for pattern, value in names.items():
-        if not isinstance(value, tuple | PartitionSpec):
-            raise ValueError(f"`annotate` names dims by a tuple or a `PartitionSpec`; `{pattern}` has {value!r}.")
+        check.pattern("annotate", "names", pattern)
+        named = isinstance(value, tuple) and all(isinstance(name, str | None) for name in value)
+        if not named and not isinstance(value, PartitionSpec):
+            raise ValueError(
+                f"`annotate` names dims by a tuple of names or a `PartitionSpec`; `{pattern}` has {check.shown(value)}."
+            )
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
         if not matched:
             raise ValueError(f"The pattern `{pattern}` matches no parameter. The paths are: {', '.join(leaves)}.")
         for path in matched:
             if chosen.setdefault(path, value) != value:
                 raise ValueError(f"`{path}` is named {chosen[path]} by one pattern and {value} by `{pattern}`.")
+            check_arrays.array("annotate", path, _unbox(leaves[path]), abstract=True)
             _check_rank(path, value, jnp.shape(_unbox(leaves[path])))
     if nnx_variables is not None:
         for path, value in chosen.items():
@@ -110,7 +122,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     path and leaf. By default that is Linen's collection `params` where there is one, else every floating-point leaf.
     """
     if _is_nnx(model):
-        graph, *states = nnx.split(model, nnx.Param if trainable is None else trainable, nnx.RngState, ...)
+        graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
         _check_static(graph)
         names = {
             path: variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
@@ -125,12 +137,28 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
         twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
         raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
     if strange := [path for path, leaf in found if not hasattr(_unbox(leaf), "dtype")]:
-        raise ValueError(f"`{strange[0]}` of the model is no array. Close over constants and functions instead.")
+        raise ValueError(
+            f"`{strange[0] or 'the whole'}` of the model is no array. Close over constants and functions instead."
+        )
     tree = jax.tree.map(_unbox, model, is_leaf=_is_box)
+    takes = "a function of a path and a leaf that says whether it is a parameter"
+    check.function("init", "trainable", trainable, takes, optional=True)
     is_param = trainable or _default_trainable(tree)
     params = map_named(lambda path, leaf: leaf if is_param(path, leaf) else None, tree)
     rest = map_named(lambda path, leaf: None if is_param(path, leaf) else leaf, tree)
     return ModelParts(Definition(None, is_param), params, {}, rest), names
+
+
+def _filter(trainable: Any) -> Any:
+    """Which variables of a module are parameters, as Flax has filters."""
+    if trainable is None:
+        return nnx.Param
+    try:
+        nnx.filterlib.to_predicate(trainable)
+    except (TypeError, ValueError) as error:
+        takes = "of NNX modules, a filter such as `nnx.Param` or `nnx.PathContains(...)`"
+        raise check.refusal("init", "trainable", trainable, takes) from error
+    return trainable
 
 
 def building() -> Any:

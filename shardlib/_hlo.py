@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from shardlib import _arguments as check
 
 
 @dataclass(frozen=True)
@@ -285,3 +288,16 @@ def size_bytes(arrays: list[tuple[str, tuple[int, ...]]]) -> int:
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def text_of(function: str, argument: str, compiled: Any) -> str:
+    """The text of a compiled program, or of what is its text already."""
+    takes = "a compiled program, of `jitted.lower(...).compile()`, or its `as_text()`"
+    text = compiled
+    if not isinstance(compiled, str):
+        if not hasattr(compiled, "as_text") or isinstance(compiled, type):
+            raise check.refusal(function, argument, compiled, takes)
+        text = compiled.as_text()
+    if not isinstance(text, str) or "ENTRY " not in text:
+        raise check.refusal(function, argument, compiled, f"{takes}; found no ENTRY in it")
+    return text

@@ -1,7 +1,7 @@
 """Traced functions: pieces of them as functions of their own, calls taken apart, lines to blame."""
 
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,17 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *inputs: evaluate(closed.jaxpr, closed.consts, inputs))(*shapes)
+
+
+def every_equation(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a jaxpr and of all that these hold: loops, branches, calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one
+                if isinstance(inner, Jaxpr):
+                    yield from every_equation(inner)
 
 
 def relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:

@@ -1,7 +1,7 @@
 """A list of layers that are alike, as one that loops: what compiles once, and what a pipeline can cut."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._remat import remat
 from shardlib._rules import LAYERS
 
@@ -26,6 +27,8 @@ class Layers(nnx.Module):
     """
 
     def __init__(self, layers: Sequence[Any], *, name: str = LAYERS) -> None:
+        check.kind("Layers", "layers", layers, Iterable, "NNX modules, in a list")
+        check.text("Layers", "name", name, "the name of a dim")
         layers = list(layers)
         if not layers or not all(isinstance(layer, nnx.Module) for layer in layers):
             kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"

@@ -19,8 +19,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from shardlib import _arguments as check
+
+_MOST_DIGITS = 18
+_MOST_ON_AXIS = 10**9
 _ENTRY = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:=\s*([+-]?\d+)\s*)?")
 _MAX_DRAWN_DEVICES = 16
+_MOST_SIMULATED = 65_536  # of 4,096 there is a use, and with many more a laptop is at its end
 
 
 def make_mesh(
@@ -64,11 +69,13 @@ def make_mesh(
             f"`make_mesh` takes each axis once; `{twice[0]}` is both in the shape, `{_spell(named)}`, and a keyword. "
             f"Remove one of the two."
         )
-    devices = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
+    check.kind("make_mesh", "axis_type", axis_type, AxisType, "a `jax.sharding.AxisType`")
+    split = check.boolean("make_mesh", "allow_split_physical_axes", allow_split_physical_axes)
+    devices = jax.devices() if devices is None else _devices(devices)
     named = _fill_in(_checked((*named.items(), *axes.items())), devices)
     crossing = _crossing(dcn, named, devices)
     try:
-        laid_out = _lay_out(named, crossing, devices, allow_split_physical_axes)
+        laid_out = _lay_out(named, crossing, devices, split)
     # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has not implemented the
     # shapes that it refuses. Before 0.12 it also misreads the factors of sizes such as 14 when it splits a dimension,
     # and fails on what follows. To a user each of these is a shape that does not go with these devices.
@@ -132,6 +139,7 @@ def simulate_devices(count: int = 8) -> None:
     >>> len(jax.devices())
     8
     """
+    count = check.whole("simulate_devices", "count", count, "a number of devices", least=1, most=_MOST_SIMULATED)
     try:
         jax.config.update("jax_platforms", "cpu")
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -153,7 +161,7 @@ def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:
     {'data': -1, 'model': 4}
     """
     if not isinstance(text, str):
-        return _checked(text.items())
+        return _checked(_pairs("shape", text))
     entries = _entries(text)
     if bare := [name for name, size in entries if size is None]:
         raise ValueError(
@@ -203,6 +211,7 @@ def describe_mesh(mesh: Mesh) -> str:
             │ 4 5 6 7 │
             └─────────┘
     """
+    check.kind("describe_mesh", "mesh", mesh, Mesh, "a mesh of devices, `sl.make_mesh(...)`")
     devices, slices = mesh.devices, _slices(mesh)
     count = len(np.unique(slices))
     title = f"{format_mesh(mesh)} on {_count(devices.flat)}"
@@ -225,6 +234,27 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{title}\n\n{_table(columns)}\n\n{_picture(devices.reshape(grid), slices.reshape(grid), *names)}"
 
 
+def _devices(devices: Any) -> list[Any]:
+    """The devices of a sequence or an array of them, in order."""
+    takes = "devices, such as `jax.devices()[:4]`, each once"
+    if not isinstance(devices, Sequence | np.ndarray) or isinstance(devices, str | bytes):
+        raise check.refusal("make_mesh", "devices", devices, takes)
+    try:
+        flat = list(np.asarray(devices, dtype=object).flat)
+    except ValueError as error:  # rows of unequal length
+        raise check.refusal("make_mesh", "devices", devices, takes) from error
+    if not all(hasattr(one, "device_kind") for one in flat) or len(set(flat)) < len(flat):
+        raise check.refusal("make_mesh", "devices", devices, takes)
+    return flat
+
+
+def _pairs(argument: str, axes: Any) -> list[tuple[Any, Any]]:
+    """Names and sizes of a mapping."""
+    if not isinstance(axes, Mapping):
+        raise check.refusal("make_mesh", argument, axes, 'text such as `"data=2,model=4"`, or a mapping')
+    return list(axes.items())
+
+
 def _entries(text: str) -> list[tuple[str, int | None]]:
     entries = []
     for part in text.split(",") if text.strip() else []:
@@ -232,8 +262,10 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
         if match is None:
             raise ValueError(
                 f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
-                f"got `{part.strip()}` in `{text}`."
+                f"got `{check.shown(part.strip())}` in `{check.shown(text)}`."
             )
+        if len(match[2] or "") > _MOST_DIGITS:
+            raise ValueError(f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits.")
         entries.append((match[1], None if match[2] is None else int(match[2])))
     return entries
 
@@ -242,11 +274,16 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
     axes: dict[str, int] = {}
     for name, size in entries:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"The name of a mesh axis must be a word, such as `data`; got {name!r}.")
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size == 0 or size < -1:
+            raise ValueError(f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}.")
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int | np.integer)
+            or size == 0
+            or not -1 <= size <= _MOST_ON_AXIS
+        ):
             raise ValueError(
-                f"The size of the mesh axis `{name}` must be a whole number from 1 up, or -1 for the devices that the "
-                f"other axes leave; got {size!r}."
+                f"The size of the mesh axis `{name}` must be a whole number from 1 to {_MOST_ON_AXIS:,}, or -1 for the "
+                f"devices that the other axes leave; got {check.shown(size)}."
             )
         if name in axes:
             raise ValueError(f"A mesh names each axis once; `{name}` is there twice. Rename or remove one.")
@@ -290,9 +327,9 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
 
 def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     """The factor of each axis that crosses the slow network, checked against the slices there are."""
-    entries = _entries(dcn) if isinstance(dcn, str) else list(dcn.items())
+    entries = _entries(dcn) if isinstance(dcn, str) else _pairs("dcn", dcn)
     if unknown := [name for name, _ in entries if name not in axes]:
-        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{unknown[0]}`.")
+        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{check.shown(unknown[0])}`.")
     factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
     for name, factor in factors.items():
         if factor == -1 or axes[name] % factor:

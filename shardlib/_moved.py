@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib._hlo import Instruction, Program, Scope, arrays, size_bytes
+from shardlib._hlo import Instruction, Program, Scope, arrays, size_bytes, text_of
 from shardlib._text import human_bytes
 
 
@@ -44,7 +44,7 @@ def memory_traffic(compiled: Any) -> Moved:
     >>> print(memory_traffic(jax.jit(lambda x, y: x * y + 1).lower(*[jnp.ones((256, 1024))] * 2).compile()))
     reads 2.0 MiB, writes 1.0 MiB
     """
-    program = Program(compiled if isinstance(compiled, str) else compiled.as_text())
+    program = Program(text_of("memory_traffic", "compiled", compiled))
     return _of(program, Scope(program.entry, program.computations[program.entry]))
 
 

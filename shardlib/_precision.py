@@ -8,7 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
+
 NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32"}
+SUPPORTED = ("bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,9 @@ class Precision:
     - `keep`: patterns that match the whole of a parameter's path; these the model gets as they are stored.
     - `accumulate`: in which gradients are added up over microbatches, or in a wider one that they have.
     - `reduce`: in which they are added up over devices: what is on the wire.
+
+    The dtypes are bfloat16, float32 and, where `jax_enable_x64` is set, float64. Small gradients are zero in float16, so that
+    it needs a scaled loss, which a step does not have yet; float8 needs scales too.
 
     >>> Precision("bf16", keep=(".*norm.*", ".*router.*")).compute
     'bfloat16'
@@ -35,22 +42,8 @@ class Precision:
             value = getattr(self, field)
             if value is None and field == "compute":
                 continue
-            try:
-                name = jnp.dtype(NAMES.get(str(value), value)).name
-            except TypeError as error:
-                raise ValueError(
-                    f"`Precision({field}={value!r})` takes the name of a dtype, such as `bf16`."
-                ) from error
-            if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
-                raise ValueError(f"`Precision({field}={value!r})`: a dtype of floating-point numbers, such as `bf16`.")
-            if jnp.finfo(name).bits < 16:
-                raise ValueError(
-                    f"`Precision({field}={value!r})`: numbers of {jnp.finfo(name).bits} bits need a scale for each array, which "
-                    "a step does not have. Take `bf16`, and quantise inside the model."
-                )
-            object.__setattr__(self, field, name)
-        if not isinstance(self.keep, tuple):
-            raise ValueError(f"`Precision(keep={self.keep!r})` takes a tuple of patterns.")
+            check.assign(self, **{field: _checked(field, value)})
+        check.patterns("Precision", "keep", self.keep)
 
     def of(self, path: str, dtype: Any) -> Any:
         """The dtype in which the model gets a parameter."""
@@ -75,13 +68,34 @@ def _wider(dtype: Any, other: Any) -> Any:
         return jnp.promote_types(dtype, other)
 
 
+def _checked(field: str, value: Any) -> str:
+    """The name of a dtype that a step can compute, add up or send in."""
+    takes = "the name of a dtype of floating-point numbers, such as `bf16`"
+    full = NAMES.get(value, value) if isinstance(value, str) else value
+    name = check_arrays.dtype("Precision", field, full, takes).name
+    if name == "float16":
+        raise ValueError(
+            f"`Precision({field}={check.shown(value)})`: in float16 gradients below 6e-8 are zero and sums beyond 65,504 "
+            "infinite. That takes a scaled loss, which a step does not have yet. Use `bf16`, which has the range of float32."
+        )
+    if name not in SUPPORTED:
+        few = "; dtypes of 8 bits and fewer take scales, which a step does not have" if name.startswith("float") else ""
+        raise check.refusal("Precision", field, value, f"{takes}, of {', '.join(SUPPORTED)}{few}")
+    if jax.dtypes.canonicalize_dtype(name) != name:
+        raise ValueError(
+            f"`Precision({field}={check.shown(value)})`: JAX makes float32 of float64 unless it is told otherwise: "
+            '`jax.config.update("jax_enable_x64", True)` before its first use.'
+        )
+    return name
+
+
 def resolve_precision(value: Any) -> Precision:
     """What `Strategy(precision=...)` says: a `Precision`, or the name of the dtype to compute in."""
     if isinstance(value, Precision):
         return value
     if value is None or isinstance(value, str):
         return Precision(value) if value not in ("float32", "fp32", "f32") else Precision()
-    raise ValueError(f'`Strategy(precision={value!r})` takes a name such as `"bf16"`, or a `sl.Precision`.')
+    raise check.refusal("Strategy", "precision", value, 'a name, such as `"bf16"`, or a `sl.Precision`')
 
 
 def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> None:

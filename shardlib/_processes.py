@@ -24,6 +24,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from shardlib import _arguments as check
+
 COORDINATOR = "SHARDLIB_COORDINATOR"
 PROCESSES = "SHARDLIB_PROCESSES"
 PROCESS = "SHARDLIB_PROCESS"
@@ -167,6 +169,10 @@ def agree(what: Mapping[str, str]) -> None:
 
     >>> agree({"configuration": "batch = 256"})
     """
+    check.kind("agree", "what", what, Mapping, "a mapping from names to texts")
+    for name, said in what.items():
+        check.text("agree", "what", name, "names and texts")
+        check.text("agree", name, said)
     count = jax.process_count()
     if count == 1:
         return

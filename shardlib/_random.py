@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.extend import random as extend_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib import _arguments as check
+
 _PREFIX = "rows_of_"
 THREEFRY = "threefry2x32"
 """The implementation of keys that draws the same for a batch of keys as for each of them alone."""
@@ -72,6 +74,8 @@ def same_everywhere(key: jax.Array) -> jax.Array:
     >>> same_everywhere(row_keys(key, 4, 8, 1)) == key
     Array(True, dtype=bool)
     """
+    if not is_key(key) and getattr(key, "dtype", None) != jnp.uint32:  # of `jax.random.PRNGKey`
+        raise check.refusal("same_everywhere", "key", key, "a key, such as `jax.random.key(0)`")
     return plain_keys(key)
 
 

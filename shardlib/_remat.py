@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from shardlib import _arguments as check
 from shardlib._annotate import Remat, current_scope
 from shardlib._on_use import MARK
 
@@ -26,8 +27,9 @@ def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Bl
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
     """
-    if policy is not None:
-        _check(policy)
+    check.function("remat", "block", block)
+    check.choice("remat", "policy", policy, (None, "none", "full"))
+    check.function("remat", "checkpoint", checkpoint, "a function that makes of a block one that is computed again")
     recomputed = checkpoint(block)
 
     @functools.wraps(block)
@@ -50,6 +52,7 @@ def zero3_layer(block: Block) -> Block:
     >>> zero3_layer(lambda x, scale: x * scale)(jax.numpy.ones(2), scale=2.0)
     Array([2., 2.], dtype=float32)
     """
+    check.function("zero3_layer", "block", block)
 
     @functools.wraps(block)
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -66,8 +69,3 @@ def zero3_layer(block: Block) -> Block:
         return jax.jit(layer)([leaf for leaf, array in zip(leaves, arrays, strict=True) if array])
 
     return marked  # type: ignore[return-value]
-
-
-def _check(policy: Any) -> None:
-    if policy not in ("none", "full"):
-        raise ValueError(f"`remat={policy!r}`: the policies are 'none', 'full'; 'stage' is a strategy's.")

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._annotate import constrain
 from shardlib._route import Piece, Step, Tiles, plan, spec_entries, tile_count
 from shardlib._rules import check_spec
@@ -60,6 +61,9 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     ...     step(x).sharding.spec
     P('model', 'data')
     """
+    check.kind("reshard", "x", x, jax.Array, "a `jax.Array`")
+    check.kind("reshard", "to", to, PartitionSpec, "a `PartitionSpec`")
+    check.kind("reshard", "source", source, PartitionSpec, "a `PartitionSpec`", optional=True)
     mesh, known = _mesh_and_layout(x)
     if set(mesh.manual_axes) == set(mesh.axis_names):
         raise ValueError(

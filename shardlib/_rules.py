@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
+
 Axes: TypeAlias = str | tuple[str, ...] | None
 """What one candidate says: one axis, several axes together, or None for replicated."""
 
@@ -63,8 +65,8 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     def __init__(self, rules: Mapping[str, object] | None = None, /, **more: object) -> None:
         if rules is not None and not isinstance(rules, Mapping):
             raise ValueError(
-                f"`AxisRules` takes a mapping or keywords; got {rules!r}. Of Flax's pairs, in which the first that fits "
-                'wins, make candidates: `AxisRules(heads=["model", None])`.'
+                f"`AxisRules` takes a mapping or keywords; got {check.shown(rules)}. Of Flax's pairs, in which the first that "
+                'fits wins, make candidates: `AxisRules(heads=["model", None])`.'
             )
         self._set({name: _candidates(name, value) for name, value in {**(rules or {}), **more}.items()})
 
@@ -86,6 +88,8 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     @classmethod
     def knowing(cls, *names: str) -> "AxisRules":
         """Names that a model may use and that are replicated until a rule says otherwise."""
+        for name in names:
+            check.text("AxisRules.knowing", "names", name, "names of dims, one by one")
         return cls.__new__(cls)._set({}, names)
 
     def indivisible(self, policy: Policy | None = None, /, **policies: Policy) -> "AxisRules":
@@ -98,16 +102,16 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         >>> AxisRules(heads="model", batch="data").indivisible(heads="replicate").policy("heads")
         'replicate'
         """
-        chosen: dict[str | None, Policy] = {**({None: policy} if policy else {}), **policies}
+        chosen: dict[str | None, Policy] = {**({} if policy is None else {None: policy}), **policies}
         for name, value in chosen.items():
-            if value not in POLICIES:
-                raise ValueError(f"`indivisible({name or ''}={value!r})`: the policies are {_listed(POLICIES)}.")
+            check.choice("indivisible", name or "policy", value, POLICIES)
             if name is not None:
                 self._require_known([name])
         return AxisRules.__new__(AxisRules)._set(dict(self._rules), self._known, {**self._policies, **chosen})
 
     def policy(self, name: str) -> Policy:
         """What happens to a dim of this name that no candidate divides."""
+        self._require_known([name])
         return self._policies.get(name, self._policies.get(None, "error"))
 
     @property
@@ -133,6 +137,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
 
     def check_mesh(self, mesh_shape: Mapping[str, int]) -> None:
         """Refuse rules that speak of an axis which the mesh lacks."""
+        check.kind("check_mesh", "mesh_shape", mesh_shape, Mapping, "a mapping from axes to sizes: `mesh.shape`")
         for name, candidates in self._rules.items():
             for axis in (axis for axes in candidates for axis in as_tuple(axes)):
                 if axis not in mesh_shape:
@@ -143,10 +148,11 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
 
     def _require_known(self, names: Iterable[str], where: str = "") -> None:
         for name in names:
+            check.text("AxisRules", "name", name, f"the name of a dim{where}")
             if name not in self._rules and name not in self._known:
                 close = difflib.get_close_matches(name, self.names, n=1)
                 raise ValueError(
-                    f"Unknown name `{name}`{where}. "
+                    f"Unknown name `{check.shown(name)[1:-1]}`{where}. "
                     + (f"Did you mean `{close[0]}`? " if close else "")
                     + f"The rules know {_listed(self.names)}. "
                     f"Add it, `rules | AxisRules({name}=...)`, with `None` for replicated."
@@ -300,7 +306,8 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
 
 
-def _candidates(name: str, value: Any) -> tuple[Axes, ...]:
+def _candidates(name: Any, value: Any) -> tuple[Axes, ...]:
+    check.text("AxisRules", "rules", name, "rules by the names of dims")
     candidates = value if isinstance(value, list) else [value]
     if not candidates:
         raise ValueError(f"The rule for `{name}` lists no candidate; write `{name}=None` for replicated.")
@@ -309,7 +316,7 @@ def _candidates(name: str, value: Any) -> tuple[Axes, ...]:
             axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(isinstance(a, str) for a in axes))
         ):
             raise ValueError(
-                f"The rule for `{name}` holds {axes!r}; a candidate is an axis, a tuple of axes or None, and a list "
+                f"The rule for `{name}` holds {check.shown(axes)}; a candidate is an axis, a tuple of axes or None, and a list "
                 "holds candidates to try in turn."
             )
         if len(set(as_tuple(axes))) != len(as_tuple(axes)):
@@ -320,7 +327,9 @@ def _candidates(name: str, value: Any) -> tuple[Axes, ...]:
 def _literal(name: object, array: str) -> object:
     if name is None or name is PartitionSpec.UNCONSTRAINED:
         return name
-    raise ValueError(f"{array} was given the name {name!r}; a name is a string, or None for a dim that is not split.")
+    raise ValueError(
+        f"{array} was given the name {check.shown(name)}; a name is a string, or None for a dim that is not split."
+    )
 
 
 def _outside_manual(name: str, axes: Axes, manual: frozenset[str], where: str, parts: bool) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardlib._hlo import Instruction, Program, Run, Scope, arrays, first, numbers, size_bytes
+from shardlib import _arguments as check
+from shardlib._hlo import Instruction, Program, Run, Scope, arrays, first, numbers, size_bytes, text_of
 from shardlib._mesh import slice_index
 from shardlib._text import human_bytes
 
@@ -107,12 +108,10 @@ def collectives(
     >>> found.kind, found.axes, found.group_size, found.shapes, found.operand_bytes
     ('all-reduce', ('data',), 4, ((2, 256),), 2048)
     """
+    check.kind("collectives", "mesh", mesh, Mesh, "the mesh of the program", optional=True)
     program = compiled_or_text
     if not isinstance(program, Program):
-        text = program if isinstance(program, str) else program.as_text()
-        if not text or "ENTRY " not in text:
-            raise ValueError("`compiled_or_text` must be a compiled program or its `as_text()`; found no ENTRY in it.")
-        program = Program(text)
+        program = Program(text_of("collectives", "compiled_or_text", program))
     devices = _Devices(mesh, program.partitions)
     found = (_collective(program, devices, *place) for place in program.walk())
     return tuple(one for one in found if one is not None and one.group_size > 1)
@@ -129,8 +128,10 @@ def summary(found: Iterable[Collective]) -> str:
     >>> print(summary([]))
     no collectives
     """
+    check.kind("summary", "found", found, Iterable, "collectives, as `collectives(compiled)` gives them")
     times: dict[tuple[int, str], int] = defaultdict(int)
     for one in found:
+        check.kind("summary", "found", one, Collective, "collectives, as `collectives(compiled)` gives them")
         over = f"groups of {one.group_size}" if one.axes is None else ", ".join(one.axes)
         note = (" in a branch" if one.conditional else "") + ("" if one.times_known else " in a loop of unknown length")
         size = max(one.operand_bytes, one.result_bytes)

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._rules import as_tuple, counts_layers, keep_axes, spec_axes
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 
@@ -57,22 +58,23 @@ class Zero:
     def __post_init__(self) -> None:
         if type(self.stage) is not int or not 0 <= self.stage <= 3:
             raise ValueError(
-                f"`Zero(stage={self.stage!r})`: the stages are 0 (nothing is split), 1 (optimizer state), 2 (gradients "
-                "too) and 3 (parameters too)."
+                f"`Zero(stage={check.shown(self.stage)})`: the stages are 0 (nothing is split), 1 (optimizer state), 2 "
+                "(gradients too) and 3 (parameters too)."
             )
-        for field in ("axes", "stacked"):
-            value = getattr(self, field)
-            if value is not None and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
-                raise ValueError(f'`Zero({field}={value!r})` takes a tuple of names: `{field}=("data",)`.')
-        if type(self.small) is not int or self.small < 0:
-            raise ValueError(f"`Zero(small={self.small!r})` takes a number of elements, at least 0.")
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise ValueError(f"`Zero(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
-        if self.layers is not None:
-            try:
-                re.compile(self.layers)
-            except (re.error, TypeError) as error:
-                raise ValueError(f"`Zero(layers={self.layers!r})` is no regular expression: {error}.") from error
+        check.texts("Zero", "axes", self.axes, 'a tuple of names, `axes=("data",)`', optional=True)
+        check.texts("Zero", "stacked", self.stacked, 'a tuple of names, `stacked=("layers",)`')
+        check.assign(
+            self,
+            small=check.whole("Zero", "small", self.small, "a number of elements", least=0),
+            bucket_bytes=check.whole("Zero", "bucket_bytes", self.bucket_bytes, "a number of bytes", least=1),
+            strict=check.boolean("Zero", "strict", self.strict),
+        )
+        check.pattern("Zero", "layers", self.layers, optional=True)
+        if self.layers is not None and re.escape(self.layers) == self.layers:
+            raise ValueError(
+                f"`Zero(layers={check.shown(self.layers)})` is plain text, and would find the same text in the path of every "
+                r"layer, so that all layers were gathered together. Write a pattern that tells layers apart, `layers/\d+`."
+            )
 
     def group(self, path: str) -> str | None:
         """The layer that a parameter belongs to by its path, if `layers` says so."""
@@ -178,7 +180,7 @@ def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ..
     if isinstance(value, str):
         if value not in STAGES:
             raise ValueError(
-                f"`Strategy(zero={value!r})`: FSDP's names are {', '.join(STAGES)}; or give a stage, 0 to 3."
+                f"`Strategy(zero={check.shown(value)})`: FSDP's names are {', '.join(STAGES)}; or give a stage, 0 to 3."
             )
         within = tuple(axis for axis in data_axes if axis not in crossing)
         if "HYBRID" in value and within in ((), data_axes):
@@ -193,7 +195,7 @@ def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ..
     elif type(value) is int:
         zero = Zero(value)
     else:
-        raise ValueError(f"`Strategy(zero={value!r})` takes a stage, 0 to 3, one of FSDP's names, or a `sl.Zero`.")
+        raise check.refusal("Strategy", "zero", value, "a stage, 0 to 3, one of FSDP's names, or a `sl.Zero`")
     if zero.stage and not data_axes:
         raise ValueError(
             f"`Strategy(zero={value!r})` splits state over the axes of data, and no axis splits the batch and nothing else: "

@@ -14,7 +14,19 @@ PACKAGE = ROOT / "shardlib"
 
 # Each room may import the rooms above it, and nothing below: a total order, so there are no cycles.
 ORDER = [
-    *("_text", "_tree", "_lock", "_mesh", "_chips", "_processes", "_hlo", "_traffic", "_moved"),
+    *(
+        "_text",
+        "_arguments",
+        "_arrays",
+        "_tree",
+        "_lock",
+        "_mesh",
+        "_chips",
+        "_processes",
+        "_hlo",
+        "_traffic",
+        "_moved",
+    ),
     *(f"data.{name}" for name in ("_packages", "_checks", "_blocks", "_tokenizer", "_files")),
     *(f"data.{name}" for name in ("_progress", "_claim", "_store", "_sequences")),
     "data",

@@ -107,7 +107,7 @@ def test_malformed_rules_are_refused(value):
 def test_policies_are_refused_for_unknown_names_and_unknown_policies():
     with pytest.raises(ValueError, match="Unknown name `b`"):
         sl.AxisRules(a=None).indivisible(b="pad")
-    with pytest.raises(ValueError, match="policies are `error`"):
+    with pytest.raises(ValueError, match="indivisible.policy='shrug'.. takes one of 'error'"):
         sl.AxisRules(a=None).indivisible("shrug")
 
 

@@ -1,14 +1,18 @@
 """Codecs: rows of numbers as rows of bytes, and back. Pure, and each row by itself, its scales in its bytes."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
+
 _SCALE = 4  # bytes of a float32
+_MOST_IN_BLOCK = 2**30  # rows are filled up to whole blocks, and counted in 32 bits
 _LANES = 128  # of a tile of a TPU, which has eight rows of them
 _PLACES = np.arange(8, dtype=np.uint8)[:, None]  # of bits in a byte
 
@@ -55,16 +59,17 @@ class Signs:
     block: int = 2048
 
     def __post_init__(self) -> None:
-        if self.scale not in ("mean", "rms"):
-            raise ValueError(f'`Signs(scale={self.scale!r})`: choose "mean" or "rms".')
+        check.choice("Signs", "scale", self.scale, ("mean", "rms"))
         tile = 8 * _LANES
-        if type(self.block) is not int or self.block < 8 or self.block % (tile if self.block > tile else 8):
-            raise ValueError(
-                f"`Signs(block={self.block!r})` takes a multiple of 8 up to {tile} elements, and of {tile} beyond."
-            )
+        takes = f"a multiple of 8 up to {tile} elements, and of {tile} beyond"
+        block = check.whole("Signs", "block", self.block, takes, least=8, most=_MOST_IN_BLOCK)
+        if block % (tile if block > tile else 8):
+            raise check.refusal("Signs", "block", self.block, takes)
+        check.assign(self, block=block)
 
     def size(self, elements: int) -> int:
         """The bytes of a row: signs fill up a tile, of 1,024 where there are as many."""
+        elements = check.whole("Signs.size", "elements", elements, "a number of elements", least=0)
         tiles, lanes, together = self._cut(elements)
         return tiles * lanes + -(-tiles // together) * _SCALE
 
@@ -85,6 +90,7 @@ class Signs:
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """Eight signs in a byte, and the scales."""
+        _check_rows("Signs.encode", rows, alive)
         count, elements = rows.shape
         rows = rows.astype(jnp.float32)
         tiles = self._tiled(rows if alive is None else jnp.where(alive, rows, 0))
@@ -103,6 +109,7 @@ class Signs:
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
         """The scales, with signs."""
+        _check_code("Signs.decode", code, self.size(elements))
         tiles, lanes, _ = self._cut(elements)
         packed = code[:, : tiles * lanes].reshape(code.shape[0], tiles, 1, lanes)
         return self._signed((packed >> _PLACES) & 1 == 1, _floats(code[:, tiles * lanes :]), elements)
@@ -121,17 +128,20 @@ class Integers:
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"`Integers(bits={self.bits!r})`: there are integers of 8 and of 4 bits.")
-        if type(self.block) is not int or self.block < 2 or self.block % 2:
-            raise ValueError(f"`Integers(block={self.block!r})` takes an even number of elements.")
+        check.choice("Integers", "bits", self.bits, (8, 4))
+        block = check.whole("Integers", "block", self.block, "an even number of elements", least=2, most=_MOST_IN_BLOCK)
+        if block % 2:
+            raise check.refusal("Integers", "block", self.block, "an even number of elements")
+        check.assign(self, block=block)
 
     def size(self, elements: int) -> int:
         """The bytes of a row."""
+        elements = check.whole("Integers.size", "elements", elements, "a number of elements", least=0)
         return (elements + elements % 2) * self.bits // 8 + -(-elements // self.block) * _SCALE
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """All integers, then all scales."""
+        _check_rows("Integers.encode", rows, alive)
         rows = rows.astype(jnp.float32) if alive is None else jnp.where(alive, rows.astype(jnp.float32), 0)
         (count, elements), most = rows.shape, 2 ** (self.bits - 1) - 1
         blocks = _padded(rows, self.block).reshape(count, -1, self.block)
@@ -151,11 +161,33 @@ class Integers:
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
         """Each integer times its scale."""
+        _check_code("Integers.decode", code, self.size(elements))
         integers = (elements + elements % 2) * self.bits // 8
         whole, scale = lax.bitcast_convert_type(code[:, :integers], jnp.int8), _floats(code[:, integers:])
         if self.bits == 4:  # shifted up and down again, with their signs
             whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], 1)
         return self._scaled(_padded(whole, self.block).reshape(code.shape[0], -1, self.block), scale, elements)
+
+
+def _check_rows(function: str, rows: Any, alive: Any) -> None:
+    check_arrays.array(function, "rows", rows, "an array of rows, (n, elements)")
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"`{function}` takes rows of real numbers, (n, elements); got {rows.dtype}{list(rows.shape)}.")
+    if alive is None:
+        return
+    check_arrays.array(function, "alive", alive, "an array of bools, as many as there are numbers")
+    fits = alive.ndim == 2 and all(one in (1, other) for one, other in zip(alive.shape, rows.shape, strict=True))
+    if alive.dtype != bool or not fits:
+        raise ValueError(
+            f"`{function}(alive=...)` takes bools that broadcast to the rows, {list(rows.shape)}; got "
+            f"{alive.dtype}{list(alive.shape)}."
+        )
+
+
+def _check_code(function: str, code: Any, size: int) -> None:
+    check_arrays.array(function, "code", code, "an array of codes, (n, bytes)")
+    if code.ndim != 2 or code.shape[1] != size or code.dtype != jnp.uint8:
+        raise ValueError(f"`{function}` takes codes of {size} bytes each, uint8; got {code.dtype}{list(code.shape)}.")
 
 
 def _padded(rows: jax.Array, multiple: int) -> jax.Array:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._rules import Axes, as_tuple
 from shardlib.collectives._codecs import Codec, Encoded
 
@@ -77,18 +79,22 @@ def pmean(
     >>> jax.jit(mean)(jnp.tile(jnp.array([1.0, -1.0]), (8, 512))).tolist()[:4]
     [1.0, -1.0, 1.0, -1.0]
     """
-    over = as_tuple(axis)
+    over, shared = axes_here("pmean", "axis", axis), axes_here("pmean", "shared", shared)
     check_codec("pmean", codec)
     leaves, treedef = jax.tree.flatten(x)
+    for leaf in leaves:
+        check_arrays.array("pmean", "x", leaf, "an array, or a tree of arrays")
     if not leaves:
         return x, errors
     if errors is not None and not all(isinstance(e, Errors) for e in jax.tree.leaves(errors, is_leaf=_is_errors)):
         raise ValueError(
             "`pmean(errors=...)` takes those of an earlier call, or of `no_errors(x, axis)` in the same `shard_map`."
         )
-    owed = [None] * len(leaves) if errors is None else treedef.flatten_up_to(errors)
-    living = [None] * len(leaves) if alive is None else treedef.flatten_up_to(alive)
+    owed = [None] * len(leaves) if errors is None else _alike("errors", errors, treedef)
+    living = [None] * len(leaves) if alive is None else _alike("alive", alive, treedef)
     cuts = [pieces_of(leaf, over, shared) for leaf in leaves]
+    for leaf, cut, error, living_one in zip(leaves, cuts, owed, living, strict=True):
+        _check_beside(leaf, cut, error, living_one)
     place, mine = lax.axis_index(over), lax.axis_index(shared) if shared else 0
 
     rows, masks = [], []
@@ -144,7 +150,10 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
     """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing is owed."""
-    return jax.tree.map(lambda leaf: pieces_of(leaf, as_tuple(axis), shared).errors(), x)
+    over, shared = axes_here("no_errors", "axis", axis), axes_here("no_errors", "shared", shared)
+    for leaf in jax.tree.leaves(x):
+        check_arrays.array("no_errors", "x", leaf, "an array, or a tree of arrays")
+    return jax.tree.map(lambda leaf: pieces_of(leaf, over, shared).errors(), x)
 
 
 def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> int:
@@ -157,6 +166,9 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
     '0.03174 of an all-reduce in float32'
     """
     check_codec("pmean_bytes", codec)
+    elements = check.whole("pmean_bytes", "elements", elements, "a number of elements", least=0)
+    workers = check.whole("pmean_bytes", "workers", workers, "a number of workers", least=1)
+    shared = check.whole("pmean_bytes", "shared", shared, "a number of devices", least=1)
     part = Pieces(elements, shared, workers).elements
     if workers == 1:
         return (shared - 1) * part * 4
@@ -168,7 +180,40 @@ def check_codec(name: str, codec: Any) -> None:
     """Refuse what is no codec."""
     if isinstance(codec, type) or not hasattr(codec, "encode") or not hasattr(codec, "size"):
         raise ValueError(
-            f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; got {codec!r}."
+            f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; got {check.shown(codec)}."
+        )
+
+
+def axes_here(name: str, argument: str, axis: Any) -> tuple[str, ...]:
+    """The axes of an argument, over which this is manual."""
+    takes = "an axis of the surrounding `shard_map`, or a tuple of several"
+    if not isinstance(axis, str):
+        check.texts(name, argument, axis, takes)
+    manual, axes = jax.sharding.get_abstract_mesh().manual_axes, as_tuple(axis)
+    if any(one not in manual for one in axes) or len(set(axes)) < len(axes):
+        raise check.refusal(name, argument, axis, f"{takes}, each once; it is manual over {manual}")
+    return axes
+
+
+def _alike(argument: str, tree: Any, treedef: Any) -> list[Any]:
+    try:
+        return treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"`pmean({argument}=...)` is a tree like `x`, {treedef}: {error}") from error
+
+
+def _check_beside(x: Any, cut: Pieces, error: Any, alive: Any) -> None:
+    if error is not None:
+        expected = ((cut.workers, cut.elements), (cut.elements,))
+        found = tuple(getattr(one, "shape", None) for one in error)
+        if found != expected:
+            raise ValueError(
+                f"`pmean(errors=...)`: of an array of shape {list(x.shape)} errors have the shapes {expected}; got {found}. Take "
+                "those of an earlier call for the same array, or `no_errors(x, axis)`."
+            )
+    if alive is not None and (getattr(alive, "shape", None), getattr(alive, "dtype", None)) != (x.shape, bool):
+        raise ValueError(
+            f"`pmean(alive=...)` takes bools of the shape of `x`, {list(x.shape)}; got {check.shown(alive)}."
         )
 
 
@@ -177,6 +222,7 @@ def _is_errors(x: Any) -> bool:
 
 
 def _check_real(x: jax.Array, name: str) -> None:
+    check_arrays.array(name, "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"`{name}` compresses real numbers, and was given {x.dtype}{list(x.shape)}: send that exactly."
@@ -185,8 +231,7 @@ def _check_real(x: jax.Array, name: str) -> None:
 
 def _dim(x: jax.Array, dim: int, name: str) -> int:
     _check_real(x, name)
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"`{name}(dim={dim})`: an array of shape {x.shape} has {x.ndim} dims.")
+    check.whole(name, "dim", dim, f"a dim of an array of shape {x.shape}", least=-x.ndim, most=x.ndim - 1)
     return dim % x.ndim
 
 
@@ -215,7 +260,6 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
     """Every device's array, one behind the other along `dim`, sent as codes. Its derivative is that of an exact gather.
 
@@ -228,30 +272,35 @@ def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Arra
     >>> jax.jit(gather)(jnp.arange(8.0)).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
-    over, dim = as_tuple(axis), _dim(x, dim, "all_gather")
+    over = axes_here("all_gather", "axis", axis)
+    check_codec("all_gather", codec)
+    return _all_gather(x, over, codec, _dim(x, dim, "all_gather"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _all_gather(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
     codes = lax.all_gather(codec.encode(x.reshape(1, -1)).code, over, axis=0, tiled=True)
     parts = codec.decode(codes, math.prod(x.shape)).astype(x.dtype).reshape(-1, *x.shape)
     shape = (*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])
     return jnp.moveaxis(parts, 0, dim).reshape(shape)
 
 
-def _gather_forward(x: jax.Array, axis: Axes, codec: Codec, dim: int) -> tuple[jax.Array, None]:
-    return all_gather(x, axis, codec, dim), None
+def _gather_forward(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> tuple[jax.Array, None]:
+    return _all_gather(x, over, codec, dim), None
 
 
-def _gather_backward(axis: Axes, codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (lax.psum_scatter(g, as_tuple(axis), scatter_dimension=dim % g.ndim, tiled=True),)
+def _gather_backward(over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True),)
 
 
-all_gather.defvjp(_gather_forward, _gather_backward)
+_all_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def all_gather_bytes(elements: int, devices: int, codec: Codec) -> int:
     """What a device sends for `all_gather` of its array of so many elements: n-1 codes."""
-    return (devices - 1) * codec.size(elements)
+    return (_devices("all_gather_bytes", elements, devices, codec) - 1) * codec.size(elements)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
     """The sum over devices, of which each keeps its part of `dim`: codes of the parts go to their owners, and are added there.
 
@@ -266,31 +315,44 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
     >>> jax.jit(scatter)(jnp.arange(8.0)).tolist()
     [0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0, 56.0]
     """
-    over, dim = as_tuple(axis), _dim(x, dim, "psum_scatter")
+    over, dim = axes_here("psum_scatter", "axis", axis), _dim(x, dim, "psum_scatter")
+    check_codec("psum_scatter", codec)
     parts = math.prod(lax.axis_size(one) for one in over)
     if x.shape[dim] % parts:
         raise ValueError(
             f"`psum_scatter`: dim {dim} of an array of shape {x.shape} does not divide into {parts} parts."
         )
+    return _psum_scatter(x, over, codec, dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _psum_scatter(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
+    parts = math.prod(lax.axis_size(one) for one in over)
     shape = (*x.shape[:dim], x.shape[dim] // parts, *x.shape[dim + 1 :])
     rows = jnp.moveaxis(x.reshape(*shape[:dim], parts, *shape[dim:]), dim, 0).reshape(parts, -1)
     codes = lax.all_to_all(codec.encode(rows).code, over, 0, 0, tiled=True)
     return jnp.sum(codec.decode(codes, rows.shape[1]), 0).astype(x.dtype).reshape(shape)
 
 
-def _scatter_forward(x: jax.Array, axis: Axes, codec: Codec, dim: int) -> tuple[jax.Array, None]:
-    return psum_scatter(x, axis, codec, dim), None
+def _scatter_forward(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> tuple[jax.Array, None]:
+    return _psum_scatter(x, over, codec, dim), None
 
 
-def _scatter_backward(axis: Axes, codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
-    for name in reversed(as_tuple(axis)):
-        g = lax.all_gather(g, name, axis=dim % g.ndim, tiled=True)
+def _scatter_backward(over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    for name in reversed(over):
+        g = lax.all_gather(g, name, axis=dim, tiled=True)
     return (g,)
 
 
-psum_scatter.defvjp(_scatter_forward, _scatter_backward)
+_psum_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def psum_scatter_bytes(elements: int, devices: int, codec: Codec) -> int:
     """What a device sends for `psum_scatter` of its array of so many elements: n-1 codes of a part."""
-    return (devices - 1) * codec.size(elements // devices)
+    return (_devices("psum_scatter_bytes", elements, devices, codec) - 1) * codec.size(elements // devices)
+
+
+def _devices(name: str, elements: Any, devices: Any, codec: Any) -> int:
+    check_codec(name, codec)
+    check.whole(name, "elements", elements, "a number of elements", least=0)
+    return check.whole(name, "devices", devices, "a number of devices", least=1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._rules import as_tuple
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 
@@ -92,10 +93,8 @@ class Exact(Exchange):
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise ValueError(f"`Exact(bucket_bytes={self.bucket_bytes!r})` takes a number of bytes, at least 1.")
-        if type(self.overlap) is not bool:
-            raise ValueError(f"`Exact(overlap={self.overlap!r})` takes True or False.")
+        size = check.whole("Exact", "bucket_bytes", self.bucket_bytes, "a number of bytes", least=1)
+        check.assign(self, bucket_bytes=size, overlap=check.boolean("Exact", "overlap", self.overlap))
 
     @property
     def within(self) -> "Exact":

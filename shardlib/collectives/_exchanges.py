@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 
+from shardlib import _arguments as check
 from shardlib._rules import as_tuple
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
@@ -32,22 +33,9 @@ class Compressed(Exchange):
     def __post_init__(self) -> None:
         axes = as_tuple(self.axis) if isinstance(self.axis, str | tuple) else ()
         if not axes or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
-            raise ValueError(
-                f'`{self._name}(axis={self.axis!r})` takes an axis of the mesh, `"pod"`, or several: a tuple.'
-            )
-        if type(self.feedback) is not bool:
-            raise ValueError(f"`{self._name}(feedback={self.feedback!r})` takes True or False.")
-        if not isinstance(self.exact, tuple) or not all(isinstance(pattern, str) for pattern in self.exact):
-            raise ValueError(
-                f'`{self._name}(exact={self.exact!r})` takes a tuple of patterns: `exact=(".*embedding",)`.'
-            )
-        for pattern in self.exact:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"`{self._name}(exact=...)`: `{pattern}` is no regular expression: {error}."
-                ) from error
+            raise check.refusal(self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple')
+        check.assign(self, feedback=check.boolean(self._name, "feedback", self.feedback))
+        check.patterns(self._name, "exact", self.exact)
 
     @property
     def _name(self) -> str:

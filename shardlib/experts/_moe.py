@@ -11,7 +11,6 @@ Shape suffixes: B batch, M width, G groups, S tokens of a group, E experts, C pl
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._annotate import constrain, current_scope, shard
 from shardlib._batch import Mean, manual_over_all
+from shardlib._random import is_key
 from shardlib._rules import EXPERTS, AxisRules, as_tuple, resolve
 from shardlib._tree import named_leaves
 from shardlib.experts._dispatch import FORMS, Form, dispatch
@@ -93,6 +95,7 @@ def moe(
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
     _check(x, gate, form, real, names)
+    _check_functions(router, experts, key)
     count = gate.shape[1]
     across = _across(count, names, x)
     _check_weights(weights, count, across)
@@ -138,6 +141,7 @@ def here(count: int) -> int:
     >>> here(8)
     8
     """
+    check.whole("here", "count", count, "a number of experts", least=1)
     return count // _parts(count)[1]
 
 
@@ -222,7 +226,8 @@ def _groups(x: jax.Array, group: int | None, across: _Across) -> tuple[int, int]
                 f"Of {tokens} tokens without a dim for the sequence, say how many share the places of the experts: `group=...`."
             )
         group = math.prod(x.shape[1:-1])
-    if not isinstance(group, Integral) or group < 1 or tokens % (group * across.rows):
+    check.whole("moe", "group", group, "a number of tokens", least=1)
+    if tokens % (group * across.rows):
         over = f" on each of {across.rows} devices" if across.rows > 1 else ""
         raise ValueError(
             f"`moe(group={group!r})` does not divide the {tokens // across.rows} tokens{over}, of {x.shape[:-1]} here in all: a "
@@ -317,18 +322,20 @@ def _told(router: Router, choices: Choices, kept_GSK: jax.Array, logits_GSE: jax
 
 
 def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
-    if not hasattr(x, "ndim") or x.ndim < 2 or len(names) != x.ndim:
+    check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
+    check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
+    if x.ndim < 2 or len(names) != x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"`moe(x, ...)` takes tokens (batch, ..., width) and a name for each dim; got shape {getattr(x, 'shape', None)} and "
-            f"`names={names}`."
+            f"`moe(x, ...)` takes tokens (batch, ..., width), real numbers, and a name for each dim; got "
+            f"{x.dtype}{list(x.shape)} and `names={check.shown(names)}`."
         )
-    if not hasattr(gate, "ndim") or gate.ndim != 2 or gate.shape[0] != x.shape[-1]:
+    check_arrays.array("moe", "gate", gate, "an array, (width, experts)")
+    if gate.ndim != 2 or gate.shape[0] != x.shape[-1] or not jnp.issubdtype(gate.dtype, jnp.floating):
         raise ValueError(
             f"`moe(gate=...)` is of shape (width, experts), ({x.shape[-1]}, ...) for tokens of shape {x.shape}; got "
             f"{getattr(gate, 'shape', type(gate).__name__)}."
         )
-    if form not in FORMS:
-        raise ValueError(f"`moe(form={form!r})`: choose {' or '.join(map(repr, FORMS))}.")
+    check.choice("moe", "form", form, FORMS)
     shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
     if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
         raise ValueError(
@@ -336,11 +343,21 @@ def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
         )
 
 
+def _check_functions(router: Any, experts: Any, key: Any) -> None:
+    needed = ("choices", "capacity", "jitter", "choose", "balance")
+    if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
+        raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")
+    check.function("moe", "experts", experts, "a function of weights and tokens")
+    if key is not None and not is_key(key) and getattr(key, "dtype", None) != jnp.uint32:  # of `jax.random.PRNGKey`
+        raise check.refusal("moe", "key", key, "a key, such as `jax.random.key(0)`, or None")
+
+
 def _check_weights(weights: Any, count: int, across: _Across) -> None:
     here = count // across.parts
     leaves = named_leaves(weights)
     for path, leaf in leaves:
-        if not getattr(leaf, "ndim", 0) or leaf.shape[0] != here:
+        check_arrays.array("moe", "weights", leaf, "a tree of arrays, with a dim for the experts first")
+        if not leaf.ndim or leaf.shape[0] != here:
             split = f", which the axes {across.manual} split into {across.parts}" if across.parts > 1 else ""
             whole = (
                 " All of them are here: name the parameter's first dim `experts`, so that each device holds its own."

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import _arguments as check
+
 
 class Choices(NamedTuple):
     """What a router wants for each token: its experts, first choice first, and what their outputs are multiplied by.
@@ -139,6 +141,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         _check(self)
+        check.boolean("TopK", "renormalize", self.renormalize)
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
         """The likeliest."""
@@ -195,12 +198,9 @@ def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _check(router: Router) -> None:
     kind = type(router).__name__
-    if type(router.choices) is not int or router.choices < 1:
-        raise ValueError(f"`{kind}(choices={router.choices!r})`: a whole number, at least one.")
-    if router.capacity is not None and not 0 < router.capacity < math.inf:
-        drops = " would drop every token" if router.capacity <= 0 else ""
-        raise ValueError(
-            f"`{kind}(capacity={router.capacity!r})`{drops}: above zero, 1 being an even share, or None for no limit."
-        )
-    if not 0 <= router.jitter < 1:
-        raise ValueError(f"`{kind}(jitter={router.jitter!r})`: at least 0, below 1.")
+    check.whole(kind, "choices", router.choices, "a number of experts", least=1)
+    takes = "how many times its even share an expert takes, at most (none would drop every token)"
+    capacity = check.number(kind, "capacity", router.capacity, takes, above=0, optional=True)
+    check.assign(
+        router, capacity=capacity, jitter=check.number(kind, "jitter", router.jitter, "a share", least=0, below=1)
+    )

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from shardlib import _arguments as check
 from shardlib._text import table
 
 SIMULATED = "_simulated"
@@ -147,6 +148,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     >>> [call.runs for call in explanation.calls]
     ['reference']
     """
+    check.function("explain", "function", function)
     notebook = Notebook()
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
@@ -190,8 +192,8 @@ def _named(candidates: Sequence[Implementation], task: Task, asked: str, reasons
     if each is None or (simulated and not each.simulates):
         names = [*named, *(name + SIMULATED for name, one in named.items() if one.simulates)]
         raise ValueError(
-            f"`{task.op}(implementation={asked!r})`: there are {', '.join(f'`{name}`' for name in names)}; None takes what "
-            "is fastest here."
+            f"`{task.op}(implementation={check.shown(asked)})`: there are {', '.join(f'`{name}`' for name in names)}; "
+            "None takes what is fastest here."
         )
     reason = each.why_not(task, simulated)
     if reason is not None:

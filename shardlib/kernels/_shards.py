@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._annotate import constrain, current_scope, say
 from shardlib._rules import AxisRules, as_tuple, resolve
 
@@ -66,6 +67,17 @@ class Lie:
 def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
     """How an array lies that has these names; without any, or where there is no sharding on purpose, nothing is known."""
     shape = tuple(x.shape)
+    if names is not None:
+        check.kind(op, "names", names, tuple | list, "a name for each dim, in a tuple")
+        for name in names:
+            check.kind(
+                op,
+                "names",
+                name,
+                str,
+                "a name for each dim, in a tuple, with None for one that is whole",
+                optional=True,
+            )
     if names is not None and len(names) != len(shape):
         raise ValueError(
             f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} names {tuple(names)}: name "

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from shardlib import _arguments as check
 from shardlib._tree import named_leaves
 
 
@@ -26,12 +27,16 @@ def each(
     >>> [round(float(update), 2) for update in updates["blocks"][:, 0]]
     [-0.1, -10.0]
     """
+    check.kind("each", "optimizer", optimizer, optax.GradientTransformation, "an optax transformation")
+    check.function("each", "stacked", stacked, "a function of a path and a parameter")
     optimizer = optax.with_extra_args_support(optimizer)
 
     def one_by_one(path: str, leaf: Any, function: Callable) -> Callable:
         dims = stacked(path, leaf)
-        if not 0 <= dims <= leaf.ndim:
-            raise ValueError(f"`each`: `{path}` of shape {leaf.shape} cannot have {dims} leading dims.")
+        if type(dims) is not int or not 0 <= dims <= leaf.ndim:
+            raise ValueError(
+                f"`each`: `{path}` of shape {leaf.shape} cannot have {check.shown(dims)} leading dims, as `stacked` says."
+            )
         for _ in range(dims):
             function = jax.vmap(function)
         return function

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import optax
 
+from shardlib import _arguments as check
+
 
 class Local(optax.GradientTransformationExtraArgs):
     """An optimizer that is given each worker's own gradient, and has something else than gradients averaged.
@@ -30,6 +32,9 @@ class Local(optax.GradientTransformationExtraArgs):
         for_run: Callable[[int], "Local"],
     ) -> "Local":
         """`for_run(steps)` is the same optimizer for a run of so many steps, if its length is not known already."""
+        functions = {"init": init, "update": update, "sends": sends, "message": message, "for_run": for_run}
+        for name, one in functions.items():
+            check.function("Local", name, one)
         made = super().__new__(cls, init, update)
         made.sends, made.message, made.for_run = sends, message, for_run
         return made

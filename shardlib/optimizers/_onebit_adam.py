@@ -10,6 +10,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib.optimizers._local import Local
 
 SETTLED = 0.04
@@ -62,7 +64,13 @@ def onebit_adam(
     >>> compressed
     [False, False, True, True]
     """
-    _check(freeze, b1, b2, steps)
+    _check(freeze, steps)
+    b1 = check.number("onebit_adam", "b1", b1, least=0, below=1)
+    b2 = check.number("onebit_adam", "b2", b2, least=0, below=1)
+    eps = check.number("onebit_adam", "eps", eps, least=0)
+    weight_decay = check.number("onebit_adam", "weight_decay", weight_decay, least=0)
+    _check_learning_rate(learning_rate)
+    _check_mask(mask)
     at = _resolved(freeze, steps)
     rest = optax.chain(optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate))
     interval = max(1, round(1 / (1 - b2)))
@@ -156,7 +164,7 @@ def _resolved(freeze: Any, steps: int | None) -> Any:
     return at
 
 
-def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
+def _check(freeze: Any, steps: Any) -> None:
     if isinstance(freeze, Tracer):
         raise ValueError(
             "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into `optax.inject_hyperparams`. "
@@ -164,13 +172,30 @@ def _check(freeze: Any, b1: Any, b2: Any, steps: Any) -> None:
         )
     whole = isinstance(freeze, int | np.integer) and not isinstance(freeze, bool) and freeze >= 1
     part = type(freeze) is float and 0 < freeze < 1
-    if not (whole or part or freeze == "auto"):
+    if not (whole or part or (isinstance(freeze, str) and freeze == "auto")):
         raise ValueError(
-            f"`onebit_adam(freeze={freeze!r})` takes a step, an int of at least 1, a part of the run, a float "
+            f"`onebit_adam(freeze={check.shown(freeze)})` takes a step, an int of at least 1, a part of the run, a float "
             'between 0 and 1, or "auto".'
         )
-    for name, value in {"b1": b1, "b2": b2}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"`onebit_adam({name}={value!r})`: at least 0, and below 1.")
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ValueError(f"`onebit_adam(steps={steps!r})` takes a number of steps, at least 1.")
+    check.whole("onebit_adam", "steps", steps, "a number of steps", least=1, optional=True)
+
+
+def _check_learning_rate(rate: Any) -> None:
+    takes = "a number, or a schedule: a function of the number of steps taken"
+    if callable(rate) and not isinstance(rate, type):
+        return
+    if hasattr(rate, "dtype"):
+        check_arrays.real("onebit_adam", "learning_rate", rate, takes)
+        if rate.shape != ():
+            raise check.refusal("onebit_adam", "learning_rate", rate, takes)
+        return
+    check.number("onebit_adam", "learning_rate", rate, takes)
+
+
+def _check_mask(mask: Any) -> None:
+    takes = "a tree of bools like the parameters, or a function that makes one of them"
+    if mask is None or (callable(mask) and not isinstance(mask, type)):
+        return
+    leaves = jax.tree.leaves(mask)
+    if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
+        raise check.refusal("onebit_adam", "mask", mask, f"{takes}, or None")

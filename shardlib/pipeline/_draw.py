@@ -2,6 +2,7 @@
 
 from html import escape
 
+from shardlib import _arguments as check
 from shardlib.pipeline._simulate import Timeline
 from shardlib.pipeline._table import KINDS, Op
 
@@ -40,6 +41,9 @@ def svg(timeline: Timeline, title: str = "") -> str:
     >>> svg(simulate(OneFOneB(2, 2).table())).count("<rect")  # eight passes among them
     13
     """
+    check.kind("svg", "timeline", timeline, Timeline, "what `simulate` gives")
+    check.text("svg", "title", title)
+    _check_time("svg", timeline)
     table = timeline.table
     scale = (_WIDTH - _LEFT - 10) / timeline.elapsed
     height = _TOP + _ROW * table.stages + 20
@@ -87,6 +91,10 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     stage 0 | F0 F1 .. B0 F2 B1 .. B2
     stage 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
+    check.kind("text", "timeline", timeline, Timeline, "what `simulate` gives")
+    check.whole("text", "width", width, "a number of letters", least=1)
+    check.boolean("text", "colour", colour)
+    _check_time("text", timeline)
     table = timeline.table
     lead = len(f"stage {table.stages - 1} | ")
     shortest = min(
@@ -109,6 +117,13 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
                          else "." * (digits + 1 if numbered else 1))  # fmt: skip
         lines.append(f"{f'stage {stage}':{lead - 3}} | {(' ' if numbered else '').join(cells)}".rstrip())
     return "\n".join(lines)
+
+
+def _check_time(name: str, timeline: Timeline) -> None:
+    if not timeline.elapsed > 0:
+        raise ValueError(
+            f"`{name}(timeline=...)`: with {timeline.costs} nothing takes any time, and there is nothing to draw."
+        )
 
 
 def _cell(chunk: int, op: Op, digits: int, numbered: bool, colour: bool) -> str:

@@ -3,12 +3,11 @@
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from shardlib import _arguments as check
 from shardlib.pipeline._rounds import rounds
 from shardlib.pipeline._search import search
 from shardlib.pipeline._simulate import UNIT, Costs
@@ -39,6 +38,13 @@ class Schedule(Protocol):
         ...
 
 
+MOST_STAGES = 256
+"""The most stages that a schedule is made for: more than any pipeline has."""
+
+MOST_PASSES = 2**16
+"""Of microbatches through parts, the most that a table is made of: it has two or three entries for each."""
+
+
 @dataclass(frozen=True)
 class _Plain:
     """One part on each stage."""
@@ -48,44 +54,38 @@ class _Plain:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, least=1)
+        _check(self)
 
 
-LARGEST_STAGES = 256
-"""The most stages that a schedule is made for: more than any pipeline has."""
-
-LARGEST_PASSES = 2**16
-"""The most that microbatches times parts of the model may be: a table lists each pass of each microbatch by name."""
-
-
-def check(
-    schedule: Any, least: int, multiple: int = 1, why: str = "", parts: int = 1, most: int = LARGEST_PASSES
+def _check(
+    schedule: Any, least: int = 1, multiple: int = 1, why: str = "", parts: int = 1, most: int = MOST_PASSES
 ) -> None:
-    """Refuse numbers of stages and microbatches that a schedule does not take; each stage has so many parts."""
-    kind, stages, count = type(schedule).__name__, schedule.stages, schedule.microbatches
-    if not _is_whole(stages) or not 1 <= stages <= LARGEST_STAGES:
-        raise ValueError(f"`{kind}(stages={_shown(stages)})`: a whole number, from 1 to {LARGEST_STAGES}.")
-    if not _is_whole(count) or count < least or count % multiple:
+    """Refuse numbers of stages and microbatches that a schedule does not take."""
+    kind = type(schedule).__name__
+    stages = _stages(schedule)
+    count = check.whole(
+        kind, "microbatches", schedule.microbatches, "a number of microbatches", least=1, most=MOST_PASSES
+    )
+    if count < least or count % multiple:
         of = f", a multiple of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"`{kind}(stages={stages}, microbatches={_shown(count)})`: at least {least}{of}{why}.")
-    if int(count) * int(stages) * int(parts) > most:
-        each = f", with {_shown(parts)} parts on a stage" if parts > 1 else ""
+        raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}.")
+    if stages * parts * count > most:
         raise ValueError(
-            f"`{kind}(stages={stages}, microbatches={_shown(count)})`{each}: a schedule lists every pass of every microbatch, "
-            f"and this one takes at most {most:,} of stages x microbatches x parts on a stage. Take fewer microbatches, each "
-            "of more examples."
+            f"`{kind}(stages={stages}, microbatches={count})` has {stages * parts * count:,} passes of each kind, and a table "
+            f"at most {most:,}: use fewer microbatches, or fewer stages."
         )
+    check.assign(schedule, stages=stages, microbatches=count, paired=check.boolean(kind, "paired", schedule.paired))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _stages(schedule: Any) -> int:
+    return check.whole(
+        type(schedule).__name__, "stages", schedule.stages, "a number of stages", least=1, most=MOST_STAGES
+    )
 
 
-def _shown(value: Any) -> str:
-    """A number for a message, which may have any number of digits."""
-    if _is_whole(value) and abs(value) >= 10**15:
-        return f"{'-' if value < 0 else ''}10^{math.log10(abs(value)):.0f}"
-    return repr(value)
+def _check_costs(schedule: Any) -> None:
+    takes = "`sl.pipeline.Costs`, such as `Costs(forward=1, backward=2)`"
+    check.kind(type(schedule).__name__, "costs", schedule.costs, Costs, takes)
 
 
 def _in_turn(
@@ -230,10 +230,12 @@ class Interleaved:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.chunks) or self.chunks < 1:
-            raise ValueError(f"`Interleaved(chunks={_shown(self.chunks)})`: a whole number, at least one.")
-        why = ": its microbatches go in groups as many as there are stages"
-        check(self, self.stages, self.stages, why, parts=self.chunks)
+        chunks = check.whole(
+            "Interleaved", "chunks", self.chunks, "a number of parts on each stage", least=1, most=MOST_PASSES
+        )
+        check.assign(self, chunks=chunks)
+        stages = _stages(self)
+        _check(self, stages, stages, ": its microbatches go in groups as many as there are stages", parts=chunks)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -273,7 +275,7 @@ class _V:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, least=1, parts=2)
+        _check(self, parts=2)
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
         """When the passes of a microbatch start: forward on the way there, and back; backward on the way there, and back."""
@@ -345,7 +347,8 @@ class ZBV:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, self.stages, why=", as many as there are stages", parts=2)
+        _check_costs(self)
+        _check(self, _stages(self), why=", as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -377,7 +380,7 @@ class DualPipeV:
     paired: bool = True
 
     def __post_init__(self) -> None:
-        check(self, 2 * self.stages, why=", twice as many as there are stages", parts=2)
+        _check(self, 2 * _stages(self), why=", twice as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -449,9 +452,10 @@ class ZeroBubble:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        check(self, least=1, most=LARGEST_PASSES // 4)  # it makes and compares eight tables
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"`ZeroBubble(limit={self.limit})`: a stage holds at least one microbatch.")
+        _check(self, most=MOST_PASSES // 4)  # it makes and compares eight tables
+        _check_costs(self)
+        takes = "a number of microbatches that a stage holds"
+        check.number("ZeroBubble", "limit", self.limit, takes, least=1, infinite=True, optional=True)
 
     def live(self, stage: int) -> float:
         """The limit, at most."""
@@ -460,6 +464,10 @@ class ZeroBubble:
     def table(self) -> Table:
         """What each stage does."""
         return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
+
+
+def _zb_2p(stages: int, microbatches: int, costs: Costs = UNIT) -> ZeroBubble:
+    return replace(ZeroBubble(stages, microbatches, costs), limit=2 * stages)
 
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -474,7 +482,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "v-min": VMin,
     "dualpipe-v": DualPipeV,
     "zb-1p": ZeroBubble,
-    "zb-2p": lambda stages, microbatches, costs=UNIT: ZeroBubble(stages, microbatches, costs, limit=2 * stages),
+    "zb-2p": _zb_2p,
 }
 """Schedules by the names that papers have for them, each made from stages and microbatches."""
 
@@ -483,6 +491,7 @@ COSTED = ("zb-v", "zb-1p", "zb-2p")
 
 
 def _three(costs: Costs) -> tuple[float, float, float]:
+    check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
     forward, backward, weights = costs.forward, costs.backward, costs.weights
     if isinstance(forward, Sequence) or isinstance(backward, Sequence) or isinstance(weights, Sequence):
         raise ValueError("A closed formula takes stages that are all alike: give one number for each cost.")

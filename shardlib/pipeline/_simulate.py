@@ -4,11 +4,11 @@ Two clocks. Stages that are free to run ahead start an op as soon as all it wait
 An executor that is one program goes in *ticks*, each of which takes as long as its slowest stage.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardlib import _arguments as check
 from shardlib.pipeline._table import Op, Table
 
 
@@ -29,17 +29,18 @@ class Costs:
     kept: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "weights", "send", "kept"):
+        for name in ("forward", "backward", "weights"):
             value = getattr(self, name)
-            many = name in ("forward", "backward", "weights") and hasattr(value, "__len__")
-            try:
-                numbers = tuple(map(float, value)) if many else (float(value),)
-            except (TypeError, ValueError):
-                numbers = ()
-            if not numbers or not all(0 <= number < math.inf for number in numbers) or (name == "kept" and value > 1):
-                most = ", and at most one" if name == "kept" else ""
-                raise ValueError(f"`Costs({name}={value!r})`: a cost is a number, zero or more{most}.")
-            object.__setattr__(self, name, numbers if many else numbers[0])
+            value = value.tolist() if hasattr(value, "tolist") else value  # an array
+            if isinstance(value, tuple | list) and value:
+                of_parts = tuple(float(check.number("Costs", name, one, "a cost", least=0)) for one in value)
+                check.assign(self, **{name: of_parts})
+            else:
+                takes = "a cost, or a tuple of one for each part"
+                check.assign(self, **{name: float(check.number("Costs", name, value, takes, least=0))})
+        send = check.number("Costs", "send", self.send, "a cost", least=0)
+        kept = check.number("Costs", "kept", self.kept, "a share", least=0, most=1)
+        check.assign(self, send=float(send), kept=float(kept))
 
     def of(self, table: Table, op: Op) -> float:
         """What an op takes."""
@@ -144,8 +145,8 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
     >>> timeline.makespan, timeline.live
     (6.0, (2.0, 1.0))
     """
-    if not isinstance(table, Table):
-        raise ValueError(f"`simulate` and `pack` take a table; got {table!r}. Of a schedule it is `schedule.table()`.")
+    check.kind("simulate", "table", table, Table, "a table; of a schedule it is `schedule.table()`")
+    check.kind("simulate", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
     start: dict[Op, float] = {}
     end: dict[Op, float] = {}
     at, clock = [0] * table.stages, [0.0] * table.stages
@@ -189,11 +190,13 @@ class Ticks:
 
     def makespan(self, costs: Costs = UNIT) -> float:
         """What it takes if every tick takes as long as its slowest stage, and all send before the next."""
+        check.kind("makespan", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
         ticks = (max(sum(costs.of(self.table, op) for op in ops) for ops in row) for row in self.rows)
         return sum(ticks) + costs.send * (len(self.rows) - 1)
 
     def bubble(self, costs: Costs = UNIT) -> float:
         """The share of that beyond the work of the stage with the most to do."""
+        check.kind("bubble", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
         work = max(sum(costs.of(self.table, op) for op in order) for order in self.table.orders)
         makespan = self.makespan(costs)
         return 1 - work / makespan if makespan else 0.0
@@ -213,6 +216,8 @@ def pack(table: Table, paired: bool) -> Ticks:
     >>> len(pack(table, paired=False).rows), len(pack(table, paired=True).rows)
     (6, 4)
     """
+    check.kind("pack", "table", table, Table, "a table; of a schedule it is `schedule.table()`")
+    check.boolean("pack", "paired", paired)
     simulate(table)  # which says why, where it comes to a halt
     done: dict[Op, int] = {}
     at, rows = [0] * table.stages, []

@@ -10,7 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from shardlib import _arguments as check
 
 Kind: TypeAlias = Literal["F", "B", "W"]
 KINDS = get_args(Kind)
@@ -45,9 +47,9 @@ class Table:
     placement: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        orders = tuple(tuple(Op(*op) for op in order) for order in self.orders)
-        object.__setattr__(self, "orders", orders)
-        object.__setattr__(self, "placement", tuple(map(int, self.placement)))
+        check.kind("Table", "orders", self.orders, Sequence, "the ops of each stage, in a tuple for each")
+        orders = tuple(_order(stage, order) for stage, order in enumerate(self.orders))
+        check.assign(self, orders=orders, placement=_placement(self.placement))
         _check(self)
 
     @classmethod
@@ -57,6 +59,7 @@ class Table:
         Without a `placement` each part is on the stage in whose line it is named, or, where none is, each stage has one, in
         order. `.` and `|` may be put in for looks; from `#` on a line is a remark.
         """
+        check.text("Table.parse", "text", text, "a line of ops for each stage, as text")
         bare = [line.split("#")[0] for line in text.splitlines()]
         lines = [[word for word in line.split() if word not in (".", "|")] for line in bare if line.strip()]
         named = {
@@ -67,7 +70,7 @@ class Table:
         }
         if placement is None and sorted(named) == list(range(len(named))) and len(named) > len(lines):
             placement = [named[part] for part in range(len(named))]
-        placed = tuple(range(len(lines)) if placement is None else placement)
+        placed = _placement(range(len(lines)) if placement is None else placement)
 
         def op(word: str, stage: int, at: int) -> Op:
             found = re.fullmatch(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?", word)
@@ -75,7 +78,8 @@ class Table:
             if not found or (found[3] is None and len(mine) != 1):
                 said = f"stage {stage} has the parts {mine}: say which" if found else "an op is `F3`, `B3` or `W3`"
                 raise ValueError(
-                    f"`{word[:40]}`, op {at} of stage {stage}: {said}, as in `F3@{mine[0] if mine else 0}`."
+                    f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: {said}, as in "
+                    f"`F3@{mine[0] if mine else 0}`."
                 )
             kind: Kind = next(kind for kind in KINDS if kind == found[1])
             return Op(kind, int(found[2]), mine[0] if found[3] is None else int(found[3]))
@@ -138,6 +142,10 @@ class Custom:
     written: Table
     paired: bool = False
 
+    def __post_init__(self) -> None:
+        check.kind("Custom", "written", self.written, Table, "a table, such as `Table.parse(text)`")
+        check.assign(self, paired=check.boolean("Custom", "paired", self.paired))
+
     @property
     def stages(self) -> int:
         """Stages, S."""
@@ -154,6 +162,26 @@ class Custom:
 
     def __repr__(self) -> str:
         return f"Custom(<{self.stages} stages, {self.microbatches} microbatches>, paired={self.paired})"
+
+
+def _order(stage: int, order: Any) -> tuple[Op, ...]:
+    takes = 'the ops of each stage, such as `Op("F", 0, 0)`, in a tuple for each'
+    check.kind("Table", "orders", order, Sequence, takes)
+    ops = []
+    for op in order:
+        if not isinstance(op, tuple | list) or len(op) != 3:
+            raise check.refusal("Table", "orders", op, takes)
+        kind, microbatch, part = op
+        check.choice("Table", "orders", kind, KINDS)
+        ops.append(Op(kind, check.whole("Op", "microbatch", microbatch), check.whole("Op", "part", part)))
+    return tuple(ops)
+
+
+def _placement(placement: Any) -> tuple[int, ...]:
+    takes = "the stage of each part, in a tuple"
+    if isinstance(placement, str | bytes) or not isinstance(placement, Sequence):
+        raise check.refusal("Table", "placement", placement, takes)
+    return tuple(check.whole("Table", "placement", stage, takes) for stage in placement)
 
 
 def _check(table: Table) -> None:

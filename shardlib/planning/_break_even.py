@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from shardlib import _arguments as check
 from shardlib._text import human_bytes
 from shardlib.collectives._codecs import Codec, Signs
 from shardlib.collectives._compressed import check_codec, pmean_bytes
@@ -59,9 +60,14 @@ def break_even(
     >>> print(break_even(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11))
     0.0 ms to compute; exchanged in 291.7 ms exactly, 32.7 ms compressed: 8.92 times as fast, and faster below 33.7 GiB/s
     """
-    for name, value in {"parameters": parameters, "workers": workers, "bandwidth": bandwidth, "shards": shards}.items():
-        if not value > 0:
-            raise ValueError(f"`break_even({name}={value!r})`: above 0.")
+    check.number("break_even", "parameters", parameters, "a number of parameters", above=0)
+    check.whole("break_even", "workers", workers, "a number of workers", least=1)
+    check.whole("break_even", "shards", shards, "a number of devices", least=1)
+    check.whole("break_even", "itemsize", itemsize, "a number of bytes", least=1)
+    check.number("break_even", "tokens", tokens, "a number of tokens", least=0)
+    rates = {"bandwidth": bandwidth, "flops": flops, "memory_bandwidth": memory_bandwidth}
+    for name, value in rates.items():
+        check.number("break_even", name, value, "a number per second", above=0, infinite=True)
     check_codec("break_even", codec or Signs())
     elements = math.ceil(parameters / shards)
     exact = 2 * itemsize * elements * (workers - 1) / workers

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from shardlib import _arguments as check
 from shardlib._chips import CHIPS, Chip
 from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
@@ -145,8 +146,10 @@ def plan(
     """
     if not isinstance(target, str | Target | None):
         raise ValueError(
-            f"`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got {target!r}."
+            f"`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got {check.shown(target)}."
         )
+    check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
+    check.text("plan", "name", name)
     machine = Target(target) if isinstance(target, str) else target
     if isinstance(step, Step):
         step, state = _on_target(step, state, machine)

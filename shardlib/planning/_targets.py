@@ -19,6 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from shardlib import _arguments as check
 from shardlib._chips import CPU, GPUS, TPUS, Chip
 from shardlib._mesh import make_mesh, parse_axes
 
@@ -79,6 +80,8 @@ class Target:
         >>> Target("cpu:8").mesh("data=2,model=4").devices.shape
         (2, 4)
         """
+        check.text("Target.mesh", "shape", shape)
+        check.text("Target.mesh", "dcn", dcn)
         named = parse_axes(shape)
         if named and -1 not in named.values() and (asked := math.prod(named.values())) != self.size:
             spelt = ",".join(f"{name}={size}" for name, size in named.items())

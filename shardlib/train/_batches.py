@@ -9,14 +9,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._tree import map_named, named_leaves
 from shardlib.train._strategy import Strategy
 
 State = dict[str, Any]
+
+MOST_EXAMPLES = 2**26
+"""Of a batch: rows are named one by one."""
+
+_MOST_AHEAD = 2**20
 
 
 def batch_sharding(strategy: Strategy) -> NamedSharding:
@@ -29,19 +35,7 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("The batch holds no arrays.")
-    if strange := [(path, leaf) for path, leaf in leaves if not hasattr(leaf, "ndim")]:
-        path, leaf = strange[0]
-        raise ValueError(
-            f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
-            "constants to the loss by closing over them."
-        )
-    for path, leaf in leaves:
-        numbers = any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
-        if not numbers or jnp.issubdtype(leaf.dtype, np.timedelta64):  # to numpy a kind of integer
-            raise ValueError(
-                f"`{path or 'the batch'}` of the batch is an array of {leaf.dtype}, which no device holds: a batch has numbers. "
-                "Leave it out, or turn it into numbers: texts into tokens, dates into days."
-            )
+    _check_arrays(leaves)
     axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
     parts = strategy.microbatches
     for size in axes.values():
@@ -49,8 +43,9 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
     rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
     for path, leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[0] != rows:
+            here = path or "the batch"
             raise ValueError(
-                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{path}` has shape "
+                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{here}` has shape "
                 f"{leaf.shape}. Give constants to the loss by closing over them."
             )
     if rows == 0 or rows % parts:
@@ -59,6 +54,22 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
             f"A batch of {rows} examples does not split over {along} and {_microbatches(strategy)}: use a "
             f"multiple of {parts}."
         )
+
+
+def _check_arrays(leaves: list[tuple[str, Any]]) -> None:
+    """Refuse leaves of a batch that are no arrays, or arrays of what JAX has no arrays of, such as text."""
+    for path, leaf in leaves:
+        what = f"`{path or 'the batch'}` of the batch"
+        if not hasattr(leaf, "ndim") or isinstance(leaf, type):
+            raise ValueError(
+                f"{what} is a {type(leaf).__name__}; a batch is a tree of arrays of numbers. Give constants to the loss by "
+                "closing over them."
+            )
+        if not check_arrays.holds(leaf.dtype):
+            raise ValueError(
+                f"{what} is an array of {leaf.dtype}, which no device holds: a batch is a tree of arrays of numbers. Leave it "
+                "out, or turn it into numbers: texts into tokens, dates into days."
+            )
 
 
 def _microbatches(strategy: Strategy) -> str:
@@ -74,14 +85,24 @@ def rows_here(size: int, strategy: Strategy) -> np.ndarray:
     >>> sl.rows_here(4, sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data))
     array([0, 1, 2, 3])
     """
+    _check_strategy("rows_here", strategy)
+    size = check.whole("rows_here", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES)
     parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
-    if size < 1 or size % (parts * strategy.microbatches):
+    if size % (parts * strategy.microbatches):
         raise ValueError(
             f"A batch of {size} examples does not split over the {parts} parts that the axes {strategy.batch_axes} make of "
             f"it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
         )
     held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))
+
+
+def _check_strategy(function: str, strategy: Any) -> None:
+    check.kind(function, "strategy", strategy, Strategy, "a `sl.Strategy`")
+
+
+def _is_no_source(source: Any) -> bool:
+    return isinstance(source, type | dict | str | bytes) or getattr(source, "ndim", 1) == 0
 
 
 def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
@@ -99,6 +120,7 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     >>> batch["x"].sharding.spec
     P('data',)
     """
+    _check_strategy("batches", strategy)
     if isinstance(source, Batches):
         if batch_sharding(source.strategy) != batch_sharding(strategy):
             raise ValueError(
@@ -106,13 +128,12 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
                 f"{batch_sharding(strategy)}. Make them with the strategy of the step."
             )
         return source
-    if not (hasattr(source, "local") or isinstance(source, Iterable)) or isinstance(source, dict | str):
+    if not (hasattr(source, "local") or isinstance(source, Iterable)) or _is_no_source(source):
         raise ValueError(
             f"`batches` takes an iterable of batches, each a tree of arrays; got {type(source).__name__}."
             + (" For one batch, a list of it: `[batch]`." if isinstance(source, dict) else "")
         )
-    if type(ahead) is not int or ahead < 1:
-        raise ValueError(f"`batches(ahead={ahead!r})`: a whole number, at least one, of batches.")
+    ahead = check.whole("batches", "ahead", ahead, "a number of batches", least=1, most=_MOST_AHEAD)
     return Batches(source, strategy, ahead)
 
 
@@ -143,6 +164,7 @@ class Batches(Iterator[Any]):
 
     def restore(self, state: State) -> None:
         """Go on from a place that `state` gave, here or in an earlier run."""
+        _check_place(state)
         if state == self.state():
             return  # here already, and what was read ahead stays
         self.close()
@@ -187,12 +209,7 @@ class Batches(Iterator[Any]):
 
     def _on_mesh(self, batch: Any) -> Any:
         sharding = batch_sharding(self.strategy)
-        if strange := [(path, leaf) for path, leaf in named_leaves(batch) if not hasattr(leaf, "ndim")]:
-            path, leaf = strange[0]
-            raise ValueError(
-                f"`{path or 'the batch'}` of the batch is a {type(leaf).__name__}; a batch is a tree of arrays. Give "
-                "constants to the loss by closing over them."
-            )
+        _check_arrays(named_leaves(batch))
 
         def put(path: str, leaf: Any) -> jax.Array:
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -207,6 +224,12 @@ class Batches(Iterator[Any]):
                 ) from error
 
         return map_named(put, batch)
+
+
+def _check_place(state: Any) -> None:
+    if not isinstance(state, dict) or state.keys() != {"batches", "source"}:
+        raise check.refusal("restore", "state", state, "a place in the data, as `Batches.state()` gives it")
+    check.whole("restore", "state", state["batches"], "a place in the data, after a number of batches", least=0)
 
 
 _ENDED = object()

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from shardlib import _arguments as check
 from shardlib._annotate import say
 from shardlib._lock import TakenError
 from shardlib._processes import gather_texts
@@ -86,9 +87,9 @@ class Checkpoints:
         keep_every: int | None = None,
         _occupied: Occupied | None = None,
     ) -> None:
-        for name, value in {"keep": keep, "keep_every": keep_every}.items():
-            if not (type(value) is int and value >= 1) and not (name == "keep_every" and value is None):
-                raise ValueError(f"`Checkpoints({name}={value!r})`: a whole number, at least one.")
+        keep = check.whole("Checkpoints", "keep", keep, least=1)
+        keep_every = check.whole("Checkpoints", "keep_every", keep_every, least=1, optional=True)
+        check.path("Checkpoints", "folder", folder)
         import orbax.checkpoint as ocp  # a second of loading, which only who saves should pay
         from etils import epath
 
@@ -143,6 +144,14 @@ class Checkpoints:
         `data` is a place in the data, as `Batches.state` gives it, and `about` anything that JSON can hold. If the save
         before this one failed, says so by an `OSError`, once; that before it is still there.
         """
+        check.kind("save", "state", state, State, "the `State` that `sl.init` makes")
+        check.kind("save", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True)
+        try:
+            json.dumps([data, dict(about or {})])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"`save(data=..., about=...)` go into checkpoints as JSON, which cannot hold them: {error}."
+            ) from error
         self._occupied.check_together()
         self.wait()
         if not self._writes:
@@ -219,6 +228,9 @@ class Checkpoints:
         Where files cannot be read for another reason, a permission say, that is an `OSError`, and nothing is changed. With
         `release`, the arrays of `like` are deleted from their devices before others are read, once it is seen that these fit.
         """
+        check.kind("restore", "like", like, State, "the `State` that `sl.init` makes")
+        check.whole("restore", "step", step, "the step of a checkpoint", least=0, optional=True)
+        release = check.boolean("restore", "release", release)
         steps = self.steps() if step is None else (step,)
         if not steps or (step is not None and step not in self.steps()):
             there = ", ".join(map(str, self.steps())) or "none"
@@ -246,6 +258,7 @@ class Checkpoints:
 
     def about(self, step: int | None = None) -> Mapping[str, Any]:
         """What the run said of itself when it saved the newest checkpoint, or that of a step."""
+        check.whole("about", "step", step, "the step of a checkpoint", least=0, optional=True)
         step = self.latest() if step is None else step
         if step is None:
             raise ValueError(f"No checkpoint in {self.folder}.")

@@ -1,6 +1,7 @@
 """The loss of a state on batches it does not learn from: the forward half of a step, on the same mesh."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
@@ -45,6 +47,8 @@ class Evaluation:
     """The loss of states on batches; make it with `evaluation`."""
 
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
+        check.function("evaluation", "loss_fn", loss_fn, "a function of model, batch and key")
+        check.kind("evaluation", "strategy", strategy, Strategy, "a `sl.Strategy`")
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
@@ -55,7 +59,11 @@ class Evaluation:
 
         Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every example once.
         """
+        check.kind("evaluation", "state", state, State, "the `State` that `sl.init` makes")
+        check.whole("evaluation", "at_most", at_most, "a number of batches", least=1, optional=True)
         once = hasattr(source, "once")
+        if not once:
+            check.kind("evaluation", "source", source, Iterable, "an iterable of batches, each a tree of arrays")
         whole = source.once(rows_here(source.batch, self.strategy)) if once else source
         some = whole if at_most is None else itertools.islice(whole, at_most)
         on_mesh = batches(some, self.strategy)
@@ -87,6 +95,7 @@ class Evaluation:
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will do."""
+        check.kind("Evaluation.trace", "state", state, State, "the `State` that `sl.init` makes")
         check_batch(batch, self.strategy)
         to = batch_sharding(self.strategy)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), batch)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib import _arguments as check
 from shardlib._chips import chip_of
 from shardlib._lock import TakenError
 from shardlib._processes import agree, catch_termination, gather_texts
@@ -60,9 +61,11 @@ class Loop:
             if one.name == "profile":
                 pair = isinstance(value, tuple) and len(value) == 2 and all(type(n) is int and n >= 1 for n in value)
                 if value is not None and not pair:
-                    raise ValueError(f"`Loop(profile={value!r})` takes the first step and how many: `profile=(10, 3)`.")
-            elif not (type(value) is int and value >= 1) and not (one.name == "keep_every" and value is None):
-                raise ValueError(f"`Loop({one.name}={value!r})`: a whole number, at least one.")
+                    raise check.refusal("Loop", "profile", value, "the first step and how many: `profile=(10, 3)`")
+            else:
+                most, optional = 2**31 - 1, one.name == "keep_every"  # steps are counted in 32 bits
+                value = check.whole("Loop", one.name, value, least=1, most=most, optional=optional)
+                check.assign(self, **{one.name: value})
 
 
 def fit(
@@ -108,6 +111,7 @@ def fit(
     [(10, 0.1002), (20, 0.0078)]
     """
     _check(step, state, loop)
+    _check_more(evaluate, sinks, watch, unit, flops_per_unit, about)
     optimizer = state.layout.optimizer
     if isinstance(optimizer, Local):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
@@ -115,10 +119,10 @@ def fit(
         raise ValueError(
             f"`fit(folder={str(folder)!r})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, s3fs)."
         )
-    place = None if folder is None else Path(folder).expanduser().absolute()
+    place = None if folder is None else check.path("fit", "folder", folder).expanduser().absolute()
     try:
         json.dumps(dict(about or {}))
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`fit(about=...)` goes into checkpoints as JSON, which cannot hold it: {error}.") from error
     if sinks is None:
         sinks = (Progress(loop.steps), *([JsonLines(place / "metrics.jsonl")] if place else []))
@@ -329,7 +333,9 @@ class _Run:
         if step % self.loop.log_every == 0 or step == self.loop.steps:
             watched = {name: float(of(step - 1)) for name, of in self.watch.items()}
             left = self.loop.steps - step
-            self.say({"step": step, **values, **watched, **self.speed.read(left)})
+            speed = self.speed.read(left)
+            _check_apart(values, watched, speed)
+            self.say({"step": step, **values, **watched, **speed})
 
     def blame(self, batch: Any) -> str:
         """Which examples of a batch are not finite themselves, and where they lie."""
@@ -537,6 +543,32 @@ def _check(step: Any, state: Any, loop: Any) -> None:
                 f"`fit(step, state, batches, loop)` takes what `train_step` and `init` make and a `Loop`; `{name}` is "
                 f"{type(value).__name__}."
             )
+
+
+def _check_apart(metrics: Mapping[str, Any], watched: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
+    """Refuse two numbers of one name, of which a record would have the last."""
+    taken = {"step", "note", *metrics}
+    for name in (*watched, *speed):
+        if name in taken:
+            raise ValueError(
+                f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of the step, what is given by "
+                f"`watch`, and the speed, {', '.join(f'`{one}`' for one in speed) or 'none yet'}: call yours something else."
+            )
+        taken.add(name)
+
+
+def _check_more(evaluate: Any, sinks: Any, watch: Any, unit: Any, flops_per_unit: Any, about: Any) -> None:
+    check.function("fit", "evaluate", evaluate, "a function of a state that measures it", optional=True)
+    check.kind("fit", "sinks", sinks, list | tuple, "a list of functions of a record", optional=True)
+    for sink in sinks or ():
+        check.function("fit", "sinks", sink, "functions of a record")
+    check.kind("fit", "watch", watch, Mapping, "a mapping from names to functions of a number of steps", optional=True)
+    for name, one in (watch or {}).items():
+        check.text("fit", "watch", name, "names, as text, of functions of a number of steps")
+        check.function("fit", "watch", one, "functions of a number of steps")
+    check.text("fit", "unit", unit, "what the weights of the loss count, as text")
+    check.number("fit", "flops_per_unit", flops_per_unit, "a number of FLOPs", above=0, optional=True)
+    check.kind("fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True)
 
 
 def _lines(about: Mapping[str, Any]) -> str:

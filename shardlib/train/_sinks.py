@@ -6,10 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+
+from shardlib import _arguments as check
 
 Record = Mapping[str, Any]
 Sink = Callable[[Record], None]
@@ -21,21 +22,22 @@ class JsonLines:
     A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again is
     dropped. So is a line that is no record, half written on a full disk say, and that is said on standard error.
 
-    >>> import tempfile
+    >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step in (10, 20, 20):  # the last is of an attempt that was resumed from step 10
     ...         JsonLines(f"{folder}/metrics.jsonl")({"step": step, "loss": 1.5})
-    ...     print(Path(folder, "metrics.jsonl").read_text(), end="")
+    ...     print(pathlib.Path(folder, "metrics.jsonl").read_text(), end="")
     {"step": 10, "loss": 1.5}
     {"step": 20, "loss": 1.5}
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = check.path("JsonLines", "path", path)
         self._opened = False
 
     def __call__(self, record: Record) -> None:
         """Add a line."""
+        _check_record("JsonLines", record)
         if not self._opened:
             self._begin(_first_anew(record))
             self._opened = True
@@ -88,6 +90,7 @@ class TensorBoard:
     """Curves for TensorBoard, in a folder; needs `pip install "shardlib[train]"`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check.path("TensorBoard", "folder", folder)
         try:
             from tensorboardX import SummaryWriter  # an optional dependency
         except ImportError as error:
@@ -99,6 +102,7 @@ class TensorBoard:
 
     def __call__(self, record: Record) -> None:
         """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
+        _check_record("TensorBoard", record)
         step = record["step"]
         if self._writer is None:
             self._writer = self._make(self._folder, purge_step=_first_anew(record), flush_secs=1)
@@ -116,12 +120,16 @@ class Progress:
     """A bar with the time that is left, on a terminal; elsewhere a line per record."""
 
     def __init__(self, steps: int, file: TextIO | None = None, width: int = 24) -> None:
-        self.steps, self.width = steps, width
+        self.steps = check.whole("Progress", "steps", steps, "a number of steps", least=0)
+        self.width = check.whole("Progress", "width", width, "a number of letters", least=1, most=10_000)
+        if file is not None and not hasattr(file, "write"):
+            raise check.refusal("Progress", "file", file, "a file to write to, or None")
         self._file = sys.stderr if file is None else file
         self._shown = 0  # letters of the bar that is on the line now
 
     def __call__(self, record: Record) -> None:
         """Show a record."""
+        _check_record("Progress", record)
         record = {name: value for name, value in record.items() if not np.ndim(value)}
         step = record["step"]
         if "note" in record:
@@ -155,6 +163,13 @@ class Progress:
             self._shown = 0
         self._file.write(text + "\n")
         self._file.flush()
+
+
+def _check_record(sink: str, record: Any) -> None:
+    takes = "a record: a mapping from names to numbers, with the step"
+    if not isinstance(record, Mapping) or "step" not in record or not all(isinstance(name, str) for name in record):
+        raise check.refusal(sink, "record", record, takes)
+    check.whole(sink, "step", record["step"], "a number of steps", least=0)
 
 
 def _first_anew(record: Record) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._annotate import say
 from shardlib._flax import Definition, Names, building, take_apart
 from shardlib._placement import Placement, by_names, like_parameters, place
@@ -18,7 +20,7 @@ from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY, is_key
 from shardlib._region import Held
 from shardlib._relate import Relation, relate
-from shardlib._rules import EXPERTS, AxisRules, resolve, spec_axes
+from shardlib._rules import EXPERTS, LAYERS, AxisRules, resolve, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib._zero import Split, split_further
 from shardlib.collectives._exact import Exchange, Parameter
@@ -129,6 +131,7 @@ class State:
         if lost := [path for path in here if path not in given] or [path for path in given if path not in here]:
             raise ValueError(f"`with_weights` takes a tree as the model's parameters are; `{lost[0]}` is in one alone.")
         for path, leaf in here.items():
+            check_arrays.array("with_weights", path, given[path])
             if given[path].shape != leaf.shape:
                 raise ValueError(
                     f"`{path}` is of shape {leaf.shape}, and the weights given for it {given[path].shape}."
@@ -171,11 +174,13 @@ def init(
         )
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(
-            f"`init` takes an optax transformation, such as `optax.adam(1e-3)`, or None; got {optimizer!r}."
+            f"`init(optimizer=...)` takes an optax transformation, such as `optax.adam(1e-3)`, or None; got "
+            f"{check.shown(optimizer)}."
             " `optax.MultiSteps` is `Strategy(accumulate=...)` here."
         )
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"`init` takes a `sl.Strategy`; got {strategy!r}.")
+    check.kind("init", "strategy", strategy, Strategy, "a `sl.Strategy`")
+    seed = check.whole("init", "seed", seed)
+    abstract = check.boolean("init", "abstract", abstract)
     check_sender(optimizer, strategy)
     mesh = strategy.device_mesh
     found: dict[str, Any] = {}
@@ -224,6 +229,8 @@ def init(
             say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
         _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy)
         _check_layers(strategy, [path for path, _ in named_leaves(parameters)])
+        _check_stacked(strategy, names)
+        say(_nothing_split(strategy, layout.splits(parameters)))
         specs = state_specs(State(*shapes, layout=layout))
         shardings = tuple(
             jax.tree.map(lambda spec: NamedSharding(mesh, spec), getattr(specs, one.name))
@@ -251,6 +258,8 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding.spec, model)
     if rules is None or mesh is None:
         raise ValueError("`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` it needs neither.")
+    check.kind("specs", "rules", rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
+    check.kind("specs", "mesh", mesh, Mesh | AbstractMesh, "a mesh: `sl.make_mesh(...)`")
     parts, names = take_apart(model)
     _check_names(names, dict(named_leaves(parts.params)), rules)
     for path, leaf in named_leaves(parts.params):
@@ -368,6 +377,33 @@ def _check_layers(strategy: Strategy, paths: list[str]) -> None:
         raise ValueError(
             f"`Zero(layers={zero.layers!r})`: the pattern is found in no parameter's path. The paths are: {', '.join(paths)}."
         )
+
+
+def _check_stacked(strategy: Strategy, names: dict[str, Names]) -> None:
+    """Refuse a name for stacked layers that no parameter has, but for the default."""
+    here = {name for of_dims in names.values() if not isinstance(of_dims, PartitionSpec) for name in of_dims or ()}
+    for name in strategy.sharding.stacked:
+        if name not in here and name != LAYERS:
+            listed = ", ".join(f"`{one}`" for one in sorted(filter(None, here))) or "none"
+            raise ValueError(
+                f"`Zero(stacked={strategy.sharding.stacked})`: no parameter has a dim of the name `{name}`. Names of the "
+                f"parameters' dims are: {listed}."
+            )
+
+
+def _nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tuple[str, ...]:
+    """What to say where ZeRO was asked for and every parameter stays whole."""
+    zero = strategy.sharding
+    whole = {path: split for path, split in splits.items() if split.reason}
+    if not zero.stage or not whole or any(split.dim is not None for split in splits.values()):
+        return ()
+    path = max(whole, key=lambda path: whole[path].layer)
+    over = " x ".join(f"`{axis}={strategy.device_mesh.shape[axis]}`" for axis in strategy.zero_axes)
+    return (
+        f"`Strategy(zero={strategy.zero!r})` splits nothing over {over}: every parameter stays whole. The largest is `{path}`, "
+        f"{whole[path].reason}, and `Zero(small={zero.small})` leaves whole what has no more elements than that. To split "
+        f"smaller ones too, `zero=sl.Zero({zero.stage}, small=0)`; for a model of this size `zero=0` does as well.",
+    )
 
 
 def _is_spec(leaf: Any) -> bool:

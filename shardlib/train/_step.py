@@ -28,8 +28,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._annotate import mesh_of_step, say
 from shardlib._batch import Mean
+from shardlib._jaxpr import REMATS, every_equation
 from shardlib._placement import place
 from shardlib._random import describe_raw_keys, is_key, plain_keys, raw_keys, row_keys
 from shardlib._row_gradients import with_wide_rows
@@ -50,6 +52,9 @@ from shardlib.train._widened import describe_widened, widened
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 Metrics = dict[str, jax.Array]
+
+OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note")
+"""Names of what a step returns beside the metrics of a loss, and of what the records of a run have beside these."""
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
@@ -93,6 +98,7 @@ class Step:
         A step may stand in a function that is traced, by `jax.jit`, `lax.scan` or `jax.make_jaxpr`. There nothing is donated but
         by the outer `jax.jit(..., donate_argnums=0)`.
         """
+        _check_call(state, batch)
         if not isinstance(state.step, Tracer) and isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "This state has been through a step already, which put the new one in its place: use that."
@@ -116,6 +122,7 @@ class Step:
 
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, for shapes as for arrays."""
+        check.kind("Step.trace", "state", state, State, "the `State` that `sl.init` makes")
         with mesh_of_step(self.strategy.device_mesh), self.strategy.scope(self._used), _explained():
             return self._jitted(state, batch).trace(state, batch)
 
@@ -371,6 +378,14 @@ def check_compiles() -> None:
         )
 
 
+def _check_call(state: Any, batch: Any) -> None:
+    check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        raise ValueError("The state is abstract, of shapes alone: make it by `sl.init` without `abstract`.")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+        raise ValueError("The batch has no values, but shapes alone: `step.trace(state, batch)` takes these.")
+
+
 def forward(
     loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
 ) -> Any:
@@ -445,8 +460,9 @@ def _check_forward(
 ) -> None:
     """Trace the loss once and look for what a step cannot do right, or what was not meant.
 
-    Refused is state that would differ between devices: made from the examples or parameters of one, or drawn for it. Warned
-    of are losses that are no mean over examples, and products that are not taken in the dtype that was asked for.
+    Refused is state that would differ between devices: made from the examples or parameters of one, or drawn for it. Refused
+    too is `remat="full"` where no block is marked. Warned of are losses that are no mean over examples, and products that
+    are not taken in the dtype that was asked for.
     """
     index, examples = scanned
     axes, compute, streams = strategy.data_axes, strategy.dtypes.compute, inputs(rest, index, examples)[0]
@@ -455,7 +471,7 @@ def _check_forward(
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
     uses = jax.tree.leaves((trained, fixed))
     in_parts = [use for use in uses if not set(spec_axes(use.named)).isdisjoint(split_axes)]
-    if not (axes and state) and compute is None and not batch_is_split:
+    if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
         return
 
     def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
@@ -464,6 +480,8 @@ def _check_forward(
 
     whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
     jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
+    if strategy.remat == "full":
+        _check_marked(jaxpr)
     others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
     if in_parts and not sends_between(jaxpr, split_axes):
         raise ValueError(_describe_part(in_parts[0], split_axes))
@@ -522,6 +540,14 @@ def _values_returned(out: Any) -> list[_Value]:
     return found
 
 
+def _check_marked(jaxpr: Any) -> None:
+    if not any(equation.primitive.name in REMATS for equation in every_equation(jaxpr.jaxpr)):
+        raise ValueError(
+            '`Strategy(remat="full")` keeps the inputs alone of blocks marked with `sl.remat`, and the loss calls none: the '
+            "program would be the same. Mark the model's blocks, `block = sl.remat(block)`; or leave `remat` out."
+        )
+
+
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:
     """What all microbatches give together: in a scan, or with the last `apart`.
 
@@ -555,13 +581,13 @@ def with_row_keys(tree: Any, **where: Any) -> Any:
 
 def as_means(out: Any, rows: int) -> dict[str, Mean]:
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ValueError(
-            f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics. A total with "
+            f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics by name. A total with "
             "its weight is `sl.mean(total, weight)`."
         )
-    if taken := {"loss", "weight"} & metrics.keys():
-        raise ValueError(f"The metric `{taken.pop()}` is the step's own; call yours something else.")
+    if taken := [name for name in metrics if name in OWN_METRICS]:
+        raise ValueError(f"The metric `{taken[0]}` is the step's own; call yours something else.")
     return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
+from shardlib import _arguments as check
 from shardlib._annotate import Remat, Scope, use
 from shardlib._mesh import PortableMesh, make_mesh, parse_axes, slow_axes
 from shardlib._precision import Precision, resolve_precision
@@ -71,50 +72,30 @@ class Strategy:
     draws: Literal["same", "by_mesh"] = "same"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rules, AxisRules):
-            raise ValueError(f"`Strategy(rules=...)` takes `AxisRules`; got {type(self.rules).__name__}.")
-        if not isinstance(self.mesh, str | Mesh):
-            raise ValueError(
-                f'`Strategy(mesh={self.mesh!r})` takes text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`.'
-            )
+        check.kind("Strategy", "rules", self.rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
+        check.kind(
+            "Strategy", "mesh", self.mesh, str | Mesh, 'text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`'
+        )
+        check.text("Strategy", "dcn", self.dcn, 'text: `"pod"`, or `"data=2"` for a factor of an axis')
         if not isinstance(self.mesh, str) and self.dcn:
             raise ValueError(
                 f"`Strategy(dcn={self.dcn!r})` is for a mesh given as text; this one is made: `sl.make_mesh(..., dcn=...)`."
             )
-        if not isinstance(self.dcn, str):
-            raise ValueError(
-                f'`Strategy(dcn={self.dcn!r})` takes text: `"pod"`, or `"data=2"` for a factor of an axis.'
-            )
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ValueError(
-                f"`Strategy(accumulate={self.accumulate!r})`: a whole number, at least one, of microbatches."
-            )
-        if not isinstance(self.exchange, Exchange):
-            raise ValueError(
-                f"`Strategy(exchange={self.exchange!r})` takes an exchange, such as `sl.Exact()` or "
-                '`sl.collectives.OneBit("data")`.'
-            )
-        if self.manual is not None and not isinstance(self.manual, tuple):
-            raise ValueError(f"`Strategy(manual={self.manual!r})` takes a tuple of axes.")
-        if isinstance(self.frozen, str) or not all(isinstance(pattern, str) for pattern in self.frozen):
-            raise ValueError(
-                f'`Strategy(frozen={self.frozen!r})` takes a tuple of patterns: `frozen=(".*embedding",)`.'
-            )
-        if self.nonfinite not in ("skip", "count"):
-            raise ValueError(f'`Strategy(nonfinite={self.nonfinite!r})`: choose "skip" or "count".')
-        if self.draws not in ("same", "by_mesh"):
-            raise ValueError(f'`Strategy(draws={self.draws!r})`: choose "same" or "by_mesh".')
-        if not (
-            self.clip is None
-            or isinstance(self.clip, optax.GradientTransformation)
-            or (type(self.clip) in (int, float) and self.clip > 0)
-        ):
-            raise ValueError(
-                f"`Strategy(clip={self.clip!r})` takes the largest global norm, above 0, or an optax transformation without "
-                "state, such as `optax.clip(1.0)`."
-            )
-        if self.remat not in REMATS:
-            raise ValueError(f"`Strategy(remat={self.remat!r})`: the policies are {', '.join(map(repr, REMATS))}.")
+        accumulate = check.whole(
+            "Strategy", "accumulate", self.accumulate, "a number of microbatches", least=1, most=2**31 - 1
+        )
+        takes = 'an exchange, such as `sl.Exact()` or `sl.collectives.OneBit("data")`'
+        check.kind("Strategy", "exchange", self.exchange, Exchange, takes)
+        check.texts("Strategy", "manual", self.manual, "a tuple of axes", optional=True)
+        check.patterns("Strategy", "frozen", self.frozen)
+        check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
+        check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
+        check.choice("Strategy", "remat", self.remat, REMATS)
+        clip = self.clip
+        if clip is not None and not isinstance(clip, optax.GradientTransformation):
+            takes = "a largest global norm, or an optax transformation without state, such as `optax.clip(1.0)`"
+            clip = check.number("Strategy", "clip", clip, takes, above=0)
+        check.assign(self, accumulate=accumulate, clip=clip)
         axes = parse_axes(self.mesh) if isinstance(self.mesh, str) else dict(self.mesh.shape)
         self.rules.check_mesh(axes)
         if not isinstance(self.mesh, str) and self.mesh.explicit_axes:
@@ -195,8 +176,8 @@ class Strategy:
             return
         if isinstance(schedule, str):
             raise ValueError(
-                f"`Strategy(pipeline={schedule!r})`: text is for the trainer's command line; here it is a schedule, such as "
-                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
+                f"`Strategy(pipeline={check.shown(schedule)})`: text is for the trainer's command line; here it is a "
+                "schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`."
             )
         if isinstance(schedule, Table):
             raise ValueError("`Strategy(pipeline=...)`: of a table a schedule is made by `sl.pipeline.Custom(table)`.")
@@ -204,7 +185,7 @@ class Strategy:
             hasattr(schedule, name) for name in ("stages", "microbatches", "paired", "table")
         ):
             raise ValueError(
-                f"`Strategy(pipeline={schedule!r})` takes a schedule, such as "
+                f"`Strategy(pipeline={check.shown(schedule)})` takes a schedule, such as "
                 "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`: what has `stages`, `microbatches`, `paired` and `table()`."
             )
         table = table_of(schedule)
@@ -340,4 +321,7 @@ class Strategy:
 
     def scope(self, used: set[str] | None = None) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for code of your own beside the step: evaluation, sampling, a plain `jax.jit`."""
+        check.kind(
+            "scope", "used", used, set, "a set, to which the names that annotations use are added", optional=True
+        )
         return use(self.rules, self.device_mesh, remat=self.remat, used=used)

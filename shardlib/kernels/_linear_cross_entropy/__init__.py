@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._linear_cross_entropy._reference import Loss
@@ -57,13 +59,16 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(jnp.array([[9.0, 0.0], [0.0, 0.0]]), kernel, jnp.array([0, -1])).round(3)
     Array([0., 0.], dtype=float32)
     """
-    x, kernel, targets = jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(targets)
+    x, kernel = check_arrays.as_array(OP, "x", x), check_arrays.as_array(OP, "kernel", kernel)
+    targets = check_arrays.as_array(OP, "targets", targets, "an array of whole numbers")
+    _check(x, kernel, targets)
+    check.text(OP, "vocab_name", vocab_name, "the name of the kernel's rows", optional=True)
     of_x = lie(OP, x, names)
     of_kernel = lie(OP, kernel, None if names is None else (vocab_name, names[-1]), "kernel")
     of_targets = of_x.of(*range(x.ndim - 1))
     rows = of_kernel.whole[0]
-    loss = Loss(rows if vocab is None else vocab, float(z_loss), float(smoothing), cap, ignored)
-    _check(x, kernel, targets, of_x, rows, loss)
+    loss = _loss(rows, vocab, z_loss, smoothing, cap, ignored)
+    _check_whole_width(of_x)
     targets = targets.astype(jnp.int32)
     arrays = {"x": (x, of_x), "kernel": (kernel, of_kernel), "targets": (targets, of_targets)}
     here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items()}
@@ -138,7 +143,23 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
 _losses.defvjp(_forward, _backward)
 
 
-def _check(x: Any, kernel: Any, targets: Any, of_x: Lie, rows: int, loss: Loss) -> None:
+def _loss(rows: int, vocab: Any, z_loss: Any, smoothing: Any, cap: Any, ignored: Any) -> Loss:
+    """What is asked for of the loss, checked."""
+    takes = f"a number of the kernel's rows, of which there are {rows}"
+    vocab = rows if vocab is None else check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
+    ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
+    if 0 <= ignored < vocab:
+        raise ValueError(f"`{OP}(ignored={ignored})` is a token of the {vocab}: choose one that is none.")
+    return Loss(
+        vocab,
+        float(check.number(OP, "z_loss", z_loss, "a factor", least=0)),
+        float(check.number(OP, "smoothing", smoothing, "a share", least=0, below=1)),
+        check.number(OP, "cap", cap, "a largest logit", above=0, optional=True),
+        ignored,
+    )
+
+
+def _check(x: Any, kernel: Any, targets: Any) -> None:
     shapes = f"`x` is {x.dtype}{list(x.shape)}, `kernel` {kernel.dtype}{list(kernel.shape)}"
     if (
         x.ndim < 1
@@ -152,16 +173,11 @@ def _check(x: Any, kernel: Any, targets: Any, of_x: Lie, rows: int, loss: Loss) 
             f"`{OP}`: `targets` is {targets.dtype}{list(targets.shape)}; it has an integer for each of the rows "
             f"{list(x.shape[:-1])} of `x`."
         )
+
+
+def _check_whole_width(of_x: Lie) -> None:
     if of_x.axes[-1]:
         raise ValueError(
             f"`{OP}`: the width of `x` is split over `{', '.join(of_x.axes[-1])}`, and every logit would be a sum over devices. "
             "Lay it out whole: give its name no axis."
         )
-    if not 1 <= loss.vocab <= rows:
-        raise ValueError(f"`{OP}(vocab={loss.vocab})`: the kernel has {rows} rows.")
-    if not 0 <= loss.smoothing < 1:
-        raise ValueError(f"`{OP}(smoothing={loss.smoothing})`: at least 0, below 1.")
-    if loss.cap is not None and not loss.cap > 0:
-        raise ValueError(f"`{OP}(cap={loss.cap})`: above 0, or None.")
-    if 0 <= loss.ignored < loss.vocab:
-        raise ValueError(f"`{OP}(ignored={loss.ignored})` is a token of the {loss.vocab}: choose one that is none.")

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, varying, varying_alike
@@ -79,9 +81,13 @@ def layer_norm(
 def _norm(
     op: str, x: Any, scale: Any, bias: Any, residual: Any, names: Names | None, epsilon: float, asked: str | None
 ) -> Any:
-    x = jnp.asarray(x)
-    scale, bias, residual = (None if one is None else jnp.asarray(one) for one in (scale, bias, residual))
-    _check(op, x, scale, bias, residual, epsilon)
+    x = check_arrays.as_array(op, "x", x)
+    scale, bias, residual = (
+        None if one is None else check_arrays.as_array(op, name, one)
+        for name, one in (("scale", scale), ("bias", bias), ("residual", residual))
+    )
+    epsilon = check.number(op, "epsilon", epsilon, "a number", least=0)
+    _check(op, x, scale, bias, residual)
     of_x = lie(op, x, names)
     arrays = {"x": (x, of_x), "residual": (residual, of_x)}
     arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
@@ -151,7 +157,7 @@ def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, 
 _normed.defvjp(_forward, _backward)
 
 
-def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any, epsilon: Any) -> None:
+def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"`{op}` of {x.dtype}{list(x.shape)}: give it floats, with a dim for the numbers of a row.")
     for name, one in (("scale", scale), ("bias", bias)):
@@ -165,5 +171,3 @@ def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any, epsilon: Any) 
             f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is {x.dtype}{list(x.shape)}: they are added, "
             "in one dtype; `astype` the one that is to be rounded."
         )
-    if not isinstance(epsilon, int | float) or epsilon < 0:
-        raise ValueError(f"`{op}(epsilon={epsilon!r})`: a number, zero or more.")

@@ -7,6 +7,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, place, varying_alike
 
@@ -43,8 +45,10 @@ def softmax(
     >>> softmax(jnp.array([[0.0, 0.0, 5.0]]), where=jnp.array([True, True, False]))
     Array([[0.5, 0.5, 0. ]], dtype=float32)
     """
-    x = jnp.asarray(x)
-    where = _checked(x, where, scale, causal)
+    x = check_arrays.as_array("softmax", "x", x)
+    causal = check.boolean("softmax", "causal", causal)
+    scale = check.number("softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient")
+    where = _checked(x, where, causal)
     of_x = lie("softmax", x, names)
     if causal and of_x.whole[-1] != of_x.whole[-2]:
         raise ValueError(
@@ -107,18 +111,16 @@ def _here(x: jax.Array, of_x: Lie) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(of_x.here, x.dtype)
 
 
-def _checked(x: jax.Array, where: Any, scale: Any, causal: bool) -> jax.Array | None:
+def _checked(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
     """The mask with a dim for each of `x`, if what was given can be meant."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1 + causal:
         raise ValueError(
             f"`softmax` of {x.dtype}{list(x.shape)}: give it floats, with a dim for the rows' numbers"
             + (", and, as it is `causal`, one for the queries before." if causal else ".")
         )
-    if not isinstance(scale, int | float):
-        raise ValueError(f"`softmax(scale={scale!r})`: a Python number; multiply `x` by what has a gradient.")
     if where is None:
         return None
-    where = jnp.asarray(where)
+    where = check_arrays.as_array("softmax", "where", where, "an array of bools")
     if where.dtype != bool:
         raise ValueError(f"`softmax(where={where.dtype}{list(where.shape)})`: bools, true where `x` is left in.")
     try:
