@@ -6,6 +6,7 @@ it stops the reading, or is counted and passed over, as the corpus says.
 
 import contextlib
 import difflib
+import functools
 import glob
 import gzip
 import io
@@ -40,6 +41,7 @@ _COMPRESSED = (".gz", ".zst")
 _NOT_PYTHON = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _MARK = b"\xef\xbb\xbf"  # that some editors begin a file with
 _BUFFER = _BLOCK = 1 << 20
+_LOOK = 256  # records between two looks at whether a file has grown
 _DOCUMENT_BYTES = 1 << 30  # at most: a file without an end, or without a line's end, must not fill the memory
 _FILES = (
     'Give a path, a folder or a pattern, or several of them in a tuple, as in `Corpus(("books", "wiki/*.jsonl"))`; or '
@@ -211,7 +213,7 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
         try:
             for number, raw in records(source, corpus, reading):
                 count += 1
-                if reading.position() > source.size:
+                if count % _LOOK == 0 and reading.position() > source.size:
                     raise ValueError(
                         f"`{source.path}` has more than the {source.size:,} bytes it had when it was found: it grows, or has no "
                         "end. Copy what is to be read into a file that stays as it is."
@@ -395,15 +397,18 @@ def _separated(file: BinaryIO, separator: bytes) -> Iterator[tuple[int, bytes | 
     rest = bytearray()
     searched = dropped = 0  # of this document: bytes known to hold no separator, and bytes too many to be kept
     begun = line = 1
+    lines = separator.count(b"\n")
     block = file.read(max(_BLOCK, len(_MARK))).removeprefix(_MARK)
     while block:
         rest += block
-        while (at := rest.find(separator, searched)) >= 0:
-            is_long = dropped + at > _DOCUMENT_BYTES
-            yield (begun, _too_long("cut it")) if is_long else _trimmed(bytes(rest[:at]), begun)
-            begun = line = line + rest.count(b"\n", 0, at + len(separator))
-            del rest[: at + len(separator)]
-            searched = dropped = 0
+        if rest.find(separator, searched) >= 0:
+            *whole, last = bytes(rest).split(separator)
+            for document in whole:
+                is_long = dropped + len(document) > _DOCUMENT_BYTES
+                yield (begun, _too_long("cut it")) if is_long else _trimmed(document, begun)
+                begun = line = line + document.count(b"\n") + lines
+                dropped = 0
+            rest = bytearray(last)
         searched = max(0, len(rest) - len(separator) + 1)
         if searched > _DOCUMENT_BYTES:
             line += rest.count(b"\n", 0, searched)
@@ -427,12 +432,12 @@ def _trimmed(document: bytes, line: int) -> tuple[int, bytes]:
 
 def _lines(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     with _opened(source, reading) as file:
-        number = 0
-        while line := file.readline(_DOCUMENT_BYTES + 1):
-            number += 1
+        bounded = functools.partial(file.readline, _DOCUMENT_BYTES + 1)
+        for number, line in enumerate(iter(bounded, b""), 1):
             if len(line) > _DOCUMENT_BYTES:
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(_BLOCK)
+                rest = line
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(_BLOCK)
                 yield number, _too_long("see whether lines are ended by newlines, and cut it")
             elif stripped := line.removeprefix(_MARK if number == 1 else b"").strip():
                 yield number, stripped
