@@ -8,7 +8,7 @@ import griffe
 def fenced(text: str) -> str:
     r"""A docstring with each of its examples in a fence of its own.
 
-    >>> print(fenced("Adds.\\n\\n>>> 1 + 2\\n3\\n\\nThat is all.").replace("`", "'"))
+    >>> print(fenced("Adds.\n\n>>> 1 + 2\n3\n\nThat is all.").replace("`", "'"))
     Adds.
     <BLANKLINE>
     '''pycon

@@ -103,11 +103,12 @@ def _fitted(
     """The rows with cells shortened, and columns left out, so that no line is longer than `width` where that can be."""
     columns = max(map(len, rows), default=0)
     kept = list(range(columns))
+    limits: dict[int, int] = {}
     for dropped in (None, *drop):
         kept = [column for column in kept if column != dropped]
         widest = {k: max((len(row[k]) for row in rows if k < len(row)), default=0) for k in kept}
         excess = sum(widest.values()) + len(gap) * (len(kept) - 1) - width
-        limits: dict[int, int] = {}
+        limits = {}
         for column in shorten:
             if excess > 0 and column in kept and widest[column] > _NARROWEST:
                 limits[column] = max(_NARROWEST, widest[column] - excess)

@@ -167,4 +167,7 @@ def test_the_examples_for_a_tpu():
     assert memory["kinds"]["unattributed"] < 0.05 * memory["total_bytes"]
     estimated, there = found["estimate"]["kinds"]["parameters"], memory["kinds"]["parameters"]
     assert estimated == pytest.approx(there, rel=0.03)  # biases are whole on every device
+    kept = sum(memory["most"][kind] for kind in found["estimate"]["kinds"])
+    assert sum(found["estimate"]["kinds"].values()) == pytest.approx(kept, rel=0.05)  # as the docs say
+    assert found["estimate"]["total_bytes"] == pytest.approx(memory["total_bytes"], rel=0.11)
     assert result.stderr.splitlines() == ["compiling for tpu:v5e:2x4 ..."]

@@ -2,7 +2,9 @@
 
 import math
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +119,25 @@ def test_a_compiler_that_is_missing_is_named_with_the_command(monkeypatch):
     for text, extra in (("tpu:v5e:4x4", "tpu-plan"), ("gpu:h200:1x1x8", "gpu-plan")):
         with pytest.raises(ModuleNotFoundError, match=rf'pip install "shardlib\[{extra}\]"'):
             _require(sl.Target(text))
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("text", ["tpu:v5e:2x2", "cpu:1"])
+def test_a_script_that_only_plans_prints_nothing_of_its_own(text, tmp_path):
+    """Nobody has told JAX to use the CPU: it looks for TPUs, and libtpu says at length that there are none."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, jax.numpy as jnp, optax, shardlib as sl\n"
+        f"target = sl.Target({text!r})\n"
+        "strategy = sl.Strategy(mesh=target.mesh('data=-1'), rules=sl.rules.data)\n"
+        "state = sl.init(lambda: {'w': jnp.zeros((8, 8))}, optax.sgd(0.1), strategy, abstract=True)\n"
+        "step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model['w']) ** 2), strategy)\n"
+        "print(sl.plan(step, state, jax.ShapeDtypeStruct((8, 8), 'float32'), target).fits)\n"
+    )
+    bare = {key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))}
+    environment = {**bare, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
 def test_compilers_are_run_quietly_and_leave_nothing(capfd, monkeypatch):

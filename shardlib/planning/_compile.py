@@ -150,7 +150,7 @@ def _words(error: str, dump: Path | None = None) -> str:
 
     A stack frame that they name is looked up in what the compiler has written of the program before it gave up.
 
-    >>> print(_words("RESOURCE_EXHAUSTED: E1001: OutOfVmem:\\nRan out of memory.\\n\\n  See the manual."))
+    >>> print(_words("RESOURCE_EXHAUSTED: E1001: OutOfVmem:\nRan out of memory.\n\n  See the manual."))
     E1001: OutOfVmem: Ran out of memory.
     See the manual.
     """
