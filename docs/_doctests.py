@@ -6,18 +6,7 @@ import griffe
 
 
 def fenced(text: str) -> str:
-    r"""A docstring with each of its examples in a fence of its own.
-
-    >>> print(fenced("Adds.\n\n>>> 1 + 2\n3\n\nThat is all.").replace("`", "'"))
-    Adds.
-    <BLANKLINE>
-    '''pycon
-    >>> 1 + 2
-    3
-    '''
-    <BLANKLINE>
-    That is all.
-    """
+    """A docstring with each of its examples in a fence of its own: from `>>>` to the next empty line."""
     lines: list[str] = []
     indent: str | None = None  # of the example that these lines are in
     for line in text.splitlines():
