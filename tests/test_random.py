@@ -1,10 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardlib as sl
 from shardlib._random import is_row_key, plain_keys, row_keys
 
 KEY = jax.random.key(7)
@@ -89,3 +91,71 @@ def test_row_keys_go_through_scan_checkpoint_and_grad():
 def test_keys_whose_numbers_depend_on_the_mesh_are_refused():
     with pytest.raises(ValueError, match="implementation `rbg` draws otherwise.*threefry2x32"):
         row_keys(jax.random.key(0, impl="rbg"), 4, 0, 1)
+    with pytest.raises(ValueError, match="`Strategy\\(draws='per_mesh'\\)`: choose"):
+        sl.Strategy(mesh="data=8", rules=RULES, draws="per_mesh")
+
+
+RULES = sl.AxisRules(batch="data")
+X = np.ones((16, 4), np.float32)
+
+
+def drawn(draw, make_key, **options):
+    """What a loss draws with a key of the model: for the examples, and for what every device has."""
+    strategy = sl.Strategy(mesh="data=8", rules=RULES, **options)
+
+    def loss(model, x, rng):
+        rows, same = draw(model["key"], x.shape), draw(sl.same_everywhere(model["key"]), (3,))
+        metrics = {"rows": sl.mean(sl.gather_batch(rows), 1.0), "same": sl.mean(sl.gather_batch(same[None]), 1.0)}
+        return jnp.mean((x * model["params"] * rows) ** 2), metrics
+
+    state = sl.init(lambda: {"params": jnp.ones(4), "key": make_key()}, optax.sgd(0.1), strategy)
+    state, metrics = sl.train_step(loss, strategy)(state, X)
+    return state, jax.device_get(metrics)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_draws_that_may_depend_on_the_mesh_still_differ_between_examples(impl):
+    state, metrics = drawn(jax.random.uniform, lambda: jax.random.key(0, impl=impl), draws="by_mesh")
+    assert jax.random.key_impl(state.rest["key"]) == impl
+    rows = metrics["rows"] / 8  # each device gathered all of them
+    assert len(np.unique(rows.round(5))) == rows.size == 64
+    assert len(np.unique(metrics["same"][:, 0])) == 1, "what is not for examples is the same everywhere"
+
+
+def test_the_key_of_a_step_is_of_the_default_implementation_where_draws_may_depend_on_the_mesh():
+    with jax.default_prng_impl("rbg"):
+        of = lambda draws: drawn(jax.random.uniform, lambda: KEY, draws=draws)[0].key
+        assert [str(jax.random.key_impl(of(draws))) for draws in ("same", "by_mesh")] == ["threefry2x32", "rbg"]
+
+
+def bernoulli(key, shape):
+    return jax.random.bernoulli(key, 0.5, shape)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        bernoulli,
+        jax.jit(bernoulli, static_argnums=1),
+        lambda key, shape: bernoulli(jax.random.split(key)[1], shape),
+        lambda key, shape: bernoulli(jax.random.fold_in(key, 1), shape),
+        lambda key, shape: jax.vmap(lambda k: bernoulli(k, shape[1:]))(jax.random.split(key, shape[0])),
+        lambda key, shape: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], bernoulli(k, shape)), key, length=2)[1][
+            0
+        ],
+        lambda key, shape: jax.lax.cond(
+            shape[0] > 1, lambda k: bernoulli(k, shape), lambda k: bernoulli(k, shape), key
+        ),
+        lambda key, shape: bernoulli(jax.lax.fori_loop(0, 2, lambda _, k: jax.random.split(k)[0], key), shape),
+    ],
+)
+def test_raw_keys_of_the_model_which_would_draw_alike_on_every_device_are_refused(draw):
+    with pytest.raises(ValueError, match="draws with old-style raw keys of the model, `key`.*wrap_key_data"):
+        drawn(draw, lambda: jax.random.PRNGKey(0))
+
+
+def test_raw_keys_are_taken_where_they_draw_for_the_whole_batch_or_not_at_all():
+    drawn(bernoulli, lambda: jax.random.PRNGKey(0), manual=())
+    drawn(bernoulli, lambda: jax.random.wrap_key_data(jax.random.PRNGKey(0)))
+    counts = lambda key, shape: jnp.full(shape, key[0], jnp.float32) + bernoulli(jax.random.fold_in(KEY, key[1]), shape)
+    drawn(counts, lambda: jnp.zeros(2, jnp.uint32))
