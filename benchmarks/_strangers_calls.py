@@ -161,6 +161,8 @@ def _of_error(drawn: Draw, error: Exception, names: dict[str, Any]) -> tuple[str
     said = f"{type(error).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {shown(str(error))}"
     if isinstance(error, ImportError) and ours:
         return "refused", said
+    if any(frame.name in ("_model", "_loss") for frame in frames):  # of the caller, whose own errors come as they are
+        return "refused", said
     if isinstance(error, TypeError) and _SIGNATURE.search(str(error)) and "<string>" in frames[-1].filename:
         return "refused", said
     if isinstance(error, ValueError) and ours and _names_the_call(drawn, str(error), names):
@@ -179,7 +181,8 @@ def _parameters(call: Call, names: dict[str, Any]) -> list[str]:
 def _names_the_call(drawn: Draw, message: str, names: dict[str, Any]) -> bool:
     """Whether a message names the function, one of its arguments, or a value of the call."""
     words = set(re.findall(r"[A-Za-z]\w+", drawn.call.written({}))) | set(_parameters(drawn.call, names))
-    words |= {word.removesuffix("s") for word in words}
+    words |= {"batch"} if "source" in words else set()
+    words |= {part.removesuffix("s") for word in words for part in (word, *word.split("_"))}
     if (words - {"sl", "np", "the", "is", "x"}) & set(re.findall(r"\w+", message)):
         return True
     values = [value.strip("'\"") for _, value in drawn.changed.values()]

@@ -335,7 +335,7 @@ class Hostile:
     def _fail(self, *of: Any, **more: Any) -> Any:
         raise ArithmeticError("hostile")
 
-    __repr__ = __str__ = __len__ = __iter__ = __eq__ = __hash__ = __bool__ = __float__ = __index__ = __array__ = _fail
+    __repr__ = __str__ = __len__ = __eq__ = __hash__ = __bool__ = __float__ = __index__ = __array__ = _fail
 
 
 def namespace() -> dict[str, Any]:

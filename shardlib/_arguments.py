@@ -234,6 +234,21 @@ def function(of: str, argument: str, value: Any, takes: str = "a function", *, o
     raise refusal(of, argument, value, takes + _or_none(optional))
 
 
+def called(of: str, argument: str, function: Any, *given: Any) -> Any:
+    """What a function of the user gives; or, if it does not take so many arguments, an error that says whose it is.
+
+    >>> called("init", "make_model", dict)
+    {}
+    """
+    try:
+        return function(*given)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within the function
+            raise
+        many = f"{len(given)} arguments" if given else "no arguments"
+        raise ValueError(f"`{of}({argument}=...)` is called with {many}, and does not take them: {error}.") from error
+
+
 def assign(instance: Any, **checked: Any) -> None:
     """Set fields of a frozen dataclass to their checked values, in its `__post_init__`."""
     for name, value in checked.items():
@@ -244,7 +259,7 @@ def _float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _bounds(

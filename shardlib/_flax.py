@@ -74,7 +74,9 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
             )
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
         if not matched:
-            raise ValueError(f"The pattern `{pattern}` matches no parameter. The paths are: {', '.join(leaves)}.")
+            raise ValueError(
+                f"`annotate`: the pattern `{pattern}` matches no parameter. The paths are: {', '.join(leaves)}."
+            )
         for path in matched:
             if chosen.setdefault(path, value) != value:
                 raise ValueError(f"`{path}` is named {chosen[path]} by one pattern and {value} by `{pattern}`.")
@@ -154,6 +156,8 @@ def _filter(trainable: Any) -> Any:
     if trainable is None:
         return nnx.Param
     try:
+        if trainable is True or trainable is ...:
+            raise ValueError("random streams are no parameters")
         nnx.filterlib.to_predicate(trainable)
     except (TypeError, ValueError) as error:
         takes = "of NNX modules, a filter such as `nnx.Param` or `nnx.PathContains(...)`"

@@ -23,6 +23,7 @@ from jax.extend import random as extend_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 
 _PREFIX = "rows_of_"
 THREEFRY = "threefry2x32"
@@ -74,8 +75,10 @@ def same_everywhere(key: jax.Array) -> jax.Array:
     >>> same_everywhere(row_keys(key, 4, 8, 1)) == key
     Array(True, dtype=bool)
     """
-    if not is_key(key) and getattr(key, "dtype", None) != jnp.uint32:  # of `jax.random.PRNGKey`
-        raise check.refusal("same_everywhere", "key", key, "a key, such as `jax.random.key(0)`")
+    takes = "a key, such as `jax.random.key(0)`"
+    check_arrays.array("same_everywhere", "key", key, takes)
+    if not is_key(key) and key.dtype != jnp.uint32:  # of `jax.random.PRNGKey`
+        raise check.refusal("same_everywhere", "key", key, takes)
     return plain_keys(key)
 
 

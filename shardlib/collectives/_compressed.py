@@ -178,7 +178,8 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
 
 def check_codec(name: str, codec: Any) -> None:
     """Refuse what is no codec."""
-    if isinstance(codec, type) or not hasattr(codec, "encode") or not hasattr(codec, "size"):
+    functions = [getattr(codec, method, None) for method in ("encode", "decode", "size")]
+    if isinstance(codec, type) or not all(map(callable, functions)):
         raise ValueError(
             f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; got {check.shown(codec)}."
         )

@@ -348,8 +348,11 @@ def _check_functions(router: Any, experts: Any, key: Any) -> None:
     if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
         raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")
     check.function("moe", "experts", experts, "a function of weights and tokens")
-    if key is not None and not is_key(key) and getattr(key, "dtype", None) != jnp.uint32:  # of `jax.random.PRNGKey`
-        raise check.refusal("moe", "key", key, "a key, such as `jax.random.key(0)`, or None")
+    if key is not None:
+        takes = "a key, such as `jax.random.key(0)`, or None"
+        check_arrays.array("moe", "key", key, takes)
+        if not is_key(key) and key.dtype != jnp.uint32:  # of `jax.random.PRNGKey`
+            raise check.refusal("moe", "key", key, takes)
 
 
 def _check_weights(weights: Any, count: int, across: _Across) -> None:

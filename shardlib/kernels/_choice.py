@@ -153,11 +153,11 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
-    def called(given: list[Any]) -> Any:
+    def called(given: list[Any]) -> None:  # what it gives may be anything
         for k, x in zip(arrays, given, strict=True):
             leaves[k] = x
         args, kwargs = treedef.unflatten(leaves)
-        return function(*args, **kwargs)
+        function(*args, **kwargs)
 
     with _notebook(notebook):
         jax.eval_shape(called, [leaves[k] for k in arrays])

@@ -187,7 +187,7 @@ def _placement(placement: Any) -> tuple[int, ...]:
 def _check(table: Table) -> None:
     """Refuse a table in which something is missing, done twice, or on a stage that does not have it."""
     if not table.orders or not any(table.orders):
-        raise ValueError("A schedule has at least one stage, and an op.")
+        raise ValueError("`Table(orders=...)`: a schedule has at least one stage, and an op.")
     if missing := sorted(set(range(table.stages)).difference(table.placement)):
         raise ValueError(f"Stage {missing[0]} has no part of the model: `placement={table.placement}`.")
     if beyond := [stage for stage in table.placement if not 0 <= stage < table.stages]:

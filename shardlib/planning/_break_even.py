@@ -60,18 +60,19 @@ def break_even(
     >>> print(break_even(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11))
     0.0 ms to compute; exchanged in 291.7 ms exactly, 32.7 ms compressed: 8.92 times as fast, and faster below 33.7 GiB/s
     """
-    check.number("break_even", "parameters", parameters, "a number of parameters", above=0)
-    check.whole("break_even", "workers", workers, "a number of workers", least=1)
-    check.whole("break_even", "shards", shards, "a number of devices", least=1)
-    check.whole("break_even", "itemsize", itemsize, "a number of bytes", least=1)
-    check.number("break_even", "tokens", tokens, "a number of tokens", least=0)
+    parameters = check.number("break_even", "parameters", parameters, "a number of parameters", above=0)
+    workers = check.whole("break_even", "workers", workers, "a number of workers", least=1)
+    shards = check.whole("break_even", "shards", shards, "a number of devices", least=1)
+    itemsize = check.whole("break_even", "itemsize", itemsize, "a number of bytes", least=1)
+    tokens = check.number("break_even", "tokens", tokens, "a number of tokens", least=0)
     rates = {"bandwidth": bandwidth, "flops": flops, "memory_bandwidth": memory_bandwidth}
     for name, value in rates.items():
         check.number("break_even", name, value, "a number per second", above=0, infinite=True)
-    check_codec("break_even", codec or Signs())
+    codec = Signs() if codec is None else codec
+    check_codec("break_even", codec)
     elements = math.ceil(parameters / shards)
     exact = 2 * itemsize * elements * (workers - 1) / workers
-    packed = pmean_bytes(elements, workers, codec or Signs())
+    packed = pmean_bytes(elements, workers, codec)
     packing = TOUCHED * elements / memory_bandwidth
     compute = 6 * parameters * tokens / shards / flops
     return BreakEven(

@@ -63,11 +63,11 @@ class Decoder:
             elif get_origin(hint) is Literal:
                 check.choice("Decoder", name, value, get_args(hint))
             else:
-                check.whole("Decoder", name, value, least=1, optional=hint is not int)
+                check.assign(self, **{name: check.whole("Decoder", name, value, least=1, optional=hint is not int)})
 
     def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
         """The parts, for so many examples in a dtype of so many bytes, split over `tensor` devices as Megatron splits."""
-        _check_counts("modules", examples=examples, itemsize=itemsize, tensor=tensor)
+        examples, itemsize, tensor = _counts("modules", examples=examples, itemsize=itemsize, tensor=tensor)
         head_dim = self.head_dim or self.width // self.heads
         queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
         hidden, tokens, width = self.hidden or 4 * self.width, examples * self.sequence, self.width
@@ -115,7 +115,7 @@ class Decoder:
         self, examples: int = 1, *, tensor: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
     ) -> int:
         """Megatron's formula, in 16 bits with dropout: s b h L (10 + 24/t + 5 a s / (h t)), and its variants."""
-        _check_counts("megatron_activation_bytes", examples=examples, tensor=tensor)
+        examples, tensor = _counts("megatron_activation_bytes", examples=examples, tensor=tensor)
         check.boolean("megatron_activation_bytes", "sequence_parallel", sequence_parallel)
         check.choice("megatron_activation_bytes", "recompute", recompute, get_args(Recompute))
         s, h, a, t = self.sequence, self.width, self.heads, tensor
@@ -127,9 +127,9 @@ class Decoder:
         return outside + 24 * stream // t + scores
 
 
-def _check_counts(function: str, **counts: Any) -> None:
-    for name, value in counts.items():
-        check.whole(function, name, value, least=1)
+def _counts(function: str, **counts: Any) -> list[int]:
+    """Numbers of at least one each, in order."""
+    return [check.whole(function, name, value, least=1) for name, value in counts.items()]
 
 
 def _renamed(module: Module, name: str, count: int) -> Module:
@@ -144,15 +144,15 @@ def zero_bytes(
     >>> [round(zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9, 1) for stage in range(4)]
     [120.0, 31.4, 16.6, 1.9]
     """
-    check.whole("zero_bytes", "parameters", parameters, "a number of parameters", least=0)
-    check.whole("zero_bytes", "stage", stage, "a stage of ZeRO", least=0, most=3)
-    _check_counts("zero_bytes", devices=devices)
-    for name, value in {"weights": weights, "gradients": gradients, "state": state}.items():
+    parameters = check.whole("zero_bytes", "parameters", parameters, "a number of parameters", least=0)
+    stage = check.whole("zero_bytes", "stage", stage, "a stage of ZeRO", least=0, most=3)
+    devices = check.whole("zero_bytes", "devices", devices, "a number of devices", least=1)
+    sizes = [
         check.whole("zero_bytes", name, value, "a number of bytes for each parameter", least=0)
+        for name, value in (("weights", weights), ("gradients", gradients), ("state", state))
+    ]
     parts = [devices if stage >= first else 1 for first in (3, 2, 1)]
-    return sum(
-        math.ceil(parameters * size / part) for size, part in zip((weights, gradients, state), parts, strict=True)
-    )
+    return sum(math.ceil(parameters * size / part) for size, part in zip(sizes, parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,15 @@ def estimate(
     ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474, 'activations': 6915}, 8732)
     """
     check.kind("estimate", "decoder", decoder, Decoder, "a `sl.Decoder`")
-    _check_counts("estimate", examples=examples, itemsize=itemsize, parameter_itemsize=parameter_itemsize)
-    _check_counts("estimate", tensor=tensor, devices=devices, accumulate=accumulate)
-    check.whole("estimate", "weight_itemsize", weight_itemsize, "a number of bytes", least=1, optional=True)
+    examples, itemsize, parameter_itemsize = _counts(
+        "estimate", examples=examples, itemsize=itemsize, parameter_itemsize=parameter_itemsize
+    )
+    tensor, devices, accumulate = _counts("estimate", tensor=tensor, devices=devices, accumulate=accumulate)
+    takes = "a number of bytes"
+    weight_itemsize = check.whole("estimate", "weight_itemsize", weight_itemsize, takes, least=1, optional=True)
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     check.choice("estimate", "recompute", recompute, get_args(Recompute))
-    check.whole("estimate", "zero", zero, "a stage of ZeRO", least=0, most=3)
+    zero = check.whole("estimate", "zero", zero, "a stage of ZeRO", least=0, most=3)
     check.boolean("estimate", "sequence_parallel", sequence_parallel)
     check.boolean("estimate", "training", training)
     modules = decoder.modules(examples, itemsize, tensor)

@@ -187,7 +187,7 @@ def init(
 
     def build() -> tuple[Any, ...]:
         with building():
-            parts, names = take_apart(make_model(), trainable)
+            parts, names = take_apart(check.called("init", "make_model", make_model), trainable)
         check_layers(strategy, names, dict(named_leaves(parts.params)))
         parts = parts._replace(params=place_layers(strategy, parts.params, names))
         params, frozen = _frozen_apart(parts.params, strategy.frozen)
@@ -399,10 +399,15 @@ def _nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tuple[str, .
         return ()
     path = max(whole, key=lambda path: whole[path].layer)
     over = " x ".join(f"`{axis}={strategy.device_mesh.shape[axis]}`" for axis in strategy.zero_axes)
+    out = "Have a dim that divides, or another mesh, or leave `zero` out."
+    if whole[path].layer <= zero.small:
+        out = (
+            f"`Zero(small={zero.small})` leaves whole what has no more elements than that: to split smaller ones too, "
+            f"`zero=sl.Zero({zero.stage}, small=0)`; for a model of this size `zero=0` does as well."
+        )
     return (
-        f"`Strategy(zero={strategy.zero!r})` splits nothing over {over}: every parameter stays whole. The largest is `{path}`, "
-        f"{whole[path].reason}, and `Zero(small={zero.small})` leaves whole what has no more elements than that. To split "
-        f"smaller ones too, `zero=sl.Zero({zero.stage}, small=0)`; for a model of this size `zero=0` does as well.",
+        f"`Strategy(zero={strategy.zero!r})` splits nothing over {over}, and every device holds all parameters. The largest is "
+        f"`{path}` ({whole[path].reason}). {out}",
     )
 
 

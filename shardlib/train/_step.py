@@ -346,7 +346,7 @@ def call_loss(
 ) -> Returned:
     """Put the model together and call the loss function with it."""
     model = layout.definition.merge(params, streams, rest)
-    out = loss_fn(model, batch, key)
+    out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
     means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
     after = layout.definition.state_of(model)
     _check_structure((streams, rest), after)
