@@ -30,7 +30,7 @@ def widest(text):
 
 @pytest.fixture(scope="module")
 def state():
-    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=1)
+    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(1, small=64))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
     return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
 
