@@ -197,15 +197,17 @@ def _of_child(seed: int, first: int, last: int, rooms: Sequence[str]) -> Iterato
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+b") as noise:
         environment["XDG_CACHE_HOME"] = folder
-        child = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=noise, text=True)
-        assert child.stdout is not None
         begun = None
-        for line in child.stdout:
-            number, *found = json.loads(line)
-            if found:
-                yield (number, *found)
-            begun = None if found else number
-        code = child.wait()
+        with subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=noise, text=True
+        ) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                number, *found = json.loads(line)
+                if found:
+                    yield (number, *found)
+                begun = None if found else number
+        code = child.returncode
         noise.seek(0)
         last_words = noise.read().decode(errors="replace")[-2000:]
     if begun is not None:

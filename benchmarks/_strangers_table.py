@@ -254,7 +254,8 @@ CALLS: tuple[Call, ...] = (
       for name in ("GPipe", "OneFOneB", "Eager1F1B", "ZBH1", "ZBH2", "VMin", "VHalf", "DualPipeV")),
     _call("sl.pipeline.Interleaved", "2", "4", chunks="2", paired="True"),
     _call("sl.pipeline.ZBV", "2", "4", costs="sl.pipeline.UNIT", paired="True"),
-    _call("sl.pipeline.ZeroBubble", "2", "4", costs="sl.pipeline.UNIT", limit="2.0", paired="True", also={"limit": _OPTIONAL}),
+    _call("sl.pipeline.ZeroBubble", "2", "4", costs="sl.pipeline.UNIT", limit="2.0", paired="True",
+          also={"limit": ("none", "inf")}),
     *(_call(f"sl.pipeline.{name}(2, 4).gap", "sl.pipeline.UNIT")
       for name in ("GPipe", "OneFOneB", "Eager1F1B", "ZBH1", "ZBH2", "Interleaved", "VMin", "VHalf", "ZBV", "DualPipeV")),
     _call("sl.pipeline.Costs", "1.0", "(1.0, 2.0)", weights="1.0", send="0.5", kept="0.5",

@@ -75,8 +75,8 @@ def dtype(
     >>> dtype("GPTConfig", "dtype", "bfloat16")
     dtype(bfloat16)
     """
-    named = isinstance(value, str | np.dtype | type) or isinstance(getattr(value, "dtype", None), np.dtype)
-    if named and not hasattr(value, "shape"):
+    scalar = isinstance(getattr(value, "dtype", None), np.dtype) and not hasattr(value, "shape")
+    if isinstance(value, str | np.dtype | type) or scalar:
         try:
             found = jnp.dtype(value)
         except Exception as error:  # NumPy takes some texts for lists of dtypes, and reads these as Python

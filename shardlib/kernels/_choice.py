@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from shardlib import _arguments as check
+from shardlib import _arrays as check_arrays
 from shardlib._text import table
 
 SIMULATED = "_simulated"
@@ -151,7 +152,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     check.function("explain", "function", function)
     notebook = Notebook()
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype)]
 
     def called(given: list[Any]) -> None:  # what it gives may be anything
         for k, x in zip(arrays, given, strict=True):
