@@ -58,7 +58,8 @@ class GPTConfig:
             whole = hint is int or (hint == int | None and value is not None)
             if whole and (type(value) is not int or not 1 <= value < 2**31):
                 raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer, below 2**31.")
-            if hint is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if hint is float and not (is_number and 0 <= value < math.inf):
                 raise ValueError(f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0.")
         if self.rope_theta == 0:
             raise ValueError("`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers.")

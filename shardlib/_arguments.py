@@ -62,9 +62,10 @@ def whole(
     if optional and value is None:
         return None
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if is_whole and (least is None or value >= least) and -LARGEST <= value <= most:
-        return int(value)
-    bounds = _bounds(least=least, most=most if most < LARGEST or (is_whole and value > most) else None)
+    number = int(value) if is_whole else 0
+    if is_whole and (least is None or number >= least) and -LARGEST <= number <= most:
+        return number
+    bounds = _bounds(least=least, most=most if most < LARGEST or (is_whole and number > most) else None)
     raise refusal(function, argument, value, takes + bounds + _or_none(optional))
 
 

@@ -120,8 +120,9 @@ class PortableMesh:
                 f"{lost[0]}, and this process has {len(known)} {self.platform} devices. Pickle a strategy whose mesh is text "
                 'for another machine: `mesh="data=-1"`.'
             )
-        devices = np.empty(self.shape, dtype=object)
-        devices.flat = [known[number] for number in self.ids]
+        flat = np.empty(len(self.ids), dtype=object)
+        flat[:] = [known[number] for number in self.ids]
+        devices = flat.reshape(self.shape)
         return Mesh(devices, self.axes, axis_types=self.axis_types)
 
 

@@ -21,9 +21,12 @@ def make(names=("layers", "embed", "mlp"), shape=(2, 8, 8)):
     return lambda: sl.annotate({"w": jnp.ones(shape), "b": jnp.ones(8)}, {"w": names})
 
 
-def init(make_model=make(), **options):
+def init(make_model=None, **options):
     return sl.init(
-        make_model, optax.sgd(0.1), sl.Strategy(**{"mesh": "data=8", "rules": RULES, **options}), abstract=True
+        make_model or make(),
+        optax.sgd(0.1),
+        sl.Strategy(**{"mesh": "data=8", "rules": RULES, **options}),
+        abstract=True,
     )
 
 

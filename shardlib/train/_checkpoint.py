@@ -506,7 +506,9 @@ def _together(read: Callable[[], T]) -> T:
     kind = "" if failure is None else "damaged" if isinstance(failure, _UnreadableError) else "hindered"
     said = gather_texts(kind)
     if "hindered" in said:  # what may be good is put aside by none
-        raise failure if kind == "hindered" else OSError(f"process {said.index('hindered')} cannot read a checkpoint")
+        if failure is not None and kind == "hindered":
+            raise failure
+        raise OSError(f"process {said.index('hindered')} cannot read a checkpoint")
     if "damaged" in said:
         raise failure or _UnreadableError(f"process {said.index('damaged')} cannot read it")
     return result  # type: ignore[return-value]
