@@ -38,8 +38,8 @@ ROOT = Path(__file__).parent.parent
 IN_A_CHILD = 1000
 SECONDS = 30
 """After so many seconds a call hangs."""
-MEMORY = 24 * 2**30
-"""Bytes of address space that a child may ask for."""
+MEMORY = 10 * 2**30
+"""Bytes of address space that a child may ask for: a call that takes more fails, and the machine goes on."""
 
 ROOMS = ("", "collectives", "optimizers", "experts", "kernels", "pipeline", "rules", "data", "testing")
 _SIGNATURE = re.compile(r"unexpected keyword argument|missing \d+ required|takes (from )?\d+ |multiple values for")
@@ -192,7 +192,11 @@ def _names_the_call(drawn: Draw, message: str, names: dict[str, Any]) -> bool:
 def _of_child(seed: int, first: int, last: int, rooms: Sequence[str]) -> Iterator[tuple[int, str, str]]:
     """What a child says of each of its draws; where it ends in one of them, how."""
     command = [sys.executable, "-m", "benchmarks._strangers_calls", "--child", str(first), str(last)]
-    command += ["--seed", str(seed), "--rooms", *rooms]
+    return watched([*command, "--seed", str(seed), "--rooms", *rooms])
+
+
+def watched(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """What a command says of each draw, lines of JSON: the number when it begins, and with what came of it when it ends."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+b") as noise:
@@ -246,7 +250,8 @@ def main() -> None:
     parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        _child(arguments.seed, *arguments.child, arguments.rooms)
+        first, last = arguments.child
+        _child(arguments.seed, first, last, arguments.rooms)
     if arguments.run:
         sl.simulate_devices(8)
         os.chdir(tempfile.mkdtemp())

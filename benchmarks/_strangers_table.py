@@ -111,7 +111,7 @@ _MANUAL = "manual(lambda x: {call})"
 _ABSTRACT = "abstract(lambda: {call})"
 
 
-def _strategy(**changed: str) -> dict[str, str]:
+def _strategy(**changed: str) -> dict[str, Any]:
     plain = {
         "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1", "precision": "'float32'",
         "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'", "exchange": "sl.Exact()",

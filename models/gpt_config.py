@@ -56,10 +56,9 @@ class GPTConfig:
             if hint is bool and not isinstance(value, bool):
                 raise ValueError(f"`GPTConfig({field}={value!r})` is True or False.")
             whole = hint is int or (hint == int | None and value is not None)
-            if whole and (type(value) is not int or not 1 <= value < 2**31):
+            if whole and not _is_count(value):
                 raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer, below 2**31.")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if hint is float and not (is_number and 0 <= value < math.inf):
+            if hint is float and not _is_size(value):
                 raise ValueError(f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0.")
         if self.rope_theta == 0:
             raise ValueError("`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers.")
@@ -107,6 +106,14 @@ class GPTConfig:
             kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
             positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
         )  # fmt: skip
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:

@@ -61,11 +61,13 @@ def whole(
     """
     if optional and value is None:
         return None
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    number = int(value) if is_whole else 0
-    if is_whole and (least is None or number >= least) and -LARGEST <= number <= most:
-        return number
-    bounds = _bounds(least=least, most=most if most < LARGEST or (is_whole and number > most) else None)
+    beyond = False
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        size = int(value)
+        beyond = size > most
+        if (least is None or size >= least) and -LARGEST <= size <= most:
+            return size
+    bounds = _bounds(least=least, most=most if beyond or most < LARGEST else None)
     raise refusal(function, argument, value, takes + bounds + _or_none(optional))
 
 

@@ -1,6 +1,7 @@
 """Arguments that nobody should give: every public name refuses them by a `ValueError` that says what it takes."""
 
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,19 @@ def test_what_a_draw_comes_to(names):
         outcomes[function.__name__] = strangers.outcome(drawn, {**names, function.__name__: function})[0]
     assert outcomes == {"broken": "raw error", "taking": "silent", "refusing": "refused"}
     assert strangers.draw(0, 7) == strangers.draw(0, 7) and strangers.draw(0, 7) != strangers.draw(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "code"),
+    [
+        ("import os; os.abort()", "abort", -6),
+        ("import faulthandler, time; faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "hang", 1),
+    ],
+)
+def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
+    lines = "print('[3]', flush=True); print('[3, \"worked\", \"\"]', flush=True); print('[4]', flush=True)"
+    first, second = strangers.watched([sys.executable, "-c", f"{lines}; {ends}"])
+    assert first == (3, "worked", "") and second[:2] == (4, kind) and f"exit code {code}" in second[2]
 
 
 @pytest.mark.parametrize(
