@@ -505,10 +505,10 @@ def _together(read: Callable[[], T]) -> T:
         failure = error
     kind = "" if failure is None else "damaged" if isinstance(failure, _UnreadableError) else "hindered"
     said = gather_texts(kind)
+    if isinstance(failure, OSError):
+        raise failure
     if "hindered" in said:  # what may be good is put aside by none
-        if failure is not None and kind == "hindered":
-            raise failure
-        raise OSError(f"process {said.index('hindered')} cannot read a checkpoint")
+        raise OSError(f"Process {said.index('hindered')} cannot read a checkpoint, which need not be damaged.")
     if "damaged" in said:
         raise failure or _UnreadableError(f"process {said.index('damaged')} cannot read it")
     return result  # type: ignore[return-value]

@@ -424,9 +424,8 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
     """The first numbers of a batch, among those that this process holds, that are not finite; nothing if all are.
 
     >>> import jax.numpy as jnp, shardlib as sl
-    >>> one = sl.make_mesh("data=1", devices=jax.devices()[:1])
-    >>> strategy = sl.Strategy(mesh=one, rules=sl.rules.data, accumulate=2)
-    >>> describe_nonfinite({"x": jnp.array([[1.0], [2.0], [3.0], [jnp.nan]])}, strategy)
+    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
+    >>> describe_nonfinite({"x": jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)}, strategy)
     '`x` of the batch is not finite in example 3, microbatch 1 on device 0 of process 0'
     """
     sizes = strategy.device_mesh.shape
