@@ -263,7 +263,7 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
         if match is None:
             raise ValueError(
                 f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
-                f"got `{check.shown(part.strip())}` in `{check.shown(text)}`."
+                f"got `{part.strip()[:60]}` in `{text[:60]}`."
             )
         if len(match[2] or "") > _MOST_DIGITS:
             raise ValueError(f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits.")
@@ -283,7 +283,7 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
             or not -1 <= size <= _MOST_ON_AXIS
         ):
             raise ValueError(
-                f"The size of the mesh axis `{name}` must be a whole number from 1 to {_MOST_ON_AXIS:,}, or -1 for the "
+                f"The size of the mesh axis `{name}` must be a whole number from 1 up to {_MOST_ON_AXIS:,}, or -1 for the "
                 f"devices that the other axes leave; got {check.shown(size)}."
             )
         if name in axes:
@@ -330,7 +330,7 @@ def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[
     """The factor of each axis that crosses the slow network, checked against the slices there are."""
     entries = _entries(dcn) if isinstance(dcn, str) else _pairs("dcn", dcn)
     if unknown := [name for name, _ in entries if name not in axes]:
-        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{check.shown(unknown[0])}`.")
+        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{unknown[0][:60]}`.")
     factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
     for name, factor in factors.items():
         if factor == -1 or axes[name] % factor:

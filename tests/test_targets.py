@@ -99,6 +99,15 @@ def test_a_mesh_that_does_not_fit():
         sl.Target("cpu:4096").mesh("data=-1")
 
 
+@pytest.mark.parametrize("size, said", [(10**30, "has 31 digits"), ("9" * 5000, "has 5,000 digits")])
+def test_meshes_that_nobody_has(size, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        sl.Target("cpu:8").mesh(f"data={size}")
+    assert len(str(refused.value)) < 400
+    with pytest.raises(ValueError, match=said):
+        sl.make_mesh(f"data={size}")
+
+
 def test_targets_are_values():
     assert sl.Target("cpu:8") == sl.Target("cpu:8") and hash(sl.Target("cpu:8")) == hash(sl.Target("cpu:8"))
     assert str(sl.Target("tpu:v5e:4x4")) == "tpu:v5e:4x4"
