@@ -216,7 +216,7 @@ def test_draws_that_may_depend_on_the_mesh_are_not_compared_and_said_to_differ()
 # Embeddings: many tokens look up the same row, whose gradient is the sum over all of them.
 
 VOCABULARY, WIDTH = 16, 8
-TOKENS = np.minimum(RANDOM.geometric(0.3, (64, 33)) - 1, VOCABULARY - 1).astype(np.int32)
+TOKENS = np.minimum(np.random.RandomState(0).geometric(0.15, (64, 65)) - 1, VOCABULARY - 1).astype(np.int32)
 
 
 def embedding():
@@ -258,7 +258,7 @@ def test_gradients_of_embeddings_are_summed_in_float32(tied, narrow):
     scale = np.abs(exact).max()
     for mesh, options in [(None, {}), ("data=8", {"zero": sl.Zero(3, small=0), "accumulate": 2})]:
         found = gradient_of(loss, rounded, mesh, **options, **precision)
-        assert np.abs(found - exact).max() / scale < 2**-5, (mesh, options)
+        assert np.abs(found - exact).max() / scale < 2**-6, (mesh, options)
 
 
 def test_lookups_are_found_wherever_they_are():
