@@ -61,7 +61,8 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     _refuse_modules_in_trees(model)
     nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
     leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
-    if list(leaves) in ([], [""]):  # of a leaf there is no path
+    alone = leaves.get("")  # a model may be one array, whose path is empty
+    if not leaves or (alone is not None and not hasattr(_unbox(alone), "shape")):
         takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
         raise check.refusal("annotate", "model", model, takes)
     chosen: dict[str, Names] = {}

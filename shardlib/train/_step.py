@@ -297,7 +297,8 @@ class Step:
         call = partial(call_loss, self.loss_fn, layout)
         total = partial(forward, self.loss_fn, layout)
         total = with_partitionable_lookups(total, united(trained, fixed), self.strategy)
-        _check_forward(call, inputs, trained, fixed, rest, jax.tree.map(lambda x: x[0], scanned), self.strategy)
+        first_of_each = jax.tree.map(lambda x: x[0], scanned)
+        _check_forward(call, inputs, trained, fixed, rest, first_of_each, self.strategy, dict(layout.names))
         total = with_wide_rows(total)
         if self.strategy.pipeline is not None:
 
@@ -456,7 +457,14 @@ def _updated(
 
 
 def _check_forward(
-    call: Callable[..., Returned], inputs: Any, trained: Any, fixed: Any, rest: Any, scanned: Any, strategy: Strategy
+    call: Callable[..., Returned],
+    inputs: Any,
+    trained: Any,
+    fixed: Any,
+    rest: Any,
+    scanned: Any,
+    strategy: Strategy,
+    names: Mapping[str, Any],
 ) -> None:
     """Trace the loss once and look for what a step cannot do right, or what was not meant.
 
@@ -470,7 +478,9 @@ def _check_forward(
     split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
     uses = jax.tree.leaves((trained, fixed))
-    in_parts = [use for use in uses if not set(spec_axes(use.named)).isdisjoint(split_axes)]
+    # Who gives a parameter a spec of mesh axes means its parts; a rule for a name may have been meant for a layer of experts.
+    by_rule = [use for use in uses if not isinstance(names.get(use.path), PartitionSpec)]
+    in_parts = [use for use in by_rule if not set(spec_axes(use.named)).isdisjoint(split_axes)]
     if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
         return
 
