@@ -592,7 +592,6 @@ def test_over_two_data_axes_an_exchange_overlaps_within_and_sums_shards_across()
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overlap):
     """Each device along `data` has a weight of its own, as with experts, which ZeRO splits over `pod`."""
-    rules = PODS | sl.AxisRules(experts="data")
     own, shared = normal(0, 4, 16, 32), normal(1, 32, 16)
 
     def loss(model, x, rng):
@@ -605,8 +604,8 @@ def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overl
         return jnp.mean((hidden @ model["shared"] - X) ** 2)
 
     state, _ = trained(
-        loss, optax.sgd(1.0), lambda: sl.annotate({"own": own, "shared": shared}, {"own": ("experts", "embed", "mlp")}),
-        mesh="pod=2,data=4", rules=rules, manual=("pod", "data"), zero=sl.Zero(stage, small=0),
+        loss, optax.sgd(1.0), lambda: sl.annotate({"own": own, "shared": shared}, {"own": P("data", None, None)}),
+        mesh="pod=2,data=4", rules=PODS, manual=("pod", "data"), zero=sl.Zero(stage, small=0),
         exchange=sl.Exact(overlap=overlap), accumulate=accumulate,
     )[1:]  # fmt: skip
     gradient = jax.grad(alone)({"own": own, "shared": shared})

@@ -526,7 +526,8 @@ def _describe_part(use: Any, split_axes: Sequence[str]) -> str:
         f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over which each device has its own "
         f"part: the loss would see an array of shape {use.whole.shape}, and sends nothing along that axis to the other parts. "
         f"Use it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | sl.AxisRules({EXPERTS}=None)`, and "
-        "split it by ZeRO, `zero=3`."
+        "split it by ZeRO, `zero=3`; or if its parts are meant, give it a spec of mesh axes in place of names, "
+        "`sl.annotate(model, {path: PartitionSpec(...)})`."
     )
 
 
