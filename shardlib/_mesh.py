@@ -263,7 +263,7 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
         if match is None:
             raise ValueError(
                 f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
-                f"got `{part.strip()[:60]}` in `{text[:60]}`."
+                f"got `{check.shown(part.strip())[1:-1]}` in `{check.shown(text)[1:-1]}`."
             )
         if len(match[2] or "") > _MOST_DIGITS:
             raise ValueError(f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits.")
@@ -330,7 +330,9 @@ def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[
     """The factor of each axis that crosses the slow network, checked against the slices there are."""
     entries = _entries(dcn) if isinstance(dcn, str) else _pairs("dcn", dcn)
     if unknown := [name for name, _ in entries if name not in axes]:
-        raise ValueError(f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{unknown[0][:60]}`.")
+        raise ValueError(
+            f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{check.shown(unknown[0])[1:-1]}`."
+        )
     factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
     for name, factor in factors.items():
         if factor == -1 or axes[name] % factor:

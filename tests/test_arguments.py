@@ -120,7 +120,7 @@ def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
         (lambda: sl.optimizers.onebit_adam(0.1, eps=-1), "onebit_adam.eps=-1.*at least 0"),
         (lambda: sl.optimizers.onebit_adam(0.1, weight_decay=-1), "onebit_adam.weight_decay=-1.*at least 0"),
         (lambda: sl.optimizers.onebit_adam(0.1, mask="x"), "onebit_adam.mask='x'"),
-        (lambda: sl.train_step(lambda model, x: 0.0, STRATEGY).trace(state(), np.ones((8, 8), "f4")), "called with 3 arguments"),
+        (lambda: sl.train_step(lambda model, x: 0.0, STRATEGY).trace(state(), np.ones((8, 8), "f4")), "takes three arguments"),
         (lambda: sl.init(lambda rngs: {}, None, STRATEGY), "make_model=.*called with no arguments"),
     ],
 )  # fmt: skip
