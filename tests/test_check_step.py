@@ -89,6 +89,8 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
     return testing.check_step(make_model, optimizer, loss, given, rules, meshes=meshes, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
+@pytest.mark.filterwarnings("ignore:The loss is a sum")
 @pytest.mark.parametrize(
     ("loss", "kind", "precision"),
     [
@@ -105,7 +107,7 @@ def test_errors_are_told_from_rounding(loss, kind, precision):
         check(loss, precision=precision, steps=1)
 
 
-@pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("bfloat16", "float32")])
 def test_rounding_is_told_from_errors(stored, precision):
     of_dtype = lambda: jax.tree.map(lambda x: x.astype(stored), make())
     (found,) = check(right, of_dtype, precision=precision, accumulate=[2], zero=sl.Zero(3, small=0))
@@ -400,7 +402,7 @@ def test_a_strategy_that_was_used_is_pickled_and_copied(strategy):
         assert hash(same) == hash(strategy)
         assert repr(same) == repr(strategy)
         assert same.device_mesh == strategy.device_mesh
-    other = dataclasses.replace(strategy, nonfinite="skip")
+    other = dataclasses.replace(strategy, nonfinite="count")
     assert other != strategy
     assert pickle.loads(pickle.dumps(other)) == other
 
@@ -508,7 +510,7 @@ def test_strict_promotion_is_of_the_loss(stored, options):
 @pytest.mark.parametrize("field", ["compute", "accumulate", "reduce"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_a_step_neither_computes_nor_sums_in_few_bits(field, dtype):
-    with pytest.raises(ValueError, match=rf"`Precision\({field}='{dtype}'\)`: numbers of [48] bits need a scale"):
+    with pytest.raises(ValueError, match=rf"`Precision\({field}='{dtype}'\)` takes .*8 bits and fewer take scales"):
         sl.Precision(**{field: dtype})
 
 

@@ -323,7 +323,7 @@ class Beyond(TopK):
         ({"gate": jnp.ones((7, 4))}, r"of shape \(width, experts\), \(8, ...\) for tokens of shape \(4, 6, 8\); got \(7, 4\)"),
         ({"weights": {"up": jnp.ones((3, 8, 8))}}, r"`up` of shape \(3, 8, 8\) should have 4 experts along dim 0"),
         ({"weights": {}}, "holds no arrays"),
-        ({"form": "sort"}, "choose 'scatter' or 'einsum'"),
+        ({"form": "sort"}, "form='sort'.. takes one of 'scatter', 'einsum'"),
         ({"gate": jnp.full((8, 4), jnp.nan)}, "logits are not finite for 24 of 24 tokens, the first being token 0 of group 0"),
         ({"router": Beyond(2)}, "A router chose expert 7, and there are 4, counted from 0: 48 of 48 choices"),
         ({"real": jnp.ones((4, 5), bool)}, r"shape \(4, 6\), true or false; got \(4, 5\)"),
@@ -340,10 +340,10 @@ def test_what_the_layer_refuses(changes, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Top2(capacity=0), r"Top2\(capacity=0\)` would drop every token"),
-        (lambda: Top2(capacity=math.inf), r"Top2\(capacity=inf\)`: above zero, .* or None for no limit"),
-        (lambda: TopK(0), "at least one"),
-        (lambda: Switch(jitter=1.5), "at least 0, below 1"),
+        (lambda: Top2(capacity=0), r"Top2\(capacity=0\)`.*none would drop every token"),
+        (lambda: Top2(capacity=math.inf), r"Top2\(capacity=inf\)`.*finite and above 0, or None"),
+        (lambda: TopK(0), "choices=0.*at least 1"),
+        (lambda: Switch(jitter=1.5), "jitter=1.5.*at least 0 and below 1"),
         (lambda: decoder.tiny(every=3, layers=4), r"every=3\)` does not divide `layers=4`"),
         (lambda: decoder.tiny(experts=1), "2 experts, and there are"),
     ],

@@ -478,9 +478,10 @@ def _check_forward(
     split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
     uses = jax.tree.leaves((trained, fixed))
-    # Who gives a parameter a spec of mesh axes means its parts; a rule for a name may have been meant for a layer of experts.
+    # Who gives a parameter a spec of mesh axes means its parts, and who has one for each device; a rule for a name may have
+    # been meant for a layer of experts.
     by_rule = [use for use in uses if not isinstance(names.get(use.path), PartitionSpec)]
-    in_parts = [use for use in by_rule if not set(spec_axes(use.named)).isdisjoint(split_axes)]
+    in_parts = [use for use in by_rule if _is_part(use, split_axes)]
     if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
         return
 
@@ -517,6 +518,14 @@ def _check_forward(
             if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
                 say((remark,))
                 break  # what else there is has the same cause, more often than not
+
+
+def _is_part(use: Any, split_axes: Sequence[str]) -> bool:
+    """Whether a device has several of a parameter's elements along a dim that is split over these axes, and not all."""
+    return any(
+        size > 1 and not set(as_tuple(entry)).isdisjoint(split_axes)
+        for size, entry in zip(use.whole.shape, use.named, strict=False)
+    )
 
 
 def _describe_part(use: Any, split_axes: Sequence[str]) -> str:
