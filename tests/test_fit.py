@@ -168,6 +168,7 @@ def test_a_finished_run_says_so(undisturbed):
     assert records[-1] == {"step": 12, "note": "the run has taken its 12 steps already"}
 
 
+@pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
@@ -225,6 +226,7 @@ def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, t
         sl.fit(STEP, start(abstract=True), text(), LOOP, folder=tmp_path, sinks=[])
 
 
+@pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)

@@ -91,7 +91,7 @@ def test_row_keys_go_through_scan_checkpoint_and_grad():
 def test_keys_whose_numbers_depend_on_the_mesh_are_refused():
     with pytest.raises(ValueError, match="implementation `rbg` draws otherwise.*threefry2x32"):
         row_keys(jax.random.key(0, impl="rbg"), 4, 0, 1)
-    with pytest.raises(ValueError, match="`Strategy\\(draws='per_mesh'\\)`: choose"):
+    with pytest.raises(ValueError, match="`Strategy\\(draws='per_mesh'\\)` takes one of"):
         sl.Strategy(mesh="data=8", rules=RULES, draws="per_mesh")
 
 
