@@ -545,7 +545,7 @@ def test_whatever_fails_a_process_ends_and_what_may_be_good_is_not_touched(tmp_p
 
 def test_wrong_arguments_are_refused(tmp_path):
     for wrong in ({"keep": 0}, {"keep_every": 0}, {"keep": None}):
-        with pytest.raises(ValueError, match="a whole number, at least one"):
+        with pytest.raises(ValueError, match="a whole number, at least 1"):
             sl.Checkpoints(tmp_path, **wrong)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="takes a folder, and that is a file"):
