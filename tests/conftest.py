@@ -13,7 +13,9 @@ COMPILERS = {
 
 
 def pytest_configure(config):
-    os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it
+    os.environ.pop(
+        "COLUMNS", None
+    )  # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # with libtpu installed and no TPU, do not ask the metadata server for one
     os.environ["TPU_LOG_DIR"] = "disabled"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (

@@ -136,7 +136,7 @@ def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequ
 
 
 def test_unknown_optimizers_are_named():
-    with pytest.raises(ValueError, match="known are 'sgd'"):
+    with pytest.raises(ValueError, match="takes one of 'sgd'"):
         sl.estimate(GPT1, examples=1, optimizer="sdg")
 
 
