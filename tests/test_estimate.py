@@ -43,7 +43,7 @@ def test_zero_is_the_papers():
     """Figure 1: 7.5 billion parameters on 64 devices."""
     found = [sl.zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9 for stage in range(4)]
     assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
-    with pytest.raises(ValueError, match="stages 0 to 3"):
+    with pytest.raises(ValueError, match="a stage of ZeRO, at least 0 and at most 3"):
         sl.zero_bytes(1, stage=4)
 
 
