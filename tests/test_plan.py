@@ -54,7 +54,7 @@ def layers_step(mesh, **options):
 
 
 def decoder_step(mesh, rules, **options):
-    # Of a step that may be skipped, a CPU's program has gradients in what the plan counts as temporaries.
+    # Where a step may be skipped, the CPU's compiler copies the optimizer's state and has gradients in its place.
     strategy = sl.Strategy(mesh=mesh, rules=rules, nonfinite="count", **options)
     state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True)
     return sl.train_step(gpt.loss, strategy), state, {"tokens": jax.ShapeDtypeStruct((32, 257), "int32")}
