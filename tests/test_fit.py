@@ -23,7 +23,7 @@ from models import gpt
 from shardlib import _lock
 from shardlib._lock import TakenError
 from shardlib.train import _folder
-from shardlib.train._loop import _Speed
+from shardlib.train._speed import Speed
 
 CONFIG = gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, dropout=0.1)
 STRATEGY = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data | sl.rules.tensor)
@@ -598,7 +598,7 @@ def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
     """Ten seconds to compile, then two a step, counted `each` at a time; whether a call returns before its step has ended."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    speed, told, waiting = _Speed("tokens", None, STRATEGY), [], []
+    speed, told, waiting = Speed("tokens", None, STRATEGY), [], []
     for number in range(1, 22):
         waiting.append(Step(10.0 + 2 * (number - 1), clock))
         if not ahead or number == 1:
@@ -617,7 +617,7 @@ def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
 def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    speed = _Speed("tokens", None, STRATEGY)
+    speed = Speed("tokens", None, STRATEGY)
     speed.begun(Step(1.0, clock)), speed.begun(Step(2.0, clock))
     clock[0] = 9.0  # the data was waited for
     speed.begun(Step(10.0, clock))
@@ -631,7 +631,7 @@ def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
 def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 100.0, 101.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    speed = _Speed("tokens", 10.0, STRATEGY)
+    speed = Speed("tokens", 10.0, STRATEGY)
     speed.peak = 1000.0
     speed.count(50)  # compiling
     speed.count(50), speed.count(50)

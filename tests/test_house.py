@@ -71,14 +71,17 @@ ORDER = [
             "_errors",
             "_describe",
             "_varying",
+            "_examples",
             "_coupled",
             "_widened",
             "_weights",
+            "_loss",
+            "_loss_checks",
             "_pipelined",
             "_step",
         )
     ),
-    *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint", "_sinks", "_loop")),
+    *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint", "_sinks", "_speed", "_loop")),
     "train",
     *(
         f"planning.{name}"

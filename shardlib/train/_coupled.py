@@ -12,62 +12,29 @@ warns, it does not prove.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib._jaxpr import line_of, scan_parts
 from shardlib._random import is_row_key, rows_of
-
-
-@dataclass(frozen=True)
-class Coupling:
-    """A reduction over examples, and where something other than a mean is made of it."""
-
-    operation: str
-    line: str
-    reduced: str  # the line of the reduction
-
-
-Factor = tuple[int, bool]
-"""A size that a dim is a multiple of, and whether it counts examples."""
-
-Rows = tuple[tuple[Factor, ...], ...]
-"""For each dim the factors of its size, the slowest first."""
-
-
-@dataclass(frozen=True)
-class Fact:
-    """What is known of a value: nothing of these, if it does not depend on the examples."""
-
-    rows: Rows | None = None  # it holds examples along some dims
-    single: bool = False  # it belongs to one example, of which a loop takes one after the other
-    total: str = ""  # the kind of reduction over examples that it is: "sum", "max" or "min"
-    scaled: bool = True  # of a sum, whether it has been divided or multiplied
-    reduced: str = ""  # the line of that reduction
-    coupled: Coupling | None = None
-
-    @property
-    def varies(self) -> bool:
-        return self.rows is not None or self.single
-
-    @property
-    def dims(self) -> frozenset[int]:
-        """The dims that hold examples."""
-        if self.rows is None:
-            return frozenset()
-        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row for _, row in factors))
-
-    @property
-    def several(self) -> frozenset[int]:
-        """The dims that hold more than one example; one alone is not paired with others."""
-        if self.rows is None:
-            return frozenset()
-        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row and size > 1 for size, row in factors))
-
-
-CONSTANT = Fact()
+from shardlib.train._examples import (
+    CONSTANT,
+    Coupling,
+    Fact,
+    Factor,
+    factors_of,
+    has_row,
+    joined,
+    one_of,
+    plain,
+    reshaped,
+    resized,
+    stacked,
+    with_examples,
+    with_rows,
+)
 
 # Of a total these make a total, whatever their parameters.
 _LINEAR = {
@@ -79,13 +46,6 @@ _ADDITIVE = {"add", "sub", "add_any"}
 _SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 _EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
 _COLLECTIVE_OF = {"sum": ("psum", "psum_invariant"), "max": ("pmax",), "min": ("pmin",)}
-
-
-def with_examples(shape: Sequence[int]) -> Fact:
-    """The fact of an array of a batch: its first dim holds the examples."""
-    if not shape:
-        return Fact(single=True)
-    return Fact(rows=(((shape[0], True),), *_plain(shape[1:])))
 
 
 def facts(jaxpr: ClosedJaxpr, inputs: Sequence[Fact], axes: Sequence[str]) -> list[Fact]:
@@ -144,16 +104,16 @@ class _Walk:
         body = equation.params["jaxpr"].jaxpr
         constants, carries = scan_parts(equation)
         before, carry, scanned = given[:constants], given[constants : constants + carries], given[constants + carries :]
-        over_examples = any(fact.rows is not None and _has_row(fact.rows[0]) for fact in scanned)
-        each = [_one_of(fact) for fact in scanned]
+        over_examples = any(fact.rows is not None and has_row(fact.rows[0]) for fact in scanned)
+        each = [one_of(fact) for fact in scanned]
         while True:
             found = self.jaxpr(body, [*before, *carry, *each])
-            grown = [_joined(old, new, over_examples) for old, new in zip(carry, found[:carries], strict=True)]
+            grown = [joined(old, new, over_examples) for old, new in zip(carry, found[:carries], strict=True)]
             if grown == carry:
                 break
             carry = grown
         length = equation.params["length"]
-        return [*carry, *(_stacked(fact, length, over_examples) for fact in found[carries:])]
+        return [*carry, *(stacked(fact, length, over_examples) for fact in found[carries:])]
 
     def loop(self, equation: Any, given: list[Fact]) -> list[Fact]:
         of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -164,7 +124,7 @@ class _Walk:
             found = self.jaxpr(equation.params["body_jaxpr"].jaxpr, [*constants, *carry])
             if chosen := _chosen_by(equation, stops):
                 return [chosen] * len(carry)
-            grown = [_joined(old, new, False) for old, new in zip(carry, found, strict=True)]
+            grown = [joined(old, new, False) for old, new in zip(carry, found, strict=True)]
             if grown == carry:
                 return carry
             carry = grown
@@ -175,14 +135,14 @@ class _Walk:
         branches = [self.jaxpr(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
         outputs = branches[0]
         for other in branches[1:]:
-            outputs = [_joined(one, two, False) for one, two in zip(outputs, other, strict=True)]
+            outputs = [joined(one, two, False) for one, two in zip(outputs, other, strict=True)]
         return outputs
 
     def call(self, equation: Any, inner: Jaxpr, given: list[Fact]) -> list[Fact]:
         # Inside a `shard_map` arrays are smaller.
-        given = [_resized(fact, var.aval) for fact, var in zip(given, inner.invars, strict=True)]
+        given = [resized(fact, var.aval) for fact, var in zip(given, inner.invars, strict=True)]
         found = self.jaxpr(inner, given)
-        found = [_resized(fact, var.aval) for fact, var in zip(found, equation.outvars, strict=True)]
+        found = [resized(fact, var.aval) for fact, var in zip(found, equation.outvars, strict=True)]
         # What was traced before, for another call, has no line of this one.
         return [_located(fact, line_of(equation)) for fact in found]
 
@@ -193,25 +153,25 @@ class _Walk:
         over = parameters.get("axes", parameters.get("axis_name"))
         over = set(over) if isinstance(over, list | tuple) else {over}
         if not self.axes <= over or parameters.get("axis_index_groups") is not None:
-            return _resized(fact, equation.outvars[0].aval)
+            return resized(fact, equation.outvars[0].aval)
         if fact.coupled:
             return fact
         if name.startswith("all_gather") or (fact.total and name in _COLLECTIVE_OF[fact.total]):
             return CONSTANT
-        return _resized(fact, equation.outvars[0].aval)
+        return resized(fact, equation.outvars[0].aval)
 
     # What moves elements
 
     def _reshape(self, equation: Any, given: list[Fact]) -> Fact:
-        return _with_rows(given[0], _reshaped(given[0].rows, equation.outvars[0].aval.shape))
+        return with_rows(given[0], reshaped(given[0].rows, equation.outvars[0].aval.shape))
 
     def _broadcast_in_dim(self, equation: Any, given: list[Fact]) -> Fact:
         fact, places = given[0], equation.params["broadcast_dimensions"]
         if fact.rows is None:
             return fact
-        rows = list(_plain(equation.outvars[0].aval.shape))
+        rows = list(plain(equation.outvars[0].aval.shape))
         for factors, place in zip(fact.rows, places, strict=True):
-            if _has_row(factors):
+            if has_row(factors):
                 rows[place] = factors
         return replace(fact, rows=tuple(rows))
 
@@ -225,14 +185,14 @@ class _Walk:
         fact, gone = given[0], equation.params["dimensions"]
         if fact.rows is None:
             return fact
-        return _with_rows(fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone))
+        return with_rows(fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone))
 
     def _moved(self, equation: Any, given: list[Fact]) -> Fact:
         """Some of the elements of an array, or more of them, in the same dims."""
         fact = given[0]
         if fact.rows is None:
             return _unknown(equation, given)
-        return _resized(fact, equation.outvars[0].aval)
+        return resized(fact, equation.outvars[0].aval)
 
     _slice = _dynamic_slice = _pad = _rev = _dynamic_update_slice = _moved
 
@@ -263,7 +223,7 @@ class _Walk:
         operand, indices = given
         dims = equation.params["dimension_numbers"]
         shape = equation.outvars[0].aval.shape
-        rows = list(_plain(shape))
+        rows = list(plain(shape))
         in_place = [dim for dim in range(len(shape)) if dim not in dims.offset_dims]
         passed = [
             dim
@@ -279,7 +239,7 @@ class _Walk:
         for place, dim in zip(dims.offset_dims, passed, strict=True):
             if dim in operand.dims and indices.rows is None:
                 rows[place] = ((shape[place], True),)
-        return _with_rows(Fact(rows=(), single=operand.single or indices.single), tuple(rows))
+        return with_rows(Fact(rows=(), single=operand.single or indices.single), tuple(rows))
 
     def _scatter(self, equation: Any, given: list[Fact]) -> Fact:
         operand, indices, updates = given
@@ -287,11 +247,11 @@ class _Walk:
             return operand
         shape = equation.outvars[0].aval.shape
         dims = equation.params["dimension_numbers"]
-        rows = list(_plain(shape))
+        rows = list(plain(shape))
         for place, dim in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
             if dim in indices.dims:
-                rows[place] = _factors(indices, dim, equation.invars[1].aval.shape)
-        if any(map(_has_row, rows)):
+                rows[place] = factors_of(indices, dim, equation.invars[1].aval.shape)
+        if any(map(has_row, rows)):
             return Fact(rows=tuple(rows))
         lengths = {atom.aval.shape[dim] for atom, fact in zip(equation.invars, given, strict=True) for dim in fact.dims}
         if shape and shape[0] in lengths:  # written row by row, most likely
@@ -320,11 +280,13 @@ class _Walk:
         shapes = [atom.aval.shape for atom in equation.invars]
         for left, right in zip(left_batch, right_batch, strict=True):
             rows.append(
-                _factors(given[0], left, shapes[0]) if left in given[0].dims else _factors(given[1], right, shapes[1])
+                factors_of(given[0], left, shapes[0])
+                if left in given[0].dims
+                else factors_of(given[1], right, shapes[1])
             )
         for (fact, over, batch), shape in zip(sides, shapes, strict=True):
-            rows += [_factors(fact, dim, shape) for dim in range(len(shape)) if dim not in (*over, *batch)]
-        return _with_rows(Fact(rows=(), single=any(fact.single for fact in given)), tuple(rows))
+            rows += [factors_of(fact, dim, shape) for dim in range(len(shape)) if dim not in (*over, *batch)]
+        return with_rows(Fact(rows=(), single=any(fact.single for fact in given)), tuple(rows))
 
     def _conv_general_dilated(self, equation: Any, given: list[Fact]) -> Fact:
         numbers = equation.params["dimension_numbers"]
@@ -336,7 +298,7 @@ class _Walk:
             return images
         if images.dims - {numbers.lhs_spec[0]}:
             return Fact(total="sum", scaled=False, reduced=line_of(equation))
-        rows = list(_plain(shape))
+        rows = list(plain(shape))
         rows[numbers.out_spec[0]] = images.rows[numbers.lhs_spec[0]]
         return replace(images, rows=tuple(rows))
 
@@ -358,7 +320,7 @@ class _Walk:
     def _random_bits(self, equation: Any, given: list[Fact]) -> Fact:
         shape, keys = equation.outvars[0].aval.shape, given[0]
         if keys.rows is not None:
-            return replace(keys, rows=(*keys.rows, *_plain(shape[len(keys.rows) :])))
+            return replace(keys, rows=(*keys.rows, *plain(shape[len(keys.rows) :])))
         return with_examples(shape) if shape[:1] == (rows_of(equation.invars[0].aval),) else keys
 
     _random_split = _random_bits
@@ -412,7 +374,7 @@ def _reduced(equation: Any, fact: Fact) -> Fact:
     if fact.rows is None:
         return fact
     left = tuple(factors for dim, factors in enumerate(fact.rows) if dim not in axes)
-    if not fact.dims & axes or any(map(_has_row, left)):  # sums of groups of examples are rows too
+    if not fact.dims & axes or any(map(has_row, left)):  # sums of groups of examples are rows too
         return replace(fact, rows=left)
     if name == "reduce_sum":
         return Fact(total="sum", scaled=False, reduced=line_of(equation))
@@ -428,7 +390,7 @@ def _along(equation: Any, fact: Fact, axis: int) -> Fact:
 
 def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
     shape = getattr(var.aval, "shape", ())
-    rows: list[tuple[Factor, ...]] = list(_plain(shape))
+    rows: list[tuple[Factor, ...]] = list(plain(shape))
     dims: frozenset[int] | None = None
     several: frozenset[int] = frozenset()
     for atom, fact in zip(equation.invars, given, strict=True):
@@ -455,7 +417,7 @@ def _unknown(equation: Any, given: list[Fact]) -> Fact:
             assert fact.rows is not None
             size = math.prod(size for size, _ in fact.rows[dim])
             if dim < len(shape) and shape[dim] == size:
-                rows = list(_plain(shape))
+                rows = list(plain(shape))
                 rows[dim] = fact.rows[dim]
                 return Fact(rows=tuple(rows))
     return Fact(single=any(fact.single for fact in given))
@@ -480,104 +442,6 @@ def _chosen_by(equation: Any, predicate: Fact) -> Fact | None:
     if predicate.coupled:
         return predicate
     return _couple(equation, predicate.reduced) if predicate.total else None
-
-
-def _joined(old: Fact, new: Fact, over_examples: bool) -> Fact:
-    """What a value is that may be either; of a loop over examples, what it carries from one to the next."""
-    if old.coupled or new.coupled:
-        return old if old.coupled else new
-    if over_examples and new.varies and old == CONSTANT:
-        # Assume that examples are added up, and see in the next round whether that holds.
-        return Fact(total="sum", scaled=False)
-    if new == CONSTANT or old.total:
-        return old
-    if new.total or old == CONSTANT or old.rows is None:
-        return new
-    if new.rows is None or new.dims <= old.dims:
-        return old
-    return new
-
-
-def _one_of(fact: Fact) -> Fact:
-    """What a loop gets of an array in each round."""
-    if fact.rows is None:
-        return fact
-    return _with_rows(fact, fact.rows[1:])
-
-
-def _stacked(fact: Fact, length: int, over_examples: bool) -> Fact:
-    """What a loop makes of a value of each round."""
-    if fact.coupled or fact.total or not fact.varies:
-        return fact
-    if over_examples and fact.single:
-        rest = fact.rows or ()
-        return Fact(rows=(((length, True),), *rest))
-    if fact.rows is None:
-        return fact
-    return replace(fact, rows=(((length, False),), *fact.rows))
-
-
-def _with_rows(fact: Fact, rows: Rows | None) -> Fact:
-    """The fact with its examples elsewhere; without a dim for them it is of one example."""
-    if fact.rows is None:
-        return fact
-    if rows is None:  # lost from sight
-        return CONSTANT
-    if any(map(_has_row, rows)):
-        return replace(fact, rows=rows)
-    had_rows = bool(fact.dims) or fact.single
-    return Fact(single=had_rows)
-
-
-def _reshaped(rows: Rows | None, shape: Sequence[int]) -> Rows | None:
-    """The same factors in other dims, or None where they do not fall into dims."""
-    if rows is None:
-        return None
-    left = [factor for factors in rows for factor in factors if factor != (1, False)]
-    found: list[tuple[Factor, ...]] = []
-    for size in shape:
-        factors: list[Factor] = []
-        here = 1
-        while here < size and left:
-            length, row = left.pop(0)
-            wanted = size // here
-            if length > wanted:
-                if length % wanted:
-                    return None
-                left.insert(0, (length // wanted, row))
-                length = wanted
-            elif size % (here * length):
-                return None
-            factors.append((length, row))
-            here *= length
-        if size == 1 and left and left[0] == (1, True):
-            factors.append(left.pop(0))
-        found.append(tuple(factors) or ((size, False),))
-    return tuple(found)
-
-
-def _plain(shape: Sequence[int]) -> Rows:
-    return tuple(((size, False),) for size in shape)
-
-
-def _factors(fact: Fact, dim: int, shape: Sequence[int]) -> tuple[Factor, ...]:
-    return ((shape[dim], False),) if fact.rows is None else fact.rows[dim]
-
-
-def _has_row(factors: Sequence[Factor]) -> bool:
-    return any(row for _, row in factors)
-
-
-def _resized(fact: Fact, aval: Any) -> Fact:
-    """The fact of an array of another size in the same dims."""
-    shape = getattr(aval, "shape", ())
-    if fact.rows is None or len(fact.rows) != len(shape):
-        return fact
-    rows = [
-        factors if math.prod(size for size, _ in factors) == length else ((length, _has_row(factors)),)
-        for factors, length in zip(fact.rows, shape, strict=True)
-    ]
-    return replace(fact, rows=tuple(rows))
 
 
 def _spread(given: list[Fact], count: int) -> list[Fact]:

@@ -17,10 +17,11 @@ from shardlib._placement import place
 from shardlib._rules import keep_axes
 from shardlib._tree import named_leaves
 from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
+from shardlib.train._loss import LossFunction, check_arguments, every_nth, forward, with_row_keys
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
-from shardlib.train._step import LossFunction, check_arguments, check_compiles, every_nth, forward, with_row_keys
+from shardlib.train._step import check_compiles
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import uses, value, with_partitionable_lookups
 

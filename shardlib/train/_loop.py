@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import _arguments as check
-from shardlib._chips import chip_of
 from shardlib._lock import TakenError
 from shardlib._processes import agree, catch_termination, gather_texts
 from shardlib._tree import named_leaves
@@ -26,6 +24,7 @@ from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures, occupied
 from shardlib.train._sinks import JsonLines, Progress, Sink
+from shardlib.train._speed import Profile, Speed
 from shardlib.train._state import State
 from shardlib.train._step import Step
 from shardlib.train._strategy import Strategy
@@ -174,7 +173,7 @@ class _Run:
         self.sinks = sinks if jax.process_index() == 0 else ()
         self.watch = watch
         self.about = dict(about or {})
-        self.speed = _Speed(unit, flops_per_unit, step.strategy)
+        self.speed = Speed(unit, flops_per_unit, step.strategy)
         self.in_flight: deque[tuple[int, Any, Any]] = deque()  # steps, with their metrics and batches
         self.nonfinite = 0  # in a row
         self.paths: list[str] = []
@@ -244,7 +243,7 @@ class _Run:
         if done == loop.steps:
             self.note(done, f"the run has taken its {loop.steps} steps already")
             return state
-        profile = _Profile(loop.profile, self.folder)
+        profile = Profile(loop.profile, self.folder)
         with catch_termination() as termination, profile:
             while done < loop.steps:
                 batch = self.next_batch(done)
@@ -444,96 +443,6 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
                 what = f"`{path}` of the batch" if path else "the batch"
                 return f"{what} is not finite in example {example}, {within}"
     return ""
-
-
-@dataclass
-class _UnderWay:
-    """A step that the devices have been given."""
-
-    result: Any
-    ended: float | None = None  # when it was first seen to be ready
-
-
-class _Speed:
-    """How fast it goes, from the moments at which steps have ended; what is not training does not count."""
-
-    def __init__(self, unit: str, flops_per_unit: float | None, strategy: Any) -> None:
-        self.unit, self.flops = unit, flops_per_unit
-        devices = strategy.device_mesh.devices
-        chip = chip_of(devices.flat[0].device_kind)
-        dtype = "f32" if strategy.dtypes.compute is None else "bf16"
-        self.peak = None if chip is None else chip.flops[dtype] * devices.size
-        self.started = False
-        self.since: float | None = None
-        self.units, self.seconds, self.steps = 0.0, 0.0, 0
-        self.under_way: deque[_UnderWay] = deque()
-
-    def begun(self, result: Any) -> None:
-        """A step is on the devices, with an array that is ready when it has ended; of those before it, note which have.
-
-        Steps are counted later, several at a time; their ends are known best from looking after every step.
-        """
-        self.under_way.append(_UnderWay(result))
-        now = time.perf_counter()
-        for one in self.under_way:
-            if one.ended is None and one.result.is_ready():
-                one.ended = now
-
-    def count(self, units: float) -> None:
-        """A step has ended; the time of the first, and of one after a pause, is not counted."""
-        ended = self.under_way.popleft().ended if self.under_way else None
-        now, self.started = time.perf_counter() if ended is None else ended, True
-        # Steps that were seen to have ended together with the first took no time after it.
-        if self.since is not None and (now > self.since or self.steps):
-            self.seconds += now - self.since
-            self.units += units
-            self.steps += 1
-        self.since = now
-
-    def pause(self) -> None:
-        """Something else was done since the last step."""
-        self.since = None
-
-    def read(self, left: int) -> dict[str, float]:
-        """The speed since it was last read."""
-        if not self.seconds:
-            return {}
-        rate, per_step = self.units / self.seconds, self.seconds / self.steps
-        self.units, self.seconds, self.steps = 0.0, 0.0, 0
-        mfu = {"mfu": rate * self.flops / self.peak} if self.flops and self.peak else {}
-        return {f"{self.unit}_per_second": rate, **mfu, "seconds_left": left * per_step}
-
-
-class _Profile:
-    """A profile of some steps, for `xprof`, in the folder of the run."""
-
-    def __init__(self, steps: tuple[int, int] | None, folder: Path | None) -> None:
-        if steps is not None and folder is None:
-            raise ValueError(f"`Loop(profile={steps})` needs a folder for what it writes: `fit(..., folder=...)`.")
-        self.first, self.last = (0, 0) if steps is None else (steps[0], steps[0] + steps[1] - 1)
-        self.folder = None if folder is None else folder / "profile"
-        self.running = False
-
-    def before(self, step: int) -> None:
-        if step == self.first and self.folder is not None:
-            jax.profiler.start_trace(str(self.folder))
-            self.running = True
-
-    def after(self, step: int, metrics: Any) -> None:
-        if self.running and step >= self.last:
-            jax.block_until_ready(metrics)
-            self._stop()
-
-    def __enter__(self) -> "_Profile":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.running:
-            self._stop()
-
-    def _stop(self) -> None:
-        self.running = False
-        jax.profiler.stop_trace()
 
 
 def _check(step: Any, state: Any, loop: Any) -> None:

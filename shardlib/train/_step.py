@@ -15,46 +15,36 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
-from shardlib._annotate import mesh_of_step, say
-from shardlib._batch import Mean
-from shardlib._jaxpr import REMATS, every_equation
+from shardlib._annotate import mesh_of_step
 from shardlib._placement import place
-from shardlib._random import describe_raw_keys, is_key, plain_keys, raw_keys, row_keys
 from shardlib._row_gradients import with_wide_rows
 from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import inverse
 from shardlib.optimizers._local import Local
 from shardlib.train._batches import batch_sharding, check_batch
-from shardlib.train._coupled import CONSTANT, describe_coupled, facts, with_examples
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
+from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
+from shardlib.train._loss_checks import check_loss
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, check_sender, state_specs, strong, united
 from shardlib.train._strategy import Strategy
-from shardlib.train._varying import describe_varying, sends_between, varying_outputs
 from shardlib.train._weights import Weights, uses, with_partitionable_lookups
-from shardlib.train._widened import describe_widened, widened
 
-LossFunction = Callable[[Any, Any, jax.Array], Any]
 Metrics = dict[str, jax.Array]
-
-OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note")
-"""Names of what a step returns beside the metrics of a loss, and of what the records of a run have beside these."""
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
@@ -298,7 +288,7 @@ class Step:
         total = partial(forward, self.loss_fn, layout)
         total = with_partitionable_lookups(total, united(trained, fixed), self.strategy)
         first_of_each = jax.tree.map(lambda x: x[0], scanned)
-        _check_forward(call, inputs, trained, fixed, rest, first_of_each, self.strategy, dict(layout.names))
+        check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy, dict(layout.names))
         total = with_wide_rows(total)
         if self.strategy.pipeline is not None:
 
@@ -333,43 +323,6 @@ class Step:
         return made._replace(values=values), streams, rest, metrics | {"weight": weight}
 
 
-class Returned(NamedTuple):
-    """What a loss function returned, and the model's state after it."""
-
-    out: Any  # as returned
-    means: dict[str, Mean]
-    streams: Any
-    rest: Any
-
-
-def call_loss(
-    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
-) -> Returned:
-    """Put the model together and call the loss function with it."""
-    model = layout.definition.merge(params, streams, rest)
-    out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
-    means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
-    after = layout.definition.state_of(model)
-    _check_structure((streams, rest), after)
-    streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-    return Returned(out, means, streams, rest)
-
-
-def check_arguments(loss_fn: LossFunction) -> None:
-    """Refuse a loss that does not take a model, a batch and a key."""
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of some functions that are not written in Python
-        return
-    try:
-        signature.bind(None, None, None)
-    except TypeError as error:
-        raise ValueError(
-            f"A loss takes three arguments, `loss_fn(model, batch, rng)`; `{getattr(loss_fn, '__name__', loss_fn)}{signature}` "
-            f"does not ({error}). What it has no use for it may ignore: `lambda model, batch, rng: ...`."
-        ) from error
-
-
 def check_compiles() -> None:
     """Refuse to run without a compiler."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
@@ -385,14 +338,6 @@ def _check_call(state: Any, batch: Any) -> None:
         raise ValueError("The state is abstract, of shapes alone: make it by `sl.init` without `abstract`.")
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError("The batch has no values, but shapes alone: `step.trace(state, batch)` takes these.")
-
-
-def forward(
-    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
-) -> Any:
-    """The sum over these examples that is differentiated, with what else comes of the loss."""
-    returned = call_loss(loss_fn, layout, params, streams, rest, key, batch)
-    return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
 
 
 def _traced(*trees: Any) -> bool:
@@ -456,118 +401,6 @@ def _updated(
         ) from error
 
 
-def _check_forward(
-    call: Callable[..., Returned],
-    inputs: Any,
-    trained: Any,
-    fixed: Any,
-    rest: Any,
-    scanned: Any,
-    strategy: Strategy,
-    names: Mapping[str, Any],
-) -> None:
-    """Trace the loss once and look for what a step cannot do right, or what was not meant.
-
-    Refused is state that would differ between devices: made from the examples or parameters of one, or drawn for it. Refused
-    too is `remat="full"` where no block is marked. Warned of are losses that are no mean over examples, and products that
-    are not taken in the dtype that was asked for.
-    """
-    index, examples = scanned
-    axes, compute, streams = strategy.data_axes, strategy.dtypes.compute, inputs(rest, index, examples)[0]
-    state = [*named_leaves(streams), *named_leaves(rest)]
-    split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
-    batch_is_split = bool(split_axes) or strategy.microbatches > 1
-    uses = jax.tree.leaves((trained, fixed))
-    # Who gives a parameter a spec of mesh axes means its parts, and who has one for each device; a rule for a name may have
-    # been meant for a layer of experts.
-    by_rule = [use for use in uses if not isinstance(names.get(use.path), PartitionSpec)]
-    in_parts = [use for use in by_rule if _is_part(use, split_axes)]
-    if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
-        return
-
-    def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
-        returned = call(united(params, frozen), *inputs(rest, index, examples))
-        return (returned.streams, returned.rest), _values_returned(returned.out), returned.means["loss"].total
-
-    whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
-    jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
-    if strategy.remat == "full":
-        _check_marked(jaxpr)
-    others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
-    if in_parts and not sends_between(jaxpr, split_axes):
-        raise ValueError(_describe_part(in_parts[0], split_axes))
-    if axes and state:
-        own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
-        found = varying_outputs(jaxpr, own + [False] * others[0] + [True] * others[1], axes)
-        differing = [path for (path, _), differs in zip(state, found, strict=False) if differs]
-        if differing:
-            raise ValueError(describe_varying(differing))
-        paths = [path if leaf.dtype == jnp.uint32 else None for path, leaf in named_leaves(rest)]
-        if raw := raw_keys(jaxpr.jaxpr, [None] * len(uses) + paths + [None] * others[1]):
-            raise ValueError(describe_raw_keys(raw))
-    if compute is not None:
-        narrowed = [use.path if use.whole.dtype == compute != use.dtype else None for use in uses]
-        wide = widened(jaxpr, narrowed + [None] * sum(others), jnp.dtype(compute).itemsize)
-        if wide:
-            say((describe_widened(wide, compute),))
-    if batch_is_split:
-        given = [CONSTANT] * (len(uses) + others[0])
-        given += [with_examples(leaf.shape) for leaf in jax.tree.leaves(examples)]
-        known = facts(jaxpr, given, split_axes)[len(state) :]
-        for value, fact in zip(values, known, strict=False):
-            if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
-                say((remark,))
-                break  # what else there is has the same cause, more often than not
-
-
-def _is_part(use: Any, split_axes: Sequence[str]) -> bool:
-    """Whether a device has several of a parameter's elements along a dim that is split over these axes, and not all."""
-    return any(
-        size > 1 and not set(as_tuple(entry)).isdisjoint(split_axes)
-        for size, entry in zip(use.whole.shape, use.named, strict=False)
-    )
-
-
-def _describe_part(use: Any, split_axes: Sequence[str]) -> str:
-    """The error for a parameter of which the loss would see each device's own part, and take it for the whole."""
-    axes = ", ".join(f"`{axis}`" for axis in spec_axes(use.named) if axis in split_axes)
-    return (
-        f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over which each device has its own "
-        f"part: the loss would see an array of shape {use.whole.shape}, and sends nothing along that axis to the other parts. "
-        f"Use it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | sl.AxisRules({EXPERTS}=None)`, and "
-        "split it by ZeRO, `zero=3`; or if its parts are meant, give it a spec of mesh axes in place of names, "
-        "`sl.annotate(model, {path: PartitionSpec(...)})`."
-    )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Value:
-    """A number that a loss function returned: the loss or a metric, its total or its weight."""
-
-    value: Any
-    name: str = field(metadata={"static": True})
-    weighted: bool = field(metadata={"static": True})
-
-
-def _values_returned(out: Any) -> list[_Value]:
-    loss, metrics = out if isinstance(out, tuple) else (out, {})
-    found: list[_Value] = []
-    for name, value in {"loss": loss, **metrics}.items():
-        weighted = isinstance(value, Mean)
-        parts = (value.total, value.weight) if weighted else (value,)
-        found += [_Value(jnp.asarray(part), name, weighted) for part in parts]
-    return found
-
-
-def _check_marked(jaxpr: Any) -> None:
-    if not any(equation.primitive.name in REMATS for equation in every_equation(jaxpr.jaxpr)):
-        raise ValueError(
-            '`Strategy(remat="full")` keeps the inputs alone of blocks marked with `sl.remat`, and the loss calls none: the '
-            "program would be the same. Mark the model's blocks, `block = sl.remat(block)`; or leave `remat` out."
-        )
-
-
 def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:
     """What all microbatches give together: in a scan, or with the last `apart`.
 
@@ -588,57 +421,3 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
         return (before, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]
     (means, streams, rest), gradient = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
     return (jax.tree.map(jnp.add, before, means), streams, rest), gradient
-
-
-def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
-    """All microbatches of a batch, or one: every `count`-th example, so that one holds the same examples on every mesh."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch)
-
-
-def with_row_keys(tree: Any, **where: Any) -> Any:
-    return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
-
-
-def as_means(out: Any, rows: int) -> dict[str, Mean]:
-    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(
-            f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics by name. A total with "
-            "its weight is `sl.mean(total, weight)`."
-        )
-    if taken := [name for name in metrics if name in OWN_METRICS]:
-        raise ValueError(f"The metric `{taken[0]}` is the step's own; call yours something else.")
-    return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
-
-
-def _as_mean(name: str, value: Any, rows: int) -> Mean:
-    weighted = isinstance(value, Mean)
-    for part in (value.total, value.weight) if weighted else (value,):
-        an_array = weighted and part is value.total and name != "loss"
-        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or (
-            jnp.shape(part) != () and not an_array
-        ):
-            raise ValueError(
-                f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
-                "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
-                + (" Of a metric the sum may be an array." if name != "loss" else "")
-            )
-        if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
-            raise ValueError(f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute value or real part.")
-    if not weighted:  # every example weighs the same
-        return Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
-    return Mean(jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))
-
-
-def _kind(value: Any) -> str:
-    return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
-
-
-def _check_structure(before: Any, after: Any) -> None:
-    shapes = [{path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree)} for tree in (before, after)]
-    if shapes[0] != shapes[1]:
-        changed = sorted(path for path, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
-        raise ValueError(
-            f"The loss changed the structure of the model's state: {', '.join(f'`{path}`' for path in changed)}. The state "
-            "has the same paths, shapes and dtypes after a step as before it; return intermediate values as metrics."
-        )

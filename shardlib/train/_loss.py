@@ -1,0 +1,121 @@
+"""Calling a loss function: what it is given of the batch and of randomness, and what may come of it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib import _arguments as check
+from shardlib._batch import Mean
+from shardlib._random import is_key, plain_keys, row_keys
+from shardlib._tree import named_leaves
+from shardlib.train._state import Layout
+
+LossFunction = Callable[[Any, Any, jax.Array], Any]
+
+
+OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note")
+"""Names of what a step returns beside the metrics of a loss, and of what the records of a run have beside these."""
+
+
+class Returned(NamedTuple):
+    """What a loss function returned, and the model's state after it."""
+
+    out: Any  # as returned
+    means: dict[str, Mean]
+    streams: Any
+    rest: Any
+
+
+def call_loss(
+    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+) -> Returned:
+    """Put the model together and call the loss function with it."""
+    model = layout.definition.merge(params, streams, rest)
+    out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
+    means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
+    after = layout.definition.state_of(model)
+    _check_structure((streams, rest), after)
+    streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
+    return Returned(out, means, streams, rest)
+
+
+def check_arguments(loss_fn: LossFunction) -> None:
+    """Refuse a loss that does not take a model, a batch and a key."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of some functions that are not written in Python
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"A loss takes three arguments, `loss_fn(model, batch, rng)`; `{getattr(loss_fn, '__name__', loss_fn)}{signature}` "
+            f"does not ({error}). What it has no use for it may ignore: `lambda model, batch, rng: ...`."
+        ) from error
+
+
+def forward(
+    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
+) -> Any:
+    """The sum over these examples that is differentiated, with what else comes of the loss."""
+    returned = call_loss(loss_fn, layout, params, streams, rest, key, batch)
+    return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
+
+
+def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
+    """All microbatches of a batch, or one: every `count`-th example, so that one holds the same examples on every mesh."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch)
+
+
+def with_row_keys(tree: Any, **where: Any) -> Any:
+    return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
+
+
+def as_means(out: Any, rows: int) -> dict[str, Mean]:
+    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(
+            f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics by name. A total with "
+            "its weight is `sl.mean(total, weight)`."
+        )
+    if taken := [name for name in metrics if name in OWN_METRICS]:
+        raise ValueError(f"The metric `{taken[0]}` is the step's own; call yours something else.")
+    return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
+
+
+def _as_mean(name: str, value: Any, rows: int) -> Mean:
+    weighted = isinstance(value, Mean)
+    for part in (value.total, value.weight) if weighted else (value,):
+        an_array = weighted and part is value.total and name != "loss"
+        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or (
+            jnp.shape(part) != () and not an_array
+        ):
+            raise ValueError(
+                f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
+                "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
+                + (" Of a metric the sum may be an array." if name != "loss" else "")
+            )
+        if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
+            raise ValueError(f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute value or real part.")
+    if not weighted:  # every example weighs the same
+        return Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+    return Mean(jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))
+
+
+def _kind(value: Any) -> str:
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
+
+
+def _check_structure(before: Any, after: Any) -> None:
+    shapes = [{path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree)} for tree in (before, after)]
+    if shapes[0] != shapes[1]:
+        changed = sorted(path for path, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ValueError(
+            f"The loss changed the structure of the model's state: {', '.join(f'`{path}`' for path in changed)}. The state "
+            "has the same paths, shapes and dtypes after a step as before it; return intermediate values as metrics."
+        )
