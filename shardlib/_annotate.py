@@ -9,7 +9,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
+from shardlib._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes, resolve
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
@@ -30,12 +31,16 @@ class Scope:
     """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their activations.
 
     `used` collects the names that annotations used while tracing. It is a notebook, not a setting: it takes no part in
-    equality, hence none in the jit cache key.
+    equality, hence none in the jit cache key. `mesh` is the mesh that is really in force where a function is traced as if
+    no axis of it were manual, see `all_automatic`. `flax` are Flax's own rules where the user put some in force: by these its
+    constraints go, and otherwise by `rules`.
     """
 
     rules: AxisRules | None
     remat: Remat = "none"
     used: set[str] = field(default_factory=set, compare=False, repr=False)
+    mesh: AbstractMesh | None = None
+    flax: Pairs | None = None
 
 
 _scope = jax.make_user_context(None)
@@ -46,11 +51,41 @@ def current_scope() -> Scope | None:
     return _scope.value
 
 
+def current_mesh() -> AbstractMesh:
+    """The mesh in force: of it, annotations ask which axes are manual."""
+    scope = _scope.value
+    return jax.sharding.get_abstract_mesh() if scope is None or scope.mesh is None else scope.mesh
+
+
+def mesh_of_shards() -> AbstractMesh:
+    """The mesh in force, for what runs on each device's own shard, in a `shard_map` of its own."""
+    scope = _scope.value
+    if scope is not None and scope.mesh is not None:
+        raise ValueError(
+            "The loss has a constraint that names an axis of the data, over which the step is manual, beside a layer that runs "
+            "on each device's own shard (a kernel, experts, `gather_batch`); JAX cannot trace the two together. Write the "
+            "constraint as `sl.shard(x, names)`, or leave the axes of the data out of it."
+        )
+    return jax.sharding.get_abstract_mesh()
+
+
+@contextlib.contextmanager
+def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
+    """Trace as if no axis were manual, on `mesh`; what asks for `current_mesh` sees the one that is in force."""
+    scope = replace(_scope.value or Scope(None), mesh=jax.sharding.get_abstract_mesh())
+    with jax.sharding.use_abstract_mesh(mesh), _scope(scope):
+        yield
+
+
 @contextlib.contextmanager
 def use(
     rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", used: set[str] | None = None
 ) -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
+
+    Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were put in force for Flax, with
+    `nn.logical_axis_rules`. With a mesh, NNX modules built inside are laid out by the names of their variables as these are
+    made; without one, they are not laid out.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(batch="data"), sl.make_mesh("data=8")):
@@ -67,9 +102,20 @@ def use(
     check.kind("use", "used", used, set, "a set, to which the names that annotations use are added", optional=True)
     if mesh is not None:
         rules.check_mesh(mesh.shape)
-    scope = Scope(rules, remat, set() if used is None else used)
-    with contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh), _scope(scope):
+    outer = _scope.value
+    flax = _rules_of_flax(outer)
+    scope = Scope(rules, remat, set() if used is None else used, None if outer is None else outer.mesh, flax)
+    no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
+    flax_rules = in_force(pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None)
+    with contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh), _scope(scope), flax_rules:
         yield scope
+
+
+def _rules_of_flax(outer: Scope | None) -> Pairs | None:
+    """Flax's rules in force, where the user put them there and not an outer `use`."""
+    pairs = pairs_in_force()
+    ours = pairs_of(outer.rules) if outer is not None and outer.flax is None else ()
+    return None if pairs in ((), ours) else pairs
 
 
 def _mesh_in_force(mesh: Mesh) -> Any:
@@ -108,7 +154,7 @@ def unsharded() -> Iterator[None]:
     ...     sl.shard(jnp.ones(3), "anything").shape
     (3,)
     """
-    with _scope(Scope(None)):
+    with _scope(Scope(None)), in_force((), eager=False):
         yield
 
 
@@ -235,7 +281,7 @@ def _required_scope(verb: str) -> Scope:
 
 
 def _required_mesh(verb: str) -> AbstractMesh:
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = current_mesh()
     if mesh.empty:
         raise ValueError(f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`.")
     return mesh

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
-from shardlib._annotate import current_scope
+from shardlib._annotate import current_mesh, current_scope, mesh_of_shards
 from shardlib._rules import resolve
 
 
@@ -65,7 +65,7 @@ def mean(total: Any, weight: Any) -> Mean:
 
 def split_axes() -> tuple[str, ...]:
     """The manual axes that split the batch where this is called; empty outside a `shard_map`."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    manual = current_mesh().manual_axes
     scope = current_scope()
     if not manual:
         return ()
@@ -88,7 +88,7 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     check_arrays.array("gather_batch", "x", x)
     if strange := [name for name in names if not isinstance(name, str | None)]:
         raise check.refusal("gather_batch", "names", strange[0], "names of dims, one by one, or None")
-    axes, scope, mesh = split_axes(), current_scope(), jax.sharding.get_abstract_mesh()
+    axes, scope, mesh = split_axes(), current_scope(), current_mesh()
     if not axes or scope is None or scope.rules is None:
         return x
     names = names or (None,) * (x.ndim - 1)
@@ -125,7 +125,7 @@ def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:
     A collective over a manual axis whose operand an automatic axis splits would gather the operand first and move as
     many times the bytes. `spec`, or a tree of them, says how the automatic axes split the operand, and the result.
     """
-    automatic = set(jax.sharding.get_abstract_mesh().auto_axes)
+    automatic = set(mesh_of_shards().auto_axes)
     if not automatic or not nest:
         return body
     return jax.shard_map(body, in_specs=(spec,), out_specs=spec, axis_names=automatic, check_vma=False)

@@ -7,6 +7,7 @@ with `None` where a leaf belongs to another of the three.
 """
 
 import collections
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import meta
-from jax.sharding import PartitionSpec
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
+from shardlib._flax_rules import Pairs, in_force, laid_out_eagerly
+from shardlib._jaxpr import JITS, variables
 from shardlib._tree import map_named, named_leaves, path_name
 
 Model = TypeVar("Model")
@@ -31,7 +35,8 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
     """Name the dims of the parameter that an NNX initializer makes.
 
     The names ride on the `nnx.Variable`, and `nnx.vmap` and `nnx.scan` with `transform_metadata` keep them in line
-    with stacked dims. (In Linen, Flax's own `nn.with_logical_partitioning` does this.)
+    with stacked dims. (In Linen, Flax's own `nn.with_logical_partitioning` does this.) What is built by `sl.init` is born
+    sharded; what is built under `sl.use(rules, mesh)` is laid out by its names as it is made.
 
     >>> kernel_init = logical(nnx.initializers.lecun_normal(), "embed", "mlp")
     >>> nnx.Linear(4, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)).kernel.out_sharding
@@ -42,8 +47,15 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
         raise ValueError(
             f'`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got {check.shown(strange[0])}.'
         )
-    # Eager sharding would demand a mesh with axes of these names as soon as the variable exists.
-    return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=False)
+    # Eager sharding demands rules and a mesh as soon as the variable exists: without them, names are for later.
+
+    @functools.wraps(initializer)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        eager = laid_out_eagerly(not mesh.empty and not mesh.manual_axes)
+        return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=eager)(*args, **kwargs)
+
+    return named
 
 
 def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | PartitionSpec]) -> Model:
@@ -127,15 +139,12 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     if _is_nnx(model):
         graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
         _check_static(graph)
-        names = {
-            path: variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
-            for path, variable in _nnx_variables(model)
-        }
+        names = {path: _names_of_variable(variable) for path, variable in _nnx_variables(model)}
         params, streams, rest = (nnx.to_pure_dict(state) for state in states)
         return ModelParts(Definition(graph, trainable), params, streams, rest), names
     _refuse_modules_in_trees(model)
     found = named_leaves(model, is_leaf=_is_box)
-    names = {path: _names_of_box(leaf) for path, leaf in found}
+    names = _completed(found)
     if len(names) < len(found):
         twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
         raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
@@ -166,9 +175,125 @@ def _filter(trainable: Any) -> Any:
     return trainable
 
 
+@dataclass(frozen=True)
+class Brought:
+    """What a parameter brings along beside the names of its dims: rules of its own, and a mesh."""
+
+    rules: Pairs = ()
+    mesh: Any = None
+
+
+def brought_along(model: Any) -> dict[str, Brought]:
+    """What parameters bring along, Flax's `sharding_rules` and `mesh`, by path."""
+    found: dict[str, Brought] = {}
+    of_nnx = _is_nnx(model) or is_nnx_state(model)
+    for path, leaf in _nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
+        if isinstance(leaf, meta.Partitioned):
+            found[path] = Brought(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
+            continue
+        metadata = _metadata_of(leaf)
+        sharding = _sharding_of(metadata)
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else metadata.get("mesh")
+        found[path] = Brought(_hashable_pairs(metadata.get("sharding_rules")), mesh)
+    return {path: one for path, one in found.items() if one != Brought()}
+
+
+def is_nnx_state(model: Any) -> bool:
+    """Whether something is what `nnx.split` and `nnx.state` make of a module: variables without the module."""
+    return isinstance(model, nnx.State)
+
+
+def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]:
+    """The names and the values of the variables of an `nnx.State`, by path."""
+    found = _nnx_variables(state)
+    names = {path: _names_of_variable(variable) for path, variable in found}
+    return names, {path: variable.get_value() for path, variable in found}
+
+
+def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
+    """The same state with other values, by path."""
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, one.replace(values["/".join(map(str, path))])) for path, one in flat])
+
+
+def completed(
+    make_model: Callable[[], Any], model: Any, names: dict[str, Names], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Names]:
+    """Complete the names of NNX variables that have fewer names than dims: to Flax, the dims that follow are whole.
+
+    Left as they are, to be refused, are those that something has been stacked in front of since they were made, whose names
+    are all one dim off. That cannot be told from a variable; so the model is made once more, tracing how each comes about.
+    """
+    short = [path for path, of_dims in names.items() if path in shapes and _is_short(of_dims, shapes[path])]
+    if not short or not _is_nnx(model):
+        return names
+    names = {p: _padded(n, shapes[p]) if p in short and not any(n or ()) else n for p, n in names.items()}
+    short = [path for path in short if _is_short(names[path], shapes[path])]
+    entries = _entries_as_made(make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)})
+    done = dict(names)
+    for path in short:
+        full = _padded(names[path], shapes[path])
+        made = entries.get(path)
+        if made is not None and all(
+            one is PartitionSpec.UNCONSTRAINED or one == n for one, n in zip(made, full, strict=True)
+        ):
+            done[path] = full
+    return done
+
+
+def _entries_as_made(
+    make_model: Callable[[], Any], paths: list[str], names: Mapping[str, tuple[str | None, ...]]
+) -> dict[str, list[Any]]:
+    """By path, the name that each dim of a variable had when it was made; a dim that it has got since has none.
+
+    A variable that is laid out as it is made leaves a constraint in the trace, which keeps its names, and which `vmap` gives
+    one more dim as it does the variable.
+    """
+    wanted = {name for path in paths for name in names[path] if name is not None}
+    every = {name for of_dims in names.values() for name in of_dims if name is not None}
+    # Axes of size two, since JAX takes a constraint over an axis of size one for none. In place of a mesh only one of the same
+    # size may be put in force, and in place of no mesh any.
+    mesh = AbstractMesh((2,) * len(wanted), tuple(sorted(wanted)), axis_types=(AxisType.Auto,) * len(wanted))
+    none = AbstractMesh((), ())
+    pairs = tuple((name, name if name in wanted else None) for name in sorted(every))
+
+    def values() -> list[Any]:
+        variables = dict(_nnx_variables(make_model()))
+        return [variables[path].get_value() for path in paths]
+
+    try:
+        with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh), in_force(pairs, eager=True):
+            jaxpr = jax.make_jaxpr(values)().jaxpr
+    except (ValueError, KeyError):  # it cannot be laid out so, hence not told
+        return {}
+    made = {path: _entries(jaxpr, var) for path, var in zip(paths, jaxpr.outvars, strict=True)}
+    return {path: entries for path, entries in made.items() if entries is not None}
+
+
+def _entries(jaxpr: Any, var: Any) -> list[Any] | None:
+    """The entries of the constraint that an array comes from, by whatever keeps its dims; None if it comes from none."""
+    equation = next((one for one in jaxpr.eqns if var in one.outvars), None)
+    if equation is None:
+        return None
+    name, params = equation.primitive.name, equation.params
+    if name == "sharding_constraint":
+        entries = list(params["sharding"].spec)
+        return entries + [None] * (var.aval.ndim - len(entries))
+    if name in JITS:
+        inner = params["jaxpr"].jaxpr
+        return _entries(inner, inner.outvars[equation.outvars.index(var)])
+    sources = variables(equation.invars)
+    if len(sources) != 1 or len(sources[0].aval.shape) != len(var.aval.shape):
+        return None
+    entries = _entries(jaxpr, sources[0])
+    if name == "transpose" and entries is not None:
+        return [entries[dim] for dim in params["permutation"]]
+    return entries if sources[0].aval.shape == var.aval.shape else None
+
+
 def building() -> Any:
-    """The context to build models in: variables that carry names must not ask for a mesh while they are made."""
-    return nnx.use_eager_sharding(False)
+    """The context to build models in: what carries names is laid out later, and must not ask for a mesh while it is made."""
+    return in_force((), eager=False)
 
 
 def _is_nnx(model: Any) -> bool:
@@ -214,7 +339,7 @@ def _hashable(value: Any) -> bool:
 
 
 def _nnx_variables(model: Any) -> list[tuple[str, nnx.Variable]]:
-    state = nnx.state(model)
+    state = model if is_nnx_state(model) else nnx.state(model)
     return [("/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
 
 
@@ -237,12 +362,75 @@ def _box(leaf: Any, names: Any) -> Any:
     return box(_unbox(leaf), names=tuple(names))
 
 
+def _metadata_of(variable: Any) -> Mapping[str, Any]:
+    """What Flax keeps beside the value of an NNX variable; or of a box in which Linen holds one, `nnx.bridge.ToLinen`."""
+    if isinstance(variable, nnx.Variable):
+        return variable.get_metadata()
+    return variable.metadata if hasattr(variable, "to_nnx_variable") else {}
+
+
+def _sharding_of(metadata: Mapping[str, Any]) -> Any:
+    sharding = metadata.get("out_sharding")
+    return getattr(sharding, "sharding", None) if isinstance(sharding, Format) else sharding
+
+
+def _names_of_variable(variable: Any) -> Names:
+    """The names on an NNX variable. What has rules of its own is named, in whatever form."""
+    metadata = _metadata_of(variable)
+    sharding = _sharding_of(metadata)
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if isinstance(sharding, PartitionSpec):
+        return tuple(sharding) if metadata.get("sharding_rules") else sharding
+    return tuple(sharding) if sharding else None
+
+
+def _hashable_pairs(pairs: Any) -> Pairs:
+    return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs or ())
+
+
+def _is_short(of_dims: Names, shape: tuple[int, ...]) -> bool:
+    return isinstance(of_dims, tuple) and len(of_dims) < len(shape)
+
+
+def _padded(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    assert of_dims is not None
+    return (*of_dims, *[None] * (len(shape) - len(of_dims)))
+
+
+def _completed(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
+    """The names of Linen's boxes, made as many as dims: to Flax, the dims that follow are whole.
+
+    Flax's own transforms keep the names of its boxes in line with dims, or refuse. Two things do not, and what they leave short
+    is refused: `jax.vmap` around a whole `init`, by which all that lies beside a parameter gets the same first dim; and boxes
+    that hold an NNX variable, whose names Linen's transforms leave alone.
+    """
+    shapes = {path: jnp.shape(_unbox(leaf)) for path, leaf in leaves}
+    names: dict[str, Names] = {}
+    for path, leaf in leaves:
+        of_dims, shape = _names_of_box(leaf), shapes[path]
+        keeps = isinstance(leaf, meta.Partitioned) and not _looks_stacked(path, shapes)
+        names[path] = _padded(of_dims, shape) if keeps and _is_short(of_dims, shape) else of_dims
+    return names
+
+
+def _looks_stacked(path: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether all that lies beside a parameter, in the smallest part of the model with more than one, has its first dim."""
+    parts = path.split("/")
+    for depth in range(len(parts) - 1, -1, -1):
+        folder = "/".join([*parts[:depth], ""]) if depth else ""
+        beside = [shape for other, shape in shapes.items() if other.startswith(folder) and other != path]
+        if beside:
+            return all(shape[:1] == shapes[path][:1] for shape in beside)
+    return False
+
+
 def _names_of_box(leaf: Any) -> Names:
     if isinstance(leaf, linen.LogicallyPartitioned):
         return tuple(leaf.names)
     if isinstance(leaf, meta.Partitioned):
         return PartitionSpec(*leaf.names)  # Linen's `with_partitioning` speaks of mesh axes
-    return None
+    return _names_of_variable(leaf)
 
 
 def _default_trainable(tree: Any) -> Callable[[str, Any], bool]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 JITS, REMATS = ("jit", "pjit"), ("checkpoint", "remat2")
@@ -26,6 +27,14 @@ class Stretch(NamedTuple):
             constvars=[], invars=self.needed, outvars=self.made, eqns=self.equations, effects=effects
         )
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
+
+
+def evaluate(closed: ClosedJaxpr, out: Any, args: Any) -> Any:
+    """What a traced function gives for a tree of arguments, in the structure of `out`, a tree of its results' shapes."""
+    results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+    # Constants of a traced function come out as numpy's arrays: back to JAX's own, as the function itself gives them.
+    results = [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in results]
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

@@ -72,7 +72,7 @@ def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
             f"new dim cannot have the name `{name}`. Name its dims instead: `sl.logical(initializer, ...)`."
         )
     stacked = variables[0].replace(jnp.stack(values))
-    stacked.set_metadata(out_sharding=(name, *(names or [None] * values[0].ndim)), eager_sharding=False)
+    stacked.set_metadata(out_sharding=(name, *(names or [None] * values[0].ndim)))
     return stacked
 
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib._jaxpr import relocated, scan_parts
+from shardlib._jaxpr import evaluate, relocated, scan_parts
 from shardlib._row_gradients import wide
 from shardlib._rules import as_tuple, spec_axes
 
@@ -74,8 +74,7 @@ def partitionable(function: Callable[..., Any], specs: Any, batch_axes: Iterable
         known = [_Value(False, _kept(spec, automatic)) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
         known += [_Value(True)] * len(jax.tree.leaves(args))
         jaxpr, _ = _Rewriting(batch_axes).jaxpr(traced.jaxpr, known)
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts))(*jax.tree.leaves((params, args)))
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        return evaluate(ClosedJaxpr(jaxpr, traced.consts), out, (params, args))
 
     return rewritten
 

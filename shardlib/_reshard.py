@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
-from shardlib._annotate import constrain
+from shardlib._annotate import constrain, mesh_of_shards
 from shardlib._route import Piece, Step, Tiles, plan, spec_entries, tile_count
 from shardlib._rules import check_spec
 
@@ -97,7 +97,7 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
 
 def _mesh_and_layout(x: jax.Array) -> tuple[Mesh | AbstractMesh, PartitionSpec | None]:
     """The mesh an array is on, and how it is laid out there if anything but the partitioner knows."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of_shards()
     if isinstance(x, Tracer):
         typed = jax.typeof(x).sharding
         if typed.mesh.explicit_axes:

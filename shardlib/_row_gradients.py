@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib._jaxpr import CALLS, scan_parts
+from shardlib._jaxpr import CALLS, evaluate, scan_parts
 
 
 def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,10 +28,7 @@ def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         traced, out = jax.make_jaxpr(function, return_shape=True)(params, *others)
         leaves, rest = jax.tree.leaves(params), jax.tree.leaves(others)
         widened = _widened(traced.jaxpr, [True] * len(leaves) + [False] * len(rest))
-        results = jaxpr_as_fun(ClosedJaxpr(widened, traced.consts))(*leaves, *rest)
-        # What is constant in a jaxpr comes out as numpy's: back to JAX's own, as the function itself gives it.
-        results = [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in results]
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        return evaluate(ClosedJaxpr(widened, traced.consts), out, (params, others))
 
     return evaluated
 

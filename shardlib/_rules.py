@@ -119,6 +119,10 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         """Every name that may be used: those with a rule, in order, then those only known."""
         return (*self._rules, *sorted(self._known))
 
+    def says(self, name: str) -> bool:
+        """Whether there is a rule for a name, which is more than that it may be used."""
+        return name in self._rules
+
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the dim of examples."""
@@ -302,8 +306,14 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     P('data', 'model')
     """
     axes = frozenset(axes)
-    kept = [tuple(a for a in as_tuple(entry) if a in axes) for entry in spec]
-    return PartitionSpec(*(None if not k else k[0] if len(k) == 1 else k for k in kept))
+    entries: list[Any] = []
+    for entry in spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            entries.append(entry)
+            continue
+        kept = tuple(axis for axis in as_tuple(entry) if axis in axes)
+        entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+    return PartitionSpec(*entries)
 
 
 def _candidates(name: Any, value: Any) -> tuple[Axes, ...]:

@@ -227,3 +227,218 @@ def test_optimizer_state_of_a_single_array_lies_as_the_array():
     make = lambda: sl.annotate(jnp.ones((8, 4)), {"": ("embed", "mlp")})
     state = sl.init(make, optax.adam(0.1), strategy)
     assert state.opt_state[0].mu.sharding.spec == state.params.sharding.spec == P(None, "model")
+
+
+# Names fewer than dims, which Flax's attention and `DenseGeneral` have by their own nature: google/flax#3892, google/flax#3676.
+
+
+ATTENTION = sl.AxisRules(batch="data", embed="model", kv=None, layers=None, heads=None)
+ON_TWO = sl.Strategy(mesh="data=4,model=2", rules=ATTENTION)
+
+
+def linen_attention(names):
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+    layer = nn.MultiHeadDotProductAttention(num_heads=2, kernel_init=kernel_init, use_bias=False)
+    return layer.init(jax.random.key(0), jnp.ones((1, 2, 8)))
+
+
+def nnx_attention(init, rngs):
+    return nnx.MultiHeadAttention(2, 8, decode=False, kernel_init=init, rngs=rngs)
+
+
+@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+def test_dims_without_a_name_are_whole_in_nnx(of):
+    make = lambda: nnx_attention(of(LECUN, "embed", "kv"), nnx.Rngs(0))
+    specs = params_specs(make, ON_TWO)
+    assert specs["query"]["kernel"] == P("model", None, None)
+    none = lambda: nnx_attention(of(LECUN, None), nnx.Rngs(0))
+    assert params_specs(none, ON_TWO)["query"]["kernel"] == P(None, None, None)
+    three = lambda: nnx_attention(of(LECUN, "embed", "heads", "kv"), nnx.Rngs(0))
+    assert params_specs(three, ON_TWO)["query"]["kernel"] == P("model", None, None)
+    assert sl.specs(make, ATTENTION, ON_TWO.device_mesh) == specs, "of the function that makes it"
+    with sl.unsharded():
+        made = make()
+    with pytest.raises(ValueError, match="`key/kernel` of shape .8, 2, 4. has 3 dims and 2 names.*`sl.annotate"):
+        sl.specs(made, ATTENTION, ON_TWO.device_mesh)
+
+
+def test_dims_without_a_name_are_whole_in_linen():
+    specs = params_specs(lambda: linen_attention(("embed", "kv")), ON_TWO)["params"]
+    assert specs["query"]["kernel"] == P("model", None, None)
+    specs = params_specs(lambda: linen_attention(("embed", "heads", "kv")), ON_TWO)["params"]
+    assert specs["query"]["kernel"] == P("model", None, None)
+
+
+@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+def test_stacked_attention_needs_the_name_of_the_new_dim(of):
+    """Lost when the axis has no name, and then one dim off: google/flax#5112."""
+    build = lambda rngs: nnx_attention(of(LECUN, "embed", "kv"), rngs)
+    stack = lambda **how: nnx.split_rngs(splits=3)(nnx.vmap(build, **how))(nnx.Rngs(0))
+    named = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+    specs = params_specs(lambda: stack(**named), ON_TWO)
+    assert specs["query"]["kernel"] == P(None, "model", None, None)
+    specs = params_specs(lambda: stack(**named, out_axes=1), ON_TWO)
+    assert specs["query"]["kernel"] == P("model", None, None, None)
+    with pytest.raises(ValueError, match="`key/kernel` of shape .3, 8, 2, 4. has 4 dims and 2 names.*PARTITION_NAME"):
+        params_specs(stack, ON_TWO)
+
+
+def test_optimizer_state_of_stacked_layers_follows_their_names():
+    """Where `nnx.Optimizer` loses the dim that a transform added: google/flax#5112, google/flax#5172."""
+    state = sl.init(lambda: stacked(nnx.Rngs(0), ("embed", "mlp")), optax.adam(1e-3), STRATEGY, abstract=True)
+    assert sl.specs(state).opt_state[0].nu["linear"]["kernel"] == P(None, None, "model")
+
+
+def linen_dense(**options):
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    return nn.Dense(8, kernel_init=kernel_init, **options)
+
+
+def test_linen_stacks_keep_names_in_line_or_refuse():
+    """google/flax#3870: without a name for the new axis, Flax itself refuses."""
+    rng, x = jax.random.split(jax.random.key(0), 3), jnp.ones((3, 1, 8))
+    lifted = lambda **how: nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, **how)
+    named = lifted(metadata_params={nn.PARTITION_NAME: "layers"})
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    specs = params_specs(lambda: named(8, kernel_init=kernel_init).init(rng[0], x))
+    assert specs["params"]["kernel"] == P(None, None, "model")
+    by_hand = lambda: jax.vmap(linen_dense().init)(rng, x)  # which Flax's boxes do not notice
+    with pytest.raises(ValueError, match="`params/kernel` of shape .3, 8, 8. has 3 dims and 2 names"):
+        params_specs(by_hand)
+
+
+def test_nnx_modules_inside_linen_keep_their_names():
+    """Linen's transforms leave the names of such variables alone: google/flax#5589."""
+    bridged = nnx.bridge.to_linen(nnx.Linear, 8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp"))
+    x = jnp.ones((1, 8))
+    assert params_specs(lambda: bridged.init(jax.random.key(0), x))["params"]["kernel"] == P(None, "model")
+    state = sl.init(lambda: bridged.init(jax.random.key(0), x), optax.sgd(0.1), STRATEGY)
+    step = sl.train_step(lambda variables, x, rng: jnp.mean(bridged.apply(variables, x) ** 2), STRATEGY)
+    assert np.isfinite(step(state, np.ones((4, 8), "f"))[1]["loss"])
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            how = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+            layers = nn.scan(lambda layer, x, _: (layer(x), None), **how, metadata_params={nn.PARTITION_NAME: "layers"})
+            return layers(nnx.bridge.to_linen(nnx.Linear, 8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp")), x, None)
+
+    with pytest.raises(ValueError, match=r"kernel` of shape .2, 8, 8. has 3 dims and 2 names"):
+        params_specs(lambda: Twice().init(jax.random.key(0), x))
+
+
+def test_more_names_than_dims_are_refused():
+    of_nnx = lambda: nnx.Linear(8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp", None), rngs=nnx.Rngs(0))
+    of_linen = lambda: {"kernel": nn.LogicallyPartitioned(jnp.ones(3), ("embed", "mlp"))}
+    for make in (of_nnx, of_linen):
+        with pytest.raises(ValueError, match="`kernel` of shape .* dims and [23] names .*overridden by `sl.annotate"):
+            params_specs(make)
+
+
+# What variables bring along: rules of their own, a mesh, mesh axes as names.
+
+
+def linear_with(names, **metadata):
+    return lambda: nnx.Linear(8, 8, kernel_init=nnx.with_partitioning(LECUN, names, **metadata), rngs=nnx.Rngs(0))
+
+
+def linen_with(names, **more):
+    kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names, **more)
+    return lambda: nn.Dense(8, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+
+
+OWN = (("ffn", "model"),)
+
+
+@pytest.mark.parametrize(
+    "make", [linear_with(("embed", "ffn"), sharding_rules=OWN), linen_with(("embed", "ffn"), rules=OWN)]
+)
+def test_rules_that_a_variable_brings_along_are_kept_or_refused(make):
+    assert params_specs(make)["kernel"] == P(None, "model")
+    same = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn="model"))
+    assert params_specs(make, same)["kernel"] == P(None, "model")
+    for other in (None, ["model", None]):
+        another = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn=other))
+        with pytest.raises(ValueError, match="`kernel` brings the rule `ffn='model'` along .*rules say `ffn="):
+            params_specs(make, another)
+
+
+def test_rules_brought_along_that_disagree_or_name_no_axis_are_refused():
+    make = lambda *own: nnx.Sequential(
+        *(linear_with(("embed", "ffn"), sharding_rules=(("ffn", axis),))() for axis in own)
+    )
+    with pytest.raises(ValueError, match="`layers/1/kernel` brings the rule `ffn=None` .*another parameter brings"):
+        params_specs(lambda: make("model", None))
+    with pytest.raises(ValueError, match="rule for `ffn` uses the mesh axis `nosuch`; the mesh has"):
+        params_specs(lambda: make("nosuch"))
+
+
+def test_a_mesh_that_a_variable_brings_along_is_the_strategys():
+    """google/flax#5105: variables of several meshes."""
+    mesh, other = STRATEGY.device_mesh, sl.make_mesh("data=4,model=2")
+    assert params_specs(linear_with((None, "model"), mesh=mesh))["kernel"] == P(None, "model")
+    with pytest.raises(
+        ValueError, match="`kernel` brings the mesh .*'model': 2.* along, and is to lie on .*'model': 4"
+    ):
+        params_specs(linear_with((None, "model"), mesh=other))
+    sharding = jax.sharding.NamedSharding(mesh, P(None, "model"))
+    assert params_specs(linear_with(sharding))["kernel"] == P(None, "model")
+
+
+def test_names_that_are_mesh_axes_are_these():
+    for make in (linear_with((None, "model")), linen_with((None, "model"))):
+        assert params_specs(make)["kernel"] == P(None, "model")
+    mixed = sl.init(linear_with(("embed", "model")), optax.adam(0.1), STRATEGY)
+    assert mixed.opt_state[0].mu["kernel"].sharding.spec == P(None, "model")
+    assert "model" in str(sl.describe(mixed))
+    with pytest.raises(ValueError, match="`kernel` is laid out as .*manual over `data`"):
+        params_specs(linear_with((None, "data")))
+
+
+# Models that are built outside `init`.
+
+
+@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+def test_models_built_under_rules_are_born_as_these_say(of):
+    build = lambda: nnx.Linear(8, 8, kernel_init=of(LECUN, "embed", "mlp"), rngs=nnx.Rngs(0))
+    with sl.use(RULES, STRATEGY.device_mesh):
+        model = build()
+        assert model.kernel.sharding.spec == P(None, "model")
+        assert nnx.jit(build)().kernel.sharding.spec == P(None, "model")
+        assert sl.Layers([build(), build()]).stacked.kernel.out_sharding == ("layers", "embed", "mlp")
+        vmapped = nnx.split_rngs(splits=2)(
+            nnx.vmap(
+                lambda rngs: nnx.Linear(8, 8, kernel_init=of(LECUN, "embed", "mlp"), rngs=rngs),
+                transform_metadata={nnx.PARTITION_NAME: "layers"},
+            )
+        )
+        assert vmapped(nnx.Rngs(0)).kernel.shape == (2, 8, 8)
+    with STRATEGY.scope():
+        assert build().kernel.sharding.spec == P(None, "model")
+    for whole in (sl.use(RULES), sl.unsharded()):
+        with whole:
+            np.testing.assert_array_equal(build().kernel, model.kernel)
+    with jax.set_mesh(STRATEGY.device_mesh):  # a mesh alone says nothing of names
+        assert sl.logical(LECUN, "embed", "mlp")(jax.random.key(0), (8, 8)).metadata["eager_sharding"] is False
+
+
+def test_specs_of_an_nnx_state_fit_it():
+    model = Block(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    specs = sl.specs(state, RULES, STRATEGY.device_mesh)
+    with STRATEGY.scope():
+        placed = jax.device_put(state, specs)
+        assert placed["linear"]["kernel"].sharding.spec == P(None, "model")
+        again = jax.jit(lambda state: state, in_shardings=(specs,), out_shardings=specs)(placed)
+    assert nnx.merge(graph, again).linear.kernel.sharding.spec == P(None, "model")
+    some = nnx.state(model, nnx.Param)
+    assert list(sl.specs(some, RULES, STRATEGY.device_mesh)) == ["linear"]
+    with pytest.raises(ValueError, match="Parameters carry names that no rule knows: `embed` on `linear/kernel`"):
+        sl.specs(state, sl.AxisRules(batch="data"), STRATEGY.device_mesh)
+
+
+def test_a_model_without_arrays_is_said_to_have_none():
+    with pytest.raises(ValueError, match="nothing to move.* `make_model` returned a model without arrays"):
+        sl.init(dict, optax.sgd(0.1), STRATEGY)
+    with pytest.raises(ValueError, match="nothing to move.* There are: counts"):
+        sl.init(lambda: {"counts": jnp.arange(3)}, optax.sgd(0.1), STRATEGY)

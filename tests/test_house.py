@@ -35,6 +35,7 @@ ORDER = [
         "rules",
         "_relate",
         "_placement",
+        "_flax_rules",
         "_annotate",
         "_route",
         "_reshard",
@@ -74,6 +75,7 @@ ORDER = [
             "_examples",
             "_coupled",
             "_widened",
+            "_adapted",
             "_weights",
             "_loss",
             "_loss_checks",
@@ -102,7 +104,7 @@ ORDER = [
 ]
 
 MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
-ALLOWED = {"flax": {"_flax", "_layers"}, "orbax": {"train._checkpoint"}, "chex": set()}
+ALLOWED = {"flax": {"_flax_rules", "_flax", "_layers"}, "orbax": {"train._checkpoint"}, "chex": set()}
 
 
 def imports(module):

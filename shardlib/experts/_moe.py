@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
-from shardlib._annotate import constrain, current_scope, shard
+from shardlib._annotate import constrain, current_mesh, current_scope, shard
 from shardlib._batch import Mean, manual_over_all
 from shardlib._random import is_key
 from shardlib._rules import EXPERTS, AxisRules, as_tuple, resolve
@@ -147,7 +147,7 @@ def here(count: int) -> int:
 
 def _parts(count: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
     """The manual axes that experts are split over, into how many parts, and the automatic ones."""
-    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
+    scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
         return (), 1, ()
     what = f"the experts, of which a gate, whole everywhere, tells {count}"
@@ -205,7 +205,7 @@ class _Across(NamedTuple):
 
 
 def _across(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Across:
-    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
+    scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
         return _Across((), (), (), None, 1, 1, False)  # `shard` says what is wrong, where something is
     rules: AxisRules = scope.rules

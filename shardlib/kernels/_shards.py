@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib import _arguments as check
-from shardlib._annotate import constrain, current_scope, say
+from shardlib._annotate import constrain, current_scope, mesh_of_shards, say
 from shardlib._rules import AxisRules, as_tuple, resolve
 
 Names: TypeAlias = Sequence[str | None]
@@ -39,14 +39,14 @@ class Lie:
         """Its shape on one device."""
         if self.spec is None:
             return self.shape
-        sizes = jax.sharding.get_abstract_mesh().shape
+        sizes = mesh_of_shards().shape
         parts = [math.prod(sizes[axis] for axis in as_tuple(entry)) for entry in self.spec]
         return tuple(size // part for size, part in zip(self.shape, parts, strict=True))
 
     @property
     def whole(self) -> tuple[int, ...]:
         """Its shape on all devices together."""
-        sizes = jax.sharding.get_abstract_mesh().shape
+        sizes = mesh_of_shards().shape
         pairs = zip(self.here, self.axes, strict=True)
         return tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in pairs)
 
@@ -83,7 +83,7 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
             f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} names {tuple(names)}: name "
             "every dim once."
         )
-    scope, mesh = current_scope(), jax.sharding.get_abstract_mesh()
+    scope, mesh = current_scope(), mesh_of_shards()
     if names is None or (scope is not None and scope.rules is None):
         return Lie(shape, None, ((),) * len(shape))
     if scope is None or scope.rules is None or mesh.empty:
@@ -129,13 +129,13 @@ def _held(op: str, rules: AxisRules, mesh: AbstractMesh, name: Any, what: str) -
 
 def automatic_axes() -> tuple[str, ...]:
     """The axes of the mesh in scope over which the partitioner lays arrays out where this is called."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_of_shards()
     return () if mesh.empty else tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
 
 
 def partitioned(of: Lie) -> bool:
     """Whether the partitioner would have to take apart what is done with an array: it may be split, and how is not known."""
-    sizes = jax.sharding.get_abstract_mesh().shape
+    sizes = mesh_of_shards().shape
     return of.spec is None and any(sizes[axis] > 1 for axis in automatic_axes())
 
 
@@ -173,7 +173,7 @@ def per_shard(
 
 def alone() -> bool:
     """Whether what is traced here runs on one device."""
-    sizes = jax.sharding.get_abstract_mesh()
+    sizes = mesh_of_shards()
     return sizes.empty or all(sizes.shape[axis] == 1 for axis in sizes.manual_axes)
 
 

@@ -95,7 +95,7 @@ def describe(state: State) -> Description:
     if not isinstance(state, State):
         raise ValueError(f"`describe` takes the `State` that `sl.init` makes; got {type(state).__name__}.")
     layout, mesh = state.layout, state.layout.strategy.device_mesh
-    rules, names, relations = layout.strategy.rules, dict(layout.names), dict(layout.relations)
+    rules, names, relations = layout.rules, dict(layout.names), dict(layout.relations)
     splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
     frozen = {path for path, _ in named_leaves(state.frozen)}
     over = "data" if layout.strategy.stage_axis is None else " and ".join(layout.strategy.zero_axes)

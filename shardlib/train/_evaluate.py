@@ -16,8 +16,9 @@ from shardlib._batch import Mean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
 from shardlib._tree import named_leaves
+from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
-from shardlib.train._loss import LossFunction, check_arguments, every_nth, forward, with_row_keys
+from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
@@ -127,7 +128,8 @@ class Evaluation:
             keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count, by_mesh=by_mesh)
             return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
 
-        total = with_partitionable_lookups(partial(forward, self.loss_fn, layout), used, self.strategy)
+        call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
+        total = with_partitionable_lookups(partial(forward, call), used, self.strategy)
         if self.strategy.pipeline is not None:
             with jax.named_scope("loss"):
                 means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()

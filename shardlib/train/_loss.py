@@ -59,11 +59,9 @@ def check_arguments(loss_fn: LossFunction) -> None:
         ) from error
 
 
-def forward(
-    loss_fn: LossFunction, layout: Layout, params: Any, streams: Any, rest: Any, key: jax.Array, batch: Any
-) -> Any:
-    """The sum over these examples that is differentiated, with what else comes of the loss."""
-    returned = call_loss(loss_fn, layout, params, streams, rest, key, batch)
+def forward(call: Callable[..., Returned], *args: Any) -> Any:
+    """The sum over these examples that is differentiated, with what else `call(*args)` returns."""
+    returned = call(*args)
     return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
 
 

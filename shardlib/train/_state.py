@@ -14,7 +14,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
 from shardlib._annotate import say
-from shardlib._flax import Definition, Names, building, take_apart
+from shardlib._flax import (
+    Brought,
+    Definition,
+    Names,
+    brought_along,
+    building,
+    completed,
+    is_nnx_state,
+    named_variables,
+    take_apart,
+    with_values,
+)
 from shardlib._placement import Placement, by_names, like_parameters, place
 from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY, is_key
@@ -40,15 +51,22 @@ class Layout:
     strategy: Strategy
     names: tuple[tuple[str, Names], ...]
     relations: tuple[tuple[str, Relation], ...] = ()
+    brought: AxisRules = field(default_factory=AxisRules)
+    """Rules that parameters bring along, beside the strategy's."""
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.definition, self.optimizer, self.strategy, self.names, self.relations))
+        return hash((self.definition, self.optimizer, self.strategy, self.names, self.relations, self.brought))
+
+    @cached_property
+    def rules(self) -> AxisRules:
+        """What the names of parameters come to."""
+        return self.strategy.rules | self.brought
 
     @property
     def named(self) -> Placement:
         """How names lay out what has them."""
-        return by_names(dict(self.names), self.strategy.rules, self.strategy.device_mesh.shape)
+        return by_names(dict(self.names), self.rules, self.strategy.device_mesh.shape)
 
     def splits(self, params: Any) -> dict[str, Split]:
         """How each parameter lies by its names, split further by ZeRO; by its path."""
@@ -187,7 +205,12 @@ def init(
 
     def build() -> tuple[Any, ...]:
         with building():
-            parts, names = take_apart(check.called("init", "make_model", make_model), trainable)
+            model = check.called("init", "make_model", make_model)
+            parts, names = take_apart(model, trainable)
+            if "names" not in found:  # `completed` may trace the model once more; once is enough
+                shapes = {path: x.shape for tree in (parts.params, parts.rest) for path, x in named_leaves(tree)}
+                found.update(names=completed(make_model, model, names, shapes), brought=brought_along(model))
+            names = found["names"]
         check_layers(strategy, names, dict(named_leaves(parts.params)))
         parts = parts._replace(params=place_layers(strategy, parts.params, names))
         params, frozen = _frozen_apart(parts.params, strategy.frozen)
@@ -200,11 +223,12 @@ def init(
             )
         if optimizer is not None:
             _check_dtypes(params)
-        found.update(definition=parts.definition, names=names)
+        found.update(definition=parts.definition)
         opt_state = optimizer.init(params) if optimizer is not None else ()
         key = jax.random.key(seed, impl=THREEFRY if strategy.draws == "same" else None)
         count = jnp.int32(0)
-        layout = Layout(parts.definition, optimizer, strategy, tuple(sorted(names.items())))
+        brought = _brought_rules(found["brought"], names, strategy.rules, mesh)
+        layout = Layout(parts.definition, optimizer, strategy, tuple(sorted(names.items())), brought=brought)
         errors = {} if optimizer is None else layout.no_errors(params)
         return strong((count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count))
 
@@ -212,21 +236,26 @@ def init(
         shapes = jax.eval_shape(build)
         _, params, frozen, opt_state, _, _, rest, *_ = shapes
         names = found["names"]
+        brought = _brought_rules(found["brought"], names, strategy.rules, mesh)
+        rules = strategy.rules | brought
         parameters = united(params, frozen)
-        _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, strategy.rules)
+        _check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, rules)
         check_patterns("Precision(keep=...)", strategy.dtypes.keep, [path for path, _ in named_leaves(parameters)])
         relations = relate(optimizer.init, params) if optimizer is not None else {}
         if optimizer is not None and strategy.exchange.axes:
             _check_exchange(
-                strategy.exchange, Layout(found["definition"], optimizer, strategy, tuple(names.items())), params
+                strategy.exchange,
+                Layout(found["definition"], optimizer, strategy, tuple(names.items()), brought=brought),
+                params,
             )
         layout = Layout(
-            found["definition"], optimizer, strategy, tuple(sorted(names.items())), tuple(sorted(relations.items()))
-        )
+            found["definition"], optimizer, strategy, tuple(sorted(names.items())), tuple(sorted(relations.items())),
+            brought,
+        )  # fmt: skip
         _check_relations(relations, dict(named_leaves(opt_state)), strategy)
         check_state(strategy, names, relations, dict(named_leaves(opt_state)))
         for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
-            say(_remarks(path, leaf, names.get(path), strategy.rules, mesh.shape))
+            say(_remarks(path, leaf, names.get(path), rules, mesh.shape))
         _check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy)
         _check_layers(strategy, [path for path, _ in named_leaves(parameters)])
         _check_stacked(strategy, names)
@@ -246,8 +275,11 @@ def init(
 def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     """How every array of a model or a state lies on the mesh: a tree of `PartitionSpec`s.
 
-    Of a `State`, a state of specs. Of a model (an NNX module or any tree, real or from `jax.eval_shape`), the specs its
-    names come to under `rules` on `mesh`, in the structure of its parameters: to hand to a plain `jax.jit`.
+    Of a `State`, a state of specs. Of anything else, the specs that its names come to under `rules` on `mesh`:
+
+    - of an `nnx.State`, as `nnx.split` gives it, one of specs, to hand to `jax.device_put` or `jax.jit`, under the mesh;
+    - of an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in a dict or in the same tree;
+    - of a function that makes a model, likewise. That it is one matters where Flax's layers have fewer names than dims.
 
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
@@ -260,11 +292,68 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
         raise ValueError("`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` it needs neither.")
     check.kind("specs", "rules", rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
     check.kind("specs", "mesh", mesh, Mesh | AbstractMesh, "a mesh: `sl.make_mesh(...)`")
-    parts, names = take_apart(model)
-    _check_names(names, dict(named_leaves(parts.params)), rules)
-    for path, leaf in named_leaves(parts.params):
+    if is_nnx_state(model):
+        return _specs_of_nnx_state(model, rules, mesh)
+    found: dict[str, Any] = {}
+
+    def build() -> Any:
+        with building():
+            made = model() if is_function else model
+            parts, names = take_apart(made)
+            shapes = {path: leaf.shape for path, leaf in named_leaves(parts.params)}
+            names = completed(model, made, names, shapes) if is_function else names
+        found.update(names=names, brought=brought_along(made))
+        return parts.params
+
+    is_function = callable(model) and jax.tree_util.all_leaves([model])
+    params = jax.eval_shape(build) if is_function else build()
+    names = found["names"]
+    rules = rules | _brought_rules(found["brought"], names, rules, mesh)
+    _check_names(names, dict(named_leaves(params)), rules)
+    for path, leaf in named_leaves(params):
         say(_remarks(path, leaf, names.get(path), rules, mesh.shape))
-    return place(by_names(names, rules, mesh.shape), parts.params)
+    return place(by_names(names, rules, mesh.shape), params)
+
+
+def _specs_of_nnx_state(state: Any, rules: AxisRules, mesh: Any) -> Any:
+    names, leaves = named_variables(state)
+    rules = rules | _brought_rules(brought_along(state), names, rules, mesh)
+    _check_names(names, leaves, rules)
+    for path, leaf in leaves.items():
+        say(_remarks(path, leaf, names[path], rules, mesh.shape))
+    placement = by_names(names, rules, mesh.shape)
+    return with_values(state, {path: placement(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()})
+
+
+def _brought_rules(brought: dict[str, Brought], names: dict[str, Names], rules: AxisRules, mesh: Any) -> AxisRules:
+    """The rules that parameters bring along; and names that no rule knows, but the mesh: they are those axes, as in Flax."""
+    found: dict[str, Any] = {}
+    for path, own in brought.items():
+        if own.mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
+            raise ValueError(
+                f"`{path}` brings the mesh {dict(own.mesh.shape)} along, and is to lie on {dict(mesh.shape)}: leave its "
+                "`mesh` out, or make the strategy's the same."
+            )
+        of_dims = names.get(path) or ()
+        for name, axes in own.rules:
+            if name not in of_dims:
+                continue
+            others = list(rules[name]) if rules.says(name) else [found[name]] if name in found else [axes]
+            if others != [axes]:
+                whose = "the rules say" if rules.says(name) else "another parameter brings"
+                raise ValueError(
+                    f"`{path}` brings the rule `{name}={axes!r}` along (Flax's `sharding_rules`), and {whose} "
+                    f"`{name}={others[0] if len(others) == 1 else others!r}`: leave one of them out."
+                )
+            found[name] = axes
+    named: list[str] = []
+    for of_dims in names.values():
+        if isinstance(of_dims, tuple):
+            named.extend(name for name in of_dims if name is not None)
+    literal = {name: name for name in named if name in mesh.shape and name not in rules and name not in found}
+    own_rules = AxisRules({**found, **literal})
+    own_rules.check_mesh(mesh.shape)
+    return own_rules
 
 
 def state_specs(state: State) -> State:
@@ -445,9 +534,14 @@ def _check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRul
             continue
         shape = leaves[path].shape
         if len(of_dims) != len(shape):
+            why = (
+                'Layers stacked by `nnx.vmap` or `nnx.scan` need `transform_metadata={nnx.PARTITION_NAME: "layers"}` to name '
+                "the new dim. "
+            )
             raise ValueError(
-                f"`{path}` of shape {shape} has {len(shape)} dims and {len(of_dims)} names {of_dims}. Layers stacked by "
-                '`nnx.vmap` or `nnx.scan` need `transform_metadata={nnx.PARTITION_NAME: "layers"}` to name the new dim.'
+                f"`{path}` of shape {shape} has {len(shape)} dims and {len(of_dims)} names {of_dims}. "
+                + (why if len(of_dims) < len(shape) else "")
+                + f"Names that a layer gives are overridden by `sl.annotate(model, {{{path!r}: names}})`, with one for every dim."
             )
         for name in of_dims:
             if name is not None and name not in rules:

@@ -34,6 +34,7 @@ from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import inverse
 from shardlib.optimizers._local import Local
+from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
 from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
@@ -284,9 +285,8 @@ class Step:
             keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count, by_mesh=by_mesh)
             return keys(streams), keys(rest), keys(key), examples
 
-        call = partial(call_loss, self.loss_fn, layout)
-        total = partial(forward, self.loss_fn, layout)
-        total = with_partitionable_lookups(total, united(trained, fixed), self.strategy)
+        call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
+        total = with_partitionable_lookups(partial(forward, call), united(trained, fixed), self.strategy)
         first_of_each = jax.tree.map(lambda x: x[0], scanned)
         check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy, dict(layout.names))
         total = with_wide_rows(total)
