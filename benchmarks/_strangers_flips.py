@@ -140,7 +140,7 @@ def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
 
 
 def records(lines: list[str]) -> list[Any]:
-    """Records as they were read, without notes and without speeds, which are others each time; a line that is none as text."""
+    """Records as they were read, without notes, speeds and checksums of these, which are others each time; other lines as text."""
     found: list[Any] = []
     for line in lines:
         try:
@@ -149,7 +149,8 @@ def records(lines: list[str]) -> list[Any]:
             found.append(line)
             continue
         if "note" not in record:
-            found.append({name: value for name, value in record.items() if not name.endswith(("_per_second", "_left"))})
+            others = ("_per_second", "_left", "crc32")
+            found.append({name: value for name, value in record.items() if not name.endswith(others)})
     return found
 
 

@@ -63,7 +63,7 @@ def finished(process, code=0):
 
 def metrics(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    told = ({n: v for n, v in line.items() if not n.endswith(("_per_second", "_left"))} for line in lines)
+    told = ({n: v for n, v in line.items() if not n.endswith(("_per_second", "_left", "crc32"))} for line in lines)
     return [line for line in told if "note" not in line]
 
 

@@ -18,7 +18,7 @@ from shardlib.train._state import Layout
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 
 
-OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note")
+OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note", "crc32")
 """Names of what a step returns beside the metrics of a loss, and of what the records of a run have beside these."""
 
 

@@ -4,7 +4,9 @@ in words. A sink is anything that may be called with one.
 
 import json
 import os
+import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
@@ -20,15 +22,16 @@ class JsonLines:
     """A file with one line of JSON per record.
 
     A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again is
-    dropped. So is a line that is no record, half written on a full disk say, and that is said on standard error.
+    dropped. So is a line that was damaged, such as one half written on a full disk, and that is said on standard error. To
+    tell these, each line ends with a checksum of what precedes it, `crc32`.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step in (10, 20, 20):  # the last is of an attempt that was resumed from step 10
     ...         JsonLines(f"{folder}/metrics.jsonl")({"step": step, "loss": 1.5})
     ...     print(pathlib.Path(folder, "metrics.jsonl").read_text(), end="")
-    {"step": 10, "loss": 1.5}
-    {"step": 20, "loss": 1.5}
+    {"step": 10, "loss": 1.5, "crc32": "17f64683"}
+    {"step": 20, "loss": 1.5, "crc32": "3e3ef271"}
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,12 +41,14 @@ class JsonLines:
     def __call__(self, record: Record) -> None:
         """Add a line."""
         _check_record("JsonLines", record)
+        if "crc32" in record:
+            raise check.refusal("JsonLines", "record", record, "a record without `crc32`, which the sink adds itself")
         if not self._opened:
             self._begin(_first_anew(record))
             self._opened = True
-        line = json.dumps({name: _plain(value) for name, value in record.items()}) + "\n"
+        line = json.dumps({name: _plain(value) for name, value in record.items()})
         with self.path.open("ab") as file:
-            file.write((b"\n" if self._half() else b"") + line.encode())
+            file.write((b"\n" if self._half() else b"") + _with_checksum(line.encode()) + b"\n")
 
     def _half(self) -> bool:
         """Whether the last record was written in part, without the end of its line."""
@@ -63,6 +68,12 @@ class JsonLines:
             if found is None:
                 self._say(number, line, "is no record, and is left out")
                 continue
+            checked = _matches_checksum(line)
+            if checked is None:
+                self._say(number, line, "has no checksum: another program wrote it, or it was damaged")
+            elif not checked:
+                self._say(number, line, "does not match its checksum, hence was damaged, and is left out")
+                continue
             if found < before:
                 self._say(number, line, f"is of a step before that of the record above it, {before}")
             before = found
@@ -75,6 +86,21 @@ class JsonLines:
     def _say(self, number: int, line: bytes, what: str) -> None:
         shown = line[:60].decode(errors="replace")
         sys.stderr.write(f"shardlib: line {number} of {self.path} {what}: {shown}\n")
+
+
+_CHECKSUM = re.compile(rb'(?P<record>.*), "crc32": "(?P<checksum>[0-9a-f]{8})"}')
+
+
+def _with_checksum(line: bytes) -> bytes:
+    return line[:-1] + b', "crc32": "%08x"}' % zlib.crc32(line)
+
+
+def _matches_checksum(line: bytes) -> bool | None:
+    """Whether a line is as it was written; None of a line without a checksum."""
+    found = _CHECKSUM.fullmatch(line)
+    if found is None:
+        return None
+    return zlib.crc32(found["record"] + b"}") == int(found["checksum"], 16)
 
 
 def _step_of(line: bytes) -> int | None:
