@@ -140,7 +140,7 @@ def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
 
 
 def records(lines: list[str]) -> list[Any]:
-    """Records as they were read, without notes, speeds and checksums of these, which are others each time; other lines as text."""
+    """Records as they were read, without notes, speeds and checksums, which are others each time; other lines as text."""
     found: list[Any] = []
     for line in lines:
         try:
