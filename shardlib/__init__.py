@@ -59,14 +59,14 @@ from shardlib.train._describe import Description as Description
 from shardlib.train._describe import describe as describe
 from shardlib.train._evaluate import Evaluation as Evaluation
 from shardlib.train._evaluate import evaluation as evaluation
+from shardlib.train._init import init as init
+from shardlib.train._init import specs as specs
 from shardlib.train._loop import Loop as Loop
 from shardlib.train._loop import fit as fit
 from shardlib.train._sinks import JsonLines as JsonLines
 from shardlib.train._sinks import Progress as Progress
 from shardlib.train._sinks import TensorBoard as TensorBoard
 from shardlib.train._state import State as State
-from shardlib.train._state import init as init
-from shardlib.train._state import specs as specs
 from shardlib.train._step import Step as Step
 from shardlib.train._step import train_step as train_step
 from shardlib.train._strategy import Strategy as Strategy

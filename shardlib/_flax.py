@@ -144,7 +144,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
         return ModelParts(Definition(graph, trainable), params, streams, rest), names
     _refuse_modules_in_trees(model)
     found = named_leaves(model, is_leaf=_is_box)
-    names = _completed(found)
+    names = _complete_names_of_boxes(found)
     if len(names) < len(found):
         twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
         raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
@@ -176,26 +176,26 @@ def _filter(trainable: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a parameter brings along beside the names of its dims: rules of its own, and a mesh."""
+class FlaxMetadata:
+    """What a variable of Flax may have beside the names of its dims: rules of its own, and a mesh."""
 
     rules: Pairs = ()
     mesh: Any = None
 
 
-def brought_along(model: Any) -> dict[str, Brought]:
-    """What parameters bring along, Flax's `sharding_rules` and `mesh`, by path."""
-    found: dict[str, Brought] = {}
+def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
+    """The `sharding_rules` and meshes of variables, by path; variables without either are left out."""
+    found: dict[str, FlaxMetadata] = {}
     of_nnx = _is_nnx(model) or is_nnx_state(model)
     for path, leaf in _nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
         if isinstance(leaf, meta.Partitioned):
-            found[path] = Brought(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
+            found[path] = FlaxMetadata(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
             continue
         metadata = _metadata_of(leaf)
         sharding = _sharding_of(metadata)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else metadata.get("mesh")
-        found[path] = Brought(_hashable_pairs(metadata.get("sharding_rules")), mesh)
-    return {path: one for path, one in found.items() if one != Brought()}
+        found[path] = FlaxMetadata(_hashable_pairs(metadata.get("sharding_rules")), mesh)
+    return {path: metadata for path, metadata in found.items() if metadata != FlaxMetadata()}
 
 
 def is_nnx_state(model: Any) -> bool:
@@ -213,10 +213,10 @@ def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]
 def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     """The same state with other values, by path."""
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, one.replace(values["/".join(map(str, path))])) for path, one in flat])
+    return nnx.from_flat_state([(path, variable.replace(values["/".join(map(str, path))])) for path, variable in flat])
 
 
-def completed(
+def complete_names(
     make_model: Callable[[], Any], model: Any, names: dict[str, Names], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Names]:
     """Complete the names of NNX variables that have fewer names than dims: to Flax, the dims that follow are whole.
@@ -229,7 +229,7 @@ def completed(
         return names
     names = {p: _padded(n, shapes[p]) if p in short and not any(n or ()) else n for p, n in names.items()}
     short = [path for path in short if _is_short(names[path], shapes[path])]
-    entries = _entries_as_made(make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)})
+    entries = _names_when_made(make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)})
     done = dict(names)
     for path in short:
         full = _padded(names[path], shapes[path])
@@ -241,7 +241,7 @@ def completed(
     return done
 
 
-def _entries_as_made(
+def _names_when_made(
     make_model: Callable[[], Any], paths: list[str], names: Mapping[str, tuple[str | None, ...]]
 ) -> dict[str, list[Any]]:
     """By path, the name that each dim of a variable had when it was made; a dim that it has got since has none.
@@ -398,7 +398,7 @@ def _padded(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return (*of_dims, *[None] * (len(shape) - len(of_dims)))
 
 
-def _completed(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
+def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
     """The names of Linen's boxes, made as many as dims: to Flax, the dims that follow are whole.
 
     Flax's own transforms keep the names of its boxes in line with dims, or refuse. Two things do not, and what they leave short

@@ -353,32 +353,34 @@ OWN = (("ffn", "model"),)
 @pytest.mark.parametrize(
     "make", [linear_with(("embed", "ffn"), sharding_rules=OWN), linen_with(("embed", "ffn"), rules=OWN)]
 )
-def test_rules_that_a_variable_brings_along_are_kept_or_refused(make):
+def test_rules_of_a_variables_own_are_kept_or_refused(make):
     assert params_specs(make)["kernel"] == P(None, "model")
     same = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn="model"))
     assert params_specs(make, same)["kernel"] == P(None, "model")
     for other in (None, ["model", None]):
         another = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn=other))
-        with pytest.raises(ValueError, match="`kernel` brings the rule `ffn='model'` along .*rules say `ffn="):
+        with pytest.raises(ValueError, match="`kernel` has a rule of its own, `ffn='model'` .*rules say `ffn="):
             params_specs(make, another)
 
 
-def test_rules_brought_along_that_disagree_or_name_no_axis_are_refused():
+def test_rules_of_variables_that_disagree_or_name_no_axis_are_refused():
     make = lambda *own: nnx.Sequential(
         *(linear_with(("embed", "ffn"), sharding_rules=(("ffn", axis),))() for axis in own)
     )
-    with pytest.raises(ValueError, match="`layers/1/kernel` brings the rule `ffn=None` .*another parameter brings"):
+    with pytest.raises(
+        ValueError, match="`layers/1/kernel` has a rule of its own, `ffn=None` .*another variable is `ffn='model'`"
+    ):
         params_specs(lambda: make("model", None))
     with pytest.raises(ValueError, match="rule for `ffn` uses the mesh axis `nosuch`; the mesh has"):
         params_specs(lambda: make("nosuch"))
 
 
-def test_a_mesh_that_a_variable_brings_along_is_the_strategys():
+def test_the_mesh_of_a_variable_is_the_strategys():
     """google/flax#5105: variables of several meshes."""
     mesh, other = STRATEGY.device_mesh, sl.make_mesh("data=4,model=2")
     assert params_specs(linear_with((None, "model"), mesh=mesh))["kernel"] == P(None, "model")
     with pytest.raises(
-        ValueError, match="`kernel` brings the mesh .*'model': 2.* along, and is to lie on .*'model': 4"
+        ValueError, match="`kernel` was made for the mesh .*'model': 2.* and is to be laid out on .*'model': 4"
     ):
         params_specs(linear_with((None, "model"), mesh=other))
     sharding = jax.sharding.NamedSharding(mesh, P(None, "model"))

@@ -69,6 +69,8 @@ ORDER = [
             "_batches",
             "_order",
             "_state",
+            "_init_checks",
+            "_init",
             "_errors",
             "_describe",
             "_varying",

@@ -37,11 +37,12 @@ from shardlib.optimizers._local import Local
 from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
+from shardlib.train._init_checks import check_sender
 from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
 from shardlib.train._loss_checks import check_loss
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
-from shardlib.train._state import Layout, State, check_sender, state_specs, strong, united
+from shardlib.train._state import Layout, State, state_specs, strong, united
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import Weights, uses, with_partitionable_lookups
 
