@@ -74,5 +74,13 @@ def test_a_part_of_a_parameter_is_not_taken_for_the_whole():
     whole = sl.Strategy(mesh="data=4,model=2", rules=rules | sl.AxisRules(experts=None), zero=sl.Zero(3, small=0))
     _, metrics = sl.train_step(loss, whole)(sl.init(make, optax.sgd(0.1), whole), numbers)
     np.testing.assert_allclose(metrics["loss"], np.mean(np.arange(16.0) ** 2))
+    one_each = sl.Strategy(mesh="data=8", rules=rules)  # where each device has exactly one element along that dim
+    with pytest.raises(ValueError, match=r"shape \(1, 2\).*own part alone.*`Strategy\(manual=\('data',\)\)`"):
+        sl.train_step(loss, one_each)(sl.init(make, optax.sgd(0.1), one_each), numbers)
+    meant = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
+    _, metrics = sl.train_step(lambda model, chosen, key: jnp.mean(model["e"] ** 2), meant)(
+        sl.init(make, optax.sgd(0.1), meant), numbers
+    )
+    np.testing.assert_allclose(metrics["loss"], np.mean(np.arange(16.0) ** 2))
     alone = sl.Strategy(mesh="data=1,model=8", rules=rules)
     sl.train_step(loss, alone)(sl.init(make, optax.sgd(0.1), alone), numbers)

@@ -1,18 +1,17 @@
 """What is looked for in a loss before it is compiled: what a step cannot do right, and what was not meant."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from shardlib._annotate import say
 from shardlib._batch import Mean
 from shardlib._jaxpr import REMATS, every_equation
 from shardlib._random import describe_raw_keys, raw_keys
-from shardlib._rules import EXPERTS, as_tuple, spec_axes
+from shardlib._rules import EXPERTS, spec_axes
 from shardlib._tree import named_leaves
 from shardlib.train._coupled import describe_coupled, facts
 from shardlib.train._examples import CONSTANT, with_examples
@@ -31,7 +30,6 @@ def check_loss(
     rest: Any,
     scanned: Any,
     strategy: Strategy,
-    names: Mapping[str, Any],
 ) -> None:
     """Trace the loss once and look for what a step cannot do right, or what was not meant.
 
@@ -45,10 +43,8 @@ def check_loss(
     split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
     uses = jax.tree.leaves((trained, fixed))
-    # Who gives a parameter a spec of mesh axes means its parts, and who has one for each device; a rule for a name may have
-    # been meant for a layer of experts.
-    by_rule = [use for use in uses if not isinstance(names.get(use.path), PartitionSpec)]
-    in_parts = [use for use in by_rule if _is_part(use, split_axes)]
+    # `experts` is the one name that may be split over these axes unless `manual` says that parts are meant, see `init`.
+    in_parts = [use for use in uses if strategy.manual is None and _is_split(use, split_axes)]
     if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
         return
 
@@ -62,7 +58,7 @@ def check_loss(
         _check_marked(jaxpr)
     others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
     if in_parts and not sends_between(jaxpr, split_axes):
-        raise ValueError(_describe_part(in_parts[0], split_axes))
+        raise ValueError(_describe_part(in_parts[0], split_axes, strategy))
     if axes and state:
         own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
         found = varying_outputs(jaxpr, own + [False] * others[0] + [True] * others[1], axes)
@@ -87,23 +83,19 @@ def check_loss(
                 break  # what else there is has the same cause, more often than not
 
 
-def _is_part(use: Any, split_axes: Sequence[str]) -> bool:
-    """Whether a device has several of a parameter's elements along a dim that is split over these axes, and not all."""
-    return any(
-        size > 1 and not set(as_tuple(entry)).isdisjoint(split_axes)
-        for size, entry in zip(use.whole.shape, use.named, strict=False)
-    )
+def _is_split(use: Any, axes: Sequence[str]) -> bool:
+    return not set(spec_axes(use.named)).isdisjoint(axes)
 
 
-def _describe_part(use: Any, split_axes: Sequence[str]) -> str:
+def _describe_part(use: Any, split_axes: Sequence[str], strategy: Strategy) -> str:
     """The error for a parameter of which the loss would see each device's own part, and take it for the whole."""
     axes = ", ".join(f"`{axis}`" for axis in spec_axes(use.named) if axis in split_axes)
     return (
         f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over which each device has its own "
         f"part: the loss would see an array of shape {use.whole.shape}, and sends nothing along that axis to the other parts. "
         f"Use it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | sl.AxisRules({EXPERTS}=None)`, and "
-        "split it by ZeRO, `zero=3`; or if its parts are meant, give it a spec of mesh axes in place of names, "
-        "`sl.annotate(model, {path: PartitionSpec(...)})`."
+        "split it by ZeRO, `zero=3`; or if each device is meant to use its own part alone, say so: "
+        f"`Strategy(manual={strategy.data_axes})`."
     )
 
 

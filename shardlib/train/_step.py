@@ -289,7 +289,7 @@ class Step:
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
         total = with_partitionable_lookups(partial(forward, call), united(trained, fixed), self.strategy)
         first_of_each = jax.tree.map(lambda x: x[0], scanned)
-        check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy, dict(layout.names))
+        check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy)
         total = with_wide_rows(total)
         if self.strategy.pipeline is not None:
 
