@@ -46,10 +46,14 @@ from shardlib.data import (
     prepare,
 )
 from shardlib.data import _blocks as blocks_room
+from shardlib.data import _build as build_room
 from shardlib.data import _claim as claim_room
-from shardlib.data import _files as files_room
+from shardlib.data import _documents as documents_room
 from shardlib.data import _store as store_room
-from shardlib.data._files import Reading, find_files, read_documents
+from shardlib.data import _tokens as tokens_room
+from shardlib.data._corpus import Reading
+from shardlib.data._documents import read_documents
+from shardlib.data._files import find_files
 from shardlib.data._tokenizer import learn_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +111,7 @@ def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
     path = tmp_path / "stories.txt"
     path.write_text("\n" + "\n<|endoftext|>\n".join(["one\nline", "", *TEXTS[:2]]) + "\n<|endoftext|>\n")
     for block in (1, 7, 1 << 20):  # a separator may lie across two blocks
-        monkeypatch.setattr("shardlib.data._files._BLOCK", block)
+        monkeypatch.setattr("shardlib.data._documents._BLOCK", block)
         documents, reading = read(path, separator="<|endoftext|>")
         assert documents == ["one\nline", *TEXTS[:2]] and reading.empty == 1
     marked = tmp_path / "marked.txt"
@@ -401,11 +405,11 @@ def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
     path.write_bytes(jsonl(texts))
     assert (prepare(corpus, tmp_path).folder / "tokenizer.json").read_bytes() == file.read_bytes()
     # Of a corpus that is larger than what is learned from, it is a sample.
-    monkeypatch.setattr(store_room, "_LEARN_BYTES", 10_000)
+    monkeypatch.setattr(build_room, "_LEARN_BYTES", 10_000)
     os.utime(path, ns=(1, 1))
     sampled = prepare(corpus, tmp_path)
     assert 9_000 < sampled.learned_bytes <= 10_000 and sampled.learned_documents < train.documents
-    assert [text.decode() in texts for text in store_room._sample(corpus, find_files(corpus))] == [True] * (
+    assert [text.decode() in texts for text in build_room._sample(corpus, find_files(corpus))] == [True] * (
         sampled.learned_documents
     )
 
@@ -433,8 +437,8 @@ def lines(tmp_path):
 @pytest.fixture
 def builds(monkeypatch):
     """How often a store was built."""
-    counted, build = [], store_room._build
-    monkeypatch.setattr(store_room, "_build", lambda *args: (counted.append(1), build(*args)))
+    counted, build = [], store_room.build
+    monkeypatch.setattr(store_room, "build", lambda *args: (counted.append(1), build(*args)))
     return counted
 
 
@@ -538,7 +542,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
     def full(file, array):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store_room, "_write", full)
+    monkeypatch.setattr(build_room, "_write", full)
     with pytest.raises(OSError, match=r"The disk of .*cache` is full; nothing is left.*2 bytes each"):
         prepare(Corpus(lines), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -552,8 +556,8 @@ def test_folders_that_cannot_be_made(tmp_path, lines):
 
 
 def test_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
-    write = store_room._write
-    monkeypatch.setattr(store_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1))))
+    write = build_room._write
+    monkeypatch.setattr(build_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1))))
     with pytest.raises(ValueError, match="lines.jsonl` changed while it was read"):
         prepare(Corpus(lines), tmp_path / "cache")
 
@@ -570,14 +574,14 @@ from shardlib.data import Corpus, prepare
 from shardlib import _lock
 from shardlib.data import _store
 _lock.BEAT_SECONDS = 0.1
-build = _store._build
+build = _store.build
 def slow(*args):
     build(*args)
     open(sys.argv[3], "a").write("built ")
     while os.path.getsize(sys.argv[3] + ".begun") < int(sys.argv[4]):
         time.sleep(0.05)
     time.sleep(5)  # in which the others come to wait
-_store._build = slow
+_store.build = slow
 open(sys.argv[3] + ".begun", "a").write(".")
 print(prepare(Corpus(sys.argv[1]), sys.argv[2]).train.fingerprint)
 """
@@ -642,7 +646,7 @@ def test_a_builder_on_another_machine_that_is_silent(tmp_path, lines, capsys, mo
 
 def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
     """It was taken for dead: the other's store stands, and both are given it."""
-    corpus, build, nested = Corpus(lines), store_room._build, []
+    corpus, build, nested = Corpus(lines), store_room.build, []
 
     def overtaken(corpus, sources, scratch):
         build(corpus, sources, scratch)
@@ -651,7 +655,7 @@ def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
             scratch.with_suffix("").with_suffix(".lock").unlink()
             nested.append(prepare(corpus, tmp_path / "cache"))
 
-    monkeypatch.setattr(store_room, "_build", overtaken)
+    monkeypatch.setattr(store_room, "build", overtaken)
     prepared = prepare(corpus, tmp_path / "cache")
     assert prepared.folder == nested[1].folder and prepared.train.fingerprint == nested[1].train.fingerprint
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [prepared.folder.name]
@@ -894,7 +898,7 @@ def test_packages_are_loaded_where_they_are_needed():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks so small that a small store has many."""
-    for room in (blocks_room, store_room):
+    for room in (blocks_room, build_room, store_room):
         monkeypatch.setattr(room, "BLOCK_BYTES", 512)
 
 
@@ -1081,10 +1085,8 @@ def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(tmp_path
         _ = prepared.tokenizer
     other = prepare(prepared.corpus, tmp_path / "cache")
     assert other.folder != prepared.folder and other.tokenizer.vocab == 300
-    build = store_room._build
-    monkeypatch.setattr(
-        store_room, "_build", lambda *args: (file.write_bytes(bpe.read_bytes() + b"\n\n"), build(*args))
-    )
+    build = store_room.build
+    monkeypatch.setattr(store_room, "build", lambda *args: (file.write_bytes(bpe.read_bytes() + b"\n\n"), build(*args)))
     with pytest.raises(ValueError, match=r"tokenizer.json` changed while it was used"):
         prepare(dataclasses.replace(prepared.corpus, held_out=0.5), tmp_path / "cache")
 
@@ -1145,8 +1147,8 @@ def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
 
 
 def test_a_tokenizer_that_contradicts_itself_makes_no_store(tmp_path, lines, bpe, monkeypatch):
-    made = store_room.make_tokenizer
-    monkeypatch.setattr(store_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100))
+    made = tokens_room.make_tokenizer
+    monkeypatch.setattr(tokens_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100))
     with pytest.raises(ValueError, match=r"gave the id \d+, and its vocabulary has 100 tokens"):
         prepare(Corpus(lines, tokenizer=bpe), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -1443,8 +1445,8 @@ def test_a_file_that_grows_as_it_is_read_has_an_end(tmp_path, suffix):
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_documents_are_bounded(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(files_room, "_DOCUMENT_BYTES", 100)
-    monkeypatch.setattr(files_room, "_BLOCK", block)
+    monkeypatch.setattr(documents_room, "_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(documents_room, "_BLOCK", block)
     long = "y" * 300
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", long, "b"]) + long.encode())
     (tmp_path / "b.txt").write_text(f"a\n--\n{long}\n{long}\n--\nb\nc\n--\n{long}")

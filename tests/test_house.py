@@ -27,8 +27,9 @@ ORDER = [
         "_traffic",
         "_moved",
     ),
-    *(f"data.{name}" for name in ("_packages", "_checks", "_blocks", "_tokenizer", "_files")),
-    *(f"data.{name}" for name in ("_progress", "_claim", "_store", "_sequences")),
+    *(f"data.{name}" for name in ("_packages", "_checks", "_blocks", "_tokenizer", "_corpus")),
+    *(f"data.{name}" for name in ("_documents", "_files", "_tokens", "_seals")),
+    *(f"data.{name}" for name in ("_progress", "_claim", "_build", "_store", "_sequences")),
     "data",
     *(
         "_rules",
@@ -57,7 +58,10 @@ ORDER = [
     *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
     *("collectives", "_zero"),
     *("optimizers._each", "optimizers._local", "optimizers._onebit_adam", "optimizers"),
-    *(f"pipeline.{name}" for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedules")),
+    *(
+        f"pipeline.{name}"
+        for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedule", "_schedules")
+    ),
     *(f"pipeline.{name}" for name in ("_program", "_loop", "_cut", "_layer", "_execute", "_draw", "_command")),
     "pipeline",
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
@@ -85,7 +89,8 @@ ORDER = [
             "_step",
         )
     ),
-    *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint", "_sinks", "_speed", "_loop")),
+    *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint_failures")),
+    *(f"train.{name}" for name in ("_checkpoint", "_sinks", "_speed", "_loop")),
     "train",
     *(
         f"planning.{name}"

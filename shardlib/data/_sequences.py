@@ -18,7 +18,7 @@ import numpy as np
 from shardlib.data._blocks import windows
 from shardlib.data._checks import shown, whole_number, whole_numbers
 from shardlib.data._packages import package
-from shardlib.data._store import Tokens
+from shardlib.data._tokens import Tokens
 
 _ENDLESS = 1 << 62
 _ROUNDS = 4  # of the shuffle, as grain's own datasets have it

@@ -2,6 +2,7 @@
 
 from shardlib.pipeline._draw import svg as svg
 from shardlib.pipeline._draw import text as text
+from shardlib.pipeline._schedule import Schedule as Schedule
 from shardlib.pipeline._schedules import SCHEDULES as SCHEDULES
 from shardlib.pipeline._schedules import ZBH1 as ZBH1
 from shardlib.pipeline._schedules import ZBH2 as ZBH2
@@ -11,7 +12,6 @@ from shardlib.pipeline._schedules import Eager1F1B as Eager1F1B
 from shardlib.pipeline._schedules import GPipe as GPipe
 from shardlib.pipeline._schedules import Interleaved as Interleaved
 from shardlib.pipeline._schedules import OneFOneB as OneFOneB
-from shardlib.pipeline._schedules import Schedule as Schedule
 from shardlib.pipeline._schedules import VHalf as VHalf
 from shardlib.pipeline._schedules import VMin as VMin
 from shardlib.pipeline._schedules import ZeroBubble as ZeroBubble

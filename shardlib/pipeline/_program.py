@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardlib.pipeline._schedules import Schedule
+from shardlib.pipeline._schedule import Schedule
 from shardlib.pipeline._simulate import Ticks, pack
 from shardlib.pipeline._table import KINDS, Op, Table
 

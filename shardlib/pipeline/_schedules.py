@@ -3,46 +3,27 @@
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from shardlib import _arguments as check
 from shardlib.pipeline._rounds import rounds
+from shardlib.pipeline._schedule import (
+    MOST_PASSES,
+    Schedule,
+    check_costs,
+    check_schedule,
+    checked_stages,
+    equal_cost,
+    require_for_formula,
+    single_costs,
+    total_cost,
+)
 from shardlib.pipeline._search import search
 from shardlib.pipeline._simulate import UNIT, Costs
 from shardlib.pipeline._table import Kind, Op, Table
 from shardlib.pipeline._weave import weave
-
-
-class Schedule(Protocol):
-    """A rule that makes a table; implementations are frozen dataclasses."""
-
-    @property
-    def stages(self) -> int:
-        """Stages, S."""
-        ...
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches, M."""
-        ...
-
-    @property
-    def paired(self) -> bool:
-        """Whether a tick takes a forward and a backward pass."""
-        ...
-
-    def table(self) -> Table:
-        """What each stage does."""
-        ...
-
-
-MOST_STAGES = 256
-"""The most stages that a schedule is made for: more than any pipeline has."""
-
-MOST_PASSES = 2**16
-"""Of microbatches through parts, the most that a table is made of: it has two or three entries for each."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +35,7 @@ class _Plain:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
-
-
-def _check(
-    schedule: Any, least: int = 1, multiple: int = 1, why: str = "", parts: int = 1, most: int = MOST_PASSES
-) -> None:
-    """Refuse numbers of stages and microbatches that a schedule does not take."""
-    kind = type(schedule).__name__
-    stages = _stages(schedule)
-    count = check.whole(
-        kind, "microbatches", schedule.microbatches, "a number of microbatches", least=1, most=MOST_PASSES
-    )
-    if count < least or count % multiple:
-        of = f", a multiple of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}.")
-    if stages * parts * count > most:
-        raise ValueError(
-            f"`{kind}(stages={stages}, microbatches={count})` has {stages * parts * count:,} passes of each kind, and a table "
-            f"at most {most:,}: use fewer microbatches, or fewer stages."
-        )
-    check.assign(schedule, stages=stages, microbatches=count, paired=check.boolean(kind, "paired", schedule.paired))
-
-
-def _stages(schedule: Any) -> int:
-    return check.whole(
-        type(schedule).__name__, "stages", schedule.stages, "a number of stages", least=1, most=MOST_STAGES
-    )
-
-
-def _check_costs(schedule: Any) -> None:
-    takes = "`sl.pipeline.Costs`, such as `Costs(forward=1, backward=2)`"
-    check.kind(type(schedule).__name__, "costs", schedule.costs, Costs, takes)
+        check_schedule(self)
 
 
 def _in_turn(
@@ -126,7 +76,7 @@ class GPipe(_Plain):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
-        return (self.stages - 1) * _whole(costs)
+        return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
         """M at each stage."""
@@ -147,7 +97,7 @@ class OneFOneB(_Plain):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
-        return (self.stages - 1) * _whole(costs)
+        return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
         """S - s."""
@@ -173,7 +123,7 @@ class Eager1F1B(_Plain):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
-        return (self.stages - 1) * _whole(costs)
+        return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
         """2 (S - s) - 1."""
@@ -190,8 +140,10 @@ class ZBH1(_Plain):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - W), when M is at least S, and F at least W."""
-        forward, backward, weights = _three(costs)
-        _hold(weights <= forward and self.microbatches >= self.stages, "W at most F, and M at least S", costs)
+        forward, backward, weights = single_costs(costs)
+        require_for_formula(
+            weights <= forward and self.microbatches >= self.stages, "W at most F, and M at least S", costs
+        )
         return (self.stages - 1) * (forward + backward - weights)
 
     def live(self, stage: int) -> float:
@@ -209,10 +161,10 @@ class ZBH2(_Plain):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2 W."""
-        forward, backward, weights = _three(costs)
+        forward, backward, weights = single_costs(costs)
         enough = self.microbatches >= 2 * self.stages - 1
         in_order = weights <= forward and 2 * weights <= forward + backward
-        _hold(enough and in_order, "W at most F, 2 W at most F + B, and M at least 2 S - 1", costs)
+        require_for_formula(enough and in_order, "W at most F, 2 W at most F + B, and M at least 2 S - 1", costs)
         return (self.stages - 1) * (forward + backward - 2 * weights)
 
     def live(self, stage: int) -> float:
@@ -234,8 +186,10 @@ class Interleaved:
             "Interleaved", "chunks", self.chunks, "a number of parts on each stage", least=1, most=MOST_PASSES
         )
         check.assign(self, chunks=chunks)
-        stages = _stages(self)
-        _check(self, stages, stages, ": its microbatches go in groups as many as there are stages", parts=chunks)
+        stages = checked_stages(self)
+        check_schedule(
+            self, stages, stages, ": its microbatches go in groups as many as there are stages", parts=chunks
+        )
 
     def table(self) -> Table:
         """What each stage does."""
@@ -251,7 +205,7 @@ class Interleaved:
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W) / chunks."""
-        return (self.stages - 1) * _whole(costs) / self.chunks
+        return (self.stages - 1) * total_cost(costs) / self.chunks
 
     def live(self, stage: int) -> float:
         """(2 (S - s - 1) + (chunks - 1) S + 1) / chunks."""
@@ -275,7 +229,7 @@ class _V:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, parts=2)
+        check_schedule(self, parts=2)
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
         """When the passes of a microbatch start: forward on the way there, and back; backward on the way there, and back."""
@@ -307,7 +261,7 @@ class VMin(_V):
 
     def gap(self, costs: Costs) -> float:
         """2 (S - 1)(F + B + W) / 3, for F = B = W, half an F less; or half an F more, where 3 divides S."""
-        forward = _alike(costs)
+        forward = equal_cost(costs)
         more = forward / 2 if self.stages % 3 == 0 else -forward / 2
         return 2 * (self.stages - 1) * forward + more if self.stages > 1 else 0.0
 
@@ -326,8 +280,8 @@ class VHalf(_V):
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W) / 2, for F = B = W and an even S; half an F less for an odd one."""
-        less = _alike(costs) / 2 if self.stages % 2 and self.stages > 1 else 0.0
-        return (self.stages - 1) * 3 * _alike(costs) / 2 - less
+        less = equal_cost(costs) / 2 if self.stages % 2 and self.stages > 1 else 0.0
+        return (self.stages - 1) * 3 * equal_cost(costs) / 2 - less
 
     def live(self, stage: int) -> float:
         """S / 2 and one."""
@@ -347,8 +301,8 @@ class ZBV:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        _check_costs(self)
-        _check(self, _stages(self), why=", as many as there are stages", parts=2)
+        check_costs(self)
+        check_schedule(self, checked_stages(self), why=", as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -356,7 +310,7 @@ class ZBV:
 
     def gap(self, costs: Costs) -> float:
         """0, for F = B = W and M at least 2 S; (S - 1) F / 2 for M = S."""
-        forward, count = _alike(costs), self.microbatches
+        forward, count = equal_cost(costs), self.microbatches
         if self.stages < count < 2 * self.stages:
             raise ValueError(
                 f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` takes any."
@@ -380,7 +334,7 @@ class DualPipeV:
     paired: bool = True
 
     def __post_init__(self) -> None:
-        _check(self, 2 * _stages(self), why=", twice as many as there are stages", parts=2)
+        check_schedule(self, 2 * checked_stages(self), why=", twice as many as there are stages", parts=2)
 
     def table(self) -> Table:
         """What each stage does."""
@@ -431,7 +385,7 @@ class DualPipeV:
 
     def gap(self, costs: Costs) -> float:
         """(S - 1) F / 2, for F = B = W."""
-        return (self.stages - 1) * _alike(costs) / 2
+        return (self.stages - 1) * equal_cost(costs) / 2
 
     def live(self, stage: int) -> float:
         """S and a half."""
@@ -452,8 +406,8 @@ class ZeroBubble:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, most=MOST_PASSES // 4)  # it makes and compares eight tables
-        _check_costs(self)
+        check_schedule(self, most=MOST_PASSES // 4)  # it makes and compares eight tables
+        check_costs(self)
         takes = "a number of microbatches that a stage holds"
         check.number("ZeroBubble", "limit", self.limit, takes, least=1, infinite=True, optional=True)
 
@@ -485,29 +439,5 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "zb-2p": _zb_2p,
 }
 """Schedules by the names that papers have for them, each made from stages and microbatches."""
-
 COSTED = ("zb-v", "zb-1p", "zb-2p")
 """Those that are made for `costs`, the third argument."""
-
-
-def _three(costs: Costs) -> tuple[float, float, float]:
-    check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
-    forward, backward, weights = costs.forward, costs.backward, costs.weights
-    if isinstance(forward, Sequence) or isinstance(backward, Sequence) or isinstance(weights, Sequence):
-        raise ValueError("A closed formula takes stages that are all alike: give one number for each cost.")
-    return forward, backward, weights
-
-
-def _hold(holds: bool, condition: str, costs: Costs) -> None:
-    if not holds:
-        raise ValueError(f"The closed formula is for {condition}; got {costs}. `simulate` takes any.")
-
-
-def _alike(costs: Costs) -> float:
-    forward, backward, weights = _three(costs)
-    _hold(forward == backward == weights, "F = B = W", costs)
-    return forward
-
-
-def _whole(costs: Costs) -> float:
-    return sum(_three(costs))

@@ -13,13 +13,12 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -29,6 +28,19 @@ from shardlib._lock import TakenError
 from shardlib._processes import gather_texts
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
+from shardlib.train._checkpoint_failures import (
+    MISSING,
+    NoRoomError,
+    UnreadableError,
+    check_shared,
+    end_with_the_main_thread,
+    find_hindrance,
+    first_line,
+    in_every_process,
+    is_not_of_orbax,
+    of_this_process,
+    reason_of,
+)
 from shardlib.train._contents import (
     arrays_of,
     as_leaf,
@@ -45,13 +57,8 @@ from shardlib.train._folder import Occupied
 from shardlib.train._state import State
 
 FORMAT = 1
-_SECONDS_TO_END = 5
 _LOGGERS = ("absl", "asyncio")
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are no checkpoints yet, or no longer
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# How libraries say that something else than the files is in the way of reading them.
-_HINDERED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Checkpoints:
                 f"`Checkpoints({str(folder)!r})`: what is written under a path with {' '.join(odd)} could not be read again, "
                 "since it would be taken for a pattern. Choose another name."
             )
-        _check_shared(self.folder)
+        check_shared(self.folder)
         # Called by Orbax's thread right before a checkpoint gets its name. Were folders made asynchronously, each of Orbax's
         # threads would wait for one that cannot be made for up to twenty minutes, and the process could not end before.
         background = ocp.AsyncOptions(
@@ -114,7 +121,7 @@ class Checkpoints:
         )
         options = ocp.CheckpointManagerOptions(async_options=background)  # it keeps all: old ones are deleted here
         for name in _LOGGERS:
-            logging.getLogger(name).addFilter(_said_here)
+            logging.getLogger(name).addFilter(is_not_of_orbax)
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
 
     def __enter__(self) -> "Checkpoints":
@@ -125,7 +132,7 @@ class Checkpoints:
             self.close()
             return
         if issubclass(kind, TakenError) and jax.process_count() > 1:
-            _end_with_the_main_thread()
+            end_with_the_main_thread()
             return
         with contextlib.suppress(OSError, TakenError):  # what went wrong at first is told
             self._close()
@@ -209,7 +216,7 @@ class Checkpoints:
             for thread in self._deleting:
                 thread.join()
             for name in _LOGGERS:
-                logging.getLogger(name).removeFilter(_said_here)
+                logging.getLogger(name).removeFilter(is_not_of_orbax)
 
     def _before_commit(self) -> None:
         """In a thread of Orbax's, right before a checkpoint that is written is given its name."""
@@ -241,7 +248,7 @@ class Checkpoints:
         for one in reversed(steps):
             try:
                 restored = self._read(one, like, release)
-            except _UnreadableError as error:
+            except UnreadableError as error:
                 failures.append(f"step {one}: {error}")
                 if step is None:
                     say(
@@ -264,15 +271,15 @@ class Checkpoints:
             raise ValueError(f"No checkpoint in {self.folder}.")
         try:
             return self._content(step)["about"]
-        except _UnreadableError as error:
+        except UnreadableError as error:
             raise ValueError(f"The checkpoint of step {step} in {self.folder} cannot be read: {error}.") from error
 
     def _content(self, step: int) -> dict[str, Any]:
         try:
             sealed = json.loads((self.folder / str(step) / "about" / "metadata").read_text())
             content = unsealed(sealed)
-        except (*_MISSING, ValueError, KeyError, TypeError) as error:
-            raise _UnreadableError(f"what it says of itself is not what was written ({_first_line(error)})") from error
+        except (*MISSING, ValueError, KeyError, TypeError) as error:
+            raise UnreadableError(f"what it says of itself is not what was written ({first_line(error)})") from error
         except OSError as error:
             raise self._hindered(step, error) from error
         if content["format"] != FORMAT:
@@ -293,13 +300,13 @@ class Checkpoints:
     def _hindered(self, step: int, error: BaseException) -> OSError:
         """What is said of a checkpoint that may be good, and that cannot be read as things are."""
         return OSError(
-            f"The checkpoint of step {step} in {self.folder} cannot be read: {_first_line(error)}. That need not be damage, so "
+            f"The checkpoint of step {step} in {self.folder} cannot be read: {first_line(error)}. That need not be damage, so "
             "nothing was changed. Let this process read it, or move the checkpoint elsewhere for the one before it to be used."
         )
 
     def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
-        content = _together(lambda: self._content(step))
+        content = in_every_process(lambda: self._content(step))
         held, here = like, like
         like = saved_like(here, {path: tuple(leaf["shape"]) for path, leaf in content["leaves"].items()})
         wanted = arrays_of(like)
@@ -325,28 +332,28 @@ class Checkpoints:
                     self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=nested(arguments))
                 )
             except Exception as error:  # of whatever kind
-                if hindrance := _hindrance(self.folder / str(step), error):
+                if hindrance := find_hindrance(self.folder / str(step), error):
                     raise self._hindered(step, hindrance) from error
-                raise _UnreadableError(
-                    f"its arrays cannot be read ({type(error).__name__}: {_first_line(error)})"
+                raise UnreadableError(
+                    f"its arrays cannot be read ({type(error).__name__}: {first_line(error)})"
                 ) from error
             finally:
                 handler.close()
             return {path: at(tree, path) for path in read}
 
-        given = _together(arrays)
+        given = in_every_process(arrays)
         found = digests(given)
         changed = [path for path, digest in found.items() if digest != content["leaves"][path]["digest"]]
         if changed:
             listed = ", ".join(f"`{path}`" for path in changed[:3]) + (
                 f" and {len(changed) - 3} more" if changed[3:] else ""
             )
-            raise _UnreadableError(f"the bits of {listed} are not those that were saved")
+            raise UnreadableError(f"the bits of {listed} are not those that were saved")
         leaves = [as_leaf(leaf, wanted[path], given.get(path)) for path, leaf in named_leaves(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
         state = from_saved(state, here)
         self._check_step(step, int(state.step))
-        return Restored(state, step, _of_this_process(content["processes"], step), content["about"])
+        return Restored(state, step, of_this_process(content["processes"], step), content["about"])
 
     def put_aside(self, steps: Iterable[int], name: str) -> None:
         """Rename the checkpoints of these steps to `NAME-STEP`: they are kept to be looked at, and no longer counted."""
@@ -441,116 +448,4 @@ class Checkpoints:
                     time.sleep(0.5)
                 self._manager.reload()  # which had counted it among the others
             what = "A checkpoint" if step is None else f"The checkpoint of step {step}"
-            raise OSError(self._failure(what, _reason(error))) from error
-
-
-class NoRoomError(OSError):
-    """A checkpoint that was not begun, on any process, for want of room."""
-
-
-class _UnreadableError(Exception):
-    """A checkpoint that is not what was written."""
-
-
-def _end_with_the_main_thread() -> None:
-    """See that this process ends with its error: threads of Orbax may wait twenty minutes for those of other processes."""
-
-    def end() -> None:
-        threading.main_thread().join()
-        time.sleep(_SECONDS_TO_END)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-    threading.Thread(target=end, name="shardlib-end", daemon=True).start()
-
-
-def _check_shared(folder: Any) -> None:
-    """Refuse a folder that some process does not see as the first one does: of a checkpoint it would hold its part alone."""
-    if jax.process_count() == 1:
-        return
-    first, mark = jax.process_index() == 0, folder / ".seen-by-all"
-    said = ""
-    if first:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.write_text(os.urandom(8).hex())
-            said = mark.read_text()
-    written = gather_texts(said)[0]
-    try:
-        seen = bool(written) and mark.read_text() == written
-    except OSError:
-        seen = False
-    blind = [number for number, text in enumerate(gather_texts("" if seen else "x")) if text]
-    if first:
-        mark.unlink(missing_ok=True)
-    if blind:
-        raise ValueError(
-            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in {folder} what process 0 wrote "
-            "there. Several processes save into one folder, on a file system that they share, by the same name on each."
-        )
-
-
-def _said_here(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax logs, tracebacks above all: what there is to say of it is in our errors and warnings."""
-    return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
-
-
-def _together(read: Callable[[], T]) -> T:
-    """What `read` gives, if it does in every process; else every process fails as one."""
-    result, failure = None, None
-    try:
-        result = read()
-    except (_UnreadableError, OSError) as error:
-        failure = error
-    kind = "" if failure is None else "damaged" if isinstance(failure, _UnreadableError) else "hindered"
-    said = gather_texts(kind)
-    if isinstance(failure, OSError):
-        raise failure
-    if "hindered" in said:  # what may be good is put aside by none
-        raise OSError(f"Process {said.index('hindered')} cannot read a checkpoint, which need not be damaged.")
-    if "damaged" in said:
-        raise failure or _UnreadableError(f"process {said.index('damaged')} cannot read it")
-    return result  # type: ignore[return-value]
-
-
-def _hindrance(folder: Any, error: Exception) -> BaseException | None:
-    """What stood in the way of reading a checkpoint's files, if it was something else than what they hold."""
-    failures: list[OSError] = []
-    for place, _, names in os.walk(folder, onerror=failures.append):
-        for name in names:
-            try:
-                with Path(place, name).open("rb") as file:
-                    file.read(1)
-            except OSError as failure:
-                failures.append(failure)
-    for failure in failures:
-        if not isinstance(failure, _MISSING):
-            return failure
-    if isinstance(error, MemoryError) or any(word in str(error) for word in _HINDERED):
-        return error
-    return None
-
-
-def _of_this_process(places: list[Any], step: int) -> Any:
-    if len(places) == jax.process_count():
-        return places[jax.process_index()]
-    if all(place == places[0] for place in places):
-        return places[0]
-    raise ValueError(
-        f"The checkpoint of step {step} was saved by {len(places)} processes, each at its own place in its data, and cannot be "
-        f"given to {jax.process_count()}. Resume with {len(places)} processes, or read data whose place is the same in every "
-        "process, as that of `shardlib.data.Sequences` is."
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong first, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"
+            raise OSError(self._failure(what, reason_of(error))) from error

@@ -18,7 +18,7 @@ from shardlib._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_
 from shardlib._zero import Zero, resolve_zero
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.pipeline._program import table_of
-from shardlib.pipeline._schedules import Schedule
+from shardlib.pipeline._schedule import Schedule
 from shardlib.pipeline._table import Table
 
 
