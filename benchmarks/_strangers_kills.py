@@ -128,7 +128,7 @@ class Process:
 
     def said(self, word: str) -> list[str]:
         """What it said behind this word."""
-        lines = self.out.read_text().splitlines()
+        lines = self.out.read_text().rpartition("\n")[0].splitlines()  # without one that is being written
         return [line.removeprefix(word).strip() for line in lines if line.startswith(word)]
 
     def wait(self, until: Callable[[], bool]) -> None:

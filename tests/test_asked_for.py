@@ -149,7 +149,10 @@ def test_zero_that_splits_something_or_has_one_device_says_nothing():
 # Metrics.
 
 
-@pytest.mark.parametrize("name", ["loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note"])
+@pytest.mark.parametrize(
+    "name",
+    ["loss", "weight", "grad_norm", "first_nonfinite", "nonfinite_losses", "compressed", "step", "note", "crc32"],
+)
 @pytest.mark.parametrize("of", [lambda loss: loss, lambda loss: sl.mean(loss, 1)])
 def test_a_metric_has_no_name_that_the_step_or_a_record_has(name, of):
     loss = lambda model, x, rng: (jnp.mean(x @ model["w"][0]), {"mine": of(jnp.mean(x)), name: of(jnp.mean(x))})
@@ -170,7 +173,15 @@ def test_every_name_that_a_step_returns_is_refused():
     for name in out[1]:
         with pytest.raises(ValueError, match=f"The metric `{name}`"):
             traced(lambda model, x, rng, name=name: (jnp.mean(x @ model["w"][0]), {name: jnp.mean(x)}))
-    assert set(out[1]) == {"loss", "weight", "grad_norm", "first_nonfinite", "compressed"}
+    assert set(out[1]) == {
+        "loss",
+        "weight",
+        "grad_norm",
+        "first_nonfinite",
+        "nonfinite_losses",
+        "nonfinite_microbatch",
+        "compressed",
+    }
 
 
 def test_metrics_have_names():

@@ -191,7 +191,10 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
         )
     told = [record["note"] for record in records if "finite" in record.get("note", "")]
     assert len(told) == 4 and all(
-        re.search(r"gradient of `[\w/]+`, at least, is not finite, and the loss is nan; the step is skipped$", one)
+        re.search(
+            r"gradient of `[\w/]+`, at least, is not finite, and the loss is nan; the step is skipped; .*all devices$",
+            one,
+        )
         for one in told
     )
 
@@ -292,7 +295,37 @@ def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
     (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
     assert "the gradient of `w`, at least, is not finite, and the loss is nan; the step is skipped" in told
     device = line_fit("skip").strategy.device_mesh.devices.flat[3].id
+    assert f"; the loss is not finite in the examples on device {device} of process 0; the batch" in told
     assert told.endswith(f"; the batch is not finite in example 3, device {device} of process 0")
+
+
+@pytest.mark.parametrize("mesh", ["data=4,model=2", "model=2,data=4"])
+@pytest.mark.parametrize("example", [0, 3, 9, 14])
+def test_a_loss_that_is_not_finite_for_a_batch_that_is_names_device_and_microbatch(mesh, example):
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, accumulate=2)
+    step, records = sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x) * model["w"]), strategy), []
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, strategy)
+    good = np.ones((16, 4), np.float32)
+    bad = good.copy()
+    bad[example, 1] = -1
+    sl.fit(step, state, [good, bad, -good, good], sl.Loop(steps=4), sinks=[records.append])
+    one, all_of_them = (record["note"] for record in records if "at least" in record.get("note", ""))
+    worker, microbatch = example // 4, example % 4 % 2
+    devices = strategy.device_mesh.devices
+    devices = devices[worker] if mesh.startswith("data") else devices[:, worker]
+    listed = ", ".join(str(device.id) for device in devices)
+    assert one.endswith(f"; the loss is not finite in microbatch {microbatch} on devices {listed} of process 0")
+    assert all_of_them.endswith("; the loss is not finite in 8 of the 8 microbatches of all devices")
+
+
+def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
+    strategy, records = line_fit("skip").strategy, []
+    step = sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x @ model["w"])), strategy)
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, strategy)
+    batches = [np.zeros((8, 4), np.float32), np.ones((8, 4), np.float32)]
+    sl.fit(step, state, batches, sl.Loop(steps=2), sinks=[records.append])
+    (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
+    assert told.endswith("the loss is 0; the step is skipped; the loss itself is finite on all devices")
 
 
 def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):

@@ -100,6 +100,14 @@ def test_every_schedule_makes_the_step_of_one_stage(schedule, mesh, alone):
     assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule(stages, 8))), alone)
 
 
+def test_the_microbatch_whose_loss_is_not_finite_is_numbered():
+    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8))
+    given = batch()
+    given["weight"][21] = np.nan  # the sixth example of the second worker
+    _, metrics = stepped(strategy, given=given)
+    assert (metrics["nonfinite_losses"], metrics["nonfinite_microbatch"]) == (1, 8 + 5)
+
+
 def test_eight_stages_and_one_alone(alone):
     assert_alike(
         stepped(

@@ -34,7 +34,7 @@ def assert_collectives(
     >>> state = sl.init(lambda: {"w": jnp.zeros((64, 64))}, optax.adam(1e-3), strategy, abstract=True)
     >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), strategy)
     >>> batch = jax.ShapeDtypeStruct((16, 64), "float32")
-    >>> gradient = 64 * 64 * 4 + 8  # with the loss and the weight of the batch
+    >>> gradient = 64 * 64 * 4 + 16  # with the loss, its weight, and two numbers of what is not finite
     >>> found = sl.testing.assert_collectives(step, state, batch, sends={("all-reduce", "data"): gradient * 2 * 7 // 8})
     """
     found = _plan(step, state, batch, target)

@@ -312,6 +312,7 @@ class _Run:
         step, metrics, batch = self.in_flight.popleft()
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         weight, bad = values.pop("weight"), int(values.pop("first_nonfinite"))
+        losses, microbatch = values.pop("nonfinite_losses"), values.pop("nonfinite_microbatch")
         self.speed.count(weight)
         if bad >= 0:
             self.nonfinite += 1
@@ -319,7 +320,7 @@ class _Run:
             self.note(
                 step,
                 f"the gradient of `{self.paths[bad]}`, at least, is not finite, and the loss is {values['loss']:.6g}; "
-                f"the step is {skipped}{self.blame(batch)}",
+                f"the step is {skipped}; {describe_losses(losses, microbatch, self.step.strategy)}{self.blame(batch)}",
             )
             if self.nonfinite >= self.loop.nonfinite:
                 raise FloatingPointError(
@@ -417,6 +418,42 @@ class _Run:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
                 sys.stderr.write(f"shardlib: a record of step {record['step']} could not be written: {error}\n")
+
+
+def describe_losses(count: int, number: int, strategy: Strategy) -> str:
+    """Of how many microbatches the loss is not finite, and on which devices a single one was computed.
+
+    `number` counts microbatches worker by worker: a worker is what has examples of its own, a device or several.
+
+    >>> import shardlib as sl
+    >>> strategy = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)
+    >>> describe_losses(1, 5, strategy)
+    'the loss is not finite in microbatch 1 on devices 4, 5 of process 0'
+    >>> describe_losses(3, -1, strategy)
+    'the loss is not finite in 3 of the 8 microbatches of all devices'
+    >>> describe_losses(0, -1, strategy)
+    'the loss itself is finite on all devices'
+    """
+    axes, mesh = strategy.data_axes, strategy.device_mesh
+    workers = math.prod(mesh.shape[axis] for axis in axes)
+    if not count:
+        return "the loss itself is finite on all devices"
+    if count > 1 or workers * strategy.microbatches == 1:
+        which = f"{count} of the {workers * strategy.microbatches} microbatches"
+        return (
+            f"the loss is not finite in {which if workers * strategy.microbatches > 1 else 'the batch'} of all devices"
+        )
+    worker, microbatch = divmod(number, strategy.microbatches)
+    order = [*axes, *(axis for axis in mesh.axis_names if axis not in axes)]
+    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order]).reshape(workers, -1)[worker]
+    numbers: dict[int, list[str]] = {}
+    for device in devices:
+        numbers.setdefault(device.process_index, []).append(str(device.id))
+    where = " and ".join(
+        f"device{'s' * (len(ids) > 1)} {', '.join(ids)} of process {process}" for process, ids in numbers.items()
+    )
+    within = f"microbatch {microbatch} on " if strategy.microbatches > 1 else "the examples on "
+    return f"the loss is not finite in {within}{where}"
 
 
 def describe_nonfinite(batch: Any, strategy: Strategy) -> str:

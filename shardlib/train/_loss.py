@@ -18,7 +18,11 @@ from shardlib.train._state import Layout
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 
 
-OWN_METRICS = ("loss", "weight", "grad_norm", "first_nonfinite", "compressed", "step", "note", "crc32")
+OWN_METRICS = (
+    *("loss", "weight", "grad_norm", "compressed"),
+    *("first_nonfinite", "nonfinite_losses", "nonfinite_microbatch"),
+    *("step", "note", "crc32"),
+)
 """Names of what a step returns beside the metrics of a loss, and of what the records of a run have beside these."""
 
 
@@ -59,10 +63,33 @@ def check_arguments(loss_fn: LossFunction) -> None:
         ) from error
 
 
-def forward(call: Callable[..., Returned], *args: Any) -> Any:
-    """The sum over these examples that is differentiated, with what else `call(*args)` returns."""
-    returned = call(*args)
-    return returned.means["loss"].total, (returned.means, returned.streams, returned.rest)
+NONFINITE = "nonfinite_losses"
+"""Among the means of a loss, how many microbatches have a total that is not finite, and the sum of their numbers."""
+
+
+def forward(
+    call: Callable[..., Returned], params: Any, streams: Any, rest: Any, key: Any, batch: Any, number: Any = None
+) -> Any:
+    """The sum over these examples that is differentiated, with what else the loss returns.
+
+    `number` is that of the microbatch among those of all devices, if it is to be told where the sum is not finite.
+    """
+    returned = call(params, streams, rest, key, batch)
+    total, means = returned.means["loss"].total, returned.means
+    if number is not None:
+        is_bad = ~jnp.isfinite(lax.stop_gradient(total))
+        means = means | {NONFINITE: Mean(jnp.where(is_bad, number, 0.0), is_bad.astype(jnp.float32))}
+    return total, (means, returned.streams, returned.rest)
+
+
+def nonfinite_metrics(found: Mean) -> dict[str, jax.Array]:
+    """How many microbatches had a loss that is not finite, over all devices; and which one, if it was a single one, or -1.
+
+    Both come of sums, which are taken over devices together with that of the loss.
+    """
+    count = found.weight.astype(jnp.int32)
+    number = jnp.where(count == 1, found.total.astype(jnp.int32), -1)
+    return {NONFINITE: count, "nonfinite_microbatch": number}
 
 
 def every_nth(batch: Any, count: int, number: Any = ...) -> Any:

@@ -38,7 +38,16 @@ from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
 from shardlib.train._init_checks import check_sender
-from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
+from shardlib.train._loss import (
+    NONFINITE,
+    LossFunction,
+    call_loss,
+    check_arguments,
+    every_nth,
+    forward,
+    nonfinite_metrics,
+    with_row_keys,
+)
 from shardlib.train._loss_checks import check_loss
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
@@ -277,7 +286,8 @@ class Step:
         """
         axes, count = self.strategy.data_axes, self.strategy.microbatches
         rows = jax.tree.leaves(batch)[0].shape[0]
-        first = lax.axis_index(axes) * rows if axes else 0
+        worker = lax.axis_index(axes) if axes else 0
+        first = worker * rows
         microbatches = every_nth(batch, count)
         scanned = (jnp.arange(count), microbatches)
 
@@ -285,6 +295,9 @@ class Step:
             by_mesh = self.strategy.draws == "by_mesh"
             keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count, by_mesh=by_mesh)
             return keys(streams), keys(rest), keys(key), examples
+
+        def numbered_inputs(rest: Any, index: Any, examples: Any) -> Any:
+            return *inputs(rest, index, examples), jnp.float32(worker * count + index)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
         total = with_partitionable_lookups(partial(forward, call), united(trained, fixed), self.strategy)
@@ -294,7 +307,7 @@ class Step:
         if self.strategy.pipeline is not None:
 
             def numbered(number: Any) -> Any:
-                return inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
+                return numbered_inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
 
             with jax.named_scope("loss"):
                 of_all = united(trained, fixed), united(params, frozen), dict(layout.names)
@@ -305,7 +318,7 @@ class Step:
             weights = Weights(trained, fixed, params, frozen)
 
             def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
-                return weights.gradient(total, inputs(rest, *scanned), last)
+                return weights.gradient(total, numbered_inputs(rest, *scanned), last)
 
             with jax.named_scope("loss"):
                 apart = any(use.overlapped for use in weights.uses)
@@ -313,6 +326,7 @@ class Step:
                 summed = weights.summed(gradient)
 
         totals = lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means
+        nonfinite = totals.pop(NONFINITE)
         metrics = {name: of.total * inverse(of.weight) for name, of in totals.items()}
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda use: use.parameter, trained)
@@ -321,7 +335,8 @@ class Step:
                 sender = sender._replace(state=opt_state)
             made = exchange_gradients(self.strategy.exchange, summed, weight, parameters, errors, sender)
         values = jax.tree.map(lambda g, p: g.astype(p.dtype), made.values, params)
-        return made._replace(values=values), streams, rest, metrics | {"weight": weight}
+        metrics |= {"weight": weight, **nonfinite_metrics(nonfinite)}
+        return made._replace(values=values), streams, rest, metrics
 
 
 def check_compiles() -> None:
