@@ -90,7 +90,7 @@ ORDER = [
         )
     ),
     *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint_failures")),
-    *(f"train.{name}" for name in ("_checkpoint", "_sinks", "_speed", "_loop")),
+    *(f"train.{name}" for name in ("_checkpoint", "_nonfinite", "_sinks", "_speed", "_loop")),
     "train",
     *(
         f"planning.{name}"

@@ -1,7 +1,6 @@
 """The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was stopped."""
 
 import json
-import math
 import os
 import signal
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from shardlib import _arguments as check
 from shardlib._lock import TakenError
@@ -23,11 +20,11 @@ from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures, occupied
+from shardlib.train._nonfinite import describe_losses, describe_nonfinite
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._speed import Profile, Speed
 from shardlib.train._state import State
 from shardlib.train._step import Step
-from shardlib.train._strategy import Strategy
 
 FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
 IN_FLIGHT = 2  # steps that devices have before them: they never wait for the host, which is never far ahead
@@ -418,68 +415,6 @@ class _Run:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
                 sys.stderr.write(f"shardlib: a record of step {record['step']} could not be written: {error}\n")
-
-
-def describe_losses(count: int, number: int, strategy: Strategy) -> str:
-    """Of how many microbatches the loss is not finite, and on which devices a single one was computed.
-
-    `number` counts microbatches worker by worker: a worker is what has examples of its own, a device or several.
-
-    >>> import shardlib as sl
-    >>> strategy = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)
-    >>> describe_losses(1, 5, strategy)
-    'the loss is not finite in microbatch 1 on devices 4, 5 of process 0'
-    >>> describe_losses(3, -1, strategy)
-    'the loss is not finite in 3 of the 8 microbatches of all devices'
-    >>> describe_losses(0, -1, strategy)
-    'the loss itself is finite on all devices'
-    """
-    axes, mesh = strategy.data_axes, strategy.device_mesh
-    workers = math.prod(mesh.shape[axis] for axis in axes)
-    if not count:
-        return "the loss itself is finite on all devices"
-    if count > 1 or workers * strategy.microbatches == 1:
-        which = f"{count} of the {workers * strategy.microbatches} microbatches"
-        return (
-            f"the loss is not finite in {which if workers * strategy.microbatches > 1 else 'the batch'} of all devices"
-        )
-    worker, microbatch = divmod(number, strategy.microbatches)
-    order = [*axes, *(axis for axis in mesh.axis_names if axis not in axes)]
-    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order]).reshape(workers, -1)[worker]
-    numbers: dict[int, list[str]] = {}
-    for device in devices:
-        numbers.setdefault(device.process_index, []).append(str(device.id))
-    where = " and ".join(
-        f"device{'s' * (len(ids) > 1)} {', '.join(ids)} of process {process}" for process, ids in numbers.items()
-    )
-    within = f"microbatch {microbatch} on " if strategy.microbatches > 1 else "the examples on "
-    return f"the loss is not finite in {within}{where}"
-
-
-def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
-    """The first numbers of a batch, among those that this process holds, that are not finite; nothing if all are.
-
-    >>> import jax.numpy as jnp, shardlib as sl
-    >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
-    >>> describe_nonfinite({"x": jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)}, strategy)
-    '`x` of the batch is not finite in example 3, microbatch 1 on device 0 of process 0'
-    """
-    sizes = strategy.device_mesh.shape
-    workers = math.prod(sizes[axis] for axis in strategy.data_axes)
-    for path, leaf in named_leaves(batch):
-        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
-        for shard in leaf.addressable_shards:
-            finite = np.isfinite(np.asarray(shard.data, np.complex64 if jnp.iscomplexobj(leaf) else np.float32))
-            rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
-            if rows.size:
-                example = (shard.index[0].start or 0) + int(rows[0])
-                microbatch = example % (leaf.shape[0] // workers) % strategy.microbatches
-                where = f"device {shard.device.id} of process {shard.device.process_index}"
-                within = f"microbatch {microbatch} on {where}" if strategy.microbatches > 1 else where
-                what = f"`{path}` of the batch" if path else "the batch"
-                return f"{what} is not finite in example {example}, {within}"
-    return ""
 
 
 def _check(step: Any, state: Any, loop: Any) -> None:
