@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("ran", "refused", "raw_errors", "silent", "aborts", "hangs")
+KINDS = ("ran", "refused", "compiler", "raw_errors", "silent", "aborts", "hangs")
 FAILURES = ("raw_errors", "silent", "aborts", "hangs")
 # A user's mistake, a file or disk, gradients that are not finite, a run that another has taken over.
 DOCUMENTED = (ValueError, OSError, FloatingPointError, RuntimeError)
@@ -37,19 +37,23 @@ class Outcome:
     - `drawn`: cases that were drawn from the seed.
     - `ran`: those that ran to their end, and whose results equal the reference where there is one.
     - `refused`: those that ended in a message for users: a `ValueError`, another documented exception, or a warning.
+    - `compiler`: those whose results differ from the reference, and to which plain `jax.jit` gives the same other results
+      where arrays are laid out likewise, without the library: the compiler is wrong.
     - `raw_errors`: those that ended in any other exception.
     - `silent`: those whose value, gradient or file differs from the reference, without exception or warning.
     - `aborts`: those that killed their process.
     - `hangs`: those that had not ended after the time that each is given.
-    - `failures`: a line for each of the last four kinds: the kind, the case, and what was seen.
+    - `failures`: a line for each of the last five kinds: the kind, the case, and what was seen.
 
-    >>> Outcome(drawn=2, ran=1, refused=1) + Outcome(drawn=1, silent=1, failures=("silent: zero=3, 0.5 against 0.4",))
-    Outcome(drawn=3, ran=1, refused=1, raw_errors=0, silent=1, aborts=0, hangs=0, failures=('silent: zero=3, 0.5 against 0.4',))
+    >>> both = Outcome(drawn=2, ran=1, refused=1) + Outcome(drawn=1, silent=1, failures=("silent: zero=3, 0.5 against 0.4",))
+    >>> both.drawn, both.silent, both.good, both.failures
+    (3, 1, False, ('silent: zero=3, 0.5 against 0.4',))
     """
 
     drawn: int = 0
     ran: int = 0
     refused: int = 0
+    compiler: int = 0
     raw_errors: int = 0
     silent: int = 0
     aborts: int = 0
@@ -71,8 +75,12 @@ class Outcome:
         >>> Outcome.of("aborts", "zero=3", "Check failed").failures
         ('aborts: zero=3: Check failed',)
         """
-        failures = (f"{kind}: {case}: {seen}"[:_WIDTH],) if kind in FAILURES else ()
+        failures = (f"{kind}: {case}: {seen}"[:_WIDTH],) if kind in (*FAILURES, "compiler") else ()
         return cls(drawn=1, failures=failures, **{kind: 1})
+
+
+class CompilerError(Exception):
+    """Raised by an attempt whose results are not the reference's, and are those of plain `jax.jit`."""
 
 
 class Tally:
@@ -192,6 +200,8 @@ def judged(attempt: Callable[[], str]) -> tuple[str, str]:
         warnings.simplefilter("always")
         try:
             different = attempt()
+        except CompilerError as error:
+            return "compiler", str(error)
         except Exception as error:
             if is_refusal(error):
                 return "refused", str(error)

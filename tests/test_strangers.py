@@ -1,5 +1,6 @@
 """`benchmarks.strangers` sees what it is there to see: each kind of end of a case, and a result that is off."""
 
+import dataclasses
 import doctest
 import json
 import random
@@ -78,13 +79,24 @@ CASE = Case("tied", 32, "data=2,model=2", "data | tensor", zero=2, accumulate=2,
 
 def test_a_step_on_a_mesh_is_held_to_one_device(monkeypatch):
     assert _strangers_meshes.attempt(CASE) == ""
-    told, after = _strangers_meshes.reference("tied", 32)
+    expected = _strangers_meshes.reference("tied", 32)
+    told, after = expected
     off = [dict(told[0]), {**told[1], "grad_norm": told[1]["grad_norm"] * 1.001}]
-    monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: (off, after))
+    monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: expected._replace(metrics=off))
     assert _strangers_meshes.attempt(CASE).startswith("grad_norm of step 2 is")
     moved = {**after, "up": after["up"] + 1e-3}
-    monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: (told, moved))
+    monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: expected._replace(params=moved))
     assert _strangers_meshes.attempt(CASE).startswith("`up` is off by 0.001")
+
+
+def test_what_plain_jax_gives_too_is_the_compilers(monkeypatch):
+    case = dataclasses.replace(CASE, zero=0, manual=False)
+    expected = _strangers_meshes.reference("tied", 32)
+    moved = expected._replace(params={**expected.params, "up": expected.params["up"] + 1e-3})
+    monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: moved)
+    assert _strangers.judged(lambda: _strangers_meshes.attempt(case))[0] == "compiler"
+    monkeypatch.setattr(_strangers_meshes, "by_plain_jit", lambda *_: moved)  # right, and the library is not
+    assert _strangers.judged(lambda: _strangers_meshes.attempt(case))[0] == "silent"
 
 
 def test_the_bit_of_a_case_is_flipped_and_no_other(tmp_path):
