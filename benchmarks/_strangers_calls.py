@@ -22,7 +22,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 import jax
 
 import shardlib as sl
+from benchmarks._strangers import Outcome, Tally
 from benchmarks._strangers_table import CALLS, NOT_CALLED, VALUES, Call, namespace
 from shardlib._arguments import shown
 
@@ -41,31 +41,18 @@ SECONDS = 30
 MEMORY = 10 * 2**30
 """Bytes of address space that a child may ask for: a call that takes more fails, and the machine goes on."""
 
+KINDS = {
+    "worked": "ran",
+    "refused": "refused",
+    "raw error": "raw_errors",
+    "silent": "silent",
+    "abort": "aborts",
+    "hang": "hangs",
+}
+"""What came of a call, in the words of `Outcome`."""
+
 ROOMS = ("", "collectives", "optimizers", "experts", "kernels", "pipeline", "rules", "data", "testing")
 _SIGNATURE = re.compile(r"unexpected keyword argument|missing \d+ required|takes (from )?\d+ |multiple values for")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A draw that is not fine: what kind of failure, the call as Python, what came of it."""
-
-    kind: str
-    call: str
-    said: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """How many calls were drawn, and how many failed in which way."""
-
-    drawn: int
-    worked: int
-    refused: int
-    raw_errors: int
-    silent: int
-    aborts: int
-    hangs: int
-    failures: tuple[Failure, ...]
 
 
 @dataclass(frozen=True)
@@ -81,22 +68,16 @@ class Draw:
         return self.call.written({name: value for name, (_, value) in self.changed.items()})
 
 
-def run(count: int, seed: int, rooms: Sequence[str] = ROOMS) -> Report:
+def run(count: int, seed: int, rooms: Sequence[str] = ROOMS) -> Outcome:
     """Draw so many calls of the public names in some rooms, and say what came of them."""
-    found: Counter[str] = Counter()
-    failures: list[Failure] = []
-    first = 0
+    tally, first = Tally("calls", count), 0
     while first < count:
         last = min(first + IN_A_CHILD, count)
         for number, kind, said in _of_child(seed, first, last, rooms):
             first = number + 1
-            found[kind] += 1
-            if kind not in ("worked", "refused"):
-                failures.append(Failure(kind, draw(seed, number, rooms).text, said))
-    return Report(
-        count, found["worked"], found["refused"], found["raw error"], found["silent"], found["abort"], found["hang"],
-        tuple(failures),
-    )  # fmt: skip
+            text = draw(seed, number, rooms).text
+            tally.add(Outcome.of(KINDS[kind], text if len(text) < 300 else shown(text), said))
+    return tally.total
 
 
 def public_names() -> list[str]:
@@ -259,9 +240,8 @@ def main() -> None:
         return
     found = run(arguments.count, arguments.seed, arguments.rooms)
     for failure in found.failures:
-        print(f"{failure.kind}: {failure.call if len(failure.call) < 400 else shown(failure.call)}\n    {failure.said}")
-    counts = {name: value for name, value in asdict(found).items() if name != "failures"}
-    print(json.dumps(counts))
+        print(failure)
+    print(json.dumps({name: value for name, value in asdict(found).items() if name != "failures"}))
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.kernels.linear_cross_entropy", "ones(4, 8)", "ones(16, 8)", "np.zeros(4, 'i4')", names="None", vocab_name="None",
           vocab="16", z_loss="0.1", smoothing="0.1", cap="30.0", ignored="-1", implementation="'reference'", of=_ABSTRACT,
           also={"vocab": _OPTIONAL, "cap": _OPTIONAL, "implementation": _OPTIONAL}),
-    _call("sl.kernels.explain", "sl.kernels.softmax", "ones(4, 128)"),
+    _call("sl.kernels.explain", "sl.kernels.softmax", "ones(4, 128)", also={"at1": ("any",)}),
     # Pipelines
     *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4") for name in SCHEDULES),
     *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4", costs="sl.pipeline.UNIT") for name in ("zb-v", "zb-1p", "zb-2p")),
@@ -290,7 +290,7 @@ CALLS: tuple[Call, ...] = (
           also={"at0": ("any",), "at2": ("any",), "target": _OPTIONAL}, slow=True),
     # Data
     _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None", tokenizer="'bytes'", end="None",
-          held_out="0.1", bad="'stop'", also={"at0": ("tuple",)}),
+          held_out="0.1", bad="'stop'", also={"at0": ("tuple",), "tokenizer": ("path",)}),
     _call("sl.data.cache_folder", "'cache'", also={"at0": ("none", "path")}),
     _call("sl.data.load_tokenizer", "'bytes'", end="None"),
     _call("sl.data.prepare", "corpus", "'cache'", also={"at1": ("none", "path")}, slow=True),

@@ -174,7 +174,9 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     check_arrays.array("shard", "x", x, "one array, and a name for each of its dims; map it over a tree")
     if scope.rules is None:
         if len(names) != x.ndim:
-            raise ValueError(f"An array of shape {x.shape} was given {len(names)} names {names}: name every dim once.")
+            raise ValueError(
+                f"An array of shape {x.shape} was given {len(names)} names {check.shown(names)}: name every dim once."
+            )
         return x
     mesh = _required_mesh("shard")
     scope.used.update(name for name in names if isinstance(name, str))

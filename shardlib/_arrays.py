@@ -55,6 +55,15 @@ def holds(dtype: Any) -> bool:
     return jnp.issubdtype(found, np.number) and found.itemsize <= largest
 
 
+def is_float(dtype: Any) -> bool:
+    """Whether it is a dtype of floats that JAX promotes to others: of 16 bits or more.
+
+    >>> is_float(jnp.bfloat16), is_float(jnp.float8_e4m3fn), is_float(jnp.int32)
+    (True, False, False)
+    """
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
+
+
 def real(function: str, argument: str, value: Any, takes: str = "a number, or an array of numbers") -> Any:
     """A real number, or an array or tracer of real numbers; which may be nan, as what a program computes may be.
 

@@ -144,14 +144,14 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
         return ModelParts(Definition(graph, trainable), params, streams, rest), names
     _refuse_modules_in_trees(model)
     found = named_leaves(model, is_leaf=_is_box)
-    names = _complete_names_of_boxes(found)
-    if len(names) < len(found):
-        twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
-        raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
     if strange := [path for path, leaf in found if not hasattr(_unbox(leaf), "dtype")]:
         raise ValueError(
             f"`{strange[0] or 'the whole'}` of the model is no array. Close over constants and functions instead."
         )
+    names = _complete_names_of_boxes(found)
+    if len(names) < len(found):
+        twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
+        raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
     tree = jax.tree.map(_unbox, model, is_leaf=_is_box)
     takes = "a function of a path and a leaf that says whether it is a parameter"
     check.function("init", "trainable", trainable, takes, optional=True)

@@ -93,8 +93,13 @@ def resolve_precision(value: Any) -> Precision:
     """What `Strategy(precision=...)` says: a `Precision`, or the name of the dtype to compute in."""
     if isinstance(value, Precision):
         return value
-    if value is None or isinstance(value, str):
-        return Precision(value) if value not in ("float32", "fp32", "f32") else Precision()
+    if isinstance(value, str):
+        if value in ("float32", "fp32", "f32"):
+            return Precision()
+        try:
+            return Precision(value)
+        except ValueError as error:
+            raise ValueError(f"`Strategy(precision={check.shown(value)})`: {error}") from error
     raise check.refusal("Strategy", "precision", value, 'a name, such as `"bf16"`, or a `sl.Precision`')
 
 

@@ -236,7 +236,7 @@ def resolve(
     array = f"`{what}` of shape {shape}"
     if len(names) != len(shape):
         raise ValueError(
-            f"{array} has {len(shape)} dims and was given {len(names)} names {names}: name every dim once."
+            f"{array} has {len(shape)} dims and was given {len(names)} names {check.shown(names)}: name every dim once."
         )
     rules.check_mesh(mesh_shape)
     rules._require_known((n for n in names if isinstance(n, str)), f" for a dim of {array}")

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -128,10 +128,11 @@ def summary(found: Iterable[Collective]) -> str:
     >>> print(summary([]))
     no collectives
     """
-    check.kind("summary", "found", found, Iterable, "collectives, as `collectives(compiled)` gives them")
+    takes = "collectives, as `collectives(compiled)` gives them"
+    check.kind("summary", "found", found, list | tuple | Iterator, takes)
     times: dict[tuple[int, str], int] = defaultdict(int)
     for one in found:
-        check.kind("summary", "found", one, Collective, "collectives, as `collectives(compiled)` gives them")
+        check.kind("summary", "found", one, Collective, takes)
         over = f"groups of {one.group_size}" if one.axes is None else ", ".join(one.axes)
         note = (" in a branch" if one.conditional else "") + ("" if one.times_known else " in a loop of unknown length")
         size = max(one.operand_bytes, one.result_bytes)

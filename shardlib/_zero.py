@@ -192,7 +192,7 @@ def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ..
         zero = Zero(STAGES[value], axes=within if "HYBRID" in value else None)
     elif isinstance(value, Zero):
         zero = value
-    elif type(value) is int:
+    elif type(value) is int and value in range(4):
         zero = Zero(value)
     else:
         raise check.refusal("Strategy", "zero", value, "a stage, 0 to 3, one of FSDP's names, or a `sl.Zero`")

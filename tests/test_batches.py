@@ -165,8 +165,8 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for():
     ("source", "message"),
     [
         ({"x": np.ones((8, 2))}, r"For one batch, a list of it: `\[batch\]`"),
-        (7, "takes an iterable of batches, each a tree of arrays; got int"),
-        ("data.jsonl", "takes an iterable of batches"),
+        (7, "`source` is an iterable of batches, each a tree of arrays; got int"),
+        ("data.jsonl", "`source` is an iterable of batches"),
     ],
 )
 def test_what_is_no_source_is_refused(source, message):

@@ -171,8 +171,10 @@ class Integers:
 
 def _check_rows(function: str, rows: Any, alive: Any) -> None:
     check_arrays.array(function, "rows", rows, "an array of rows, (n, elements)")
-    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"`{function}` takes rows of real numbers, (n, elements); got {rows.dtype}{list(rows.shape)}.")
+    if rows.ndim != 2 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(
+            f"`{function}` takes rows of real numbers, (n, elements), at least one; got {rows.dtype}{list(rows.shape)}."
+        )
     if alive is None:
         return
     check_arrays.array(function, "alive", alive, "an array of bools, as many as there are numbers")

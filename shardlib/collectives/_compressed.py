@@ -79,7 +79,7 @@ def pmean(
     >>> jax.jit(mean)(jnp.tile(jnp.array([1.0, -1.0]), (8, 512))).tolist()[:4]
     [1.0, -1.0, 1.0, -1.0]
     """
-    over, shared = axes_here("pmean", "axis", axis), axes_here("pmean", "shared", shared)
+    over, shared = _axes_of_both("pmean", axis, shared)
     check_codec("pmean", codec)
     leaves, treedef = jax.tree.flatten(x)
     for leaf in leaves:
@@ -150,7 +150,7 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
     """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing is owed."""
-    over, shared = axes_here("no_errors", "axis", axis), axes_here("no_errors", "shared", shared)
+    over, shared = _axes_of_both("no_errors", axis, shared)
     for leaf in jax.tree.leaves(x):
         check_arrays.array("no_errors", "x", leaf, "an array, or a tree of arrays")
     return jax.tree.map(lambda leaf: pieces_of(leaf, over, shared).errors(), x)
@@ -194,6 +194,17 @@ def axes_here(name: str, argument: str, axis: Any) -> tuple[str, ...]:
     if any(one not in manual for one in axes) or len(set(axes)) < len(axes):
         raise check.refusal(name, argument, axis, f"{takes}, each once; it is manual over {manual}")
     return axes
+
+
+def _axes_of_both(name: str, axis: Any, shared: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which arrays differ, and those along which they are the same."""
+    over, same = axes_here(name, "axis", axis), axes_here(name, "shared", shared)
+    if both := [one for one in same if one in over]:
+        raise ValueError(
+            f"`{name}(axis={check.shown(axis)}, shared={check.shown(shared)})`: along `{both[0]}` arrays either differ or are "
+            "the same."
+        )
+    return over, same
 
 
 def _alike(argument: str, tree: Any, treedef: Any) -> list[Any]:

@@ -124,6 +124,7 @@ def moe(
     all_groups, here = x_GECM.shape[:2]
     tokens = x_GECM.swapaxes(0, 1).reshape(here, all_groups * room, -1)
     made = experts(weights, tokens)
+    check_arrays.array("moe", "experts", made, "a function that gives an array, (experts, tokens, width)")
     if made.shape[:2] != tokens.shape[:2]:
         raise ValueError(
             f"`experts` was given tokens of shape {tokens.shape}, (experts, tokens, width), and made {made.shape} of them."

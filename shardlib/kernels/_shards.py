@@ -80,8 +80,8 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
             )
     if names is not None and len(names) != len(shape):
         raise ValueError(
-            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} names {tuple(names)}: name "
-            "every dim once."
+            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} names "
+            f"{check.shown(tuple(names))}: name every dim once."
         )
     scope, mesh = current_scope(), mesh_of_shards()
     if names is None or (scope is not None and scope.rules is None):

@@ -31,7 +31,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weights"):
             value = getattr(self, name)
-            value = value.tolist() if hasattr(value, "tolist") else value  # an array
+            if hasattr(value, "tolist") and not isinstance(value, type):  # an array
+                value = value.tolist()
             if isinstance(value, tuple | list) and value:
                 of_parts = tuple(float(check.number("Costs", name, one, "a cost", least=0)) for one in value)
                 check.assign(self, **{name: of_parts})

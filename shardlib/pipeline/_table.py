@@ -198,7 +198,8 @@ def _check(table: Table) -> None:
             where = f"op {at} of stage {stage}"
             if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
                 raise ValueError(
-                    f"`{op}`, {where}, cannot be: there are {table.parts} parts, from 0 on, and kinds {', '.join(KINDS)}."
+                    f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} parts, from 0 on, and kinds "
+                    f"{', '.join(KINDS)}."
                 )
             if table.placement[op.part] != stage:
                 raise ValueError(f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}.")

@@ -60,7 +60,9 @@ def break_even(
     >>> print(break_even(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11))
     0.0 ms to compute; exchanged in 291.7 ms exactly, 32.7 ms compressed: 8.92 times as fast, and faster below 33.7 GiB/s
     """
-    parameters = check.number("break_even", "parameters", parameters, "a number of parameters", above=0)
+    parameters = check.number(
+        "break_even", "parameters", parameters, "a number of parameters", above=0, most=check.LARGEST
+    )
     workers = check.whole("break_even", "workers", workers, "a number of workers", least=1)
     shards = check.whole("break_even", "shards", shards, "a number of devices", least=1)
     itemsize = check.whole("break_even", "itemsize", itemsize, "a number of bytes", least=1)

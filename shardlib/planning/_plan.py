@@ -156,7 +156,7 @@ def plan(
         mesh: Mesh | None = step.strategy.device_mesh
     else:
         mesh = _mesh_of((state, batch))
-        if not hasattr(step, "trace"):
+        if not callable(step) or not hasattr(step, "trace"):
             raise ValueError(
                 f"`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got {type(step).__name__}."
             )

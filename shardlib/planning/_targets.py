@@ -42,6 +42,7 @@ class Target:
     text: str
 
     def __post_init__(self) -> None:
+        check.text("Target", "text", self.text, "the name of a machine, such as `tpu:v5e:16x16`")
         self._parsed  # noqa: B018  refuse a wrong text at once
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib import _arguments as check
 from shardlib._text import human_bytes, table
 from shardlib._traffic import KINDS
 from shardlib.planning._memory import KINDS as MEMORY_KINDS
@@ -37,12 +38,9 @@ def assert_collectives(
     >>> gradient = 64 * 64 * 4 + 16  # with the loss, its weight, and two numbers of what is not finite
     >>> found = sl.testing.assert_collectives(step, state, batch, sends={("all-reduce", "data"): gradient * 2 * 7 // 8})
     """
+    expected = _expected_bytes(sends)
+    check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     found = _plan(step, state, batch, target)
-    expected: dict[tuple[str, tuple[str, ...] | None], int] = {}
-    for (kind, axes), size in sends.items():
-        if kind not in KINDS:
-            raise ValueError(f"`{kind}` is no kind of collective; there are {', '.join(f'`{one}`' for one in KINDS)}.")
-        expected[kind, (axes,) if isinstance(axes, str) else tuple(axes)] = size
     sent: dict[tuple[str, tuple[str, ...] | None], int] = defaultdict(int)
     lines: dict[tuple[str, tuple[str, ...] | None], list[str]] = defaultdict(list)
     for one in found.collectives:
@@ -89,9 +87,12 @@ def assert_memory(
     >>> batch = jax.ShapeDtypeStruct((16, 64), "float32")
     >>> found = sl.testing.assert_memory(step, state, batch, at_most={"gradients": 2 * 64 * 64 * 4, "total": 150_000})
     """
+    check.kind("assert_memory", "at_most", at_most, Mapping, 'bytes by kind: `at_most={"total": 2**30}`')
     known = ("total", "host", *MEMORY_KINDS)
     if unknown := [kind for kind in at_most if kind not in known]:
         raise ValueError(f"`{unknown[0]}` is no kind of memory; there are {', '.join(f'`{one}`' for one in known)}.")
+    for kind, size in at_most.items():
+        check.whole("assert_memory", f"at_most[{kind!r}]", size, "a number of bytes", least=0)
     found = _plan(step, state, batch, target)
     memory = {"total": found.memory.total_bytes, "host": found.memory.host_bytes, **found.memory.kinds}
     over = [kind for kind, limit in at_most.items() if memory[kind] > limit]
@@ -108,6 +109,22 @@ def assert_memory(
             + "\n".join([table(rows, right=(1, 2, 3)), *(["the largest:", *details] if details else [])])
         )
     return found
+
+
+def _expected_bytes(sends: Any) -> dict[tuple[str, tuple[str, ...] | None], int]:
+    takes = 'bytes by kind and axes: `sends={("all-reduce", "data"): 4096}`'
+    check.kind("assert_collectives", "sends", sends, Mapping, takes)
+    expected: dict[tuple[str, tuple[str, ...] | None], int] = {}
+    for key, size in sends.items():
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise check.refusal("assert_collectives", "sends", sends, takes)
+        kind, axes = key
+        if kind not in KINDS:
+            raise ValueError(f"`{kind}` is no kind of collective; there are {', '.join(f'`{one}`' for one in KINDS)}.")
+        over = (axes,) if isinstance(axes, str) else axes
+        check.texts("assert_collectives", "sends", over, f"axes as text or a tuple of text; {takes}")
+        expected[kind, over] = check.whole("assert_collectives", f"sends[{key!r}]", size, "a number of bytes", least=0)
+    return expected
 
 
 def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Plan:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
+from shardlib import _arguments as check
 from shardlib._annotate import unsharded
 from shardlib._batch import mean
 from shardlib._flax import building, take_apart
@@ -36,6 +37,7 @@ OF_GRADIENTS = ("grad_norm", "first_nonfinite")
 """Metrics that are made of the gradients, which are to blame if these differ."""
 
 FLOAT32_TOLERANCE = 1e-5
+_MOST_AXES, _MOST_DEVICES = 8, 2**16  # of the meshes that `mesh_shapes` lists
 PERTURBED = 3  # how often all parameters are changed as rounding would
 MARGIN = 4  # how many times as far as that moves a result it may be from one device
 
@@ -138,10 +140,26 @@ def mesh_shapes(axes: Sequence[str], devices: int | None = None) -> list[str]:
     >>> mesh_shapes(["data", "model"], devices=4)
     ['data=1,model=4', 'data=2,model=2', 'data=4,model=1']
     """
-    count = len(jax.devices()) if devices is None else devices
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    sizes = (sizes for sizes in itertools.product(divisors, repeat=len(axes)) if np.prod(sizes) == count)
-    return [",".join(f"{axis}={size}" for axis, size in zip(axes, these, strict=True)) for these in sizes]
+    takes = f"a list of axes' names, of one to {_MOST_AXES}"
+    if not isinstance(axes, list | tuple) or not 0 < len(axes) <= _MOST_AXES:
+        raise check.refusal("mesh_shapes", "axes", axes, takes)
+    for axis in axes:
+        check.text("mesh_shapes", "axes", axis, takes)
+    check.whole("mesh_shapes", "devices", devices, "a number of devices", least=1, most=_MOST_DEVICES, optional=True)
+    count = len(jax.devices()) if devices is None else int(devices)
+    return [",".join(sizes) for sizes in _arrangements(tuple(axes), count)]
+
+
+def _arrangements(axes: tuple[str, ...], devices: int) -> Iterator[tuple[str, ...]]:
+    """The sizes of axes, as text, whose product is the number of devices."""
+    first, *others = axes
+    if not others:
+        yield (f"{first}={devices}",)
+        return
+    for size in range(1, devices + 1):
+        if devices % size == 0:
+            for rest in _arrangements(tuple(others), devices // size):
+                yield f"{first}={size}", *rest
 
 
 def _axes(make_model: Any, trainable: Any, rules: AxisRules, shapes: Sequence[str] | None) -> tuple[str, ...]:

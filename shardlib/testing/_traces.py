@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from shardlib import _arguments as check
+
 
 class CountedTraces:
     """A function that counts its calls; under `jax.jit` or in a step, these are traces."""
@@ -26,4 +28,4 @@ def count_traces(function: Callable[..., Any]) -> CountedTraces:
     >>> compiled(1.0), compiled(2.0), double.count
     (Array(2., dtype=float32, weak_type=True), Array(4., dtype=float32, weak_type=True), 1)
     """
-    return CountedTraces(function)
+    return CountedTraces(check.function("count_traces", "function", function))

@@ -90,8 +90,8 @@ def rows_here(size: int, strategy: Strategy) -> np.ndarray:
     parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
     if size % (parts * strategy.microbatches):
         raise ValueError(
-            f"A batch of {size} examples does not split over the {parts} parts that the axes {strategy.batch_axes} make of "
-            f"it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
+            f"`rows_here(size={size})`: a batch of {size} examples does not split over the {parts} parts that the axes "
+            f"{strategy.batch_axes} make of it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
         )
     held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))
@@ -130,7 +130,7 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
         return source
     if not (hasattr(source, "local") or isinstance(source, Iterable)) or _is_no_source(source):
         raise ValueError(
-            f"`batches` takes an iterable of batches, each a tree of arrays; got {type(source).__name__}."
+            f"`source` is an iterable of batches, each a tree of arrays; got {type(source).__name__}: {check.shown(source)}."
             + (" For one batch, a list of it: `[batch]`." if isinstance(source, dict) else "")
         )
     ahead = check.whole("batches", "ahead", ahead, "a number of batches", least=1, most=_MOST_AHEAD)

@@ -164,7 +164,7 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
 
     def build() -> Any:
         with building():
-            made = model() if is_function else model
+            made = check.called("specs", "model", model) if is_function else model
             parts, names = take_apart(made)
             if is_function:
                 shapes = {path: leaf.shape for path, leaf in named_leaves(parts.params)}

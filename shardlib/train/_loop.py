@@ -111,9 +111,10 @@ def fit(
     optimizer = state.layout.optimizer
     if isinstance(optimizer, Local):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
-    if folder is not None and "://" in str(folder):
+    if isinstance(folder, str | os.PathLike) and "://" in str(folder):
         raise ValueError(
-            f"`fit(folder={str(folder)!r})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, s3fs)."
+            f"`fit(folder={check.shown(folder)})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, "
+            "s3fs)."
         )
     place = None if folder is None else check.path("fit", "folder", folder).expanduser().absolute()
     try:

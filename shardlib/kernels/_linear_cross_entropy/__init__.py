@@ -165,9 +165,11 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
         x.ndim < 1
         or kernel.ndim != 2
         or x.shape[-1] != kernel.shape[1]
-        or not all(jnp.issubdtype(one.dtype, jnp.floating) for one in (x, kernel))
+        or not all(check_arrays.is_float(one.dtype) for one in (x, kernel))
     ):
-        raise ValueError(f"`{OP}`: {shapes}; they are floats, `(..., width)` and `(vocabulary, width)`.")
+        raise ValueError(
+            f"`{OP}`: {shapes}; they are floats of 16 bits or more, `(..., width)` and `(vocabulary, width)`."
+        )
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
             f"`{OP}`: `targets` is {targets.dtype}{list(targets.shape)}; it has an integer for each of the rows "

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from shardlib import _arguments as check
@@ -158,10 +157,12 @@ _normed.defvjp(_forward, _backward)
 
 
 def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
-        raise ValueError(f"`{op}` of {x.dtype}{list(x.shape)}: give it floats, with a dim for the numbers of a row.")
+    if not check_arrays.is_float(x.dtype) or x.ndim < 1:
+        raise ValueError(
+            f"`{op}` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim for the numbers of a row."
+        )
     for name, one in (("scale", scale), ("bias", bias)):
-        if one is not None and (one.shape != x.shape[-1:] or not jnp.issubdtype(one.dtype, jnp.floating)):
+        if one is not None and (one.shape != x.shape[-1:] or not check_arrays.is_float(one.dtype)):
             raise ValueError(
                 f"`{op}`: `{name}` is {one.dtype}{list(one.shape)}; it has a float for each of the {x.shape[-1]} numbers of a "
                 f"row of `x`, which is {x.dtype}{list(x.shape)}."

@@ -113,9 +113,9 @@ def _here(x: jax.Array, of_x: Lie) -> jax.ShapeDtypeStruct:
 
 def _checked(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
     """The mask with a dim for each of `x`, if what was given can be meant."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1 + causal:
+    if not check_arrays.is_float(x.dtype) or x.ndim < 1 + causal:
         raise ValueError(
-            f"`softmax` of {x.dtype}{list(x.shape)}: give it floats, with a dim for the rows' numbers"
+            f"`softmax` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim for the rows' numbers"
             + (", and, as it is `causal`, one for the queries before." if causal else ".")
         )
     if where is None:
