@@ -56,7 +56,7 @@ def test_gpus(text):
         ("tpu:v5e", "no target"),
         ("cpu", "`cpu:8`"),
         ("cpu:0", "`cpu:8`"),
-        (8, "`8` is no target"),
+        (8, r"`Target\(text=8\)` takes the name of a machine"),
         ("tpu:v5e:4x4x4", "v5e has 2 dims"),
         ("tpu:v5e:16x32", "at most 256 chips.*slices=2"),
         ("tpu:v5e:3x5", "multiple of 4"),

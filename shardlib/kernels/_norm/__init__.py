@@ -42,6 +42,7 @@ def rms_norm(
 
     Backward needs `h` alone, which is `x` if there is no residual.
 
+    >>> import jax.numpy as jnp
     >>> rms_norm(jnp.array([[3.0, 3.0]]), jnp.array([1.0, 2.0]), epsilon=0)
     Array([[1., 2.]], dtype=float32)
     """
@@ -71,6 +72,7 @@ def layer_norm(
 
     Backward needs `h` alone, which is `x` if there is no residual.
 
+    >>> import jax.numpy as jnp
     >>> layer_norm(jnp.array([[1.0, 3.0]]), epsilon=0)
     Array([[-1.,  1.]], dtype=float32)
     """
