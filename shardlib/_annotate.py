@@ -8,7 +8,7 @@ trace would be reused and the second rules ignored.
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -26,21 +26,36 @@ from shardlib._rules import AxisRules, ShardingWarning, as_tuple, check_spec, ke
 Remat: TypeAlias = Literal["none", "full", "stage"]
 
 
+@dataclass(frozen=True, eq=False)
+class UsedNames:
+    """The names that annotations used while a function was traced.
+
+    Two of these are never equal, and the one in force is part of JAX's jit cache key. A function with a `jax.jit` of its
+    own is therefore traced again for each of them, and each has all the names.
+    """
+
+    names: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class Scope:
     """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their activations.
 
-    `used` collects the names that annotations used while tracing. It is a notebook, not a setting: it takes no part in
-    equality, hence none in the jit cache key. `mesh` is the mesh that is really in force where a function is traced as if
-    no axis of it were manual, see `all_automatic`. `flax` are Flax's own rules where the user put some in force: by these its
-    constraints go, and otherwise by `rules`.
+    `used` is where annotations write down their names, if anyone asked for them. `mesh` is the mesh that is really in
+    force where a function is traced as if no axis of it were manual, see `all_automatic`. `flax` are Flax's own rules,
+    where the user put some in force: Flax's constraints follow them, and otherwise they follow `rules`.
     """
 
     rules: AxisRules | None
     remat: Remat = "none"
-    used: set[str] = field(default_factory=set, compare=False, repr=False)
+    used: UsedNames | None = None
     mesh: AbstractMesh | None = None
     flax: Pairs | None = None
+
+    def record(self, names: Iterable[Any]) -> None:
+        """Write down the names that an annotation used."""
+        if self.used is not None:
+            self.used.names.update(name for name in names if isinstance(name, str))
 
 
 _scope = jax.make_user_context(None)
@@ -78,9 +93,7 @@ def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use(
-    rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none", used: set[str] | None = None
-) -> Iterator[Scope]:
+def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
 
     Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were put in force for Flax, with
@@ -99,16 +112,22 @@ def use(
             "sharding on purpose there is `sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
     check.choice("use", "remat", remat, get_args(Remat))
-    check.kind("use", "used", used, set, "a set, to which the names that annotations use are added", optional=True)
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value
     flax = _rules_of_flax(outer)
-    scope = Scope(rules, remat, set() if used is None else used, None if outer is None else outer.mesh, flax)
+    scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
     flax_rules = in_force(pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None)
     with contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh), _scope(scope), flax_rules:
         yield scope
+
+
+@contextlib.contextmanager
+def recording(used: UsedNames) -> Iterator[None]:
+    """Have annotations under the rules in force write down their names."""
+    with _scope(replace(_required_scope("recording"), used=used)):
+        yield
 
 
 def _rules_of_flax(outer: Scope | None) -> Pairs | None:
@@ -179,7 +198,7 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
             )
         return x
     mesh = _required_mesh("shard")
-    scope.used.update(name for name in names if isinstance(name, str))
+    scope.record(names)
     resolution = resolve(
         scope.rules, mesh.shape, names, x.shape, what="the annotated array", manual=frozenset(mesh.manual_axes)
     )

@@ -417,6 +417,22 @@ def test_weights_that_are_not_split_are_refused():
     trace(whole, replace(automatic, rules=sl.rules.experts | sl.AxisRules(experts=None)))
 
 
+def test_weights_that_are_not_split_are_refused_by_every_step():
+    """Also where the layer is inside a `jax.jit`, which is not traced again where nothing has changed."""
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts, manual=())
+
+    @jax.jit
+    def layer(model, x):
+        return moe(x, TopK(1), lambda w, x: x @ w, gate=model["gate"], weights=model["up"])[0]
+
+    make = lambda: {"gate": jnp.ones((4, 8)), "up": jnp.ones((8, 4, 4))}
+    for _ in range(2):
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        step = sl.train_step(lambda model, x, rng: jnp.mean(layer(model, x)), strategy)
+        with pytest.raises(ValueError, match="and no parameter has a dim of that"):
+            step.trace(state, jnp.ones((8, 2, 4)))
+
+
 def test_a_linen_module_may_have_such_a_layer():
     """Its boxes name the experts, and the step's form is as one device's."""
 

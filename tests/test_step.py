@@ -336,6 +336,20 @@ def test_unused_rules_are_reported():
     assert sl.describe(sl.init(make(), None, strategy)).unused_rules == ("act_mlp", "heads", "act_heads")
 
 
+def test_rules_used_inside_a_jit_of_the_users_are_known_to_every_step():
+    inner = jax.jit(lambda graph, values, x: nnx.merge(graph, values)(x), static_argnums=0)
+
+    def loss(model, batch, rng):
+        graph, values = nnx.split(model)
+        return jnp.mean((inner(graph, values, batch["x"]) - batch["x"]) ** 2)
+
+    for _ in range(2):
+        strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES | sl.AxisRules(heads="model"))
+        state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(loss, strategy)
+        step.lower(state, BATCH)
+        assert step.unused_rules == ("heads",)
+
+
 def test_strategies_are_values():
     again = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
     assert (again, hash(again)) == (STRATEGY, hash(STRATEGY))

@@ -210,7 +210,7 @@ def _across(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Across:
     if scope is None or scope.rules is None or mesh.empty:
         return _Across((), (), (), None, 1, 1, False)  # `shard` says what is wrong, where something is
     rules: AxisRules = scope.rules
-    scope.used.add(EXPERTS)
+    scope.record((EXPERTS,))
     width = resolve(rules, mesh.shape, names[-1:], x.shape[-1:], what="the width", manual=frozenset(mesh.manual_axes))
     manual, parts, automatic = _parts(count)
     batch = tuple(axis for axis in rules.batch_axes if axis not in mesh.manual_axes)

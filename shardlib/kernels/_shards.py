@@ -92,7 +92,7 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
             "sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, say that there is no sharding on purpose, `with "
             "sl.unsharded():`, or leave the names out."
         )
-    scope.used.update(name for name in names if isinstance(name, str))
+    scope.record(names)
     held = [_held(op, scope.rules, mesh, name, what) for name in names]
     resolution = resolve(
         scope.rules, mesh.shape, tuple(names), shape, what=what, manual=frozenset(mesh.manual_axes), parts=True

@@ -27,7 +27,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
-from shardlib._annotate import mesh_of_step
+from shardlib._annotate import UsedNames, mesh_of_step, recording
 from shardlib._placement import place
 from shardlib._row_gradients import with_wide_rows
 from shardlib._rules import BATCH, EXPERTS, as_tuple, keep_axes, spec_axes
@@ -89,7 +89,7 @@ class Step:
             )
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, strategy
-        self._used: set[str] = set()
+        self._used = UsedNames()
         self._compiled: dict[Layout, Any] = {}
         self._programs: dict[Any, Any] = {}
 
@@ -104,7 +104,7 @@ class Step:
             raise ValueError(
                 "This state has been through a step already, which put the new one in its place: use that."
             )
-        with mesh_of_step(self.strategy.device_mesh), self.strategy.scope(self._used), _explained():
+        with self._in_force():
             step = self._jitted(state, batch)
             batch = jax.device_put(batch, batch_sharding(self.strategy))
             if self.strategy.pipeline is None:
@@ -124,7 +124,7 @@ class Step:
     def trace(self, state: State, batch: Any) -> Any:
         """As `jax.jit(...).trace`, for shapes as for arrays."""
         check.kind("Step.trace", "state", state, State, "the `State` that `sl.init` makes")
-        with mesh_of_step(self.strategy.device_mesh), self.strategy.scope(self._used), _explained():
+        with self._in_force():
             return self._jitted(state, batch).trace(state, batch)
 
     def lower(self, state: State, batch: Any) -> Any:
@@ -132,13 +132,20 @@ class Step:
         with _explained():
             return self.trace(state, batch).lower()
 
+    @contextlib.contextmanager
+    def _in_force(self) -> Iterator[None]:
+        """The mesh and the rules of the strategy, and a record of the names that annotations use."""
+        strategy = self.strategy
+        with mesh_of_step(strategy.device_mesh), strategy.scope(), recording(self._used), _explained():
+            yield
+
     @property
     def unused_rules(self) -> tuple[str, ...]:
         """Rules that split something, and that no parameter and no annotation of the traced step has used."""
         named = {n for layout in self._compiled for _, names in layout.names for n in names or () if isinstance(n, str)}
         rules = self.strategy.rules
         splitting = [name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)]
-        return tuple(name for name in splitting if name not in self._used | named | {BATCH})
+        return tuple(name for name in splitting if name not in self._used.names | named | {BATCH})
 
     def _jitted(self, state: State, batch: Any) -> Any:
         check_compiles()
@@ -219,7 +226,7 @@ class Step:
 
     def _check_experts(self, layout: Layout) -> None:
         """Refuse experts none of whose weights is split as the rule says, where a layer cannot see that itself."""
-        if EXPERTS not in self._used:
+        if EXPERTS not in self._used.names:
             return
         sizes, candidates = self.strategy.device_mesh.shape, self.strategy.rules[EXPERTS]
         axes = [axis for entry in candidates for axis in as_tuple(entry) if sizes[axis] > 1]

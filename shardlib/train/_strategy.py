@@ -319,9 +319,6 @@ class Strategy:
         """The axes that split the batch, manual ones first: each device's examples are consecutive."""
         return self.data_axes + tuple(axis for axis in self.rules.batch_axes if axis not in self.data_axes)
 
-    def scope(self, used: set[str] | None = None) -> AbstractContextManager[Scope]:
+    def scope(self) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for code of your own beside the step: evaluation, sampling, a plain `jax.jit`."""
-        check.kind(
-            "scope", "used", used, set, "a set, to which the names that annotations use are added", optional=True
-        )
-        return use(self.rules, self.device_mesh, remat=self.remat, used=used)
+        return use(self.rules, self.device_mesh, remat=self.remat)
