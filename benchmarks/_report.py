@@ -10,10 +10,27 @@ from typing import Any
 import jax
 
 
-def report(name: str, figures: dict[str, Any], bounds: dict[str, float], as_json: bool) -> None:
-    """Print the figures, those that a bound speaks of beside it; as JSON with the versions they were measured with."""
+def report(
+    name: str,
+    figures: dict[str, Any],
+    bounds: dict[str, float],
+    as_json: bool,
+    *,
+    at_least: dict[str, float] | None = None,
+) -> None:
+    """Print the figures with their bounds; as JSON with the versions that they were measured with.
+
+    Args:
+        name: of the benchmark.
+        figures: what it measured, by name.
+        bounds: what some of the figures may be at most.
+        as_json: print a line of JSON too.
+        at_least: what others of the figures must be at least.
+    """
+    floors = at_least or {}
     for key, value in figures.items():
         bound = f"   (at most {bounds[key]})" if key in bounds else ""
+        bound = f"   (at least {floors[key]})" if key in floors else bound
         print(f"{key:24} {value:.4g}{bound}" if isinstance(value, float) else f"{key:24} {value}{bound}")
     if as_json:
         machine = {
@@ -23,4 +40,5 @@ def report(name: str, figures: dict[str, Any], bounds: dict[str, float], as_json
             "python": platform.python_version(),
             "cpus": os.cpu_count(),
         }
-        print(json.dumps({"benchmark": name, **figures, "bounds": bounds, **machine}))
+        least = {"at_least": floors} if floors else {}
+        print(json.dumps({"benchmark": name, **figures, "bounds": bounds, **least, **machine}))

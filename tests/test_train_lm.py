@@ -41,12 +41,9 @@ def command(texts, folder, *more):
 
 def run(command, *, processes=None, devices=8, **options):
     """The command in a process of its own, or in several by the launcher, on so many devices in all."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "HOME": "/nonexistent",
-    }
-    environment |= {"PYTHONPATH": str(ROOT)}
+    # The flags that make compiling quick are kept; of two counts of devices the last one holds.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
     if processes:
         each = ["-n", str(processes), "--devices", str(devices // processes)]
         command = [sys.executable, "-m", "shardlib.launch", *each, "--", *command]
