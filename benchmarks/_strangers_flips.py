@@ -90,7 +90,7 @@ def loss(model: Any, batch: Any, rng: Any) -> Any:
     x = jnp.take(model["table"], batch["tokens"][:, :-1], axis=0)
     logs = jax.nn.log_softmax(x @ model["head"])
     picked = jnp.take_along_axis(logs, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
-    return sl.mean(-jnp.sum(picked * batch["mask"]), jnp.sum(batch["mask"]))
+    return sl.weighted_mean(-jnp.sum(picked * batch["mask"]), jnp.sum(batch["mask"]))
 
 
 def write_texts(folder: Path) -> None:

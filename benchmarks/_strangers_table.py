@@ -131,10 +131,10 @@ CALLS: tuple[Call, ...] = (
     _call("sl.zero3_layer", "lambda x: x"),
     _call("sl.reshard", "ones(8, 4)", "P('data', None)", source="P(None, None)", of=_UNDER, slow=True),
     # Losses
-    _call("sl.mean", "6.0", "3", also={"at0": ("nan", "inf", "array"), "at1": ("float", "nan", "inf", "array")}),
+    _call("sl.weighted_mean", "6.0", "3", also={"at0": ("nan", "inf", "array"), "at1": ("float", "nan", "inf", "array")}),
     _call("sl.gather_batch", "ones(8, 4)", "None", also={"at1": ("text",)}),
     _call("sl.batch_mean", "ones(8, 4)", axis="0", of=_ABSTRACT, also={"axis": ("tuple",)}),
-    _call("sl.same_everywhere", "jax.random.key(0)"),
+    _call("sl.replicated_draws", "jax.random.key(0)"),
     # Models
     _call("sl.annotate", "{'w': ones(8, 4)}", "{'w': ('embed', 'mlp')}", also={"at0": ("any",)}),
     _call("sl.logical", "nnx.initializers.lecun_normal()", "'embed'", "None", also={"at1": _OPTIONAL, "at2": ("text",)}),
@@ -180,7 +180,7 @@ CALLS: tuple[Call, ...] = (
     _call("evaluation.trace", "state", "{'x': ones(8, 8)}", also={"at1": ("any",)}),
     _call("sl.batches", "[{'x': ones(8, 8)}]", "strategy", ahead="1", of="first({call})", also={"at0": ("any",)}),
     _call("sl.batches([], strategy).restore", "{'batches': 1, 'source': None}"),
-    _call("sl.rows_here", "8", "strategy"),
+    _call("sl.local_rows", "8", "strategy"),
     _call("sl.Loop", steps="10", log_every="1", evaluate_every="5", save_every="5", keep="1", keep_every="10", nonfinite="3",
           profile="(1, 2)", also={"keep_every": _OPTIONAL, "profile": _OPTIONAL}),
     _call("sl.fit", "step", "copied(state)", "[{'x': ones(8, 8)}] * 2", "sl.Loop(steps=2)", folder="None", evaluate="None",
@@ -198,8 +198,8 @@ CALLS: tuple[Call, ...] = (
     _call("sl.TensorBoard", "'board'", also={"at0": ("path",)}),
     _call("sl.Progress", "10", file="io.StringIO()", width="24", also={"file": _OPTIONAL}),
     _call("sl.Progress(10, io.StringIO())", "{'step': 1, 'loss': 2.0}", also={"at0": ("any",)}),
-    _call("sl.agree", "{'configuration': 'batch = 8'}", also={"at0": ("dict",)}),
-    _call("sl.join"),
+    _call("sl.require_agreement", "{'configuration': 'batch = 8'}", also={"at0": ("dict",)}),
+    _call("sl.initialize_distributed"),
     # Exchanges
     _call("sl.Exact", "2**20", overlap="True"),
     _call("sl.collectives.OneBit", "'data'", feedback="True", exact="('w',)", scale="'mean'", block="2048",
@@ -223,12 +223,12 @@ CALLS: tuple[Call, ...] = (
     _call("sl.collectives.all_gather_bytes", "64", "8", "sl.collectives.Signs()"),
     _call("sl.collectives.psum_scatter_bytes", "64", "8", "sl.collectives.Signs()"),
     # Optimizers
-    _call("sl.optimizers.each", "optax.lamb(0.1)", "lambda path, leaf: 0"),
+    _call("sl.optimizers.per_layer_and_expert", "optax.lamb(0.1)", "lambda path, leaf: 0"),
     _call("sl.optimizers.onebit_adam", "1e-3", freeze="0.2", b1="0.9", b2="0.99", eps="1e-8", weight_decay="0.1", mask="None",
           steps="100", also={"at0": ("function", "array"), "freeze": ("text",), "mask": ("any",), "steps": _OPTIONAL}),
     _call("sl.optimizers.Local", "silent", "silent", sends="silent", message="silent", for_run="silent"),
     # Experts
-    _call("sl.experts.here", "8"),
+    _call("sl.experts.local_experts", "8"),
     _call("sl.experts.Top2", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
     _call("sl.experts.Switch", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
     _call("sl.experts.TopK", "2", capacity="1.0", jitter="0.1", renormalize="True", also={"capacity": _OPTIONAL}),
@@ -275,7 +275,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.break_even", parameters="1e9", workers="8", bandwidth="3e9", tokens="1e6", shards="8",
           codec="sl.collectives.Signs()", flops="1e14", memory_bandwidth="8e11", itemsize="4",
           also={"bandwidth": ("inf",), "flops": ("inf",), "memory_bandwidth": ("inf",)}),
-    _call("sl.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256", kv_heads="2", head_dim="16",
+    _call("sl.planning.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256", kv_heads="2", head_dim="16",
           hidden="128", norm="'layer'", mlp="'gelu'", positions="'learned'", bias="True", tied="True", final_norm="True",
           also={"kv_heads": _OPTIONAL, "head_dim": _OPTIONAL, "hidden": _OPTIONAL}),
     _call("decoder.modules", "1", itemsize="2", tensor="1"),
@@ -312,7 +312,8 @@ CALLS: tuple[Call, ...] = (
 NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "Mean", "Chip", "Parameter", "BreakEven", "Estimate", "Module", "Memory", "Piece", "Plan", "Price", "Restored",
+            "WeightedMean", "Chip", "collectives.Parameter", "BreakEven", "planning.Estimate", "planning.Module", "planning.Memory",
+            "planning.Piece", "Plan", "planning.Price", "Restored",
             "Description", "State", "collectives.Encoded", "collectives.Errors", "collectives.Told", "experts.Told",
             "experts.Choices", "kernels.Explained", "kernels.Explanation", "optimizers.OneBitAdamState", "pipeline.Ticks",
             "pipeline.Timeline", "data.Skipped", "data.Prepared", "data.Reader", "testing.Moved", "testing.Collective",
@@ -380,7 +381,7 @@ def namespace() -> dict[str, Any]:
         "entered": _entered, "closed": _closed, "folder": _folder, "copied": lambda tree: jax.tree.map(jnp.copy, tree),
         "first": lambda batches: _first(batches), "silent": lambda *of, **more: None, "silent_number": lambda *of: 0.0,
         "table": table, "timeline": sl.pipeline.simulate(table), "checkpoints": checkpoints, "tokens": tokens,
-        "decoder": sl.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256), "corpus": sl.data.Corpus("text.txt"),
+        "decoder": sl.planning.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256), "corpus": sl.data.Corpus("text.txt"),
         "compiled": jax.jit(lambda x: x @ x).lower(_ones(8, 8)).compile(),
     }  # fmt: skip
 

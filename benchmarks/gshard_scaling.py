@@ -54,7 +54,7 @@ def compiled(cores: int, layers: int, *, zero: int = 0, manual: bool = True) -> 
         manual=None if manual else (),
     )  # fmt: skip
     config = translation.gshard(layers, cores)
-    optimizer = sl.optimizers.each(optax.adafactor(1e-2), moe.stacked)
+    optimizer = sl.optimizers.per_layer_and_expert(optax.adafactor(1e-2), moe.stacked)
     make = lambda: translation.Translation(config, rngs=nnx.Rngs(0))  # noqa: E731
     state = sl.init(make, optimizer, strategy, abstract=True)
     shape = lambda length: jax.ShapeDtypeStruct((PAIRS * cores, length), "int32")  # noqa: E731

@@ -136,7 +136,7 @@ def toy(layers: int) -> Any:
     return sl.annotate(weights, names)
 
 
-def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.Mean:
+def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.WeightedMean:
     """Enter, layer by layer, and out by the same weight. Branches are scaled as deep models scale theirs: else one stage on
     another mesh differs by more than rounding, which layers would amplify.
     """
@@ -153,7 +153,7 @@ def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.Mean:
     stack = {name: model[name] for name in ("up", "down", "gate", "experts")}
     x, balance = jax.lax.scan(layer, x @ model["enter"], stack)
     y = x @ model["enter"].T
-    return sl.mean(jnp.sum(y * y), y.size) + 0.01 * jax.tree.map(lambda of: of.mean(0), balance)
+    return sl.weighted_mean(jnp.sum(y * y), y.size) + 0.01 * jax.tree.map(lambda of: of.mean(0), balance)
 
 
 def executed() -> dict[str, Any]:

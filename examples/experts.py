@@ -54,7 +54,7 @@ def train(config: gpt.GPTConfig, steps: int, seed: int, strategy: sl.Strategy) -
     sinks = [sl.Progress(steps), records.append]
     state = sl.fit(sl.train_step(loss, strategy), state, windows(learned, seed), loop, sinks=sinks)
 
-    def cross_entropy(model: Any, batch: Any, rng: Any) -> sl.Mean:
+    def cross_entropy(model: Any, batch: Any, rng: Any) -> sl.WeightedMean:
         found: Any = loss(nnx.view(model, deterministic=True), batch, None)
         return found[1]["cross_entropy"] if sparse else found
 

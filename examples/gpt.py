@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import shardlib as sl
 from models import gpt
 
-Planned = tuple[sl.Step, sl.State, Any, sl.Estimate]
+Planned = tuple[sl.Step, sl.State, Any, sl.planning.Estimate]
 
 
 def step_of(

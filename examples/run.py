@@ -218,7 +218,7 @@ class Run:
         """The model as it is before the first step."""
         return gpt.GPT(self.model, rngs=nnx.Rngs(self.seed))
 
-    def loss(self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.Mean:
+    def loss(self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.WeightedMean:
         """The loss of a batch of sequences."""
         seen = {"tokens", "mask"} if self.across_documents else {"tokens", "mask", "segments"}
         return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)

@@ -33,7 +33,7 @@ from models import gpt
 def main(arguments: list[str]) -> None:
     """One run, from the command line to a sample of what was learned."""
     run = from_command_line(arguments)
-    sl.join()
+    sl.initialize_distributed()
     jax.config.update("jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs"))
     say = print if jax.process_index() == 0 else lambda *_: None
     say("\n".join(f"  {name} = {text}" for name, text in run.lines().items()), "\n")
@@ -86,7 +86,7 @@ def check(run: Run) -> None:
     """What can be seen before the data is read."""
     check_folder(run, run.lines())
     try:
-        sl.rows_here(run.batch, run.strategy)
+        sl.local_rows(run.batch, run.strategy)
     except ValueError as error:
         raise SystemExit(f"`batch={run.batch}`: {error}") from None
     kind, _, size = run.data.tokenizer.partition(":")

@@ -371,7 +371,7 @@ def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
 
 
-def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.Mean:
+def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.WeightedMean:
     """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps, in float32.
 
     `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's document. `batch["mask"]` is
@@ -382,14 +382,14 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     return entropy(model, model.features(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS)
 
 
-def entropy(model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:
+def entropy(model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.WeightedMean:
     """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the configuration says."""
     if model.config.fused_loss:
         return _mean(model.losses(x_BSD, targets_BS), mask_BS)
     return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS)
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.Mean:
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.WeightedMean:
     """The mean over the targets that the mask keeps, in float32."""
     logits_BSV, targets_BS = logits_BSV.astype(jnp.float32), sl.shard(targets_BS, "batch", "seq")
     # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
@@ -400,9 +400,9 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     return _mean(losses_BS, mask_BS)
 
 
-def _mean(losses_BS: jax.Array, mask_BS: jax.Array | None) -> sl.Mean:
+def _mean(losses_BS: jax.Array, mask_BS: jax.Array | None) -> sl.WeightedMean:
     weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
-    return sl.mean((losses_BS * weights_BS).sum(), weights_BS.sum())
+    return sl.weighted_mean((losses_BS * weights_BS).sum(), weights_BS.sum())
 
 
 def decays(params: Any) -> Any:

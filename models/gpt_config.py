@@ -99,9 +99,9 @@ class GPTConfig:
         return 3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
 
     @property
-    def decoder(self) -> sl.Decoder:
+    def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
-        return sl.Decoder(
+        return sl.planning.Decoder(
             layers=self.layers, width=self.width, heads=self.heads, sequence=self.context, vocab=self.dims["vocab"],
             kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
             positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,

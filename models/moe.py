@@ -175,13 +175,15 @@ class MoE(gpt.GPT):
 
 
 def stacked(path: str, parameter: Any) -> int:
-    """How many leading dims of a parameter count layers and experts, for `sl.optimizers.each`."""
+    """How many leading dims of a parameter count layers and experts, for `sl.optimizers.per_layer_and_expert`."""
     if not path.startswith(("blocks/", "encoder/")):
         return 0
     return 2 if path.endswith(("/mlp/up", "/mlp/gate", "/mlp/down")) else 1
 
 
-def loss(model: MoE, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> tuple[sl.Mean, dict[str, sl.Mean]]:
+def loss(
+    model: MoE, batch: dict[str, jax.Array], rng: jax.Array | None = None
+) -> tuple[sl.WeightedMean, dict[str, sl.WeightedMean]]:
     """GPT's cross-entropy, with the losses of the routers, and metrics of these; by itself it is `cross_entropy`."""
     tokens, config = batch["tokens"], model.config
     segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None

@@ -119,7 +119,7 @@ def _segments(real: jax.Array | None) -> jax.Array | None:
 
 def loss(
     model: Translation, batch: dict[str, jax.Array], rng: jax.Array | None = None
-) -> tuple[sl.Mean, dict[str, sl.Mean]]:
+) -> tuple[sl.WeightedMean, dict[str, sl.WeightedMean]]:
     """Mean cross-entropy of the target, each token given the source and those before it, with the losses of the routers.
 
     `batch["source"]` is `[B, T]`, `batch["target"]` is `[B, S + 1]`. Where `batch["pad"]`, a number for each example, is given,

@@ -1,6 +1,6 @@
 """What a loss or a layer may ask of the whole batch while it sees only its part of it.
 
-Inside the train step each device holds its own examples. Sums over examples come out right by themselves (`mean`);
+Inside the train step each device holds its own examples. Sums over examples come out right by themselves (`weighted_mean`);
 whatever is not a sum over examples, a contrastive loss, batch statistics, Switch's balance loss, asks here. The whole
 batch is the whole microbatch: with `accumulate`, each microbatch is a batch of its own, of the same examples on every
 mesh.
@@ -22,45 +22,47 @@ from shardlib._rules import resolve
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Mean:
+class WeightedMean:
     """A sum over this device's examples, and what to divide the sum over all devices by.
 
     Means may be scaled, and another may be added, whose own weight is another: its mean over the whole batch counts, or over the
     microbatch.
 
-    >>> mean(6.0, 3) + 0.5 * mean(8.0, 4)
-    Mean(total=9.0, weight=3)
+    >>> weighted_mean(6.0, 3) + 0.5 * weighted_mean(8.0, 4)
+    WeightedMean(total=9.0, weight=3)
     """
 
     total: Any
     weight: Any
 
-    def __mul__(self, by: Any) -> "Mean":
-        return Mean(self.total * by, self.weight)
+    def __mul__(self, by: Any) -> "WeightedMean":
+        return WeightedMean(self.total * by, self.weight)
 
     __rmul__ = __mul__
 
-    def __add__(self, other: "Mean") -> "Mean":
-        if not isinstance(other, Mean):
+    def __add__(self, other: "WeightedMean") -> "WeightedMean":
+        if not isinstance(other, WeightedMean):
             return NotImplemented
         axes = split_axes()
         total, weight = lax.psum((other.total, other.weight), axes) if axes else (other.total, other.weight)
         # Every device adds the whole mean times its own weight, so that the sum over devices, divided once, has it once.
-        return Mean(self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight), self.weight)
+        return WeightedMean(
+            self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight), self.weight
+        )
 
 
-def mean(total: Any, weight: Any) -> Mean:
+def weighted_mean(total: Any, weight: Any) -> WeightedMean:
     """What a loss returns: a sum over the examples here, and their weight, say the number of unmasked tokens.
 
     The step adds up totals and weights over devices and microbatches and divides once, so unevenly masked tokens give
     the loss that one device would compute; a mean of means would not. The weight takes no part in the gradient.
 
-    >>> mean(6.0, 3)
-    Mean(total=6.0, weight=3)
+    >>> weighted_mean(6.0, 3)
+    WeightedMean(total=6.0, weight=3)
     """
-    check_arrays.real("mean", "total", total)
-    check_arrays.real("mean", "weight", weight)
-    return Mean(total, weight)
+    check_arrays.real("weighted_mean", "total", total)
+    check_arrays.real("weighted_mean", "weight", weight)
+    return WeightedMean(total, weight)
 
 
 def split_axes() -> tuple[str, ...]:

@@ -42,10 +42,12 @@ _MAX_SAYINGS, _MAX_DIFFERENCES, _WIDTH = 4, 20, 120
 # Of a set of processes that say the same: which ones, and what they say.
 Saying = tuple[Sequence[int], Mapping[str, str]]
 
-_joined_with: list[int] = []  # the timeout of heartbeats that `join` gave to JAX, once it has: a process joins once
+_initialized_with: list[
+    int
+] = []  # the timeout of heartbeats that `initialize_distributed` gave to JAX, once it has: a process joins once
 
 
-def join(*, heartbeat_timeout: int | None = None) -> None:
+def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
     """Join the other processes of this run, if there are any: the first line of a script, before any device is touched.
 
     Processes are found where `python -m shardlib.launch`, `srun`, `mpirun`, a Kubernetes JobSet or indexed Job, or a TPU
@@ -61,7 +63,7 @@ def join(*, heartbeat_timeout: int | None = None) -> None:
       `SHARDLIB_HEARTBEAT_TIMEOUT` says so, and without that it is 100. Heartbeats are sent at half that interval, so the
       others end between half the timeout and the whole of it after a process falls silent.
 
-    >>> join()
+    >>> initialize_distributed()
     >>> jax.process_count()
     1
     """
@@ -79,26 +81,26 @@ def join(*, heartbeat_timeout: int | None = None) -> None:
         if "must be called before" not in str(error):
             raise
         raise ValueError(
-            "`join` came too late: JAX has looked at this process's devices already, and would see no others. Call "
-            "`sl.join()` at the top of the script, before anything that asks for devices, makes arrays or meshes."
+            "`initialize_distributed` came too late: JAX has looked at this process's devices already, and would see no others. Call "
+            "`sl.initialize_distributed()` at the top of the script, before anything that asks for devices, makes arrays or meshes."
         ) from error
     except ValueError as error:
         # Of a TPU machine nothing but its metadata say whether it is part of a slice, and JAX is the one to ask.
         if how or "coordinator_address" not in str(error):
             raise
         return
-    _joined_with.append(timeout)
+    _initialized_with.append(timeout)
     _leave_when_failing()
 
 
 def heartbeat_timeout_of(argument: int | None, environment: Mapping[str, str]) -> int:
-    """The timeout of heartbeats in seconds: the argument of `join`, else the variable, else JAX's default.
+    """The timeout of heartbeats in seconds: the argument of `initialize_distributed`, else the variable, else JAX's default.
 
     >>> heartbeat_timeout_of(None, {}), heartbeat_timeout_of(None, {HEARTBEAT_TIMEOUT: "30"}), heartbeat_timeout_of(60, {})
     (100, 30, 60)
     """
     if argument is not None:
-        said, value = f"`join(heartbeat_timeout={argument!r})`", argument
+        said, value = f"`initialize_distributed(heartbeat_timeout={argument!r})`", argument
     elif HEARTBEAT_TIMEOUT in environment:
         text = environment[HEARTBEAT_TIMEOUT]
         said, value = f"`{HEARTBEAT_TIMEOUT}={text}`", int(text) if re.fullmatch("[0-9]{1,9}", text) else None
@@ -161,26 +163,26 @@ def slurm_gpus(environment: Mapping[str, str]) -> list[int] | None:
     return list(range(task * share, (task + 1) * share)) or None
 
 
-def agree(what: Mapping[str, str]) -> None:
+def require_agreement(what: Mapping[str, str]) -> None:
     """See that all processes are about to do the same, or say on each of them which one is not.
 
     Every process calls it, with the same names and texts of its own: a configuration, the shapes of a batch, the
     fingerprint of a program. Where they differ, a collective would hang or mix numbers that do not belong together.
 
-    >>> agree({"configuration": "batch = 256"})
+    >>> require_agreement({"configuration": "batch = 256"})
     """
-    check.kind("agree", "what", what, Mapping, "a mapping from names to texts")
+    check.kind("require_agreement", "what", what, Mapping, "a mapping from names to texts")
     for name, said in what.items():
-        check.text("agree", "what", name, "names and texts")
-        check.text("agree", name, said)
+        check.text("require_agreement", "what", name, "names and texts")
+        check.text("require_agreement", name, said)
     count = jax.process_count()
     if count == 1:
         return
     _check_devices(Counter(device.process_index for device in jax.devices()))
     # One that sends its heartbeats later than the others expect them would be given up by them.
     compared = dict(what)
-    if _joined_with:
-        compared["heartbeat_timeout"] = f"{_joined_with[0]} seconds"
+    if _initialized_with:
+        compared["heartbeat_timeout"] = f"{_initialized_with[0]} seconds"
     said = json.dumps(compared).encode()
     mine = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest() + len(said).to_bytes(8, "little")
     groups: dict[bytes, list[int]] = defaultdict(list)
@@ -259,7 +261,7 @@ class Stop:
 def catch_termination() -> Iterator[Stop]:
     """While it lasts, SIGTERM does not end the process but asks it to stop, as schedulers do ahead of a time limit.
 
-    Of several processes any may get the signal. JAX catches it from `join` on, and finds a step that none has passed.
+    Of several processes any may get the signal. JAX catches it from `initialize_distributed` on, and finds a step that none has passed.
 
     >>> with catch_termination() as stop:
     ...     stop.now(0)
@@ -385,11 +387,15 @@ def _is_loopback_name(host: str) -> bool:
 
 def _check_joined_alike(heartbeat_timeout: int | None) -> None:
     """Refuse another timeout than the one that this process was joined with, which can no longer be changed."""
-    if heartbeat_timeout is None or _joined_with == [heartbeat_timeout]:
+    if heartbeat_timeout is None or _initialized_with == [heartbeat_timeout]:
         return
-    how = f"by `join` with {_joined_with[0]} seconds" if _joined_with else "by `jax.distributed.initialize`"
+    how = (
+        f"by `initialize_distributed` with {_initialized_with[0]} seconds"
+        if _initialized_with
+        else "by `jax.distributed.initialize`"
+    )
     raise ValueError(
-        f"`join(heartbeat_timeout={heartbeat_timeout})`: this process was joined already, {how}. Give it where it is joined "
+        f"`initialize_distributed(heartbeat_timeout={heartbeat_timeout})`: this process was joined already, {how}. Give it where it is joined "
         "first."
     )
 

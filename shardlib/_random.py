@@ -64,7 +64,7 @@ def plain_keys(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words[..., : words.shape[-1] // 2 - 1], impl=base)
 
 
-def same_everywhere(key: jax.Array) -> jax.Array:
+def replicated_draws(key: jax.Array) -> jax.Array:
     """A key whose draws are the same on every device whatever their shape, for noise on weights, say.
 
     Inside the step a draw whose first dim is as long as there are examples here draws per example, and means to. To
@@ -72,13 +72,13 @@ def same_everywhere(key: jax.Array) -> jax.Array:
     `jax.vmap(draw)(jax.random.split(key, examples))`.
 
     >>> key = jax.random.key(0)
-    >>> same_everywhere(row_keys(key, 4, 8, 1)) == key
+    >>> replicated_draws(row_keys(key, 4, 8, 1)) == key
     Array(True, dtype=bool)
     """
     takes = "a key, such as `jax.random.key(0)`"
-    check_arrays.array("same_everywhere", "key", key, takes)
+    check_arrays.array("replicated_draws", "key", key, takes)
     if not is_key(key) and key.dtype != jnp.uint32:  # of `jax.random.PRNGKey`
-        raise check.refusal("same_everywhere", "key", key, takes)
+        raise check.refusal("replicated_draws", "key", key, takes)
     return plain_keys(key)
 
 
@@ -122,7 +122,7 @@ def describe_raw_keys(paths: Iterable[str]) -> str:
     return (
         f"The loss draws with old-style raw keys of the model, {listed}. They know of no examples, so every device would draw "
         "the same for its own. Hold typed keys, `jax.random.key(0)`, or of a raw one `jax.random.wrap_key_data(raw)`; for "
-        "draws that are the same everywhere, on weights say, `sl.same_everywhere(key)`."
+        "draws that are the same everywhere, on weights say, `sl.replicated_draws(key)`."
     )
 
 

@@ -1,6 +1,6 @@
 """Several processes on one machine: `python -m shardlib.launch -n 2 -- python examples/train_lm.py ...`.
 
-The script calls `sl.join()` first, and is the one that a cluster runs. When a process dies, it is named with its last
+The script calls `sl.initialize_distributed()` first, and is the one that a cluster runs. When a process dies, it is named with its last
 traceback, after the others have ended, so that it is the last thing on the screen.
 """
 
@@ -51,7 +51,7 @@ examples:
   python -m shardlib.launch -n 2 --devices 4 -- python train.py    # try it: 2 processes with 4 simulated devices each
   python -m shardlib.launch -n 8 --gpus 1 -- python train.py       # a process for each of 8 GPUs
 
-The script calls `sl.join()` before anything else. Ctrl-C and SIGTERM go to all processes; a second one kills them.
+The script calls `sl.initialize_distributed()` before anything else. Ctrl-C and SIGTERM go to all processes; a second one kills them.
 """
 
 
@@ -85,7 +85,7 @@ def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
 def environment_of(
     index: int, arguments: argparse.Namespace, address: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one process: how `join` finds the others, and which devices it has."""
+    """The environment of one process: how `initialize_distributed` finds the others, and which devices it has."""
     made = dict(environment) | {
         COORDINATOR: address,
         PROCESSES: str(arguments.n),
@@ -265,7 +265,7 @@ def _report(
     if silent:
         told.append(
             f"Process {first.index} {first.end()} because of that, after the heartbeat timeout, which "
-            f"`sl.join(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` sets."
+            f"`sl.initialize_distributed(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` sets."
         )
         return "\n".join(told)
     told.append(first.obituary())

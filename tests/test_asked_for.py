@@ -153,7 +153,7 @@ def test_zero_that_splits_something_or_has_one_device_says_nothing():
     "name",
     ["loss", "weight", "grad_norm", "first_nonfinite", "nonfinite_losses", "compressed", "step", "note", "crc32"],
 )
-@pytest.mark.parametrize("of", [lambda loss: loss, lambda loss: sl.mean(loss, 1)])
+@pytest.mark.parametrize("of", [lambda loss: loss, lambda loss: sl.weighted_mean(loss, 1)])
 def test_a_metric_has_no_name_that_the_step_or_a_record_has(name, of):
     loss = lambda model, x, rng: (jnp.mean(x @ model["w"][0]), {"mine": of(jnp.mean(x)), name: of(jnp.mean(x))})
     with pytest.raises(ValueError, match=f"The metric `{name}` is the step's own"):

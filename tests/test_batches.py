@@ -187,7 +187,7 @@ def test_what_is_no_batch_is_refused_by_name(batch, message):
 
 
 def test_rows_here_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
-    assert sl.rows_here(8, STRATEGY).tolist() == list(range(8))
+    assert sl.local_rows(8, STRATEGY).tolist() == list(range(8))
     accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=3)
     with pytest.raises(ValueError, match=r"batch of 8 examples.*4 parts.*`accumulate=3`: use a multiple of 12"):
-        sl.rows_here(8, accumulating)
+        sl.local_rows(8, accumulating)

@@ -45,7 +45,7 @@ def errors(model, batch):
 
 
 def right(model, batch, rng):
-    return sl.mean(jnp.sum(errors(model, batch) * batch["mask"]), batch["mask"].sum())
+    return sl.weighted_mean(jnp.sum(errors(model, batch) * batch["mask"]), batch["mask"].sum())
 
 
 def devices():
@@ -61,12 +61,12 @@ def alike(model, batch, rng):
     kept = jax.random.bernoulli(
         jax.random.key(7), 0.5, batch["mask"].shape
     )  # no key of the step's: the same everywhere
-    return sl.mean(jnp.sum(errors(model, batch) * kept), batch["mask"].size)
+    return sl.weighted_mean(jnp.sum(errors(model, batch) * kept), batch["mask"].size)
 
 
 def too_large(model, batch, rng):
     loss = right(model, batch, rng)
-    return sl.mean(loss.total * devices(), loss.weight)
+    return sl.weighted_mean(loss.total * devices(), loss.weight)
 
 
 def too_large_in_one_gradient(model, batch, rng):
@@ -80,7 +80,7 @@ def one_left_out(model, batch, rng):
     last = lax.axis_index("data") == devices() - 1 if devices() > 1 else False
     here = jnp.arange(batch["x"].shape[0])[:, None]
     kept = jnp.where(last & (here == 0), 0.0, batch["mask"])
-    return sl.mean(jnp.sum(errors(model, batch) * kept), batch["mask"].sum())
+    return sl.weighted_mean(jnp.sum(errors(model, batch) * kept), batch["mask"].sum())
 
 
 def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batch=None, **options):

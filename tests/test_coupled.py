@@ -70,7 +70,7 @@ def counted_by_value(model, x, key):
 
 MEANS = {
     "a mean": lambda m, x, key: jnp.mean(y(m, x) ** 2),
-    "two sums": lambda m, x, key: sl.mean(jnp.sum(y(m, x) ** 2 * (x[:, :1] > 0)), jnp.sum(x[:, 0] > 0)),
+    "two sums": lambda m, x, key: sl.weighted_mean(jnp.sum(y(m, x) ** 2 * (x[:, :1] > 0)), jnp.sum(x[:, 0] > 0)),
     "a mean and a penalty": lambda m, x, key: jnp.mean(y(m, x) ** 2) + 0.1 * jnp.sum(m["w"] ** 2),
     "one after the other": lambda m, x, key: jnp.mean(lax.map(lambda row: jnp.sum(y(m, row) ** 2), x)),
     "added up in a loop": sum_in_a_loop,
@@ -116,7 +116,7 @@ COUPLED = {
     "a mean of a part": lambda m, x, key: jnp.mean((y(m, x).reshape(-1) - y(m, x).mean()) ** 2),
     "a moving average": moving_average,
     "a recomputed block": lambda m, x, key: jnp.mean(jax.checkpoint(lambda v: v - v.mean(0))(y(m, x)) ** 2),
-    "a guarded weight": lambda m, x, key: sl.mean(jnp.sum(y(m, x)), jnp.maximum(jnp.sum(x[:, 0] > 1.5), 1)),
+    "a guarded weight": lambda m, x, key: sl.weighted_mean(jnp.sum(y(m, x)), jnp.maximum(jnp.sum(x[:, 0] > 1.5), 1)),
     "a metric": lambda m, x, key: (jnp.mean(y(m, x)), {"perplexity": jnp.exp(jnp.mean(y(m, x)))}),
 }
 
@@ -137,7 +137,7 @@ def whole(loss):
         out = loss(make(), x, jax.random.key(0))
         of_loss, metrics = out if isinstance(out, tuple) else (out, {})
         values = {"loss": of_loss, **metrics}
-        return {k: v.total / v.weight if isinstance(v, sl.Mean) else v for k, v in values.items()}
+        return {k: v.total / v.weight if isinstance(v, sl.WeightedMean) else v for k, v in values.items()}
 
     with sl.unsharded():
         return jax.vmap(alone, axis_name="data")(jnp.asarray(ROWS)[None])
@@ -158,7 +158,7 @@ def test_what_couples_examples_is_warned_of_with_its_line(loss):
     (said,) = traced(loss)
     lines, start = inspect.getsourcelines(loss)
     assert any(f"{__file__}:{line}" in said for line in range(start, start + len(lines)))
-    assert "sl.mean(total, weight)" in said
+    assert "sl.weighted_mean(total, weight)" in said
     assert ("perplexity" in said) == (loss is COUPLED["a metric"])
 
 

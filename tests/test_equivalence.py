@@ -34,7 +34,7 @@ class MLP(nnx.Module):
 
 def masked(model, batch, rng):
     error = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1)
-    return sl.mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
+    return sl.weighted_mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
 
 
 def plain(model, batch, rng):

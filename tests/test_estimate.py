@@ -49,7 +49,7 @@ def test_zero_is_the_papers():
 
 def test_megatron_is_the_papers():
     """Table 2 of 2205.05198, per layer, in units of s b h."""
-    one = sl.Decoder(layers=1, width=1024, heads=16, sequence=2048, vocab=1)
+    one = sl.planning.Decoder(layers=1, width=1024, heads=16, sequence=2048, vocab=1)
     unit, scores = 2048 * 1024, 5 * 16 * 2048 / 1024
     assert one.megatron_activation_bytes() == (34 + scores) * unit
     assert one.megatron_activation_bytes(tensor=8) == (10 + 24 / 8 + scores / 8) * unit

@@ -441,7 +441,7 @@ def test_a_linen_module_may_have_such_a_layer():
         def __call__(self, x):
             init = nn.initializers.normal(0.5)
             gate = self.param("gate", init, (4, 8))
-            shape = sl.experts.here(8), 4, 4  # all where the model is made, and in the step this device's
+            shape = sl.experts.local_experts(8), 4, 4  # all where the model is made, and in the step this device's
             up = self.param("up", nn.with_logical_partitioning(init, ("experts", None, None)), shape)
             return moe(x, Top2(), lambda w, x: jnp.tanh(x @ w), gate=gate, weights=up)
 
@@ -450,7 +450,7 @@ def test_a_linen_module_may_have_such_a_layer():
     def loss(variables, x, rng):
         y, told = Layer().apply(variables, x)
         error = jnp.square(y - x).mean((1, 2))
-        return sl.mean(error.sum(), error.size) + told.balance, told.metrics
+        return sl.weighted_mean(error.sum(), error.size) + told.balance, told.metrics
 
     def after(mesh):
         strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts)
@@ -558,7 +558,7 @@ def test_each_member_of_a_stack_as_if_alone(optimizer):
     random = np.random.default_rng(0)
     shape = (2, 256, 130, 128)  # whose longest dim, that of the experts, Adafactor would factor over
     params, gradients = ({"stack": random.normal(size=shape).astype("f")} for _ in range(2))
-    whole = sl.optimizers.each(optimizer, lambda path, leaf: 2)
+    whole = sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 2)
     updates, state = jax.jit(whole.update)(gradients, whole.init(params), params)
     for layer, expert in ((0, 0), (1, 200)):
         p, g = params["stack"][layer, expert], gradients["stack"][layer, expert]
@@ -566,12 +566,12 @@ def test_each_member_of_a_stack_as_if_alone(optimizer):
         np.testing.assert_allclose(updates["stack"][layer, expert], alone, rtol=2e-5, atol=1e-6)
     assert all(leaf.shape[:2] == (2, 256) for leaf in jax.tree.leaves(state))
     with pytest.raises(ValueError, match=r"`stack` of shape \(2, 256, 130, 128\) cannot have 5 leading dims"):
-        sl.optimizers.each(optimizer, lambda path, leaf: 5).init(params)
+        sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 5).init(params)
 
 
 def test_its_state_lies_as_the_experts_do():
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
-    optimizer = sl.optimizers.each(optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked)
+    optimizer = sl.optimizers.per_layer_and_expert(optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked)
     state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
     found = {path: leaf.sharding.spec for path, leaf in named_leaves(state.opt_state) if "expert/mlp/up" in path}
     assert found and all(spec[1] == "data" for spec in found.values()), found

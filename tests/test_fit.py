@@ -174,7 +174,7 @@ def test_a_finished_run_says_so(undisturbed):
 def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
-        return sl.mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
+        return sl.weighted_mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
 
     strategy = dataclasses.replace(STRATEGY, nonfinite="skip")
     source = text()
@@ -235,7 +235,7 @@ def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, t
 def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
-        return sl.mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
+        return sl.weighted_mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
 
     strategy = dataclasses.replace(STRATEGY, nonfinite="count")
     source = text()

@@ -20,7 +20,7 @@ ZERO = sl.Zero(3, small=0)
 
 def cross_entropy(logits, tokens):
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-    return sl.mean(losses.sum(), losses.size)
+    return sl.weighted_mean(losses.sum(), losses.size)
 
 
 def nnx_loss(model, tokens, rng):

@@ -57,7 +57,7 @@ ORDER = [
     "kernels",
     *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
     *("collectives", "_zero"),
-    *("optimizers._each", "optimizers._local", "optimizers._onebit_adam", "optimizers"),
+    *("optimizers._stacked", "optimizers._local", "optimizers._onebit_adam", "optimizers"),
     *(
         f"pipeline.{name}"
         for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedule", "_schedules")

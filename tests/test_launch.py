@@ -20,20 +20,20 @@ LAUNCH = ROOT / "examples" / "launch"
 
 TRAINING = """
 import shardlib as sl
-sl.join()
-sl.join()
+sl.initialize_distributed()
+sl.initialize_distributed()
 
 import os, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from shardlib._processes import agree, catch_termination
+from shardlib._processes import require_agreement, catch_termination
 
 mesh = sl.make_mesh(data=-1)
 values = lambda where: np.arange(mesh.size, dtype="float32")[where]
 x = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P("data")), values)
 total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
 print(f"{jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} of {mesh.size}: {float(total(x))}")
-agree({"configuration": "batch = 8", "program": "the same\\n" * 1000})
+require_agreement({"configuration": "batch = 8", "program": "the same\\n" * 1000})
 with catch_termination() as stop:
     for step in range(10_000):
         total(x).block_until_ready()
@@ -171,7 +171,7 @@ def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
         )
         expected.append(f"process {process} sent no heartbeats{state}. It said last:\n    last words of {process}\n")
     assert said.startswith("".join(expected) + f"Process {ended_because} was killed by SIGABRT because of that")
-    assert "`sl.join(heartbeat_timeout=...)` or `SHARDLIB_HEARTBEAT_TIMEOUT`" in said
+    assert "`sl.initialize_distributed(heartbeat_timeout=...)` or `SHARDLIB_HEARTBEAT_TIMEOUT`" in said
 
 
 def test_who_died_is_named_though_another_was_stopped(tmp_path, capsys, monkeypatch):
@@ -202,7 +202,7 @@ def test_of_processes_that_train_the_one_that_was_stopped_is_named(stopped, how,
     path.write_text(f"""
 import os, signal, time
 import shardlib as sl
-sl.join({"heartbeat_timeout=6" if how == "argument" else ""})
+sl.initialize_distributed({"heartbeat_timeout=6" if how == "argument" else ""})
 import jax, numpy as np
 from jax.experimental.multihost_utils import process_allgather
 process_allgather(np.ones(1))

@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_no_empty_lock(lock, monkeypatch):
 
 TWO_PROCESSES = """
 import shardlib as sl
-sl.join()
+sl.initialize_distributed()
 import json, pathlib, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 folder = pathlib.Path(sys.argv[1])

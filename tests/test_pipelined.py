@@ -65,7 +65,7 @@ def loss(model, batch, rng):
     end, told = jax.lax.scan(layer, start, (stack, jnp.arange(stack["up"].shape[0])))
     y = end["x"] @ model["enter"].T + 0.1 * x  # tied, and what came before the layers
     total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0)))
-    return sl.mean(total, weight.sum()), {"count": sl.mean(end["count"].sum(), x.shape[0])}
+    return sl.weighted_mean(total, weight.sum()), {"count": sl.weighted_mean(end["count"].sum(), x.shape[0])}
 
 
 def batch(rows=ROWS):
@@ -174,7 +174,7 @@ def loss_of_both(model, batch, rng):
     end, also = jax.lax.scan(decode, x[:, ::-1] @ model["enter"], model["decoder"])
     y = end @ model["enter"].T + 0.1 * memory
     total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0) + 0.1 * also.mean(0)))
-    return sl.mean(total, weight.sum()), {"count": sl.mean(count * x.shape[0], x.shape[0])}
+    return sl.weighted_mean(total, weight.sum()), {"count": sl.weighted_mean(count * x.shape[0], x.shape[0])}
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ import pytest
 
 from shardlib import _processes
 from shardlib._processes import (
-    agree,
     catch_termination,
     describe_disagreement,
     heartbeat_timeout_of,
     how_to_join,
-    join,
+    initialize_distributed,
+    require_agreement,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,7 @@ def listen(monkeypatch, coordinator):
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: pytest.fail("it was not refused"))
     for name, value in (TOLD | {"SHARDLIB_COORDINATOR": coordinator}).items():
         monkeypatch.setenv(name, value)
-    join()
+    initialize_distributed()
 
 
 def test_an_address_of_another_machine_is_refused(monkeypatch):
@@ -180,7 +180,9 @@ def test_what_the_coordinator_listens_on():
                 one.bind(("127.0.0.1", 0))
                 port = one.getsockname()[1]
             environment = os.environ | TOLD | {"SHARDLIB_COORDINATOR": f"{host}:{port}", "PYTHONPATH": str(ROOT)}
-            process = subprocess.Popen([sys.executable, "-c", "import shardlib; shardlib.join()"], env=environment)
+            process = subprocess.Popen(
+                [sys.executable, "-c", "import shardlib; shardlib.initialize_distributed()"], env=environment
+            )
             started.append((process, port, allowed))
         for process, port, allowed in started:
             end = time.monotonic() + 120
@@ -207,34 +209,34 @@ def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds,
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.update(how))
     monkeypatch.setattr(_processes, "_leave_when_failing", lambda: None)
-    monkeypatch.setattr(_processes, "_joined_with", [])
+    monkeypatch.setattr(_processes, "_initialized_with", [])
     for name, value in (TOLD | environment | {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESS": "1"}).items():
         monkeypatch.setenv(name, value)
-    join(heartbeat_timeout=argument)
+    initialize_distributed(heartbeat_timeout=argument)
     assert given["heartbeat_timeout_seconds"] == seconds
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    join()
-    join(heartbeat_timeout=seconds)
-    with pytest.raises(ValueError, match=f"joined already, by `join` with {seconds} seconds"):
-        join(heartbeat_timeout=seconds + 1 if seconds < 1_000_000 else 5)
+    initialize_distributed()
+    initialize_distributed(heartbeat_timeout=seconds)
+    with pytest.raises(ValueError, match=f"joined already, by `initialize_distributed` with {seconds} seconds"):
+        initialize_distributed(heartbeat_timeout=seconds + 1 if seconds < 1_000_000 else 5)
 
 
 def test_the_default_is_that_of_jax():
     default = inspect.signature(jax.distributed.initialize).parameters["heartbeat_timeout_seconds"].default
     assert heartbeat_timeout_of(None, {}) == default
-    assert f"without that it is {default}" in " ".join((join.__doc__ or "").split())
+    assert f"without that it is {default}" in " ".join((initialize_distributed.__doc__ or "").split())
 
 
 @pytest.mark.parametrize("seconds", [0, 1, -5, 1_000_001, 2**40, 30.0, "30", True, float("nan"), None])
 def test_a_timeout_is_a_number_of_seconds(seconds, monkeypatch):
     if seconds is not None:
-        with pytest.raises(ValueError, match=re.escape(f"`join(heartbeat_timeout={seconds!r})`: ")):
-            join(heartbeat_timeout=seconds)
+        with pytest.raises(ValueError, match=re.escape(f"`initialize_distributed(heartbeat_timeout={seconds!r})`: ")):
+            initialize_distributed(heartbeat_timeout=seconds)
     if not isinstance(seconds, str):
         text = "" if seconds is None else str(seconds)
         monkeypatch.setenv("SHARDLIB_HEARTBEAT_TIMEOUT", text)
         with pytest.raises(ValueError, match=re.escape(f"`SHARDLIB_HEARTBEAT_TIMEOUT={text}`: after how many seconds")):
-            join()
+            initialize_distributed()
 
 
 @pytest.mark.parametrize(
@@ -259,13 +261,13 @@ def test_joined_too_late(monkeypatch):
     jax.devices()
     for name, value in {"COORDINATOR": "localhost:1", "PROCESSES": "2", "PROCESS": "0"}.items():
         monkeypatch.setenv(f"SHARDLIB_{name}", value)
-    with pytest.raises(ValueError, match="`join` came too late.*at the top of the script"):
-        join()
+    with pytest.raises(ValueError, match="`initialize_distributed` came too late.*at the top of the script"):
+        initialize_distributed()
 
 
 def test_alone():
-    join()
-    agree({"configuration": "anything"})
+    initialize_distributed()
+    require_agreement({"configuration": "anything"})
     before = signal.getsignal(signal.SIGTERM)
     with catch_termination() as stop:
         assert not stop.now(0)
@@ -301,16 +303,16 @@ def test_the_odd_one_of_three_is_named_on_all(tmp_path):
 import os
 import shardlib as sl
 odd = os.environ["SHARDLIB_PROCESS"] == "1"
-sl.join(heartbeat_timeout=90 if odd else None)
+sl.initialize_distributed(heartbeat_timeout=90 if odd else None)
 from shardlib import _processes
-from shardlib._processes import agree
+from shardlib._processes import require_agreement
 try:
-    agree({"configuration": "the same"})
+    require_agreement({"configuration": "the same"})
 except ValueError as error:
     print(error)
-_processes._joined_with[:] = [100]
-agree({"configuration": "the same"})
-agree({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
+_processes._initialized_with[:] = [100]
+require_agreement({"configuration": "the same"})
+require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
 """)  # fmt: skip
     assert code == 1
     for process in range(3):
@@ -324,7 +326,7 @@ agree({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 
 def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
     code, out, error = launch(tmp_path, 2, """
 import shardlib as sl
-sl.join()
+sl.initialize_distributed()
 import os, signal, time
 import jax, numpy as np
 from jax.experimental.multihost_utils import process_allgather
@@ -356,9 +358,9 @@ import os
 if os.environ["SHARDLIB_PROCESS"] == "2":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import shardlib as sl
-sl.join()
-from shardlib._processes import agree
-agree({})
+sl.initialize_distributed()
+from shardlib._processes import require_agreement
+require_agreement({})
 """)  # fmt: skip
     assert code == 1
     assert "ValueError: Processes have different numbers of devices: process 2 has 2; processes 0-1 have 1." in error

@@ -104,8 +104,11 @@ def drawn(draw, make_key, **options):
     strategy = sl.Strategy(mesh="data=8", rules=RULES, **options)
 
     def loss(model, x, rng):
-        rows, same = draw(model["key"], x.shape), draw(sl.same_everywhere(model["key"]), (3,))
-        metrics = {"rows": sl.mean(sl.gather_batch(rows), 1.0), "same": sl.mean(sl.gather_batch(same[None]), 1.0)}
+        rows, same = draw(model["key"], x.shape), draw(sl.replicated_draws(model["key"]), (3,))
+        metrics = {
+            "rows": sl.weighted_mean(sl.gather_batch(rows), 1.0),
+            "same": sl.weighted_mean(sl.gather_batch(same[None]), 1.0),
+        }
         return jnp.mean((x * model["params"] * rows) ** 2), metrics
 
     state = sl.init(lambda: {"params": jnp.ones(4), "key": make_key()}, optax.sgd(0.1), strategy)

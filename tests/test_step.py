@@ -41,7 +41,7 @@ class MLP(nnx.Module):
 
 def masked_loss(model, batch, rng):
     error = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1)
-    return sl.mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
+    return sl.weighted_mean(jnp.sum(error * batch["mask"]), batch["mask"].sum())
 
 
 def plain_loss(model, batch, rng):
@@ -106,7 +106,7 @@ def test_a_psum_inside_the_loss_is_exact():
 def test_user_code_with_an_unvarying_carry_is_accepted():
     def loss(model, batch, rng):
         total, _ = lax.scan(lambda c, row: (c + jnp.sum(model(row[None]) ** 2), None), jnp.zeros(()), batch["x"])
-        return sl.mean(total, batch["x"].size)
+        return sl.weighted_mean(total, batch["x"].size)
 
     testing.check_step(make(), optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], steps=1)
 
@@ -269,7 +269,7 @@ def test_metrics_are_means_over_everything():
     def loss(model, batch, rng):
         count = batch["mask"].sum()
         return masked_loss(model, batch, rng), {
-            "masked": sl.mean(count, batch["mask"].size),
+            "masked": sl.weighted_mean(count, batch["mask"].size),
             "plain": jnp.mean(batch["x"]),
         }
 
@@ -282,8 +282,15 @@ def test_metrics_are_means_over_everything():
 def both_means(model, batch, rng):
     """Two means over other examples: of unevenly many tokens on each device, and of those left out."""
     error, mask = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1), batch["mask"]
-    first, second = sl.mean(jnp.sum(error * mask), mask.sum()), sl.mean(jnp.sum(error * (1 - mask)), (1 - mask).sum())
-    return first + 0.5 * second, {"first": first, "second": second, "by place": sl.mean(error.sum(0), error.shape[0])}
+    first, second = (
+        sl.weighted_mean(jnp.sum(error * mask), mask.sum()),
+        sl.weighted_mean(jnp.sum(error * (1 - mask)), (1 - mask).sum()),
+    )
+    return first + 0.5 * second, {
+        "first": first,
+        "second": second,
+        "by place": sl.weighted_mean(error.sum(0), error.shape[0]),
+    }
 
 
 def test_a_sum_of_means_counts_each_by_its_own_weight():
@@ -405,10 +412,10 @@ def test_batches_that_do_not_split_are_refused(batch, message):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (lambda x: x, "`loss` of `loss_fn` is an array of shape .2, 3, 8..*sl.mean"),
+        (lambda x: x, "`loss` of `loss_fn` is an array of shape .2, 3, 8..*sl.weighted_mean"),
         (lambda x: None, "`loss` of `loss_fn` is None"),
-        (lambda x: (jnp.sum(x), jnp.sum(x)), "second part is an array of shape .*sl.mean\\(total, weight\\)"),
-        (lambda x: sl.mean(jnp.sum(x), jnp.ones(3)), "is an array of shape .3,."),
+        (lambda x: (jnp.sum(x), jnp.sum(x)), "second part is an array of shape .*sl.weighted_mean\\(total, weight\\)"),
+        (lambda x: sl.weighted_mean(jnp.sum(x), jnp.ones(3)), "is an array of shape .3,."),
         (lambda x: (jnp.sum(x), {"loss": jnp.sum(x)}), "metric `loss` is the step's own"),
     ],
 )

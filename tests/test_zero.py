@@ -66,7 +66,7 @@ def next_token(model, batch, rng):
     x, _ = lax.scan(body, model["embedding"].at[batch["tokens"]].get(), (model["layers"], jnp.arange(2)))
     logits = (x * model["norm"]) @ model["embedding"].T + model["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return sl.mean(jnp.sum(losses * batch["mask"]), batch["mask"].sum())
+    return sl.weighted_mean(jnp.sum(losses * batch["mask"]), batch["mask"].sum())
 
 
 MESHES = ["data=8,model=1", "data=4,model=2"]

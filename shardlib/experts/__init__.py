@@ -2,7 +2,7 @@
 
 from shardlib.experts._dispatch import Form as Form
 from shardlib.experts._moe import Told as Told
-from shardlib.experts._moe import here as here
+from shardlib.experts._moe import local_experts as local_experts
 from shardlib.experts._moe import moe as moe
 from shardlib.experts._routing import Choices as Choices
 from shardlib.experts._routing import Router as Router

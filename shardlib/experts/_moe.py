@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
 from shardlib._annotate import constrain, current_mesh, current_scope, shard
-from shardlib._batch import Mean, manual_over_all
+from shardlib._batch import WeightedMean, manual_over_all
 from shardlib._random import is_key
 from shardlib._rules import EXPERTS, AxisRules, as_tuple, resolve
 from shardlib._tree import named_leaves
@@ -45,15 +45,15 @@ class Told:
     - `nonfinite`: the share of tokens whose logits are not all finite.
     """
 
-    balance: Mean
-    z: Mean
-    load: Mean
-    dropped: Mean
-    entropy: Mean
-    nonfinite: Mean
+    balance: WeightedMean
+    z: WeightedMean
+    load: WeightedMean
+    dropped: WeightedMean
+    entropy: WeightedMean
+    nonfinite: WeightedMean
 
     @property
-    def metrics(self) -> dict[str, Mean]:
+    def metrics(self) -> dict[str, WeightedMean]:
         """For a loss to return beside its value."""
         return {name: getattr(self, name) for name in ("balance", "load", "dropped", "entropy", "nonfinite")}
 
@@ -134,15 +134,15 @@ def moe(
     return shard(y, *names), _told(router, choices, sent.kept_GSK, logits_GSE, real_GS)
 
 
-def here(count: int) -> int:
+def local_experts(count: int) -> int:
     """How many of so many experts a model sees where this is traced: in the step's form a device's own, elsewhere all.
 
-    Linen compares a parameter with the shape that its module gives it: `self.param("up", init, (here(8), width, hidden))`.
+    Linen compares a parameter with the shape that its module gives it: `self.param("up", init, (local_experts(8), width, hidden))`.
 
-    >>> here(8)
+    >>> local_experts(8)
     8
     """
-    check.whole("here", "count", count, "a number of experts", least=1)
+    check.whole("local_experts", "count", count, "a number of experts", least=1)
     return count // _parts(count)[1]
 
 
@@ -313,12 +313,12 @@ def _told(router: Router, choices: Choices, kept_GSK: jax.Array, logits_GSE: jax
     logarithm_GSE = jax.nn.log_softmax(logits_GSE)
     entropy_GS = -(jnp.where(probability_GSE > 0, probability_GSE * logarithm_GSE, 0)).sum(-1)
     return Told(
-        Mean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
-        Mean((z_loss(logits_GSE) * each_GS).sum(), each_GS.sum()),
-        Mean(by_expert * count, wanted),
-        Mean((choices.wanted & ~kept_GSK).sum() * 1.0, wanted),
-        Mean((lax.stop_gradient(entropy_GS) * each_GS).sum(), each_GS.sum()),
-        Mean((~finite_GS * each_GS).sum(), each_GS.sum()),
+        WeightedMean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
+        WeightedMean((z_loss(logits_GSE) * each_GS).sum(), each_GS.sum()),
+        WeightedMean(by_expert * count, wanted),
+        WeightedMean((choices.wanted & ~kept_GSK).sum() * 1.0, wanted),
+        WeightedMean((lax.stop_gradient(entropy_GS) * each_GS).sum(), each_GS.sum()),
+        WeightedMean((~finite_GS * each_GS).sum(), each_GS.sum()),
     )
 
 

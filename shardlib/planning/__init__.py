@@ -1,1 +1,8 @@
 """What a machine will do with a step, without the machine: targets, the compilers, and what their programs say."""
+
+from shardlib.planning._estimate import Decoder as Decoder
+from shardlib.planning._estimate import Estimate as Estimate
+from shardlib.planning._estimate import Module as Module
+from shardlib.planning._memory import Memory as Memory
+from shardlib.planning._memory import Piece as Piece
+from shardlib.planning._prices import Price as Price

@@ -167,7 +167,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     title, made = _of_user(lambda: _made(found, target, arguments), f"`{arguments.make_step}`")
     if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, None)[3], Estimate | None):
         raise ValueError(
-            f"`{arguments.make_step}` must return a step, its state and its batch, and may add a `sl.Estimate`; it "
+            f"`{arguments.make_step}` must return a step, its state and its batch, and may add a `sl.planning.Estimate`; it "
             f"returned {_described(made)}."
         )
     step, state, batch, *estimate = made

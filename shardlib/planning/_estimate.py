@@ -216,7 +216,7 @@ def estimate(
     >>> {kind: size // 2**20 for kind, size in found.kinds.items()}, found.total_bytes // 2**20
     ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474, 'activations': 6915}, 8732)
     """
-    check.kind("estimate", "decoder", decoder, Decoder, "a `sl.Decoder`")
+    check.kind("estimate", "decoder", decoder, Decoder, "a `sl.planning.Decoder`")
     examples, itemsize, parameter_itemsize = _counts(
         "estimate", examples=examples, itemsize=itemsize, parameter_itemsize=parameter_itemsize
     )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib._annotate import unsharded
-from shardlib._batch import mean
+from shardlib._batch import weighted_mean
 from shardlib._flax import building, take_apart
 from shardlib._mesh import format_mesh, make_mesh, parse_axes
 from shardlib._random import is_key
@@ -215,7 +215,7 @@ def _drawing(loss_fn: Any) -> Any:
         loss, metrics = out if isinstance(out, tuple) else (out, {})
         rows = jax.tree.leaves(batch)[0].shape[0]
         drawn = jax.random.randint(jax.random.fold_in(rng, 0xD1CE), (rows, 16), 0, 1000)  # whole numbers add up exactly
-        return loss, {**metrics, "drawn by the key": mean(jnp.sum(drawn), rows)}
+        return loss, {**metrics, "drawn by the key": weighted_mean(jnp.sum(drawn), rows)}
 
     return drawing
 

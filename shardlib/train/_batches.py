@@ -78,19 +78,19 @@ def _microbatches(strategy: Strategy) -> str:
     return f"the pipeline's `microbatches={strategy.microbatches}`"
 
 
-def rows_here(size: int, strategy: Strategy) -> np.ndarray:
+def local_rows(size: int, strategy: Strategy) -> np.ndarray:
     """Which rows of a batch of so many examples the devices of this process hold, in order.
 
     >>> import shardlib as sl
-    >>> sl.rows_here(4, sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data))
+    >>> sl.local_rows(4, sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data))
     array([0, 1, 2, 3])
     """
-    _check_strategy("rows_here", strategy)
-    size = check.whole("rows_here", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES)
+    _check_strategy("local_rows", strategy)
+    size = check.whole("local_rows", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES)
     parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
     if size % (parts * strategy.microbatches):
         raise ValueError(
-            f"`rows_here(size={size})`: a batch of {size} examples does not split over the {parts} parts that the axes "
+            f"`local_rows(size={size})`: a batch of {size} examples does not split over the {parts} parts that the axes "
             f"{strategy.batch_axes} make of it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
         )
     held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
@@ -109,7 +109,7 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     """Put batches of numpy arrays on the mesh, `ahead` of them before they are asked for.
 
     `source` is any iterable of trees of arrays with the examples along dim 0. Where several processes train together, each
-    gives the rows of its own devices, see `rows_here`; a source with a method `local(rows)`, such as
+    gives the rows of its own devices, see `local_rows`; a source with a method `local(rows)`, such as
     `shardlib.data.Sequences`, is told which. What comes out remembers its place in the data: a source whose iterator has
     `get_state` and `set_state`, as those of `grain` and of `shardlib.data` have, is asked for it; any other is read again
     from its start and as many batches are dropped, so it should be the same each time.
@@ -178,7 +178,7 @@ class Batches(Iterator[Any]):
 
     def _open(self) -> Iterator[Any]:
         source = self._source
-        iterator = source.local(rows_here(source.batch, self.strategy)) if hasattr(source, "local") else iter(source)
+        iterator = source.local(local_rows(source.batch, self.strategy)) if hasattr(source, "local") else iter(source)
         kind, knows = type(source).__name__, hasattr(iterator, "set_state")
         if self._place is not None and not knows:
             raise ValueError(

@@ -473,7 +473,7 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
         problem = f"is a sum over the examples at hand, made at {fact.reduced or 'an unknown line'}, and not their mean"
         return (
             f"{what} {problem}. A scalar is taken for the mean over equally many examples on each device and in each "
-            "microbatch, so this one would depend on how many these are. Return `sl.mean(total, weight)`, whose totals are "
+            "microbatch, so this one would depend on how many these are. Return `sl.weighted_mean(total, weight)`, whose totals are "
             "added up over devices and divided once, or a mean."
         )
     else:
@@ -481,7 +481,7 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
     alone = "`sl.Strategy(manual=())`" + (", with `accumulate=1`" if accumulate > 1 else "")
     return (
         f"{what} {problem}. Each device, and each microbatch, has examples of its own, so the result depends on how many "
-        "there are. Of a mean with unequal weights return the two sums, `sl.mean(total, weight)`. For a statistic of the whole "
+        "there are. Of a mean with unequal weights return the two sums, `sl.weighted_mean(total, weight)`. For a statistic of the whole "
         f"batch use `sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which sees all of it: "
         f"{alone}."
     )

@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import _arguments as check
-from shardlib._batch import Mean
+from shardlib._batch import WeightedMean
 from shardlib._placement import place
 from shardlib._rules import keep_axes
 from shardlib._tree import named_leaves
 from shardlib.train._adapted import adapted
-from shardlib.train._batches import batch_sharding, batches, check_batch, rows_here
+from shardlib.train._batches import batch_sharding, batches, check_batch, local_rows
 from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
@@ -66,7 +66,7 @@ class Evaluation:
         once = hasattr(source, "once")
         if not once:
             check.kind("evaluation", "source", source, Iterable, "an iterable of batches, each a tree of arrays")
-        whole = source.once(rows_here(source.batch, self.strategy)) if once else source
+        whole = source.once(local_rows(source.batch, self.strategy)) if once else source
         some = whole if at_most is None else itertools.islice(whole, at_most)
         on_mesh = batches(some, self.strategy)
         sums: dict[str, tuple[Any, Any]] = {}
@@ -104,7 +104,7 @@ class Evaluation:
         with self.strategy.scope():
             return self._compiled.trace(state, shapes)
 
-    def _run(self, state: State, batch: Any) -> dict[str, Mean]:
+    def _run(self, state: State, batch: Any) -> dict[str, WeightedMean]:
         strategy, params = self.strategy, united(state.params, state.frozen)
         named = place(state.layout.named, params)
         used = uses(params, named, state.layout.splits(params), strategy, frozen=True)

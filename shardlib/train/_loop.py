@@ -14,7 +14,7 @@ import jax
 
 from shardlib import _arguments as check
 from shardlib._lock import TakenError
-from shardlib._processes import agree, catch_termination, gather_texts
+from shardlib._processes import catch_termination, gather_texts, require_agreement
 from shardlib._tree import named_leaves
 from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
@@ -135,7 +135,7 @@ def fit(
         flops_per_unit,
         about,
     )
-    agree({"configuration": _lines(run.about)})  # before anything is looked for in a folder, together
+    require_agreement({"configuration": _lines(run.about)})  # before anything is looked for in a folder, together
     keep = {"keep": loop.keep, "keep_every": loop.keep_every}
     try:
         if place is None:
@@ -302,7 +302,7 @@ class _Run:
         if jax.process_count() > 1:
             shapes = "\n".join(f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch))
             program = self.step.lower(state, batch).as_text()
-            agree({"batch": shapes, "program": program, "data": self.batches.identity})
+            require_agreement({"batch": shapes, "program": program, "data": self.batches.identity})
         self.note(done, "compiling the step")
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from shardlib import _arguments as check
-from shardlib._batch import Mean
+from shardlib._batch import WeightedMean
 from shardlib._random import is_key, plain_keys, row_keys
 from shardlib._tree import named_leaves
 from shardlib.train._state import Layout
@@ -30,7 +30,7 @@ class Returned(NamedTuple):
     """What a loss function returned, and the model's state after it."""
 
     out: Any  # as returned
-    means: dict[str, Mean]
+    means: dict[str, WeightedMean]
     streams: Any
     rest: Any
 
@@ -78,11 +78,11 @@ def forward(
     total, means = returned.means["loss"].total, returned.means
     if number is not None:
         is_bad = ~jnp.isfinite(lax.stop_gradient(total))
-        means = means | {NONFINITE: Mean(jnp.where(is_bad, number, 0.0), is_bad.astype(jnp.float32))}
+        means = means | {NONFINITE: WeightedMean(jnp.where(is_bad, number, 0.0), is_bad.astype(jnp.float32))}
     return total, (means, returned.streams, returned.rest)
 
 
-def nonfinite_metrics(found: Mean) -> dict[str, jax.Array]:
+def nonfinite_metrics(found: WeightedMean) -> dict[str, jax.Array]:
     """How many microbatches had a loss that is not finite, over all devices; and which one, if it was a single one, or -1.
 
     Both come of sums, which are taken over devices together with that of the loss.
@@ -101,20 +101,20 @@ def with_row_keys(tree: Any, **where: Any) -> Any:
     return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
 
 
-def as_means(out: Any, rows: int) -> dict[str, Mean]:
+def as_means(out: Any, rows: int) -> dict[str, WeightedMean]:
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ValueError(
             f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of metrics by name. A total with "
-            "its weight is `sl.mean(total, weight)`."
+            "its weight is `sl.weighted_mean(total, weight)`."
         )
     if taken := [name for name in metrics if name in OWN_METRICS]:
         raise ValueError(f"The metric `{taken[0]}` is the step's own; call yours something else.")
     return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
 
 
-def _as_mean(name: str, value: Any, rows: int) -> Mean:
-    weighted = isinstance(value, Mean)
+def _as_mean(name: str, value: Any, rows: int) -> WeightedMean:
+    weighted = isinstance(value, WeightedMean)
     for part in (value.total, value.weight) if weighted else (value,):
         an_array = weighted and part is value.total and name != "loss"
         if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or (
@@ -122,14 +122,16 @@ def _as_mean(name: str, value: Any, rows: int) -> Mean:
         ):
             raise ValueError(
                 f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally many examples "
-                "everywhere, or `sl.mean(total, weight)`: the sum over the examples at hand and how much they weigh."
+                "everywhere, or `sl.weighted_mean(total, weight)`: the sum over the examples at hand and how much they weigh."
                 + (" Of a metric the sum may be an array." if name != "loss" else "")
             )
         if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
             raise ValueError(f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute value or real part.")
     if not weighted:  # every example weighs the same
-        return Mean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
-    return Mean(jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)))
+        return WeightedMean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+    return WeightedMean(
+        jnp.asarray(value.total, jnp.float32), lax.stop_gradient(jnp.asarray(value.weight, jnp.float32))
+    )
 
 
 def _kind(value: Any) -> str:

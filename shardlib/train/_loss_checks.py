@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib._annotate import say
-from shardlib._batch import Mean
+from shardlib._batch import WeightedMean
 from shardlib._jaxpr import REMATS, every_equation
 from shardlib._random import describe_raw_keys, raw_keys
 from shardlib._rules import EXPERTS, spec_axes
@@ -113,7 +113,7 @@ def _values_returned(out: Any) -> list[_Value]:
     loss, metrics = out if isinstance(out, tuple) else (out, {})
     found: list[_Value] = []
     for name, value in {"loss": loss, **metrics}.items():
-        weighted = isinstance(value, Mean)
+        weighted = isinstance(value, WeightedMean)
         parts = (value.total, value.weight) if weighted else (value,)
         found += [_Value(jnp.asarray(part), name, weighted) for part in parts]
     return found

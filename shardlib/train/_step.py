@@ -61,9 +61,9 @@ Metrics = dict[str, jax.Array]
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
     """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old state donated.
 
-    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns `sl.mean(total, weight)`, or a
+    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns `sl.weighted_mean(total, weight)`, or a
     scalar, which says that all examples weigh the same; either alone or with a dict of metrics, each of the same kind or
-    `sl.mean(total, weight)` of an array.
+    `sl.weighted_mean(total, weight)` of an array.
     What it changes in the model's state other than parameters is kept. `rng` is a key whose draws do not depend on the
     mesh. Every leaf of `batch` has the examples along dim 0.
 

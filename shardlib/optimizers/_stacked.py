@@ -10,7 +10,7 @@ from shardlib import _arguments as check
 from shardlib._tree import named_leaves
 
 
-def each(
+def per_layer_and_expert(
     optimizer: optax.GradientTransformation, stacked: Callable[[str, Any], int]
 ) -> optax.GradientTransformationExtraArgs:
     """Let an optimizer see each layer of a stack, and each expert, as a parameter of its own.
@@ -21,21 +21,21 @@ def each(
     a parameter count its members. What an optimizer does across parameters, clipping by the global norm say, goes outside.
 
     >>> import jax.numpy as jnp
-    >>> lamb = each(optax.lamb(0.1), lambda path, parameter: 1 if path == "blocks" else 0)
+    >>> lamb = per_layer_and_expert(optax.lamb(0.1), lambda path, parameter: 1 if path == "blocks" else 0)
     >>> params = {"blocks": jnp.array([[1.0, 0.0], [100.0, 0.0]]), "head": jnp.ones(2)}
     >>> updates, _ = lamb.update(params, lamb.init(params), params)
     >>> [round(float(update), 2) for update in updates["blocks"][:, 0]]
     [-0.1, -10.0]
     """
-    check.kind("each", "optimizer", optimizer, optax.GradientTransformation, "an optax transformation")
-    check.function("each", "stacked", stacked, "a function of a path and a parameter")
+    check.kind("per_layer_and_expert", "optimizer", optimizer, optax.GradientTransformation, "an optax transformation")
+    check.function("per_layer_and_expert", "stacked", stacked, "a function of a path and a parameter")
     optimizer = optax.with_extra_args_support(optimizer)
 
     def one_by_one(path: str, leaf: Any, function: Callable) -> Callable:
         dims = stacked(path, leaf)
         if type(dims) is not int or not 0 <= dims <= leaf.ndim:
             raise ValueError(
-                f"`each`: `{path}` of shape {leaf.shape} cannot have {check.shown(dims)} leading dims, as `stacked` says."
+                f"`per_layer_and_expert`: `{path}` of shape {leaf.shape} cannot have {check.shown(dims)} leading dims, as `stacked` says."
             )
         for _ in range(dims):
             function = jax.vmap(function)
