@@ -174,8 +174,11 @@ def stopped_run() -> Run:
 
 @contextlib.contextmanager
 def copied(folder: Path) -> Iterator[Path]:
-    """A copy of all files of a run, gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="strangers-flip-") as beside:
+    """A copy of all files of a run, gone afterwards.
+
+    Where damage was found, threads that read ahead may still write their mark into it while it is removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="strangers-flip-", ignore_cleanup_errors=True) as beside:
         copy = Path(beside, "copy")
         shutil.copytree(folder, copy)
         yield copy
