@@ -1,4 +1,6 @@
-"""What Pallas kernels read and write of a device's memory, and of its fast memory take, counted from their traced programs."""
+"""What Pallas kernels read and write of a device's memory, and of its fast memory take, counted
+from their traced programs.
+"""
 
 import itertools
 import math
@@ -33,7 +35,9 @@ def touched(traced: ClosedJaxpr) -> Touched:
             one = _of_loads(equation)
         else:
             continue
-        total = Touched(total.read + one.read, total.written + one.written, max(total.fast, one.fast))
+        total = Touched(
+            total.read + one.read, total.written + one.written, max(total.fast, one.fast)
+        )
     return total
 
 
@@ -55,7 +59,9 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _of_grid(equation: Any) -> Touched:
-    """Of a TPU's kernel: a block is fetched, or written back, where its place differs from that of the step before."""
+    """Of a TPU's kernel: a block is fetched, or written back, where its place differs from that of
+    the step before.
+    """
     mapping, total = equation.params["grid_mapping"], Touched()
     steps = list(itertools.product(*map(range, mapping.grid)))
     outputs = len(equation.outvars)
@@ -63,7 +69,9 @@ def _of_grid(equation: Any) -> Touched:
         sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
         array = block.array_aval if hasattr(block, "array_aval") else block.array_shape_dtype
         itemsize = jnp.dtype(array.dtype).itemsize
-        if len(sizes) != len(array.shape) or str(getattr(block, "block_aval", "")).startswith("Ref<any>"):
+        if len(sizes) != len(array.shape) or str(getattr(block, "block_aval", "")).startswith(
+            "Ref<any>"
+        ):
             continue
         place = jax.jit(jax.vmap(jaxpr_as_fun(_closed(block.index_map_jaxpr))))
         at = jnp.stack(place(*jnp.asarray(steps, jnp.int32).reshape(len(steps), -1).T), 1)
@@ -71,7 +79,8 @@ def _of_grid(equation: Any) -> Touched:
         # The last block of a ragged array is cut off where the array ends.
         count = sum(
             math.prod(
-                min(size, whole - size * index) for size, whole, index in zip(sizes, array.shape, one, strict=True)
+                min(size, whole - size * index)
+                for size, whole, index in zip(sizes, array.shape, one, strict=True)
             )
             for one in moved
         )
@@ -81,7 +90,8 @@ def _of_grid(equation: Any) -> Touched:
         else:
             total.written += count * itemsize
     for copy in _equations(equation.params["jaxpr"]):
-        if copy.primitive.name == "dma_start":  # one of the kernel's own, in each step but some at the ends
+        # One of the kernel's own, in each step but some at the ends.
+        if copy.primitive.name == "dma_start":
             _count_copy(copy, len(steps), total)
     return total
 
@@ -117,14 +127,24 @@ def _of_loads(equation: Any) -> Touched:
                 writes[ref] += times * one.outvars[0].aval.size
             elif name == "run_scoped":
                 shared = (
-                    v.aval for v in one.params["jaxpr"].invars if str(getattr(v.aval, "memory_space", "")) == "smem"
+                    v.aval
+                    for v in one.params["jaxpr"].invars
+                    if str(getattr(v.aval, "memory_space", "")) == "smem"
                 )
                 total.fast += sum(x.size * getattr(x.dtype, "itemsize", 0) for x in shared)
-                walk(one.params["jaxpr"], _inherited(refs, one.params["jaxpr"].constvars, one.invars), times)
+                walk(
+                    one.params["jaxpr"],
+                    _inherited(refs, one.params["jaxpr"].constvars, one.invars),
+                    times,
+                )
             else:
                 for inner in _inner(one):
                     args = one.invars[len(one.invars) - len(inner.invars) :]
-                    walk(inner, _inherited(refs, inner.invars, args), times * one.params.get("length", 1))
+                    walk(
+                        inner,
+                        _inherited(refs, inner.invars, args),
+                        times * one.params.get("length", 1),
+                    )
 
     body = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
     operands = [*body.constvars, *body.invars]
@@ -141,6 +161,8 @@ def _of_loads(equation: Any) -> Touched:
 
 def _inherited(refs: dict[Any, Any], inside: Any, outside: Any) -> dict[Any, Any]:
     found = {
-        var: refs[arg] for var, arg in zip(inside, outside, strict=False) if not hasattr(arg, "val") and arg in refs
+        var: refs[arg]
+        for var, arg in zip(inside, outside, strict=False)
+        if not hasattr(arg, "val") and arg in refs
     }
     return {**refs, **found}

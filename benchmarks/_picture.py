@@ -8,7 +8,8 @@ from shardlib.pipeline._draw import DARK
 def svg(width: int, height: int, left: int, title: str, parts: Sequence[str]) -> str:
     """A picture of parts under a title."""
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
         DARK,
         f'<rect width="{width}" height="{height}" fill="white"/>',
         text(left, 20, title, size=14),
@@ -16,16 +17,26 @@ def svg(width: int, height: int, left: int, title: str, parts: Sequence[str]) ->
     return "\n".join([*head, *parts, "</svg>\n"])
 
 
-def text(x: float, y: float, words: object, anchor: str = "start", colour: str = "black", size: int = 12) -> str:
+def text(
+    x: float, y: float, words: object, anchor: str = "start", colour: str = "black", size: int = 12
+) -> str:
     """Words that begin at a place, or end there, or have it in their middle."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}">{words}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" '
+        f'font-size="{size}">{words}</text>'
+    )
 
 
-def line(points: Sequence[tuple[float, float]], colour: str, width: float = 1, dashed: bool = False) -> str:
+def line(
+    points: Sequence[tuple[float, float]], colour: str, width: float = 1, dashed: bool = False
+) -> str:
     """A line through points."""
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashes = ' stroke-dasharray="4 4"' if dashed else ""
-    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>'
+    return (
+        f'<polyline points="{places}" fill="none" stroke="{colour}" '
+        f'stroke-width="{width}"{dashes}/>'
+    )
 
 
 def level(left: float, right: float, y: float, label: object, colour: str = "#ddd") -> str:
@@ -40,4 +51,7 @@ def dot(x: float, y: float, colour: str) -> str:
 
 def bar(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:
     """A bar, and what is told of it where a reader points at it."""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"><title>{told}</title></rect>'
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'fill="{colour}"><title>{told}</title></rect>'
+    )

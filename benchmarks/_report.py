@@ -31,7 +31,11 @@ def report(
     for key, value in figures.items():
         bound = f"   (at most {bounds[key]})" if key in bounds else ""
         bound = f"   (at least {floors[key]})" if key in floors else bound
-        print(f"{key:24} {value:.4g}{bound}" if isinstance(value, float) else f"{key:24} {value}{bound}")
+        print(
+            f"{key:24} {value:.4g}{bound}"
+            if isinstance(value, float)
+            else f"{key:24} {value}{bound}"
+        )
     if as_json:
         machine = {
             "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),

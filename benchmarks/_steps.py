@@ -1,12 +1,14 @@
 """Steps written by hand, each beside the collectives that theory says it runs.
 
-Every one is `(state, batch) -> (state, loss)` with a state of `params` and Adam's `opt_state`, float32 throughout, manual
-over its whole mesh, so that what is written is what is sent. `LAYERS` layers of width `WIDTH` see `ROWS` rows on each device.
-Meshes may have more axes than a step uses; then several groups of devices do the same.
+Every one is `(state, batch) -> (state, loss)` with a state of `params` and Adam's `opt_state`,
+float32 throughout, manual over its whole mesh, so that what is written is what is sent. `LAYERS`
+layers of width `WIDTH` see `ROWS` rows on each device. Meshes may have more axes than a step uses;
+then several groups of devices do the same.
 
-The axes lie along one dim of a TPU's torus each, or along all of 2x4 chips. Of an axis over several dims the compiler makes
-all-reduces of all reduce-scatters, which the plan reports; theory does not ask for them.
-`sends` gives, for each kind of collective and axis, the bytes that a device sends in a step.
+The axes lie along one dim of a TPU's torus each, or along all of 2x4 chips. Of an axis over several
+dims the compiler makes all-reduces of all reduce-scatters, which the plan reports; theory does not
+ask for them. `sends` gives, for each kind of collective and axis, the bytes that a device sends in
+a step.
 """
 
 import functools
@@ -69,7 +71,9 @@ def build(
     moments_spec: P | None = None,
     rows: int = ROWS,
 ) -> tuple[Any, Any, Any]:
-    """The step, its state and its batch: `gradient(params, rows)` gives the loss and gradients, ready for `update`."""
+    """The step, its state and its batch: `gradient(params, rows)` gives the loss and gradients,
+    ready for `update`.
+    """
     moments_spec = spec if moments_spec is None else moments_spec
     specs = {
         "params": dict.fromkeys(shapes, spec),
@@ -84,12 +88,21 @@ def build(
     def array(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, rows_spec), out_specs=(specs, P()), check_vma=False)
-    state = jax.tree.map(lambda spec, shape: array(shape, spec), specs["params"], shapes, is_leaf=_is_spec)
-    moments = {name: {key: array(shapes[key], moments_spec) for key in shapes} for name in ("mean", "square")}
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(specs, rows_spec), out_specs=(specs, P()), check_vma=False
+    )
+    state = jax.tree.map(
+        lambda spec, shape: array(shape, spec), specs["params"], shapes, is_leaf=_is_spec
+    )
+    moments = {
+        name: {key: array(shapes[key], moments_spec) for key in shapes}
+        for name in ("mean", "square")
+    }
     step = jax.jit(mapped, donate_argnums=0)
     devices = math.prod(
-        mesh.shape[axis] for entry in rows_spec for axis in (entry if isinstance(entry, tuple) else (entry,))
+        mesh.shape[axis]
+        for entry in rows_spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
     )
     return step, {"params": state, "opt_state": moments}, array((devices * rows, WIDTH), rows_spec)
 
@@ -123,7 +136,9 @@ def data_parallel(mesh: Mesh) -> tuple[Any, Any, Any]:
     """Each device its rows; gradients are added up once."""
 
     def gradient(params: Any, rows: Any) -> tuple[Any, Any]:
-        return everywhere("data")(jax.value_and_grad(lambda p: mean_square(layers(dense, p, rows)))(params))
+        return everywhere("data")(
+            jax.value_and_grad(lambda p: mean_square(layers(dense, p, rows)))(params)
+        )
 
     return build(mesh, SQUARES, P(), P("data"), gradient)
 
@@ -136,7 +151,9 @@ def accumulation(mesh: Mesh) -> tuple[Any, Any, Any]:
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         add = functools.partial(jax.tree.map, jnp.add)
         total, _ = lax.scan(
-            lambda sums, part: (add(sums, loss(params, part)), None), zero, rows.reshape(4, ROWS // 4, WIDTH)
+            lambda sums, part: (add(sums, loss(params, part)), None),
+            zero,
+            rows.reshape(4, ROWS // 4, WIDTH),
         )
         return everywhere("data")(total)
 
@@ -144,7 +161,9 @@ def accumulation(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 def gathered_in_the_loop(mesh: Mesh) -> tuple[Any, Any, Any]:
-    """Parameters in shards, each layer's gathered where it is used, forward and again backward (ZeRO-3)."""
+    """Parameters in shards, each layer's gathered where it is used, forward and again backward
+    (ZeRO-3).
+    """
 
     @jax.checkpoint
     def layer(x: Any, weights: Any) -> Any:
@@ -158,24 +177,32 @@ def gathered_in_the_loop(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 def optimizer_in_shards(mesh: Mesh) -> tuple[Any, Any, Any]:
-    """Gradients reduced and scattered, the optimizer on shards, new parameters gathered (ZeRO-1)."""
+    """Gradients reduced and scattered, the optimizer on shards, new parameters gathered
+    (ZeRO-1).
+    """
 
     def gradient(params: Any, rows: Any) -> tuple[Any, Any]:
         loss, gradients = jax.value_and_grad(lambda p: mean_square(layers(dense, p, rows)))(params)
-        scatter = functools.partial(lax.psum_scatter, axis_name="data", scatter_dimension=1, tiled=True)
+        scatter = functools.partial(
+            lax.psum_scatter, axis_name="data", scatter_dimension=1, tiled=True
+        )
         return lax.psum(loss, "data"), jax.tree.map(scatter, gradients)
 
     def update(params: Any, gradients: Any, moments: Any) -> tuple[Any, Any]:
         mine = lax.axis_index("data") * (WIDTH // 8)
         shards = jax.tree.map(lambda p: lax.dynamic_slice_in_dim(p, mine, WIDTH // 8, 1), params)
         shards, moments = adam(shards, gradients, moments)
-        return jax.tree.map(lambda p: lax.all_gather(p, "data", axis=1, tiled=True), shards), moments
+        return jax.tree.map(
+            lambda p: lax.all_gather(p, "data", axis=1, tiled=True), shards
+        ), moments
 
     return build(mesh, SQUARES, P(), P("data"), gradient, update, moments_spec=P(None, "data"))
 
 
 def _split_mlp(x: Any, weights: Any) -> Any:
-    """Megatron's: enter by the identity whose gradient is a sum, leave by a sum whose gradient is the identity."""
+    """Megatron's: enter by the identity whose gradient is a sum, leave by a sum whose gradient is
+    the identity.
+    """
     return x + _leave(jnp.tanh(_enter(x) @ weights["up"]) @ weights["down"])
 
 
@@ -214,14 +241,18 @@ def tensor_parallel(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 def data_and_tensor(mesh: Mesh) -> tuple[Any, Any, Any]:
-    """As `tensor_parallel`, beside an axis of data over which each device adds up the gradients of its own shards."""
+    """As `tensor_parallel`, beside an axis of data over which each device adds up the gradients of
+    its own shards.
+    """
     shapes = {"up": (LAYERS, HIDDEN, WIDTH), "down": (LAYERS, HIDDEN, WIDTH)}
 
     def layer(x: Any, weights: Any) -> Any:
         return _split_mlp(x, {"up": weights["up"].T, "down": weights["down"]})
 
     def gradient(params: Any, rows: Any) -> tuple[Any, Any]:
-        return everywhere("data")(jax.value_and_grad(lambda p: mean_square(layers(layer, p, rows)))(params))
+        return everywhere("data")(
+            jax.value_and_grad(lambda p: mean_square(layers(layer, p, rows)))(params)
+        )
 
     return build(mesh, shapes, P(None, "model"), P("data"), gradient)
 
@@ -232,11 +263,15 @@ def recomputed(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 def sequence_parallel(mesh: Mesh) -> tuple[Any, Any, Any]:
-    """As `tensor_parallel`, the stream split along its rows: each sum a gather and a scatter (Megatron's)."""
+    """As `tensor_parallel`, the stream split along its rows: each sum a gather and a scatter
+    (Megatron's).
+    """
 
     def layer(x: Any, weights: Any) -> Any:
         whole = lax.all_gather(x, "model", tiled=True)
-        return x + lax.psum_scatter(jnp.tanh(whole @ weights["up"].T) @ weights["down"], "model", tiled=True)
+        return x + lax.psum_scatter(
+            jnp.tanh(whole @ weights["up"].T) @ weights["down"], "model", tiled=True
+        )
 
     shapes = {"up": (LAYERS, HIDDEN, WIDTH), "down": (LAYERS, HIDDEN, WIDTH)}
 
@@ -244,7 +279,8 @@ def sequence_parallel(mesh: Mesh) -> tuple[Any, Any, Any]:
         loss, gradients = jax.value_and_grad(lambda p: mean_square(layers(layer, p, rows)))(params)
         return lax.psum(loss, "model"), gradients
 
-    # The TPU compiler pads what it scatters from some size on, and moves the rows that lie wrong by a permute.
+    # The TPU compiler pads what it scatters from some size on, and moves the rows that lie wrong by
+    # a permute.
     return build(mesh, shapes, P(None, "model"), P("model"), gradient, rows=ROWS // 4)
 
 
@@ -259,7 +295,9 @@ def ring(mesh: Mesh) -> tuple[Any, Any, Any]:
                 found, passing = carry
                 return (found + jnp.tanh(rows * passing), lax.ppermute(passing, "seq", turn)), None
 
-            (found, _), _ = lax.scan(meet, (jnp.zeros_like(rows), rows @ params["w"][0]), None, length=8)
+            (found, _), _ = lax.scan(
+                meet, (jnp.zeros_like(rows), rows @ params["w"][0]), None, length=8
+            )
             return mean_square(found)
 
         return everywhere("seq")(jax.value_and_grad(loss)(params))
@@ -268,7 +306,9 @@ def ring(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 def all_to_all(mesh: Mesh) -> tuple[Any, Any, Any]:
-    """In each layer rows are exchanged for columns and back, as Ulysses' heads are; the gradients take the same way."""
+    """In each layer rows are exchanged for columns and back, as Ulysses' heads are; the gradients
+    take the same way.
+    """
 
     def layer(x: Any, weights: Any) -> Any:
         columns = lax.all_to_all(x @ weights["w"], "seq", split_axis=1, concat_axis=0, tiled=True)
@@ -276,7 +316,9 @@ def all_to_all(mesh: Mesh) -> tuple[Any, Any, Any]:
         return x + lax.all_to_all(columns, "seq", split_axis=0, concat_axis=1, tiled=True)
 
     def gradient(params: Any, rows: Any) -> tuple[Any, Any]:
-        return everywhere("seq")(jax.value_and_grad(lambda p: mean_square(layers(layer, p, rows)))(params))
+        return everywhere("seq")(
+            jax.value_and_grad(lambda p: mean_square(layers(layer, p, rows)))(params)
+        )
 
     return build(mesh, SQUARES, P(), P("seq"), gradient)
 
@@ -292,7 +334,9 @@ def nested_loops(mesh: Mesh) -> tuple[Any, Any, Any]:
             return lax.scan(inner, x @ weights["w"], None, length=3)[0], None
 
         out = lax.scan(outer, rows, params)[0]
-        return lax.psum(mean_square(out), "model"), jax.tree.map(lambda p: p * mean_square(out), params)
+        return lax.psum(mean_square(out), "model"), jax.tree.map(
+            lambda p: p * mean_square(out), params
+        )
 
     return build(mesh, SQUARES, P(), P("model"), gradient)
 
@@ -313,8 +357,10 @@ def hierarchical(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 HAND_WRITTEN = (
-    HandWritten("data_parallel", "data=8", "", data_parallel, {("all-reduce", "data"): reduced(SQUARE + SCALAR)}),
-    HandWritten("accumulation", "data=8", "", accumulation, {("all-reduce", "data"): reduced(SQUARE + SCALAR)}),
+    HandWritten("data_parallel", "data=8", "", data_parallel, {("all-reduce",
+    "data"): reduced(SQUARE + SCALAR)}),
+    HandWritten("accumulation", "data=8", "", accumulation, {("all-reduce",
+    "data"): reduced(SQUARE + SCALAR)}),
     HandWritten(
         "gathered_in_the_loop", "data=8", "", gathered_in_the_loop,
         {
@@ -331,7 +377,8 @@ HAND_WRITTEN = (
             ("all-reduce", "data"): reduced(SCALAR),
         },
     ),
-    HandWritten("tensor_parallel", "model=8", "", tensor_parallel, {("all-reduce", "model"): 2 * LAYERS * reduced(STREAM)}),
+    HandWritten("tensor_parallel", "model=8", "", tensor_parallel, {("all-reduce",
+    "model"): 2 * LAYERS * reduced(STREAM)}),
     HandWritten(
         "data_and_tensor", "data=2,model=4", "", data_and_tensor,
         {
@@ -339,7 +386,8 @@ HAND_WRITTEN = (
             ("all-reduce", "data"): reduced(2 * LAYERS * HIDDEN * WIDTH * 4 // 4 + SCALAR, 2),
         },
     ),
-    HandWritten("recomputed", "model=8", "", recomputed, {("all-reduce", "model"): 2 * LAYERS * reduced(STREAM)}),
+    HandWritten("recomputed", "model=8", "", recomputed, {("all-reduce",
+    "model"): 2 * LAYERS * reduced(STREAM)}),
     HandWritten(
         "sequence_parallel", "model=8", "", sequence_parallel,
         {
@@ -350,11 +398,13 @@ HAND_WRITTEN = (
     ),
     HandWritten(
         "ring", "seq=8", "", ring,
-        {("collective-permute", "seq"): 2 * 8 * STREAM, ("all-reduce", "seq"): reduced(MATRIX + SCALAR)},
+        {("collective-permute", "seq"): 2 * 8 * STREAM, ("all-reduce",
+        "seq"): reduced(MATRIX + SCALAR)},
     ),
     HandWritten(
         "all_to_all", "seq=8", "", all_to_all,
-        {("all-to-all", "seq"): 4 * LAYERS * moved(STREAM), ("all-reduce", "seq"): reduced(SQUARE + SCALAR)},
+        {("all-to-all", "seq"): 4 * LAYERS * moved(STREAM), ("all-reduce",
+        "seq"): reduced(SQUARE + SCALAR)},
     ),
     HandWritten(
         "nested_loops", "model=8", "", nested_loops,

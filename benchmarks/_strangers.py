@@ -1,9 +1,10 @@
-"""What the parts of `benchmarks.strangers` share: how cases are counted, and how they run in processes of their own.
+"""What the parts of `benchmarks.strangers` share: how cases are counted, and how they run in
+processes of their own.
 
-Each part draws its cases by number from a seed, so that any case can be drawn again alone. Cases that may abort their
-process or hang run in children, some after another in each: a child writes the case into a file before it begins, and
-how it ended afterwards. When a child dies or falls silent, the case it had begun is the one to blame, and another child
-goes on with the next.
+Each part draws its cases by number from a seed, so that any case can be drawn again alone. Cases
+that may abort their process or hang run in children, some after another in each: a child writes the
+case into a file before it begins, and how it ended afterwards. When a child dies or falls silent,
+the case it had begun is the one to blame, and another child goes on with the next.
 """
 
 import importlib.metadata
@@ -23,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 KINDS = ("ran", "refused", "compiler", "raw_errors", "silent", "aborts", "hangs")
 FAILURES = ("raw_errors", "silent", "aborts", "hangs")
-# A user's mistake, a file or disk, gradients that are not finite, a run that another has taken over.
+# A user's mistake, a file or disk, gradients that are not finite, a run that another has taken
+# over.
 DOCUMENTED = (ValueError, OSError, FloatingPointError, RuntimeError)
 _POLL_SECONDS, _SECONDS_TO_START = 0.05, 300.0
 _SECONDS_BETWEEN_LINES = 15.0
@@ -36,16 +38,20 @@ class Outcome:
 
     - `drawn`: cases that were drawn from the seed.
     - `ran`: those that ran to their end, and whose results equal the reference where there is one.
-    - `refused`: those that ended in a message for users: a `ValueError`, another documented exception, or a warning.
-    - `compiler`: those whose results differ from the reference, and to which plain `jax.jit` gives the same other results
-      where arrays are laid out likewise, without the library: the compiler is wrong.
+    - `refused`: those that ended in a message for users: a `ValueError`, another documented
+      exception, or a warning.
+    - `compiler`: those whose results differ from the reference, and to which plain `jax.jit` gives
+      the same other results where arrays are laid out likewise, without the library: the compiler
+      is wrong.
     - `raw_errors`: those that ended in any other exception.
-    - `silent`: those whose value, gradient or file differs from the reference, without exception or warning.
+    - `silent`: those whose value, gradient or file differs from the reference, without exception or
+      warning.
     - `aborts`: those that killed their process.
     - `hangs`: those that had not ended after the time that each is given.
     - `failures`: a line for each of the last five kinds: the kind, the case, and what was seen.
 
-    >>> both = Outcome(drawn=2, ran=1, refused=1) + Outcome(drawn=1, silent=1, failures=("silent: zero=3, 0.5 against 0.4",))
+    >>> both = Outcome(drawn=2, ran=1, refused=1) + Outcome(drawn=1, silent=1,
+    ...     failures=("silent: zero=3, 0.5 against 0.4",))
     >>> both.drawn, both.silent, both.good, both.failures
     (3, 1, False, ('silent: zero=3, 0.5 against 0.4',))
     """
@@ -61,7 +67,9 @@ class Outcome:
     failures: tuple[str, ...] = ()
 
     def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return Outcome(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
 
     @property
     def good(self) -> bool:
@@ -80,7 +88,9 @@ class Outcome:
 
 
 class CompilerError(Exception):
-    """Raised by an attempt whose results are not the reference's, and are those of plain `jax.jit`."""
+    """Raised by an attempt whose results are not the reference's, and are those of plain
+    `jax.jit`.
+    """
 
 
 class Tally:
@@ -105,7 +115,9 @@ class Tally:
 
 
 def fast_compiles(devices: int) -> dict[str, str]:
-    """An environment with so many simulated devices, for which machine code is made quickly, as in the tests."""
+    """An environment with so many simulated devices, for which machine code is made quickly, as in
+    the tests.
+    """
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # unknown later
         flags.append("--xla_cpu_use_fusion_emitters=false")
@@ -122,20 +134,29 @@ def fast_compiles(devices: int) -> dict[str, str]:
 def in_children(
     module: str, seed: int, first: int, last: int, environment: dict[str, str], patience: float
 ) -> Iterator[Outcome]:
-    """Run cases `first` to `last`, the latter left out, by `python -m MODULE`; an outcome for each as it ends.
+    """Run cases `first` to `last`, the latter left out, by `python -m MODULE`; an outcome for each
+    as it ends.
 
     A case that has not ended after `patience` seconds is a hang, and its process is killed.
     """
     following = first
     while following < last:
         with tempfile.TemporaryDirectory() as folder:
-            for number, outcome in _one_child(module, seed, following, last, environment, patience, Path(folder)):
+            for number, outcome in _one_child(
+                module, seed, following, last, environment, patience, Path(folder)
+            ):
                 following = number + 1
                 yield outcome
 
 
 def _one_child(
-    module: str, seed: int, first: int, last: int, environment: dict[str, str], patience: float, folder: Path
+    module: str,
+    seed: int,
+    first: int,
+    last: int,
+    environment: dict[str, str],
+    patience: float,
+    folder: Path,
 ) -> Iterator[tuple[int, Outcome]]:
     """What one child came to: the number of each case, and its outcome."""
     log, errors = folder / "log", folder / "errors"
@@ -154,7 +175,10 @@ def _one_child(
                     record, since = json.loads(line), time.monotonic()
                     if "kind" in record:
                         begun = None
-                        yield record["number"], Outcome.of(record["kind"], record["case"], record["seen"])
+                        yield (
+                            record["number"],
+                            Outcome.of(record["kind"], record["case"], record["seen"]),
+                        )
                     else:
                         begun = record
                 limit = patience if begun else max(patience, _SECONDS_TO_START)
@@ -166,23 +190,32 @@ def _one_child(
             child.kill()
             child.wait()
     if begun is not None:
-        said = f"no end after {patience:.0f} s" if late else f"exit code {child.returncode}, {_last_words(errors)}"
+        said = (
+            f"no end after {patience:.0f} s"
+            if late
+            else f"exit code {child.returncode}, {_last_words(errors)}"
+        )
         yield begun["number"], Outcome.of("hangs" if late else "aborts", begun["case"], said)
     elif child.returncode:
-        raise SystemExit(f"{' '.join(command)} ended between two cases:\n{errors.read_text()[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended between two cases:\n{errors.read_text()[-4000:]}"
+        )
 
 
 def _last_words(errors: Path) -> str:
     """The line in which a process that aborted says why."""
     lines = errors.read_text(errors="replace").splitlines()
-    fatal = [line for line in lines if line.startswith("F") or "Check fail" in line or "Fatal" in line]
+    fatal = [
+        line for line in lines if line.startswith("F") or "Check fail" in line or "Fatal" in line
+    ]
     return (fatal or lines or [""])[0]
 
 
 def serve(draw: Callable[[int, int], Any], attempt: Callable[[Any], str]) -> None:
     """Be the child: attempt the cases that the command line says, and write how each ended.
 
-    `draw(seed, number)` makes a case, and `attempt(case)` gives what is different from the reference, or an empty text.
+    `draw(seed, number)` makes a case, and `attempt(case)` gives what is different from the
+    reference, or an empty text.
     """
     seed, first, last = (int(text) for text in sys.argv[1:4])
     with Path(sys.argv[4]).open("a") as log:
@@ -195,7 +228,9 @@ def serve(draw: Callable[[int, int], Any], attempt: Callable[[Any], str]) -> Non
 
 
 def judged(attempt: Callable[[], str]) -> tuple[str, str]:
-    """How an attempt ended, and what was seen: `attempt` gives what is different from the reference, or an empty text."""
+    """How an attempt ended, and what was seen: `attempt` gives what is different from the
+    reference, or an empty text.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -207,7 +242,10 @@ def judged(attempt: Callable[[], str]) -> tuple[str, str]:
                 return "refused", str(error)
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = str(error).partition("\n")[0]
-            return "raw_errors", f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
+            return (
+                "raw_errors",
+                f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})",
+            )
     for one in said:
         if different and issubclass(
             one.category, UserWarning
@@ -217,9 +255,13 @@ def judged(attempt: Callable[[], str]) -> tuple[str, str]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception is a message for users: of a documented kind, and raised by the library and not by what it calls."""
+    """Whether an exception is a message for users: of a documented kind, and raised by the library
+    and not by what it calls.
+    """
     where = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(where.filename).is_relative_to(ROOT / "shardlib") and (where.line or "").startswith("raise ")
+    ours = Path(where.filename).is_relative_to(ROOT / "shardlib") and (where.line or "").startswith(
+        "raise "
+    )
     return ours and isinstance(error, DOCUMENTED)
 
 

@@ -1,12 +1,15 @@
-"""Public names called with arguments of other kinds: what refuses them must say what was wrong with the call.
+"""Public names called with arguments of other kinds: what refuses them must say what was wrong with
+the call.
 
-For each of many draws one or two arguments of a call that works are replaced by values drawn from every kind there is. A
-draw is fine if the call works, or raises a `ValueError` of ours that names something of the call. It is a *raw error* if
-anything else is raised, and *silent* if a call takes what can never be right, such as an `object()` or nan for a number.
-Calls run in child processes, a few hundred in each, so that an abort or a call that hangs is noticed and named.
+For each of many draws one or two arguments of a call that works are replaced by values drawn from
+every kind there is. A draw is fine if the call works, or raises a `ValueError` of ours that names
+something of the call. It is a *raw error* if anything else is raised, and *silent* if a call takes
+what can never be right, such as an `object()` or nan for a number. Calls run in child processes, a
+few hundred in each, so that an abort or a call that hangs is noticed and named.
 
     python -m benchmarks._strangers_calls --count 5000 --seed 0
-    python -m benchmarks._strangers_calls --run "sl.Zero(3, small=object())"      # one call, with its traceback
+    # One call, with its traceback:
+    python -m benchmarks._strangers_calls --run "sl.Zero(3, small=object())"
 """
 
 import argparse
@@ -39,7 +42,9 @@ IN_A_CHILD = 1000
 SECONDS = 30
 """After so many seconds a call hangs."""
 MEMORY = 10 * 2**30
-"""Bytes of address space that a child may ask for: a call that takes more fails, and the machine goes on."""
+"""Bytes of address space that a child may ask for: a call that takes more fails, and the machine
+goes on.
+"""
 
 KINDS = {
     "worked": "ran",
@@ -51,8 +56,20 @@ KINDS = {
 }
 """What came of a call, in the words of `Outcome`."""
 
-ROOMS = ("", "collectives", "optimizers", "experts", "kernels", "pipeline", "rules", "data", "testing")
-_SIGNATURE = re.compile(r"unexpected keyword argument|missing \d+ required|takes (from )?\d+ |multiple values for")
+ROOMS = (
+    "",
+    "collectives",
+    "optimizers",
+    "experts",
+    "kernels",
+    "pipeline",
+    "rules",
+    "data",
+    "testing",
+)
+_SIGNATURE = re.compile(
+    r"unexpected keyword argument|missing \d+ required|takes (from )?\d+ |multiple values for"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,11 @@ def not_covered() -> list[str]:
     called = {name for name in public_names() if re.search(rf"\bsl\.{re.escape(name)}\b", texts)}
     values = {name for name in public_names() if name.startswith("rules.")}
     schedules = {"pipeline.SCHEDULES"}
-    return [name for name in public_names() if name not in called | values | schedules and name not in NOT_CALLED]
+    return [
+        name
+        for name in public_names()
+        if name not in called | values | schedules and name not in NOT_CALLED
+    ]
 
 
 def draw(seed: int, number: int, rooms: Sequence[str] = ROOMS) -> Draw:
@@ -139,12 +160,20 @@ def outcome(drawn: Draw, names: dict[str, Any]) -> tuple[str, str]:
 def _of_error(drawn: Draw, error: Exception, names: dict[str, Any]) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(frames[-1].filename).is_relative_to(ROOT / "shardlib")
-    said = f"{type(error).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {shown(str(error))}"
+    said = (
+        f"{type(error).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: "
+        f"{shown(str(error))}"
+    )
     if isinstance(error, ImportError) and ours:
         return "refused", said
-    if any(frame.name in ("_model", "_loss") for frame in frames):  # of the caller, whose own errors come as they are
+    # Of the caller, whose own errors come as they are.
+    if any(frame.name in ("_model", "_loss") for frame in frames):
         return "refused", said
-    if isinstance(error, TypeError) and _SIGNATURE.search(str(error)) and "<string>" in frames[-1].filename:
+    if (
+        isinstance(error, TypeError)
+        and _SIGNATURE.search(str(error))
+        and "<string>" in frames[-1].filename
+    ):
         return "refused", said
     if isinstance(error, ValueError) and ours and _names_the_call(drawn, str(error), names):
         return "refused", said
@@ -161,7 +190,9 @@ def _parameters(call: Call, names: dict[str, Any]) -> list[str]:
 
 def _names_the_call(drawn: Draw, message: str, names: dict[str, Any]) -> bool:
     """Whether a message names the function, one of its arguments, or a value of the call."""
-    words = set(re.findall(r"[A-Za-z]\w+", drawn.call.written({}))) | set(_parameters(drawn.call, names))
+    words = set(re.findall(r"[A-Za-z]\w+", drawn.call.written({}))) | set(
+        _parameters(drawn.call, names)
+    )
     words |= {"batch"} if "source" in words else set()
     words |= {part.removesuffix("s") for word in words for part in (word, *word.split("_"))}
     if (words - {"sl", "np", "the", "is", "x"}) & set(re.findall(r"\w+", message)):
@@ -170,15 +201,31 @@ def _names_the_call(drawn: Draw, message: str, names: dict[str, Any]) -> bool:
     return any(value and value in message for value in values)
 
 
-def _of_child(seed: int, first: int, last: int, rooms: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+def _of_child(
+    seed: int, first: int, last: int, rooms: Sequence[str]
+) -> Iterator[tuple[int, str, str]]:
     """What a child says of each of its draws; where it ends in one of them, how."""
-    command = [sys.executable, "-m", "benchmarks._strangers_calls", "--child", str(first), str(last)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks._strangers_calls",
+        "--child",
+        str(first),
+        str(last),
+    ]
     return watched([*command, "--seed", str(seed), "--rooms", *rooms])
 
 
 def watched(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """What a command says of each draw, lines of JSON: the number when it begins, and with what came of it when it ends."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    """What a command says of each draw, lines of JSON: the number when it begins, and with what
+    came of it when it ends.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+b") as noise:
         environment["XDG_CACHE_HOME"] = folder
@@ -206,7 +253,8 @@ def _child(seed: int, first: int, last: int, rooms: Sequence[str]) -> None:
     """Make the calls of some draws, and say of each that it begins, and what came of it."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # calls may print
-    jax.config.update("jax_traceback_filtering", "off")  # or errors of JAX would seem to come from us
+    # Or errors of JAX would seem to come from us.
+    jax.config.update("jax_traceback_filtering", "off")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     names = namespace()
     for number in range(first, last):
@@ -222,7 +270,9 @@ def _child(seed: int, first: int, last: int, rooms: Sequence[str]) -> None:
 
 def main() -> None:
     """Draw, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS))

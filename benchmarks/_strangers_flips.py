@@ -1,11 +1,13 @@
 """One flipped bit in a file that a run reads when it is started again.
 
-A tiny run is stopped half-way, with its tokens, its checkpoints and what else lies in its folder. Each case copies all of that,
-flips one bit of one file and starts the run again. That is fine if the flip is noticed (an exception, a warning, a line on the
-standard error), or if nothing is different at the end: the parameters bit for bit, every record, what was measured on
-held-out texts, `run.json`, and what the tokenizer makes of a text. What differs unnoticed is silent.
+A tiny run is stopped half-way, with its tokens, its checkpoints and what else lies in its folder.
+Each case copies all of that, flips one bit of one file and starts the run again. That is fine if
+the flip is noticed (an exception, a warning, a line on the standard error), or if nothing is
+different at the end: the parameters bit for bit, every record, what was measured on held-out texts,
+`run.json`, and what the tokenizer makes of a text. What differs unnoticed is silent.
 
-Sources that users write, such as JSON lines and Parquet, are not among the files: nothing says what they should be.
+Sources that users write, such as JSON lines and Parquet, are not among the files: nothing says what
+they should be.
 """
 
 import contextlib
@@ -35,13 +37,29 @@ DEVICES = 2
 IN_ONE_CHILD = 150
 PATIENCE = 180.0
 STEPS, STOPPED, SAVE_EVERY, LENGTH, BATCH, WIDTH = 9, 6, 2, 16, 8, 8
-WORDS = ("the", "ship", "sails", "on", "a", "green", "sea", "and", "nobody", "knows", "where", "it", "lands", "naïve")
+WORDS = (
+    "the",
+    "ship",
+    "sails",
+    "on",
+    "a",
+    "green",
+    "sea",
+    "and",
+    "nobody",
+    "knows",
+    "where",
+    "it",
+    "lands",
+    "naïve",
+)
 ABOUT = {"configuration": "tiny", "rate": 0.1}
 OPTIMIZER = optax.adam(0.1)  # one value, for one compiled step
 # What a run leaves that was killed on another machine: nobody renews it.
 LEFT_BEHIND = {"host": "a-machine-that-is-gone", "process": 2**22 + 1, "nonce": "0123abcd"}
 
-# The files of each kind, among those of a run and of its tokens; every kind is drawn as often as any other.
+# The files of each kind, among those of a run and of its tokens; every kind is drawn as often as
+# any other.
 KINDS: dict[str, tuple[str, ...]] = {
     "token ids": ("tokens/*/*.ids",),
     "document ends": ("tokens/*/*.ends",),
@@ -49,7 +67,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tokenizer.json": ("tokens/*/tokenizer.json",),
     "arrays": ("run/checkpoints/[0-9]*/state/**/*",),
     "the newest checkpoint's arrays": (f"run/checkpoints/{STOPPED}/state/**/*",),
-    "what a checkpoint says of itself": ("run/checkpoints/[0-9]*/about/**/*", "run/checkpoints/[0-9]*/_*"),
+    "what a checkpoint says of itself": (
+        "run/checkpoints/[0-9]*/about/**/*",
+        "run/checkpoints/[0-9]*/_*",
+    ),
     "run.json": ("run/run.json",),
     "metrics.jsonl": ("run/metrics.jsonl",),
     "occupied.json": ("run/occupied.json",),
@@ -75,7 +96,9 @@ def draw(seed: int, number: int) -> Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What is made once in a process: the files of a run that was stopped, its compiled step, and what it ends as."""
+    """What is made once in a process: the files of a run that was stopped, its compiled step, and
+    what it ends as.
+    """
 
     folder: Path
     corpus: shardlib.data.Corpus
@@ -103,7 +126,9 @@ def write_texts(folder: Path) -> None:
 
 
 def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
-    """Start the run that lies in a folder, or go on with it; everything that must be the same at the end."""
+    """Start the run that lies in a folder, or go on with it; everything that must be the same at
+    the end.
+    """
     corpus, strategy, step, measure = made
     prepared = shardlib.data.prepare(corpus, cache=folder / "tokens")
     vocab = prepared.train.vocab
@@ -134,13 +159,25 @@ def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
         "optimizer": [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.opt_state)],
         "metrics.jsonl": records(lines),
         "run.json": json.loads((folder / "run" / "run.json").read_text()),
-        "the tokenizer": (ids, tokenizer.vocab, tokenizer.end, [tokenizer.decode([id]) for id in range(vocab)]),
-        "the sizes": (len(prepared.train), prepared.train.bytes, len(prepared.held_out), prepared.held_out.bytes),
+        "the tokenizer": (
+            ids,
+            tokenizer.vocab,
+            tokenizer.end,
+            [tokenizer.decode([id]) for id in range(vocab)],
+        ),
+        "the sizes": (
+            len(prepared.train),
+            prepared.train.bytes,
+            len(prepared.held_out),
+            prepared.held_out.bytes,
+        ),
     }
 
 
 def records(lines: list[str]) -> list[Any]:
-    """Records as they were read, without notes, speeds and checksums, which are others each time; other lines as text."""
+    """Records as they were read, without notes, speeds and checksums, which are others each time;
+    other lines as text.
+    """
     found: list[Any] = []
     for line in lines:
         try:
@@ -150,17 +187,23 @@ def records(lines: list[str]) -> list[Any]:
             continue
         if "note" not in record:
             others = ("_per_second", "_left", "crc32")
-            found.append({name: value for name, value in record.items() if not name.endswith(others)})
+            found.append(
+                {name: value for name, value in record.items() if not name.endswith(others)}
+            )
     return found
 
 
 @functools.cache
 def stopped_run() -> Run:
-    """Make the run, stop it, keep its files, and go on with a copy of them to know how it ends undisturbed."""
+    """Make the run, stop it, keep its files, and go on with a copy of them to know how it ends
+    undisturbed.
+    """
     shorten_patience(beat_seconds=0.2, dead_seconds=0.8)
     folder = Path(tempfile.mkdtemp(prefix="strangers-flips-"))
     write_texts(folder / "texts")
-    corpus = shardlib.data.Corpus(str(folder / "texts" / "texts.jsonl"), tokenizer="bpe:280", held_out=0.15)
+    corpus = shardlib.data.Corpus(
+        str(folder / "texts" / "texts.jsonl"), tokenizer="bpe:280", held_out=0.15
+    )
     strategy = sl.Strategy(mesh=f"data={DEVICES}", rules=sl.rules.data, zero=sl.Zero(1, small=0))
     made = (corpus, strategy, sl.train_step(loss, strategy), sl.evaluation(loss, strategy))
     train(folder / "stopped", STOPPED, made)
@@ -168,7 +211,9 @@ def stopped_run() -> Run:
         reference = train(copy, STEPS, made)
     with copied(folder / "stopped") as copy:
         if train(copy, STEPS, made) != reference:
-            raise SystemExit("Two undisturbed runs end differently: nothing can be said of flipped bits.")
+            raise SystemExit(
+                "Two undisturbed runs end differently: nothing can be said of flipped bits."
+            )
     return Run(folder, corpus, strategy, made[2], made[3], reference)
 
 
@@ -176,9 +221,12 @@ def stopped_run() -> Run:
 def copied(folder: Path) -> Iterator[Path]:
     """A copy of all files of a run, gone afterwards.
 
-    Where damage was found, threads that read ahead may still write their mark into it while it is removed.
+    Where damage was found, threads that read ahead may still write their mark into it while it is
+    removed.
     """
-    with tempfile.TemporaryDirectory(prefix="strangers-flip-", ignore_cleanup_errors=True) as beside:
+    with tempfile.TemporaryDirectory(
+        prefix="strangers-flip-", ignore_cleanup_errors=True
+    ) as beside:
         copy = Path(beside, "copy")
         shutil.copytree(folder, copy)
         yield copy
@@ -186,11 +234,14 @@ def copied(folder: Path) -> Iterator[Path]:
 
 def flip(folder: Path, case: Case) -> str:
     """Flip the bit of a case; the file, from the folder on, and the place in it."""
-    files = sorted({path for pattern in KINDS[case.kind] for path in folder.glob(pattern) if path.is_file()})
+    files = sorted(
+        {path for pattern in KINDS[case.kind] for path in folder.glob(pattern) if path.is_file()}
+    )
     sizes = [path.stat().st_size for path in files]
     if not sum(sizes):
         raise SystemExit(
-            f"There is no file of the kind `{case.kind}` any more, as {KINDS[case.kind]}: say where they lie now."
+            f"There is no file of the kind `{case.kind}` any more, as {KINDS[case.kind]}: say "
+            "where they lie now."
         )
     at = int(case.place * sum(sizes) * 8)
     for path, size in zip(files, sizes, strict=True):
@@ -224,7 +275,9 @@ def run(count: int, seed: int) -> Outcome:
     tally = Tally("flips", count)
     for first in range(0, count, IN_ONE_CHILD):
         last = min(first + IN_ONE_CHILD, count)
-        for outcome in in_children("benchmarks._strangers_flips", seed, first, last, fast_compiles(DEVICES), PATIENCE):
+        for outcome in in_children(
+            "benchmarks._strangers_flips", seed, first, last, fast_compiles(DEVICES), PATIENCE
+        ):
             tally.add(outcome)
     return tally.total
 

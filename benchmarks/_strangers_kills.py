@@ -1,9 +1,11 @@
-"""A tiny run that is killed, or stopped and continued, at any moment, while another is started in its folder.
+"""A tiny run that is killed, or stopped and continued, at any moment, while another is started in
+its folder.
 
-Some cases kill the run by SIGKILL, once or several times, and start it again. Others stop it by SIGSTOP, as a machine does
-that is suspended; start another in the same folder; and let the first go on again while the second trains or after it has
-ended. That is fine if the parameters and the records at the end equal those of an undisturbed run, bit for bit, and if the
-records say that no run wrote after another had taken over. A run that ends itself with a message for users is fine too.
+Some cases kill the run by SIGKILL, once or several times, and start it again. Others stop it by
+SIGSTOP, as a machine does that is suspended; start another in the same folder; and let the first go
+on again while the second trains or after it has ended. That is fine if the parameters and the
+records at the end equal those of an undisturbed run, bit for bit, and if the records say that no
+run wrote after another had taken over. A run that ends itself with a message for users is fine too.
 """
 
 import concurrent.futures
@@ -45,9 +47,8 @@ class Case:
 
     kind: str  # "kill", "stop", "short stop"
     times: int  # how often it is killed
-    steps: tuple[
-        int, ...
-    ]  # how many steps a process has taken when it is killed or stopped; 0: it has just been started
+    # How many steps a process has taken when it is killed or stopped; 0: it has just been started.
+    steps: tuple[int, ...]
     delay: float  # seconds after that
     until: int  # how many steps the second takes before the first goes on; of a short stop, none
     stopped_for: float  # seconds, of a short stop
@@ -56,8 +57,14 @@ class Case:
         if self.kind == "kill":
             return f"killed {self.times} times, {self.delay:.3f} s after steps {self.steps}"
         if self.kind == "stop":
-            return f"stopped {self.delay:.3f} s after step {self.steps[0]}, goes on at step {self.until} of another"
-        return f"stopped {self.delay:.3f} s after step {self.steps[0]} for {self.stopped_for:.2f} s as another starts"
+            return (
+                f"stopped {self.delay:.3f} s after step {self.steps[0]}, goes on at step "
+                f"{self.until} of another"
+            )
+        return (
+            f"stopped {self.delay:.3f} s after step {self.steps[0]} for {self.stopped_for:.2f} s "
+            "as another starts"
+        )
 
 
 def draw(seed: int, number: int) -> Case:
@@ -73,8 +80,11 @@ def draw(seed: int, number: int) -> Case:
     return Case(
         kind=kind,
         times=times,
-        steps=tuple(sorted(choose.choice((least, choose.randrange(1, STEPS))) for _ in range(times))),
-        # Before its first step a process loads, looks for others, reads and compiles, for some seconds.
+        steps=tuple(
+            sorted(choose.choice((least, choose.randrange(1, STEPS))) for _ in range(times))
+        ),
+        # Before its first step a process loads, looks for others, reads and compiles, for some
+        # seconds.
         delay=choose.uniform(0, 2 * SECONDS_PER_STEP),
         until=choose.choice((1, choose.randrange(1, STEPS), STEPS)),
         stopped_for=choose.uniform(0.2, 2) * DEAD_SECONDS,
@@ -82,20 +92,26 @@ def draw(seed: int, number: int) -> Case:
 
 
 def slow_batches() -> Iterator[np.ndarray]:
-    """Batches that are the same each time, one every so often, so that there are moments between two."""
+    """Batches that are the same each time, one every so often, so that there are moments between
+    two.
+    """
     for number in range(2 * STEPS):
         time.sleep(SECONDS_PER_STEP)
         yield np.random.default_rng(number).normal(size=(8, 8)).astype("f")
 
 
 def train(folder: Path, go: Path, about: int) -> None:
-    """Be one process: wait for the file `go`, train, and write the digest of what was learned beside it."""
+    """Be one process: wait for the file `go`, train, and write the digest of what was learned
+    beside it.
+    """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     shorten_patience(BEAT_SECONDS, DEAD_SECONDS)
     strategy = sl.Strategy(mesh=f"data={DEVICES}", rules=sl.rules.data, zero=sl.Zero(1, small=0))
     model = {"w": np.random.default_rng(0).normal(size=(8, 8)).astype("f")}
     state = sl.init(lambda: model, optax.adam(0.01), strategy)
-    step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - x[:, ::-1]) ** 2), strategy)
+    step = sl.train_step(
+        lambda model, x, rng: jnp.mean((x @ model["w"] - x[:, ::-1]) ** 2), strategy
+    )
     print("ready", flush=True)
     while not go.exists():
         time.sleep(0.01)
@@ -105,7 +121,10 @@ def train(folder: Path, go: Path, about: int) -> None:
         slow_batches(),
         sl.Loop(steps=STEPS, log_every=1, save_every=SAVE_EVERY, keep=3),
         folder=folder,
-        sinks=[sl.JsonLines(folder / "metrics.jsonl"), lambda record: print("step", record["step"], flush=True)],
+        sinks=[
+            sl.JsonLines(folder / "metrics.jsonl"),
+            lambda record: print("step", record["step"], flush=True),
+        ],
         watch={"writer": lambda step: about},
         about={"writer": about},
     )
@@ -122,13 +141,23 @@ class Process:
         self.number, self.go = number, place / f"go-{number}"
         self.out, self.errors = place / f"out-{number}", place / f"errors-{number}"
         self.ended_by_us = False
-        command = [sys.executable, "-m", "benchmarks._strangers_kills", str(place / "run"), str(self.go), str(number)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks._strangers_kills",
+            str(place / "run"),
+            str(self.go),
+            str(number),
+        ]
         with self.out.open("w") as out, self.errors.open("w") as errors:
-            self.popen = subprocess.Popen(command, env=fast_compiles(DEVICES), cwd=ROOT, stdout=out, stderr=errors)
+            self.popen = subprocess.Popen(
+                command, env=fast_compiles(DEVICES), cwd=ROOT, stdout=out, stderr=errors
+            )
 
     def said(self, word: str) -> list[str]:
         """What it said behind this word."""
-        lines = self.out.read_text().rpartition("\n")[0].splitlines()  # without one that is being written
+        # Without one that is being written.
+        lines = self.out.read_text().rpartition("\n")[0].splitlines()
         return [line.removeprefix(word).strip() for line in lines if line.startswith(word)]
 
     def wait(self, until: Callable[[], bool]) -> None:
@@ -136,11 +165,15 @@ class Process:
         start = time.monotonic()
         while not until() and self.popen.poll() is None:
             if time.monotonic() - start > PATIENCE:
-                raise TimeoutError(f"process {self.number} did nothing for {PATIENCE:.0f} s, {self.place()}")
+                raise TimeoutError(
+                    f"process {self.number} did nothing for {PATIENCE:.0f} s, {self.place()}"
+                )
             time.sleep(0.01)
 
     def place(self) -> str:
-        """Where its main thread is: the innermost lines of Python, and the innermost of the library."""
+        """Where its main thread is: the innermost lines of Python, and the innermost of the
+        library.
+        """
         self.popen.send_signal(signal.SIGUSR1)  # for which `train` has registered `faulthandler`
         time.sleep(1)
         said = self.errors.read_text().rpartition("most recent call first")[2].splitlines()
@@ -166,11 +199,15 @@ class Process:
     def end(self) -> tuple[str, str]:
         """Wait for its end: "ran", or how it failed, and its last line."""
         self.wait(lambda: False)
-        code, lines = self.popen.returncode, [line for line in self.errors.read_text().splitlines() if line.strip()]
+        code = self.popen.returncode
+        lines = [line for line in self.errors.read_text().splitlines() if line.strip()]
         if code == 0 or self.ended_by_us:
             return "ran", ""
         if code < 0:
-            return "aborts", f"process {self.number}, {signal.Signals(-code).name}: {(lines or [''])[-1]}"
+            return (
+                "aborts",
+                f"process {self.number}, {signal.Signals(-code).name}: {(lines or [''])[-1]}",
+            )
         for kind in ("refused", "raw_errors"):
             if said := self.said(kind):
                 return kind, f"process {self.number}: {said[0]}"
@@ -178,7 +215,9 @@ class Process:
 
 
 def attempt(case: Case, place: Path, undisturbed: tuple[str, list[Any]] | None) -> tuple[str, str]:
-    """Do to a run what the case says, start it until it has ended, and hold it to the undisturbed one."""
+    """Do to a run what the case says, start it until it has ended, and hold it to the undisturbed
+    one.
+    """
     started: list[Process] = []
 
     def another() -> Process:
@@ -191,7 +230,8 @@ def attempt(case: Case, place: Path, undisturbed: tuple[str, list[Any]] | None) 
             for step in case.steps:
                 first.start()
                 first.wait_for_step(step)
-                # A kill without a step may come at any time while it begins, which takes longer than a step.
+                # A kill without a step may come at any time while it begins, which takes longer
+                # than a step.
                 time.sleep(case.delay if step else 20 * case.delay)
                 first.send(signal.SIGKILL)
                 first.end()
@@ -212,7 +252,10 @@ def attempt(case: Case, place: Path, undisturbed: tuple[str, list[Any]] | None) 
             first.send(signal.SIGCONT)
             second.end()
         first.end()
-        while not any(process.popen.returncode == 0 for process in started) and len(started) < MOST_STARTS:
+        while (
+            not any(process.popen.returncode == 0 for process in started)
+            and len(started) < MOST_STARTS
+        ):
             another().start()
             started[-1].end()
         return verdict(started, place / "run", undisturbed)
@@ -224,7 +267,9 @@ def attempt(case: Case, place: Path, undisturbed: tuple[str, list[Any]] | None) 
             process.popen.wait()
 
 
-def verdict(started: list[Process], folder: Path, undisturbed: tuple[str, list[Any]] | None) -> tuple[str, str]:
+def verdict(
+    started: list[Process], folder: Path, undisturbed: tuple[str, list[Any]] | None
+) -> tuple[str, str]:
     """How a case ended, once all of its processes have."""
     ends = [process.end() for process in started]
     for kind in ("aborts", "raw_errors"):
@@ -237,14 +282,24 @@ def verdict(started: list[Process], folder: Path, undisturbed: tuple[str, list[A
     if seen := two_writers(folder):
         return "silent", seen
     if undisturbed is not None and result[0] != undisturbed[0]:
-        return "silent", "the parameters or the optimizer's state at the end are not those of an undisturbed run"
+        return (
+            "silent",
+            "the parameters or the optimizer's state at the end are not those of an undisturbed "
+            "run",
+        )
     if undisturbed is not None and result[1] != undisturbed[1]:
-        return "silent", f"the records are not those of an undisturbed run: {len(result[1])} and {len(undisturbed[1])}"
+        return (
+            "silent",
+            f"the records are not those of an undisturbed run: {len(result[1])} and "
+            f"{len(undisturbed[1])}",
+        )
     return "ran", ""
 
 
 def numbers(folder: Path) -> list[Any]:
-    """The records of a run, without notes, without who wrote them and without speeds; a line that is no record as text."""
+    """The records of a run, without notes, without who wrote them and without speeds; a line that
+    is no record as text.
+    """
     found: list[Any] = []
     for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
         try:
@@ -264,7 +319,11 @@ def two_writers(folder: Path) -> str:
         with contextlib.suppress(ValueError, KeyError):
             writers.append(int(json.loads(line)["writer"]))
     turns = writers[:1] + [now for before, now in pairwise(writers) if now != before]
-    return f"two live runs wrote records in turns, by process: {turns[:12]}" if len(turns) > len(set(turns)) else ""
+    return (
+        f"two live runs wrote records in turns, by process: {turns[:12]}"
+        if len(turns) > len(set(turns))
+        else ""
+    )
 
 
 def run(count: int, seed: int) -> Outcome:
@@ -281,11 +340,17 @@ def run(count: int, seed: int) -> Outcome:
         if not (first := one(-1, calm)).ran:
             raise SystemExit(f"An undisturbed run did not come to its end: {first.failures}")
         calm_place = Path(places, "-1")
-        digest = next(line for line in (calm_place / "out-0").read_text().splitlines() if line.startswith("digest"))
+        digest = next(
+            line
+            for line in (calm_place / "out-0").read_text().splitlines()
+            if line.startswith("digest")
+        )
         undisturbed = (digest.removeprefix("digest").strip(), numbers(calm_place / "run"))
         tally = Tally("kills", count)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(one, number, draw(seed, number), undisturbed) for number in range(count)]
+            futures = [
+                pool.submit(one, number, draw(seed, number), undisturbed) for number in range(count)
+            ]
             for future in concurrent.futures.as_completed(futures):
                 tally.add(future.result())
         return tally.total
@@ -295,7 +360,12 @@ if __name__ == "__main__":
     try:
         train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     except Exception as error:
-        # For the process that waits for this one: of what others of its threads write, nothing says how it ended.
+        # For the process that waits for this one: of what others of its threads write, nothing says
+        # how it ended.
         first = str(error).partition("\n")[0]
-        print("refused" if is_refusal(error) else "raw_errors", f"{type(error).__name__}: {first}", flush=True)
+        print(
+            "refused" if is_refusal(error) else "raw_errors",
+            f"{type(error).__name__}: {first}",
+            flush=True,
+        )
         raise

@@ -1,11 +1,14 @@
-"""Meshes and rules with lookups, on one to four axes: two steps of SGD against plain JAX on one device.
+"""Meshes and rules with lookups, on one to four axes: two steps of SGD against plain JAX on one
+device.
 
-The reference is `jax.value_and_grad` of the same formulas on one device and SGD with momentum in NumPy; nothing of the library
-runs in it. Compared are the loss and the norm of the gradient of both steps, and every parameter after them.
+The reference is `jax.value_and_grad` of the same formulas on one device and SGD with momentum in
+NumPy; nothing of the library runs in it. Compared are the loss and the norm of the gradient of both
+steps, and every parameter after them.
 
-XLA's partitioner gives wrong numbers for some layouts, even of a product of two matrices (`tests/test_jax_itself.py`). Where
-a step without manual axes differs from the reference, it is also taken by plain `jax.jit` with arrays laid out likewise. If
-that gives the same wrong numbers, the case counts as `compiler` and not as `silent`.
+XLA's partitioner gives wrong numbers for some layouts, even of a product of two matrices
+(`tests/test_jax_itself.py`). Where a step without manual axes differs from the reference, it is
+also taken by plain `jax.jit` with arrays laid out likewise. If that gives the same wrong numbers,
+the case counts as `compiler` and not as `silent`.
 """
 
 import functools
@@ -27,7 +30,8 @@ from shardlib._rules import resolve
 DEVICES = 16
 IN_ONE_CHILD = 25  # compiled programs are never given back
 PATIENCE = 180.0
-TOLERANCE = 1e-4  # of the largest entry of what a step changes; float32 sums in another order are off by 1e-6
+# Of the largest entry of what a step changes; float32 sums in another order are off by 1e-6.
+TOLERANCE = 1e-4
 ROWS, SEQ, WIDTH, HIDDEN, POSITIONS, EXPERTS = 32, 4, 16, 32, 16, 8
 VOCABULARIES = (32, 32, 30, 48)  # 30 is divided by no axis of four
 STEPS, RATE, MOMENTUM = 2, 0.5, 0.9
@@ -85,9 +89,13 @@ def tied(p: Params, batch: Batch, mark: Mark) -> Any:
 def one_hot(p: Params, batch: Batch, mark: Mark) -> Any:
     """No index: rows and targets by products with one-hot vectors."""
     size = p["table"].shape[0]
-    x = mark(jax.nn.one_hot(batch["tokens"], size) @ p["table"], "batch", "residual_seq", "act_embed")
+    x = mark(
+        jax.nn.one_hot(batch["tokens"], size) @ p["table"], "batch", "residual_seq", "act_embed"
+    )
     logits = mark(mlp(p, x, mark) @ p["head"], "batch", "seq", "act_vocab")
-    return -jnp.mean(jnp.sum(jax.nn.one_hot(batch["targets"], size) * jax.nn.log_softmax(logits), -1))
+    return -jnp.mean(
+        jnp.sum(jax.nn.one_hot(batch["targets"], size) * jax.nn.log_softmax(logits), -1)
+    )
 
 
 def scatter_add(p: Params, batch: Batch, mark: Mark) -> Any:
@@ -102,7 +110,9 @@ def scatter_add(p: Params, batch: Batch, mark: Mark) -> Any:
 def dynamic_slice(p: Params, batch: Batch, mark: Mark) -> Any:
     """Positions from a table, at a place for all and at a place of each example's own."""
     shared = jax.lax.dynamic_slice_in_dim(p["positions"], jnp.int32(3), SEQ)
-    own = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(p["positions"], start, SEQ))(batch["starts"])
+    own = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(p["positions"], start, SEQ))(
+        batch["starts"]
+    )
     x = mark(embedded(p, batch, mark) + shared + own, "batch", "residual_seq", "act_embed")
     return jnp.mean((mlp(p, x, mark) - batch["values"]) ** 2)
 
@@ -188,8 +198,8 @@ class Case:
     def __str__(self) -> str:
         manual = "" if self.manual else ", manual=()"
         return (
-            f"{self.model} with {self.vocab} tokens on {self.mesh}, zero={self.zero}, accumulate={self.accumulate}{manual}, "
-            f"rules {self.rules}"
+            f"{self.model} with {self.vocab} tokens on {self.mesh}, zero={self.zero}, "
+            f"accumulate={self.accumulate}{manual}, rules {self.rules}"
         )
 
 
@@ -224,7 +234,9 @@ def draw(seed: int, number: int) -> Case:
 
 
 def drawn_rules(choose: random.Random, axes: list[str]) -> str:
-    """Rules over these axes, as keyword arguments: the batch has one at least, and weights and activations what comes."""
+    """Rules over these axes, as keyword arguments: the batch has one at least, and weights and
+    activations what comes.
+    """
 
     def some(most: int) -> Any:
         count = choose.choice((0, 1, 1, 2)[: most + 2])
@@ -292,7 +304,8 @@ def reference(model: str, vocab: int) -> Taken:
     """All steps on one device, by plain JAX and NumPy."""
     params, batch = problem(model, vocab)
     formula = BY_NAME[model]
-    gradient = jax.jit(jax.value_and_grad(lambda p: formula(p, batch, unmarked)))  # on the first device, the default
+    # On the first device, the default.
+    gradient = jax.jit(jax.value_and_grad(lambda p: formula(p, batch, unmarked)))
     return descend(gradient, params)
 
 
@@ -314,7 +327,9 @@ def descend(gradient: Callable[[Params], Any], start: Params) -> Taken:
 
 
 def by_plain_jit(case: Case, strategy: sl.Strategy, state: sl.State) -> Taken:
-    """All steps by `jax.jit` and NumPy, with parameters, examples and activations laid out as a strategy says."""
+    """All steps by `jax.jit` and NumPy, with parameters, examples and activations laid out as a
+    strategy says.
+    """
     params, batch = problem(case.model, case.vocab)
     formula, rules, mesh = BY_NAME[case.model], strategy.rules, strategy.device_mesh
 
@@ -335,7 +350,9 @@ def by_plain_jit(case: Case, strategy: sl.Strategy, state: sl.State) -> Taken:
 
 def difference(found: Taken, expected: Taken, start: Params) -> str:
     """The first difference between what steps gave, or an empty text."""
-    for number, (told, numbers) in enumerate(zip(found.metrics, expected.metrics, strict=True), start=1):
+    for number, (told, numbers) in enumerate(
+        zip(found.metrics, expected.metrics, strict=True), start=1
+    ):
         for name, value in numbers.items():
             if not abs(told[name] - value) <= TOLERANCE * abs(value):
                 return f"{name} of step {number} is {told[name]:.6g}, and {value:.6g} on one device"
@@ -343,21 +360,31 @@ def difference(found: Taken, expected: Taken, start: Params) -> str:
         changed = float(np.max(np.abs(value - start[name])))
         off = float(np.max(np.abs(found.params[name] - value)))
         if not off <= TOLERANCE * changed + 1e-6:
-            return f"`{name}` is off by {off:.3g} where the steps changed it by {changed:.3g} at most"
+            return (
+                f"`{name}` is off by {off:.3g} where the steps changed it by {changed:.3g} at most"
+            )
     return ""
 
 
 def attempt(case: Case) -> str:
-    """Take the steps as a stranger would; the first difference from the reference, or an empty text."""
+    """Take the steps as a stranger would; the first difference from the reference, or an empty
+    text.
+    """
     params, batch = problem(case.model, case.vocab)
     formula = BY_NAME[case.model]
     sizes = [int(part.partition("=")[2]) for part in case.mesh.split(",")]
     mesh = sl.make_mesh(case.mesh, devices=jax.devices()[: int(np.prod(sizes))])
     options: dict[str, Any] = {} if case.manual else {"manual": ()}
     zero = sl.Zero(case.zero, small=0) if case.zero else 0
-    strategy = sl.Strategy(mesh=mesh, rules=united(case.rules), zero=zero, accumulate=case.accumulate, **options)
+    strategy = sl.Strategy(
+        mesh=mesh, rules=united(case.rules), zero=zero, accumulate=case.accumulate, **options
+    )
     optimizer = optax.sgd(RATE, momentum=MOMENTUM)
-    state = sl.init(lambda: sl.annotate(dict(params), {name: NAMES[name] for name in params}), optimizer, strategy)
+    state = sl.init(
+        lambda: sl.annotate(dict(params), {name: NAMES[name] for name in params}),
+        optimizer,
+        strategy,
+    )
     step = sl.train_step(lambda p, given, rng: formula(p, given, sl.shard), strategy)
     metrics = []
     for _ in range(STEPS):
@@ -365,7 +392,11 @@ def attempt(case: Case) -> str:
         metrics.append({name: float(told[name]) for name in ("loss", "grad_norm")})
     found = Taken(metrics, {name: np.asarray(leaf, "f8") for name, leaf in state.params.items()})
     different = difference(found, reference(case.model, case.vocab), params)
-    if different and not strategy.manual_axes and not difference(found, by_plain_jit(case, strategy, state), params):
+    if (
+        different
+        and not strategy.manual_axes
+        and not difference(found, by_plain_jit(case, strategy, state), params)
+    ):
         raise CompilerError(different)
     return different
 
@@ -375,7 +406,9 @@ def run(count: int, seed: int) -> Outcome:
     tally, first = Tally("meshes", count), 0
     while tally.total.ran < count and tally.total.drawn < 4 * count:
         last = first + min(IN_ONE_CHILD, count)
-        for outcome in in_children("benchmarks._strangers_meshes", seed, first, last, fast_compiles(DEVICES), PATIENCE):
+        for outcome in in_children(
+            "benchmarks._strangers_meshes", seed, first, last, fast_compiles(DEVICES), PATIENCE
+        ):
             tally.add(outcome)
         first = last
     return tally.total

@@ -1,4 +1,5 @@
-"""What `_strangers_calls` calls: for every public name a call that works, and values of every kind to put in its arguments.
+"""What `_strangers_calls` calls: for every public name a call that works, and values of every kind
+to put in its arguments.
 
 A call is Python, as text, so that one that fails can be printed and run again.
 """
@@ -28,21 +29,30 @@ VALUES: dict[str, tuple[str, ...]] = {
     "float": ("0.5", "1.5", "-2.0", "5e-324", "1e300"),
     "nan": ("float('nan')",),
     "inf": ("1e999", "-1e999"),
-    "text": ("''", "'x'", "'data'", "'data=2,'", "'a\\x00b\\n\\ud800ü'", "'x' * 10_000", "'9' * 5_000", "'('", "'[' * 300"),
+    "text": ("''", "'x'", "'data'", "'data=2,'", "'a\\x00b\\n\\ud800ü'", "'x' * 10_000",
+    "'9' * 5_000", "'('", "'[' * 300"),
     "bytes": ("b'data'", "b'\\xff' * 10_000"),
-    "list": ("[]", "[1, 2]", "['data']", "['x', None, 3.0]", "[[[]]]", "[object()]", "[1.0, float('nan')]"),
-    "tuple": ("()", "('data',)", "(1, 2)", "('data', 'data')", "('x',) * 100", "(None, object())", "('(',)"),
-    "dict": ("{}", "{'a': 1}", "{1: 'x'}", "{'w': np.ones((8, 8), 'f4')}", "{'a': object()}", "{'data': {}}"),
+    "list": ("[]", "[1, 2]", "['data']", "['x', None, 3.0]", "[[[]]]", "[object()]",
+    "[1.0, float('nan')]"),
+    "tuple": ("()", "('data',)", "(1, 2)", "('data', 'data')", "('x',) * 100", "(None, object())",
+    "('(',)"),
+    "dict": ("{}", "{'a': 1}", "{1: 'x'}", "{'w': np.ones((8, 8), 'f4')}", "{'a': object()}",
+    "{'data': {}}"),
     "set": ("set()", "{1, 2}", "frozenset({'data'})"),
     "object": ("object()", "Hostile()"),
     "function": ("(lambda *of, **more: None)", "(lambda *of, **more: object())"),
     "class": ("int", "dict", "Exception", "sl.Strategy", "np.ndarray"),
-    "scalar": ("np.int64(3)", "np.uint8(200)", "np.float32('nan')", "np.float64(0.5)", "np.bool_(True)", "np.str_('data')",
+    "scalar": ("np.int64(3)", "np.uint8(200)", "np.float32('nan')", "np.float64(0.5)",
+    "np.bool_(True)", "np.str_('data')",
                "np.datetime64('2020')", "np.complex64(1j)"),
-    "array": ("np.zeros((0, 3))", "np.zeros(())", "np.ones((8, 8), 'f4')", "np.arange(8)", "np.array(['a', 'b'])",
-              "np.array([object()])", "np.ones(8, 'c8')", "np.zeros(3, [('a', 'i4')])", "np.ones((1,) * 20, 'i1')",
-              "np.array('2020', 'M8[s]')", "np.ones(8, np.longdouble)", "jnp.ones((8, 8), 'bfloat16')",
-              "jnp.ones(8, 'float8_e4m3fn')", "jax.random.key(0)", "jax.ShapeDtypeStruct((8, 8), 'float32')"),
+    "array": ("np.zeros((0, 3))", "np.zeros(())", "np.ones((8, 8), 'f4')", "np.arange(8)",
+    "np.array(['a', 'b'])",
+              "np.array([object()])", "np.ones(8, 'c8')", "np.zeros(3, [('a', 'i4')])",
+              "np.ones((1,) * 20, 'i1')",
+              "np.array('2020', 'M8[s]')", "np.ones(8, np.longdouble)",
+              "jnp.ones((8, 8), 'bfloat16')",
+              "jnp.ones(8, 'float8_e4m3fn')", "jax.random.key(0)",
+              "jax.ShapeDtypeStruct((8, 8), 'float32')"),
     "path": ("Path('x' * 10_000)", "Path('a/' * 3_000)", "Path('/dev/null/x')", "Path('odd\\x00')"),
     "iterator": ("(n for n in range(3))", "iter([1, 2])"),
 }  # fmt: skip
@@ -66,8 +76,10 @@ NEVER_AT_ALL = ("object", "nan", "bytes")
 class Call:
     """A call that works.
 
-    - `text`: Python with `{names}` for arguments; `arguments` has what works for each, as Python too.
-    - `also`: for an argument the kinds that it takes beside those of its example; `"any"` is all of them.
+    - `text`: Python with `{names}` for arguments; `arguments` has what works for each, as Python
+      too.
+    - `also`: for an argument the kinds that it takes beside those of its example; `"any"` is all of
+      them.
     - `slow`: it is drawn one time in ten.
     """
 
@@ -98,9 +110,13 @@ def _call(
     slow: bool = False,
     **named: str,
 ) -> Call:
-    """A call of `name`, with positional arguments called `at0`, `at1` and so on; `of` is what is written around it."""
+    """A call of `name`, with positional arguments called `at0`, `at1` and so on; `of` is what is
+    written around it.
+    """
     numbered = {f"at{place}": example for place, example in enumerate(positional)}
-    inside = ", ".join([*(f"{{{one}}}" for one in numbered), *(f"{one}={{{one}}}" for one in named)])
+    inside = ", ".join(
+        [*(f"{{{one}}}" for one in numbered), *(f"{one}={{{one}}}" for one in named)]
+    )
     written = of.replace("{call}", f"{name}({inside})")
     return Call(name, written, {**numbered, **named}, also or {}, slow)
 
@@ -113,8 +129,10 @@ _ABSTRACT = "abstract(lambda: {call})"
 
 def _strategy(**changed: str) -> dict[str, Any]:
     plain = {
-        "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1", "precision": "'float32'",
-        "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'", "exchange": "sl.Exact()",
+        "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1",
+        "precision": "'float32'",
+        "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'",
+        "exchange": "sl.Exact()",
         "manual": "('data',)", "pipeline": "None",
     }  # fmt: skip
     return plain | changed
@@ -123,51 +141,68 @@ def _strategy(**changed: str) -> dict[str, Any]:
 CALLS: tuple[Call, ...] = (
     # Annotations
     _call("sl.replicate", "ones(8, 4)", of=_UNDER, also={"at0": ("array",)}),
-    _call("sl.shard", "ones(8, 4)", "'batch'", "None", of=_UNDER, also={"at1": _OPTIONAL, "at2": ("text",)}),
-    _call("sl.split", "ones(8, 4)", "0", "8", axis="'data'", of=_UNDER, also={"axis": ("none", "tuple")}),
+    _call("sl.shard", "ones(8, 4)", "'batch'", "None", of=_UNDER, also={"at1": _OPTIONAL,
+    "at2": ("text",)}),
+    _call("sl.split", "ones(8, 4)", "0", "8", axis="'data'", of=_UNDER, also={"axis": ("none",
+    "tuple")}),
     _call("sl.use", "sl.rules.data", "mesh", remat="'none'", of="entered({call})"),
     _call("sl.unsharded", of="entered({call})"),
-    _call("sl.remat", "lambda x: x", "'full'", checkpoint="jax.checkpoint", also={"at1": _OPTIONAL}),
+    _call("sl.remat", "lambda x: x", "'full'", checkpoint="jax.checkpoint",
+    also={"at1": _OPTIONAL}),
     _call("sl.zero3_layer", "lambda x: x"),
-    _call("sl.reshard", "ones(8, 4)", "P('data', None)", source="P(None, None)", of=_UNDER, slow=True),
+    _call("sl.reshard", "ones(8, 4)", "P('data', None)", source="P(None, None)", of=_UNDER,
+    slow=True),
     # Losses
-    _call("sl.weighted_mean", "6.0", "3", also={"at0": ("nan", "inf", "array"), "at1": ("float", "nan", "inf", "array")}),
+    _call("sl.weighted_mean", "6.0", "3", also={"at0": ("nan", "inf", "array"), "at1": ("float",
+    "nan", "inf", "array")}),
     _call("sl.gather_batch", "ones(8, 4)", "None", also={"at1": ("text",)}),
     _call("sl.batch_mean", "ones(8, 4)", axis="0", of=_ABSTRACT, also={"axis": ("tuple",)}),
     _call("sl.replicated_draws", "jax.random.key(0)"),
     # Models
     _call("sl.annotate", "{'w': ones(8, 4)}", "{'w': ('embed', 'mlp')}", also={"at0": ("any",)}),
-    _call("sl.logical", "nnx.initializers.lecun_normal()", "'embed'", "None", also={"at1": _OPTIONAL, "at2": ("text",)}),
+    _call("sl.logical", "nnx.initializers.lecun_normal()", "'embed'", "None",
+    also={"at1": _OPTIONAL, "at2": ("text",)}),
     _call("sl.Layers", "[layer(), layer()]", name="'layers'", also={"at0": ("list",)}, slow=True),
-    _call("sl.specs", "model()", "rules", "mesh", also={"at0": ("any",), "at1": _OPTIONAL, "at2": _OPTIONAL}),
+    _call("sl.specs", "model()", "rules", "mesh", also={"at0": ("any",), "at1": _OPTIONAL,
+    "at2": _OPTIONAL}),
     # Meshes and rules
-    _call("sl.make_mesh", "'data=8'", dcn="''", devices="jax.devices()", axis_type="jax.sharding.AxisType.Auto",
-          allow_split_physical_axes="True", also={"at0": ("dict",), "dcn": ("dict",), "devices": ("none", "list")}),
+    _call("sl.make_mesh", "'data=8'", dcn="''", devices="jax.devices()",
+    axis_type="jax.sharding.AxisType.Auto",
+          allow_split_physical_axes="True", also={"at0": ("dict",), "dcn": ("dict",),
+          "devices": ("none", "list")}),
     _call("sl.make_mesh", data="8"),
     _call("sl.describe_mesh", "mesh"),
     _call("sl.simulate_devices", "8"),
     _call("sl.AxisRules", "{'batch': 'data'}", embed="('data',)", heads="['data', None]",
-          also={"at0": ("none", "dict"), "embed": ("none", "text", "list", "scalar"), "heads": ("none", "text", "tuple")}),
+          also={"at0": ("none", "dict"), "embed": ("none", "text", "list", "scalar"),
+          "heads": ("none", "text", "tuple")}),
     _call("sl.AxisRules.knowing", "'embed'", "'mlp'"),
-    _call("sl.AxisRules(heads='model', mlp='model').indivisible", "'replicate'", mlp="'drop'", also={"at0": _OPTIONAL}),
+    _call("sl.AxisRules(heads='model', mlp='model').indivisible", "'replicate'", mlp="'drop'",
+    also={"at0": _OPTIONAL}),
     _call("sl.AxisRules(heads='model').policy", "'heads'"),
     _call("sl.AxisRules(heads='model').check_mesh", "{'model': 4}", also={"at0": ("dict",)}),
     # Runs
-    _call("sl.Zero", "3", axes="('data',)", small="0", stacked="('layers',)", layers="r'layers/\\d+'", bucket_bytes="2**20",
+    _call("sl.Zero", "3", axes="('data',)", small="0", stacked="('layers',)",
+    layers="r'layers/\\d+'", bucket_bytes="2**20",
           strict="True", also={"axes": _OPTIONAL, "layers": _OPTIONAL}),
-    _call("sl.Precision", "'bf16'", keep="('.*norm.*',)", accumulate="'float32'", reduce="'float32'",
+    _call("sl.Precision", "'bf16'", keep="('.*norm.*',)", accumulate="'float32'",
+    reduce="'float32'",
           also={"at0": ("none", "class"), "accumulate": ("class",), "reduce": ("class",)}),
     _call("sl.Strategy", **_strategy(),
           also={"zero": ("text",), "clip": _OPTIONAL, "manual": _OPTIONAL, "precision": _OPTIONAL}),
-    _call("sl.Strategy", **_strategy(mesh="mesh", zero="sl.Zero(3)", clip="None", nonfinite="'skip'", manual="None")),
+    _call("sl.Strategy", **_strategy(mesh="mesh", zero="sl.Zero(3)", clip="None",
+    nonfinite="'skip'", manual="None")),
     _call("sl.Strategy", **_strategy(
-        mesh="'data=2,stage=4'", rules="sl.rules.data | sl.rules.pipeline", manual="None", remat="'stage'",
+        mesh="'data=2,stage=4'", rules="sl.rules.data | sl.rules.pipeline", manual="None",
+        remat="'stage'",
         pipeline="sl.pipeline.OneFOneB(4, 8)",
     ), also={"clip": _OPTIONAL, "precision": _OPTIONAL}),
     _call("strategy.scope", of="entered({call})"),
-    _call("sl.init", "model", "optax.adam(1e-3)", "strategy", seed="0", trainable="None", abstract="True",
+    _call("sl.init", "model", "optax.adam(1e-3)", "strategy", seed="0", trainable="None",
+    abstract="True",
           also={"at0": ("any",), "at1": _OPTIONAL, "trainable": ("any",)}),
-    _call("sl.init", "lambda: layer()", "None", "strategy", seed="0", trainable="nnx.Param", abstract="True",
+    _call("sl.init", "lambda: layer()", "None", "strategy", seed="0", trainable="nnx.Param",
+    abstract="True",
           also={"at0": ("any",), "trainable": ("any",)}),
     _call("state.with_weights", "{'w': ones(8, 4)}", also={"at0": ("any",)}, slow=True),
     _call("sl.describe", "state"),
@@ -176,22 +211,29 @@ CALLS: tuple[Call, ...] = (
     _call("step.trace", "state", "{'x': ones(8, 8)}", also={"at1": ("any",)}),
     _call("step.lower", "state", "{'x': ones(8, 8)}", also={"at1": ("any",)}, slow=True),
     _call("sl.evaluation", "loss", "strategy"),
-    _call("evaluation", "state", "[{'x': ones(8, 8)}]", at_most="1", also={"at1": ("any",), "at_most": _OPTIONAL}, slow=True),
+    _call("evaluation", "state", "[{'x': ones(8, 8)}]", at_most="1", also={"at1": ("any",),
+    "at_most": _OPTIONAL}, slow=True),
     _call("evaluation.trace", "state", "{'x': ones(8, 8)}", also={"at1": ("any",)}),
-    _call("sl.batches", "[{'x': ones(8, 8)}]", "strategy", ahead="1", of="first({call})", also={"at0": ("any",)}),
+    _call("sl.batches", "[{'x': ones(8, 8)}]", "strategy", ahead="1", of="first({call})",
+    also={"at0": ("any",)}),
     _call("sl.batches([], strategy).restore", "{'batches': 1, 'source': None}"),
     _call("sl.local_rows", "8", "strategy"),
-    _call("sl.Loop", steps="10", log_every="1", evaluate_every="5", save_every="5", keep="1", keep_every="10", nonfinite="3",
+    _call("sl.Loop", steps="10", log_every="1", evaluate_every="5", save_every="5", keep="1",
+    keep_every="10", nonfinite="3",
           profile="(1, 2)", also={"keep_every": _OPTIONAL, "profile": _OPTIONAL}),
-    _call("sl.fit", "step", "copied(state)", "[{'x': ones(8, 8)}] * 2", "sl.Loop(steps=2)", folder="None", evaluate="None",
-          sinks="[silent]", watch="{'rate': silent_number}", unit="'examples'", flops_per_unit="1.0", about="{'a': 1}",
-          also={"at2": ("any",), "folder": ("any",), "evaluate": ("any",), "sinks": ("any",), "watch": ("any",),
+    _call("sl.fit", "step", "copied(state)", "[{'x': ones(8, 8)}] * 2", "sl.Loop(steps=2)",
+    folder="None", evaluate="None",
+          sinks="[silent]", watch="{'rate': silent_number}", unit="'examples'",
+          flops_per_unit="1.0", about="{'a': 1}",
+          also={"at2": ("any",), "folder": ("any",), "evaluate": ("any",), "sinks": ("any",),
+          "watch": ("any",),
                 "flops_per_unit": _OPTIONAL, "about": ("any",)}, slow=True),
     _call("sl.Checkpoints", "folder()", keep="2", keep_every="3", of="closed({call})",
           also={"at0": ("text",), "keep_every": _OPTIONAL}, slow=True),
     _call("sl.Checkpoints(folder()).save", "state", data="None", about="{'a': 1}",
           also={"data": ("any",), "about": ("any",)}, slow=True),
-    _call("checkpoints.restore", "state", step="None", release="False", also={"step": ("any",)}, slow=True),
+    _call("checkpoints.restore", "state", step="None", release="False", also={"step": ("any",)},
+    slow=True),
     _call("checkpoints.about", "None", also={"at0": ("any",)}, slow=True),
     _call("sl.JsonLines", "'metrics.jsonl'", also={"at0": ("path",)}),
     _call("sl.JsonLines('records.jsonl')", "{'step': 1, 'loss': 2.0}", also={"at0": ("any",)}),
@@ -202,21 +244,29 @@ CALLS: tuple[Call, ...] = (
     _call("sl.initialize_distributed"),
     # Exchanges
     _call("sl.Exact", "2**20", overlap="True"),
-    _call("sl.collectives.OneBit", "'data'", feedback="True", exact="('w',)", scale="'mean'", block="2048",
+    _call("sl.collectives.OneBit", "'data'", feedback="True", exact="('w',)", scale="'mean'",
+    block="2048",
           also={"at0": ("tuple",)}),
-    _call("sl.collectives.Quantised", "('data',)", feedback="True", exact="()", bits="8", block="256", also={"at0": ("text",)}),
+    _call("sl.collectives.Quantised", "('data',)", feedback="True", exact="()", bits="8",
+    block="256", also={"at0": ("text",)}),
     _call("sl.collectives.Signs", "'mean'", block="2048"),
     _call("sl.collectives.Integers", "8", block="256"),
     _call("sl.collectives.Signs().size", "64"),
     _call("sl.collectives.Integers().size", "64"),
-    _call("sl.collectives.Signs().encode", "ones(2, 64)", alive="None", of=_ABSTRACT, also={"alive": ("array",)}),
-    _call("sl.collectives.Integers().encode", "ones(2, 64)", alive="None", of=_ABSTRACT, also={"alive": ("array",)}),
+    _call("sl.collectives.Signs().encode", "ones(2, 64)", alive="None", of=_ABSTRACT,
+    also={"alive": ("array",)}),
+    _call("sl.collectives.Integers().encode", "ones(2, 64)", alive="None", of=_ABSTRACT,
+    also={"alive": ("array",)}),
     _call("sl.collectives.Signs().decode", "np.zeros((2, 12), 'u1')", "64", of=_ABSTRACT),
     _call("sl.collectives.Integers().decode", "np.zeros((2, 68), 'u1')", "64", of=_ABSTRACT),
-    _call("sl.collectives.all_gather", "x", "'data'", "sl.collectives.Signs()", dim="0", of=_MANUAL, also={"at1": ("tuple",)}),
-    _call("sl.collectives.psum_scatter", "x", "'data'", "sl.collectives.Signs()", dim="0", of=_MANUAL, also={"at1": ("tuple",)}),
-    _call("sl.collectives.pmean", "x", "'data'", "sl.collectives.Signs()", "None", alive="None", shared="()", of=_MANUAL,
-          also={"at0": ("any",), "at1": ("tuple",), "shared": ("text",), "at3": ("any",), "alive": ("any",)}),
+    _call("sl.collectives.all_gather", "x", "'data'", "sl.collectives.Signs()", dim="0",
+    of=_MANUAL, also={"at1": ("tuple",)}),
+    _call("sl.collectives.psum_scatter", "x", "'data'", "sl.collectives.Signs()", dim="0",
+    of=_MANUAL, also={"at1": ("tuple",)}),
+    _call("sl.collectives.pmean", "x", "'data'", "sl.collectives.Signs()", "None", alive="None",
+    shared="()", of=_MANUAL,
+          also={"at0": ("any",), "at1": ("tuple",), "shared": ("text",), "at3": ("any",),
+          "alive": ("any",)}),
     _call("sl.collectives.no_errors", "x", "'data'", shared="()", of=_MANUAL,
           also={"at0": ("any",), "at1": ("tuple",), "shared": ("text",)}),
     _call("sl.collectives.pmean_bytes", "64", "8", "sl.collectives.Signs()", shared="1"),
@@ -224,32 +274,44 @@ CALLS: tuple[Call, ...] = (
     _call("sl.collectives.psum_scatter_bytes", "64", "8", "sl.collectives.Signs()"),
     # Optimizers
     _call("sl.optimizers.per_layer_and_expert", "optax.lamb(0.1)", "lambda path, leaf: 0"),
-    _call("sl.optimizers.onebit_adam", "1e-3", freeze="0.2", b1="0.9", b2="0.99", eps="1e-8", weight_decay="0.1", mask="None",
-          steps="100", also={"at0": ("function", "array"), "freeze": ("text",), "mask": ("any",), "steps": _OPTIONAL}),
-    _call("sl.optimizers.Local", "silent", "silent", sends="silent", message="silent", for_run="silent"),
+    _call("sl.optimizers.onebit_adam", "1e-3", freeze="0.2", b1="0.9", b2="0.99", eps="1e-8",
+    weight_decay="0.1", mask="None",
+          steps="100", also={"at0": ("function", "array"), "freeze": ("text",), "mask": ("any",),
+          "steps": _OPTIONAL}),
+    _call("sl.optimizers.Local", "silent", "silent", sends="silent", message="silent",
+    for_run="silent"),
     # Experts
     _call("sl.experts.local_experts", "8"),
     _call("sl.experts.Top2", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
     _call("sl.experts.Switch", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
-    _call("sl.experts.TopK", "2", capacity="1.0", jitter="0.1", renormalize="True", also={"capacity": _OPTIONAL}),
-    _call("sl.experts.moe", "ones(2, 4, 8)", "sl.experts.TopK(1)", "lambda w, x: x @ w", gate="ones(8, 2)",
-          weights="ones(2, 8, 8)", key="jax.random.key(0)", group="4", form="'scatter'", real="None",
+    _call("sl.experts.TopK", "2", capacity="1.0", jitter="0.1", renormalize="True",
+    also={"capacity": _OPTIONAL}),
+    _call("sl.experts.moe", "ones(2, 4, 8)", "sl.experts.TopK(1)", "lambda w, x: x @ w",
+    gate="ones(8, 2)",
+          weights="ones(2, 8, 8)", key="jax.random.key(0)", group="4", form="'scatter'",
+          real="None",
           names="('batch', 'seq', 'act_embed')", of="unsharded(lambda: {call})",
           also={"weights": ("any",), "key": _OPTIONAL, "group": _OPTIONAL, "names": ("any",)}),
     # Kernels
-    _call("sl.kernels.softmax", "ones(4, 128)", names="None", where="None", scale="1.0", causal="False",
+    _call("sl.kernels.softmax", "ones(4, 128)", names="None", where="None", scale="1.0",
+    causal="False",
           implementation="'reference'", of=_ABSTRACT, also={"implementation": _OPTIONAL}),
-    _call("sl.kernels.rms_norm", "ones(4, 128)", "ones(128)", residual="None", names="None", epsilon="1e-6",
+    _call("sl.kernels.rms_norm", "ones(4, 128)", "ones(128)", residual="None", names="None",
+    epsilon="1e-6",
           implementation="'reference'", of=_ABSTRACT, also={"implementation": _OPTIONAL}),
-    _call("sl.kernels.layer_norm", "ones(4, 128)", "ones(128)", "ones(128)", residual="None", names="None", epsilon="1e-6",
+    _call("sl.kernels.layer_norm", "ones(4, 128)", "ones(128)", "ones(128)", residual="None",
+    names="None", epsilon="1e-6",
           implementation="'reference'", of=_ABSTRACT, also={"implementation": _OPTIONAL}),
-    _call("sl.kernels.linear_cross_entropy", "ones(4, 8)", "ones(16, 8)", "np.zeros(4, 'i4')", names="None", vocab_name="None",
-          vocab="16", z_loss="0.1", smoothing="0.1", cap="30.0", ignored="-1", implementation="'reference'", of=_ABSTRACT,
+    _call("sl.kernels.linear_cross_entropy", "ones(4, 8)", "ones(16, 8)", "np.zeros(4, 'i4')",
+    names="None", vocab_name="None",
+          vocab="16", z_loss="0.1", smoothing="0.1", cap="30.0", ignored="-1",
+          implementation="'reference'", of=_ABSTRACT,
           also={"vocab": _OPTIONAL, "cap": _OPTIONAL, "implementation": _OPTIONAL}),
     _call("sl.kernels.explain", "sl.kernels.softmax", "ones(4, 128)", also={"at1": ("any",)}),
     # Pipelines
     *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4") for name in SCHEDULES),
-    *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4", costs="sl.pipeline.UNIT") for name in ("zb-v", "zb-1p", "zb-2p")),
+    *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4",
+    costs="sl.pipeline.UNIT") for name in ("zb-v", "zb-1p", "zb-2p")),
     *(_call(f"sl.pipeline.{name}", "2", "4", paired="True")
       for name in ("GPipe", "OneFOneB", "Eager1F1B", "ZBH1", "ZBH2", "VMin", "VHalf", "DualPipeV")),
     _call("sl.pipeline.Interleaved", "2", "4", chunks="2", paired="True"),
@@ -257,13 +319,17 @@ CALLS: tuple[Call, ...] = (
     _call("sl.pipeline.ZeroBubble", "2", "4", costs="sl.pipeline.UNIT", limit="2.0", paired="True",
           also={"limit": ("none", "inf")}),
     *(_call(f"sl.pipeline.{name}(2, 4).gap", "sl.pipeline.UNIT")
-      for name in ("GPipe", "OneFOneB", "Eager1F1B", "ZBH1", "ZBH2", "Interleaved", "VMin", "VHalf", "ZBV", "DualPipeV")),
+      for name in ("GPipe", "OneFOneB", "Eager1F1B", "ZBH1", "ZBH2", "Interleaved", "VMin",
+      "VHalf", "ZBV", "DualPipeV")),
     _call("sl.pipeline.Costs", "1.0", "(1.0, 2.0)", weights="1.0", send="0.5", kept="0.5",
-          also={"at0": ("tuple", "list", "array"), "at1": ("float", "int", "list", "array", "scalar"),
+          also={"at0": ("tuple", "list", "array"), "at1": ("float", "int", "list", "array",
+          "scalar"),
                 "weights": ("tuple", "list", "array")}),
     _call("sl.pipeline.Op", "'F'", "0", "0", of="sl.pipeline.Table((({call},),), (0,))"),
-    _call("sl.pipeline.Table", "((('F', 0, 0), ('B', 0, 0)),)", "(0,)", also={"at0": ("list",), "at1": ("list",)}),
-    _call("sl.pipeline.Table.parse", "'F0 B0'", placement="None", also={"placement": ("tuple", "list")}),
+    _call("sl.pipeline.Table", "((('F', 0, 0), ('B', 0, 0)),)", "(0,)", also={"at0": ("list",),
+    "at1": ("list",)}),
+    _call("sl.pipeline.Table.parse", "'F0 B0'", placement="None", also={"placement": ("tuple",
+    "list")}),
     _call("sl.pipeline.Custom", "table", paired="True"),
     _call("sl.pipeline.simulate", "table", "sl.pipeline.UNIT"),
     _call("sl.pipeline.pack", "table", "True"),
@@ -275,58 +341,76 @@ CALLS: tuple[Call, ...] = (
     _call("sl.break_even", parameters="1e9", workers="8", bandwidth="3e9", tokens="1e6", shards="8",
           codec="sl.collectives.Signs()", flops="1e14", memory_bandwidth="8e11", itemsize="4",
           also={"bandwidth": ("inf",), "flops": ("inf",), "memory_bandwidth": ("inf",)}),
-    _call("sl.planning.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256", kv_heads="2", head_dim="16",
-          hidden="128", norm="'layer'", mlp="'gelu'", positions="'learned'", bias="True", tied="True", final_norm="True",
+    _call("sl.planning.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256",
+    kv_heads="2", head_dim="16",
+          hidden="128", norm="'layer'", mlp="'gelu'", positions="'learned'", bias="True",
+          tied="True", final_norm="True",
           also={"kv_heads": _OPTIONAL, "head_dim": _OPTIONAL, "hidden": _OPTIONAL}),
     _call("decoder.modules", "1", itemsize="2", tensor="1"),
-    _call("decoder.megatron_activation_bytes", "1", tensor="1", sequence_parallel="False", recompute="'none'"),
+    _call("decoder.megatron_activation_bytes", "1", tensor="1", sequence_parallel="False",
+    recompute="'none'"),
     _call("sl.zero_bytes", "1000", devices="8", stage="1", weights="2", gradients="2", state="12"),
-    _call("sl.estimate", "decoder", examples="4", itemsize="2", parameter_itemsize="4", weight_itemsize="2",
-          optimizer="'adamw'", recompute="'none'", tensor="1", sequence_parallel="False", devices="8", zero="1",
+    _call("sl.estimate", "decoder", examples="4", itemsize="2", parameter_itemsize="4",
+    weight_itemsize="2",
+          optimizer="'adamw'", recompute="'none'", tensor="1", sequence_parallel="False",
+          devices="8", zero="1",
           accumulate="2", training="True", also={"weight_itemsize": _OPTIONAL}),
     _call("sl.Target", "'cpu:8'"),
     _call("sl.Target('cpu:8').mesh", "'data=8'", dcn="''"),
-    _call("sl.plan", "step", "state", "{'x': ones(8, 8)}", target="'cpu:8'", estimate="None", name="'the step'",
+    _call("sl.plan", "step", "state", "{'x': ones(8, 8)}", target="'cpu:8'", estimate="None",
+    name="'the step'",
           also={"at0": ("any",), "at2": ("any",), "target": _OPTIONAL}, slow=True),
     # Data
-    _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None", tokenizer="'bytes'", end="None",
+    _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None",
+    tokenizer="'bytes'", end="None",
           held_out="0.1", bad="'stop'", also={"at0": ("tuple",), "tokenizer": ("path",)}),
     _call("sl.data.cache_folder", "'cache'", also={"at0": ("none", "path")}),
     _call("sl.data.load_tokenizer", "'bytes'", end="None"),
     _call("sl.data.prepare", "corpus", "'cache'", also={"at1": ("none", "path")}, slow=True),
-    _call("sl.data.Tokens", "np.zeros(64, 'u2')", "np.array([64])", "257", "256", "64", fingerprint="'f'"),
-    _call("sl.data.Sequences", "tokens", length="8", batch="2", seed="0", documents="'cut'", also={"seed": _OPTIONAL}),
+    _call("sl.data.Tokens", "np.zeros(64, 'u2')", "np.array([64])", "257", "256", "64",
+    fingerprint="'f'"),
+    _call("sl.data.Sequences", "tokens", length="8", batch="2", seed="0", documents="'cut'",
+    also={"seed": _OPTIONAL}),
     # Testing
-    _call("sl.testing.mesh_shapes", "('data', 'model')", devices="8", also={"at0": ("list",), "devices": _OPTIONAL}),
+    _call("sl.testing.mesh_shapes", "('data', 'model')", devices="8", also={"at0": ("list",),
+    "devices": _OPTIONAL}),
     _call("sl.testing.count_traces", "silent"),
     _call("sl.testing.memory_traffic", "compiled"),
     _call("sl.testing.collectives", "compiled", "mesh", also={"at0": ("text",), "at1": _OPTIONAL}),
     _call("sl.testing.summary", "sl.testing.collectives(compiled)", also={"at0": ("any",)}),
     _call("sl.testing.assert_collectives", "step", "state", "{'x': ones(8, 8)}", sends="{}",
-          target="None", ignore_below="2**20", also={"at0": ("any",), "at1": ("any",), "at2": ("any",), "sends": ("any",)},
+          target="None", ignore_below="2**20", also={"at0": ("any",), "at1": ("any",),
+          "at2": ("any",), "sends": ("any",)},
           slow=True),
-    _call("sl.testing.assert_memory", "step", "state", "{'x': ones(8, 8)}", at_most="{'parameters': 2**20}", target="None",
+    _call("sl.testing.assert_memory", "step", "state", "{'x': ones(8, 8)}",
+    at_most="{'parameters': 2**20}", target="None",
           also={"at0": ("any",), "at1": ("any",), "at2": ("any",), "at_most": ("any",)}, slow=True),
 )  # fmt: skip
 
 NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "WeightedMean", "Chip", "collectives.Parameter", "BreakEven", "planning.Estimate", "planning.Module", "planning.Memory",
+            "WeightedMean", "Chip", "collectives.Parameter", "BreakEven", "planning.Estimate",
+            "planning.Module", "planning.Memory",
             "planning.Piece", "Plan", "planning.Price", "Restored",
-            "Description", "State", "collectives.Encoded", "collectives.Errors", "collectives.Told", "experts.Told",
-            "experts.Choices", "kernels.Explained", "kernels.Explanation", "optimizers.OneBitAdamState", "pipeline.Ticks",
-            "pipeline.Timeline", "data.Skipped", "data.Prepared", "data.Reader", "testing.Moved", "testing.Collective",
+            "Description", "State", "collectives.Encoded", "collectives.Errors",
+            "collectives.Told", "experts.Told",
+            "experts.Choices", "kernels.Explained", "kernels.Explanation",
+            "optimizers.OneBitAdamState", "pipeline.Ticks",
+            "pipeline.Timeline", "data.Skipped", "data.Prepared", "data.Reader", "testing.Moved",
+            "testing.Collective",
             "testing.Comparison", "Batches", "Evaluation", "Step", "testing.CountedTraces",
         ),
         "made by the library, and given to users",
     ),
     **dict.fromkeys(
-        ("collectives.Codec", "experts.Router", "pipeline.Schedule", "data.Tokenizer", "Exchange", "experts.Form"),
+        ("collectives.Codec", "experts.Router", "pipeline.Schedule", "data.Tokenizer", "Exchange",
+        "experts.Form"),
         "a class to derive from, or a type",
     ),
     **dict.fromkeys(("pipeline.UNIT", "ShardingWarning"), "a value, or a warning"),
-    "testing.check_step": "compiles for seconds; its arguments are those of `init`, `train_step` and `Strategy`",
+    "testing.check_step": "compiles for seconds; its arguments are those of `init`, `train_step` "
+                          "and `Strategy`",
 }  # fmt: skip
 """Public names that are not called, and why."""
 
@@ -337,7 +421,9 @@ class Hostile:
     def _fail(self, *of: Any, **more: Any) -> Any:
         raise ArithmeticError("hostile")
 
-    __repr__ = __str__ = __len__ = __eq__ = __hash__ = __bool__ = __float__ = __index__ = __array__ = _fail
+    __repr__ = __str__ = __len__ = __eq__ = __hash__ = __bool__ = __float__ = __index__ = (
+        __array__
+    ) = _fail
 
 
 def namespace() -> dict[str, Any]:
@@ -367,21 +453,30 @@ def namespace() -> dict[str, Any]:
         made: list[Any] = []
         spec = PartitionSpec("data")
         return jax.eval_shape(
-            jax.shard_map(on_shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), _ones(64, 8)
+            jax.shard_map(on_shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+            _ones(64, 8),
         )
 
     checkpoints = sl.Checkpoints(_folder())
     checkpoints.save(state)
     checkpoints.wait()
     return {
-        "sl": sl, "np": np, "jnp": jnp, "jax": jax, "optax": optax, "nnx": nnx, "Path": Path, "P": PartitionSpec, "io": io,
-        "Hostile": Hostile, "ones": _ones, "rules": rules, "strategy": strategy, "mesh": mesh, "state": state, "step": step,
-        "evaluation": sl.evaluation(_loss, strategy), "model": _model, "loss": _loss, "layer": _layer, "under": under,
-        "unsharded": unsharded, "manual": manual, "abstract": lambda call: jax.eval_shape(lambda: jax.tree.leaves(call())),
-        "entered": _entered, "closed": _closed, "folder": _folder, "copied": lambda tree: jax.tree.map(jnp.copy, tree),
-        "first": lambda batches: _first(batches), "silent": lambda *of, **more: None, "silent_number": lambda *of: 0.0,
-        "table": table, "timeline": sl.pipeline.simulate(table), "checkpoints": checkpoints, "tokens": tokens,
-        "decoder": sl.planning.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256), "corpus": sl.data.Corpus("text.txt"),
+        "sl": sl, "np": np, "jnp": jnp, "jax": jax, "optax": optax, "nnx": nnx, "Path": Path,
+        "P": PartitionSpec, "io": io,
+        "Hostile": Hostile, "ones": _ones, "rules": rules, "strategy": strategy, "mesh": mesh,
+        "state": state, "step": step,
+        "evaluation": sl.evaluation(_loss, strategy), "model": _model, "loss": _loss,
+        "layer": _layer, "under": under,
+        "unsharded": unsharded, "manual": manual,
+        "abstract": lambda call: jax.eval_shape(lambda: jax.tree.leaves(call())),
+        "entered": _entered, "closed": _closed, "folder": _folder,
+        "copied": lambda tree: jax.tree.map(jnp.copy, tree),
+        "first": lambda batches: _first(batches), "silent": lambda *of, **more: None,
+        "silent_number": lambda *of: 0.0,
+        "table": table, "timeline": sl.pipeline.simulate(table), "checkpoints": checkpoints,
+        "tokens": tokens,
+        "decoder": sl.planning.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256),
+        "corpus": sl.data.Corpus("text.txt"),
         "compiled": jax.jit(lambda x: x @ x).lower(_ones(8, 8)).compile(),
     }  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""The models of `models/gpt.py` in PyTorch, as its users write them where speed matters, and a step that trains them.
+"""The models of `models/gpt.py` in PyTorch, as its users write them where speed matters, and a step
+that trains them.
 
-The same numbers as ours: products, attention and the residual stream in bfloat16, by autocast; norms and the loss in float32;
-the GELU of a tanh; rotations of dims `k` and `k + K / 2`; a head tied to the embedding. Queries, keys and values are one
-product. Parameters, gradients and AdamW's moments are float32. Imported only where PyTorch is.
+The same numbers as ours: products, attention and the residual stream in bfloat16, by autocast;
+norms and the loss in float32; the GELU of a tanh; rotations of dims `k` and `k + K / 2`; a head
+tied to the embedding. Queries, keys and values are one product. Parameters, gradients and AdamW's
+moments are float32. Imported only where PyTorch is.
 """
 
 import contextlib
@@ -29,9 +31,13 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.centred, self.shape, self.epsilon = config.norm == "layer", (config.width,), config.norm_epsilon
+        self.centred = config.norm == "layer"
+        self.shape = (config.width,)
+        self.epsilon = config.norm_epsilon
         self.weight = nn.Parameter(torch.ones(config.width))
-        self.bias = nn.Parameter(torch.zeros(config.width)) if self.centred and config.bias else None
+        self.bias = (
+            nn.Parameter(torch.zeros(config.width)) if self.centred and config.bias else None
+        )
 
     def forward(self, x: Any) -> Any:
         """Of the residual stream."""
@@ -55,7 +61,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Any, rotation: Any) -> Any:
         """What each token makes of those up to it."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(x).split(self.sizes, dim=-1))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(x).split(self.sizes, dim=-1)
+        )
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         grouped = self.kv_heads < self.heads
@@ -76,7 +85,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden = config.dims["mlp"]
         self.up = nn.Linear(config.width, hidden, bias=config.bias)
-        self.gate = nn.Linear(config.width, hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        self.gate = (
+            nn.Linear(config.width, hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        )
         self.down = nn.Linear(hidden, config.width, bias=config.bias)
 
     def forward(self, x: Any) -> Any:
@@ -101,7 +112,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder and its loss. It knows what the benchmark trains: norms first, a tied head, a GELU or SwiGLU, no dropout."""
+    """The decoder and its loss. It knows what the benchmark trains: norms first, a tied head, a
+    GELU or SwiGLU, no dropout.
+    """
 
     def __init__(self, config: GPTConfig, dtype: Any) -> None:
         super().__init__()
@@ -110,7 +123,9 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.embedding = nn.Embedding(config.vocab, config.width)
         learned = config.positions == "learned"
-        self.positions = nn.Parameter(torch.empty(config.context, config.width)) if learned else None
+        self.positions = (
+            nn.Parameter(torch.empty(config.context, config.width)) if learned else None
+        )
         if not learned:
             size = config.dims["head_dim"]
             frequency = config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
@@ -122,7 +137,9 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 returning = name.endswith(("output.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * config.layers) if returning else 1))
+                nn.init.normal_(
+                    parameter, std=0.02 / (math.sqrt(2 * config.layers) if returning else 1)
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -141,10 +158,14 @@ class GPT(nn.Module):
 
 
 def attention_times(config: GPTConfig, batch: int) -> dict[str, float]:
-    """Seconds of attention there and back on the GPU, by each of PyTorch's flash attentions that takes this shape."""
+    """Seconds of attention there and back on the GPU, by each of PyTorch's flash attentions that
+    takes this shape.
+    """
     dims, times = config.dims, {}
     q, k, v = (
-        torch.randn(batch, config.context, dims[name], dims["head_dim"], device="cuda", dtype=torch.bfloat16)
+        torch.randn(
+            batch, config.context, dims[name], dims["head_dim"], device="cuda", dtype=torch.bfloat16
+        )
         .transpose(1, 2)
         .requires_grad_()
         for name in ("heads", "kv_heads", "kv_heads")
@@ -157,7 +178,9 @@ def attention_times(config: GPTConfig, batch: int) -> dict[str, float]:
                 for _ in range(8):
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     begin.record()
-                    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+                    y = functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=True, enable_gqa=grouped
+                    )
                     torch.autograd.grad(y, (q, k, v), q)
                     end.record()
                     torch.cuda.synchronize()

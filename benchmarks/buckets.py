@@ -1,10 +1,11 @@
 """How large the buckets of an exchange should be: few collectives against constant memory.
 
-A hundred and twenty-eight matrices of 2 MiB whose gradients are scattered, on eight devices (ZeRO's stage 1), by buckets of
-1 to 256 MiB. Seconds are of a step on simulated devices of the CPU, all sizes taking turns in one process, as a multiple of
-the fastest; memory is what the program holds beside what is at rest, as a multiple of the least, on the H200's compiler
-where there is one. The best is the smallest size that is at most a twentieth slower than the fastest. What a network of your
-own says is measured by `--real`, on all devices that JAX has.
+A hundred and twenty-eight matrices of 2 MiB whose gradients are scattered, on eight devices (ZeRO's
+stage 1), by buckets of 1 to 256 MiB. Seconds are of a step on simulated devices of the CPU, all
+sizes taking turns in one process, as a multiple of the fastest; memory is what the program holds
+beside what is at rest, as a multiple of the least, on the H200's compiler where there is one. The
+best is the smallest size that is at most a twentieth slower than the fastest. What a network of
+your own says is measured by `--real`, on all devices that JAX has.
 
     python -m benchmarks.buckets --json
 """
@@ -38,11 +39,16 @@ def make() -> dict[str, jax.Array]:
 def loss(model: dict[str, jax.Array], x: jax.Array, rng: jax.Array) -> jax.Array:
     """As cheap as can be, and of each matrix another gradient, lest a compiler sum one for all."""
     left, right = x[:, :ROWS], x[:, ROWS:]
-    parts = [jnp.mean(jnp.roll(left, number, axis=1) @ w * right) for number, w in enumerate(model.values())]
+    parts = [
+        jnp.mean(jnp.roll(left, number, axis=1) @ w * right)
+        for number, w in enumerate(model.values())
+    ]
     return jnp.sum(jnp.stack(parts))
 
 
-def step_of(size: int, target: sl.Target | None = None, abstract: bool = False) -> tuple[sl.Step, sl.State]:
+def step_of(
+    size: int, target: sl.Target | None = None, abstract: bool = False
+) -> tuple[sl.Step, sl.State]:
     """A step with buckets of so many bytes."""
     mesh = target.mesh("data=8") if target else f"data={len(jax.devices())}"
     strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=1, exchange=sl.Exact(bucket_bytes=size))
@@ -66,8 +72,12 @@ def seconds(rounds: int) -> dict[int, float]:
 
 
 def held(target: str) -> dict[int, tuple[int, int]]:
-    """Bytes that the program holds beside what is at rest, and how many collectives it has, by size."""
-    machine, batch, found = sl.Target(target), jax.ShapeDtypeStruct((8, ROWS + WIDTH), "float32"), {}
+    """Bytes that the program holds beside what is at rest, and how many collectives it has, by
+    size.
+    """
+    machine = sl.Target(target)
+    batch = jax.ShapeDtypeStruct((8, ROWS + WIDTH), "float32")
+    found = {}
     for size in SIZES:
         step, state = step_of(size * MIB, machine, abstract=True)
         planned = sl.plan(step, state, batch, machine)
@@ -80,10 +90,14 @@ def held(target: str) -> dict[int, tuple[int, int]]:
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--real", action="store_true", help="on all devices that JAX has, instead of simulated ones")
+    parser.add_argument(
+        "--real", action="store_true", help="on all devices that JAX has, instead of simulated ones"
+    )
     parser.add_argument("--target", default="gpu:h200:1x1x8", help="whose program's memory is read")
     arguments = parser.parse_args()
     if not arguments.real:
@@ -97,7 +111,8 @@ def main() -> None:
         figures[f"memory_ratio_{size}_mib"] = memory[size][0] / least
         print(
             f"{size:4} MiB  {1e3 * times[size]:8.1f} ms ({times[size] / fastest:.3f})   "
-            f"{memory[size][0] / 1e6:8.1f} MB ({memory[size][0] / least:.3f})   {memory[size][1]} scatters",
+            f"{memory[size][0] / 1e6:8.1f} MB ({memory[size][0] / least:.3f})   {memory[size][1]} "
+            "scatters",
             file=sys.stderr,
         )
     fast = [size for size in SIZES if times[size] <= 1.05 * fastest]

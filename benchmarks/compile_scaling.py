@@ -1,8 +1,8 @@
 """How compile time and program size grow with the machine, and with the depth of the model: hardly.
 
-The train step of a GPT, compiled by the real TPU compiler (the `libtpu` wheel; no TPU needed) for 4, 16, 64 and 256 v5e
-chips, constant work per chip, and for 12, 24 and 48 layers. Times are medians of several rounds through all machines,
-tracing and lowering included.
+The train step of a GPT, compiled by the real TPU compiler (the `libtpu` wheel; no TPU needed) for
+4, 16, 64 and 256 v5e chips, constant work per chip, and for 12, 24 and 48 layers. Times are medians
+of several rounds through all machines, tracing and lowering included.
 
     python -m benchmarks.compile_scaling --json
 """
@@ -31,7 +31,9 @@ def compile_step(topology: str, layers: int) -> tuple[float, int]:
     mesh = sl.make_mesh("data=-1,model=2", devices=devices)
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data | sl.rules.tensor, remat="full")
     config = gpt.gpt2(layers=layers, width=1024, heads=16, vocab_multiple=128)
-    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True
+    )
     batch = {"tokens": jax.ShapeDtypeStruct((4 * mesh.shape["data"], config.context + 1), "int32")}
     jax.clear_caches()
     started = time.perf_counter()
@@ -41,7 +43,9 @@ def compile_step(topology: str, layers: int) -> tuple[float, int]:
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -56,7 +60,11 @@ def main() -> None:
         for chips, layers in cases:
             taken, size[chips, layers] = compile_step(CHIPS[chips], layers)
             seconds[chips, layers].append(taken)
-            print(f"{layers} layers on {chips} chips: {taken:.1f} s, {size[chips, layers]:,} characters", flush=True)
+            print(
+                f"{layers} layers on {chips} chips: {taken:.1f} s, {size[chips, layers]:,} "
+                "characters",
+                flush=True,
+            )
     median = {case: statistics.median(times) for case, times in seconds.items()}
     report(
         "compile_scaling",

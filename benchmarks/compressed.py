@@ -1,15 +1,19 @@
-"""What compressed exchanges send, read off compiled programs, against a float32 all-reduce and against their own formulas.
+"""What compressed exchanges send, read off compiled programs, against a float32 all-reduce and
+against their own formulas.
 
-First collectives by themselves, of 2^24 numbers among eight devices: means of signs and of integers, gathers and scatters. Then
-whole steps of a GPT: 1-bit Adam over eight devices, between two pods under ZeRO, and beside a tensor axis; Adam with
-gradients of integers. On the compilers of TPU v5e, H200 and CPU. Everything counts that a step sends over the axes of the
-exchange in place of gradients, the sums from which it tells the norm too. In a step of 1-bit Adam the exact all-reduce of
-before the freeze stands beside it, in a branch of its own: that is what it is compared with.
+First collectives by themselves, of 2^24 numbers among eight devices: means of signs and of
+integers, gathers and scatters. Then whole steps of a GPT: 1-bit Adam over eight devices, between
+two pods under ZeRO, and beside a tensor axis; Adam with gradients of integers. On the compilers of
+TPU v5e, H200 and CPU. Everything counts that a step sends over the axes of the exchange in place of
+gradients, the sums from which it tells the norm too. In a step of 1-bit Adam the exact all-reduce
+of before the freeze stands beside it, in a branch of its own: that is what it is compared with.
 
-`onebit_ratio`, `int8_ratio` and `int4_ratio` are the worst of all programs; `onebit_bf16_ratio` is against an all-reduce in
-bfloat16. `worst_formula_ratio` is the worst of what is sent over what the formula beside each collective says, or the inverse.
+`onebit_ratio`, `int8_ratio` and `int4_ratio` are the worst of all programs; `onebit_bf16_ratio` is
+against an all-reduce in bfloat16. `worst_formula_ratio` is the worst of what is sent over what the
+formula beside each collective says, or the inverse.
 
-It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`. Some twelve minutes on two cores.
+It needs both compilers and no accelerator: `pip install -e ".[tpu-plan,gpu-plan]"`. Some twelve
+minutes on two cores.
 
     python -m benchmarks.compressed --json
 """
@@ -48,7 +52,15 @@ MACHINES = {
 CODECS = {"onebit": c.Signs(), "int8": c.Integers(8), "int4": c.Integers(4)}
 ELEMENTS, DEVICES = 2**24, 8
 CONFIG = gpt.GPTConfig(
-    layers=4, width=512, heads=8, context=64, vocab=4096, norm="rms", positions="rotary", bias=False, tied=False
+    layers=4,
+    width=512,
+    heads=8,
+    context=64,
+    vocab=4096,
+    norm="rms",
+    positions="rotary",
+    bias=False,
+    tied=False,
 )
 PODS = sl.AxisRules(batch=("pod", "data"))
 MESHES = {
@@ -69,24 +81,36 @@ def alone(target: sl.Target, kind: str, codec: Any) -> tuple[int, int]:
             lambda x: jnp.sum(c.all_gather(x, "data", codec), keepdims=True),
             c.all_gather_bytes(ELEMENTS // DEVICES, DEVICES, codec),
         ),
-        "psum_scatter": (lambda x: c.psum_scatter(x, "data", codec), c.psum_scatter_bytes(ELEMENTS, DEVICES, codec)),
+        "psum_scatter": (
+            lambda x: c.psum_scatter(x, "data", codec),
+            c.psum_scatter_bytes(ELEMENTS, DEVICES, codec),
+        ),
     }
     function, formula = kinds[kind]
     size = ELEMENTS * (1 if kind == "all_gather" else DEVICES)
     given = jax.ShapeDtypeStruct((size,), "float32", sharding=jax.NamedSharding(mesh, P("data")))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
     options: Any = target.compiler_options
     compiled = jax.jit(mapped).lower(given).compile(compiler_options=options)
     return sum(one.total_bytes for one in testing.collectives(compiled, mesh)), formula
 
 
 def of_step(target: sl.Target, shape: str, name: str) -> tuple[int, int, int]:
-    """What a step sends over the exchange's axis, what the formulas say, and what an all-reduce in float32 sends."""
+    """What a step sends over the exchange's axis, what the formulas say, and what an all-reduce in
+    float32 sends.
+    """
     rules, axis, stage = MESHES[shape]
     mesh = target.mesh(shape, dcn="pod" if "pod" in shape else "")
-    exchange = c.OneBit(axis) if name == "onebit" else c.Quantised(axis, bits=8 if name == "int8" else 4)
-    optimizer = sl.optimizers.onebit_adam(1e-3, freeze=100) if name == "onebit" else optax.adam(1e-3)
-    zero = sl.Zero(stage, small=0)  # so that all of it is split, and nothing goes in parts along other axes
+    exchange = (
+        c.OneBit(axis) if name == "onebit" else c.Quantised(axis, bits=8 if name == "int8" else 4)
+    )
+    optimizer = (
+        sl.optimizers.onebit_adam(1e-3, freeze=100) if name == "onebit" else optax.adam(1e-3)
+    )
+    # So that all of it is split, and nothing goes in parts along other axes.
+    zero = sl.Zero(stage, small=0)
     strategy = sl.Strategy(mesh=mesh, rules=rules, zero=zero, exchange=exchange, clip=1.0)
     state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
     batch = {"tokens": jax.ShapeDtypeStruct((16, CONFIG.context + 1), "int32")}
@@ -94,15 +118,26 @@ def of_step(target: sl.Target, shape: str, name: str) -> tuple[int, int, int]:
     sent: dict[bool, int] = defaultdict(int)
     for one in plan.collectives:
         if axis in (one.axes or ()) and one.sent_bytes > 1024:
-            exact = name == "onebit" and one.kind == "all-reduce" and "f32" in one.dtypes and one.sent_bytes > 2**15
+            exact = (
+                name == "onebit"
+                and one.kind == "all-reduce"
+                and "f32" in one.dtypes
+                and one.sent_bytes > 2**15
+            )
             sent[exact] += one.total_bytes
     workers, sizes, formula, whole = mesh.shape[axis], mesh.shape, 0, 0
     for leaf in jax.tree.leaves(state.params):
-        split = [a for entry in leaf.sharding.spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+        split = [
+            a
+            for entry in leaf.sharding.spec
+            for a in ((entry,) if isinstance(entry, str) else entry or ())
+        ]
         elements = leaf.size // math.prod(sizes[a] for a in split)
         shared = math.prod(size for a, size in sizes.items() if a not in (*split, axis))
         one = c.pmean_bytes(elements, workers, exchange.codec, shared)
-        formula += one - (shared - 1) * workers * exchange.codec.size(-(-elements // (workers * shared)))
+        formula += one - (shared - 1) * workers * exchange.codec.size(
+            -(-elements // (workers * shared))
+        )
         whole += 2 * 4 * elements * (workers - 1) // workers
     if name == "onebit":
         formula += 2 * 2039 * 4 * (workers - 1) // workers  # of the norm
@@ -111,7 +146,9 @@ def of_step(target: sl.Target, shape: str, name: str) -> tuple[int, int, int]:
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--machines", default=",".join(MACHINES), help="some of v5e, h200 and cpu")
     arguments = parser.parse_args()
@@ -124,7 +161,8 @@ def main() -> None:
         nonlocal worst, programs
         ratios[name][what] = sent / exact
         worst, programs = max(worst, sent / formula, formula / sent), programs + 1
-        print(f"{name:7} {what:34} {sent:>12,} bytes, {sent / exact:.5f} of float32, {sent / formula:.4f} of the formula",
+        print(f"{name:7} {what:34} {sent:>12,} bytes, {sent / exact:.5f} of float32, "
+              f"{sent / formula:.4f} of the formula",
               file=sys.stderr, flush=True)  # fmt: skip
 
     reduced = 2 * 4 * ELEMENTS * (DEVICES - 1) / DEVICES

@@ -1,9 +1,10 @@
 """Experts on eight devices against one, and eight experts against one MLP of equal compute.
 
-First, for every router, form of dispatch and form of the step: what the layer of experts makes of the tokens, its losses, and the
-gradients to tokens, gate and experts, on eight devices against one; `worst_error` is relative to the largest entry of each.
-Then `examples/experts.py`, three seeds: the loss of the model with experts on held-out text over that of the dense model;
-`loss_ratio` is the worst of the three. Some twelve minutes on two cores.
+First, for every router, form of dispatch and form of the step: what the layer of experts makes of
+the tokens, its losses, and the gradients to tokens, gate and experts, on eight devices against one;
+`worst_error` is relative to the largest entry of each. Then `examples/experts.py`, three seeds: the
+loss of the model with experts on held-out text over that of the dense model; `loss_ratio` is the
+worst of the three. Some twelve minutes on two cores.
 
     python -m benchmarks.moe --json [--plot docs/experts.svg]
 """
@@ -25,19 +26,32 @@ from examples import experts as example
 from shardlib.experts import Switch, Top2, TopK, moe
 
 BOUNDS = {"worst_error": 1e-5, "loss_ratio": 1.0}
-ROUTERS = (Top2(), Top2(capacity=2.0), Switch(), TopK(2), TopK(2, capacity=1.25), TopK(4, renormalize=False))
+ROUTERS = (
+    Top2(),
+    Top2(capacity=2.0),
+    Switch(),
+    TopK(2),
+    TopK(2, capacity=1.25),
+    TopK(4, renormalize=False),
+)
 DEVICES, BATCH, SEQUENCE, WIDTH, EXPERTS = 8, 16, 32, 24, 16
 
 
-def layer(router: Any, form: Any, key: Any, x: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, Any]:
+def layer(
+    router: Any, form: Any, key: Any, x: jax.Array, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, Any]:
     """A sum over the layer's output, in which every entry counts, and the output."""
-    y, told = moe(x, router, lambda up, x: jnp.tanh(x @ up), gate=gate, weights=up, key=key, form=form)
+    y, told = moe(
+        x, router, lambda up, x: jnp.tanh(x @ up), gate=gate, weights=up, key=key, form=form
+    )
     scale = 1 + jnp.arange(WIDTH) / WIDTH
     return (y * scale).sum() + told.balance.total + 0.1 * told.z.total, (y, told)
 
 
 def on_devices(manual: bool, mesh: Any, total: Any, *arrays: jax.Array) -> Any:
-    """Value and gradients: the partitioner's, or the step's form, a `shard_map` in which each device has its own experts."""
+    """Value and gradients: the partitioner's, or the step's form, a `shard_map` in which each
+    device has its own experts.
+    """
     P = jax.P
     with sl.use(sl.rules.experts, mesh):
         gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)
@@ -50,8 +64,13 @@ def on_devices(manual: bool, mesh: Any, total: Any, *arrays: jax.Array) -> Any:
             return (value, (y, told)), (to_x, to_gate, to_up)
 
         split, whole = P("data"), P()
-        specs = {"in_specs": (split, whole, split), "out_specs": ((whole, (split, whole)), (split, whole, split))}
-        return jax.jit(jax.shard_map(summed, **specs, axis_names={"data"}, check_vma=False))(*arrays)
+        specs = {
+            "in_specs": (split, whole, split),
+            "out_specs": ((whole, (split, whole)), (split, whole, split)),
+        }
+        return jax.jit(jax.shard_map(summed, **specs, axis_names={"data"}, check_vma=False))(
+            *arrays
+        )
 
 
 def worst_error() -> tuple[float, int]:
@@ -64,11 +83,14 @@ def worst_error() -> tuple[float, int]:
     for router in ROUTERS:
         expected = None
         for form, manual in itertools.product(("scatter", "einsum"), (True, False)):
-            # Without a key: what is drawn on a part of the batch is the step's business, and tested there.
+            # Without a key: what is drawn on a part of the batch is the step's business, and tested
+            # there.
             total = partial(layer, router, form, None)
             expected = expected or jax.device_get(on_devices(False, one, total, *arrays))
             found = jax.device_get(on_devices(manual, eight, total, *arrays))
-            errors = jax.tree.map(lambda a, b: np.abs(a - b).max() / max(np.abs(b).max(), 1e-6), found, expected)
+            errors = jax.tree.map(
+                lambda a, b: np.abs(a - b).max() / max(np.abs(b).max(), 1e-6), found, expected
+            )
             worst, count = max(worst, *map(float, jax.tree.leaves(errors))), count + 1
         print(f"{router}: {worst:.1e} so far", file=sys.stderr, flush=True)
     return worst, count
@@ -76,9 +98,13 @@ def worst_error() -> tuple[float, int]:
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    parser.add_argument("--plot", type=Path, help="draw the load of the first seed's experts into this file")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the load of the first seed's experts into this file"
+    )
     parser.add_argument("--steps", type=int, default=example.STEPS)
     arguments = parser.parse_args()
     sl.simulate_devices(DEVICES)

@@ -1,17 +1,19 @@
-"""Pipeline schedules: in the simulator against their papers, executed against the simulator, compiled, and timed.
+"""Pipeline schedules: in the simulator against their papers, executed against the simulator,
+compiled, and timed.
 
-- Every schedule, over 2 to 32 stages and once to eight times as many microbatches, in the simulator: the share of the bubble
-  against the closed formula, what stages hold against the promise, the bubble in ticks beside it; and the zero-bubble paper's
-  Table 5 from its measured costs. `worst_difference` is the largest of all differences of shares, `worst_held` of all
+- Every schedule, over 2 to 32 stages and once to eight times as many microbatches, in the
+  simulator: the share of the bubble against the closed formula, what stages hold against the
+  promise, the bubble in ticks beside it; and the zero-bubble paper's Table 5 from its measured
+  costs. `worst_difference` is the largest of all differences of shares, `worst_held` of all
   excesses of what is held.
-- Every schedule executed over 2, 4 and 8 stages of simulated devices, with axes of data, tensors and experts:
-  `ticks_differ` counts those whose compiled loop has another number of ticks, `stash_differs` those whose compiled buffer is
-  not the fullest stage's, and `worst_error` is the largest difference of loss and gradients from one stage's, relative to the
-  largest entry of each.
-- `memory_ratio`: temporaries of the compiled step of four stages, 32 microbatches over 8, the worst of the compilers that are
-  installed.
-- `efficiency_2_stages`: a data-parallel step over the two-stage step of the same model and microbatches, on two simulated
-  devices in turns; the median. 16/17 is the limit.
+- Every schedule executed over 2, 4 and 8 stages of simulated devices, with axes of data, tensors
+  and experts: `ticks_differ` counts those whose compiled loop has another number of ticks,
+  `stash_differs` those whose compiled buffer is not the fullest stage's, and `worst_error` is the
+  largest difference of loss and gradients from one stage's, relative to the largest entry of each.
+- `memory_ratio`: temporaries of the compiled step of four stages, 32 microbatches over 8, the worst
+  of the compilers that are installed.
+- `efficiency_2_stages`: a data-parallel step over the two-stage step of the same model and
+  microbatches, on two simulated devices in turns; the median. 16/17 is the limit.
 
     python -m benchmarks.pipeline --json                   # some six minutes on two cores
 """
@@ -43,26 +45,39 @@ from shardlib.planning._targets import COMPILE_ONLY, installed
 from shardlib.train._order import reordered
 
 BOUNDS = {
-    "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0, "worst_error": 1e-5,
+    "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0,
+    "worst_error": 1e-5,
     "memory_ratio": 1.02,
 }  # fmt: skip
 LEAST = {"efficiency_2_stages": 0.85}
 
-# Zero bubble (2401.10241), Table 9: milliseconds of F, B and W, and of sending; Table 5: the share of bubbles of 1F1B, 1F1B-I,
-# ZB-H1, ZB-H2, ZB-1p, ZB-2p. By stages, microbatches, parts of a stage in 1F1B-I, and heads and width, from which follows what
-# share of a microbatch's activations the gradients of weights need: 32 of 34 + 5 a s / h bytes of a layer, s = 1024.
+# Zero bubble (2401.10241), Table 9: milliseconds of F, B and W, and of sending; Table 5: the share
+# of bubbles of 1F1B, 1F1B-I, ZB-H1, ZB-H2, ZB-1p, ZB-2p. By stages, microbatches, parts of a stage
+# in 1F1B-I, and heads and width, from which follows what share of a microbatch's activations the
+# gradients of weights need: 32 of 34 + 5 a s / h bytes of a layer, s = 1024.
 PUBLISHED = [
-    (8, 24, 3, (24, 2304), (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.1585, 0.0433)),
-    (8, 32, 3, (24, 2304), (18.513, 18.086, 9.331, 0.626), (0.1985, 0.0818, 0.1242, 0.0837, 0.1242, 0.0039)),
-    (8, 64, 3, (24, 2304), (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0443, 0.0674, 0.0444, 0.0674, 0.0026)),
-    (8, 24, 4, (32, 4096), (29.718, 29.444, 19.927, 0.527), (0.2347, 0.0808, 0.1323, 0.0698, 0.1323, 0.0029)),
-    (8, 32, 4, (32, 4096), (29.802, 29.428, 19.530, 0.577), (0.1898, 0.0628, 0.1045, 0.0559, 0.1045, 0.0022)),
-    (8, 64, 4, (32, 4096), (29.935, 29.621, 19.388, 0.535), (0.1091, 0.0320, 0.0554, 0.0294, 0.0554, 0.0010)),
-    (16, 48, 3, (40, 5120), (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1104, 0.1397, 0.0672, 0.1397, 0.0066)),
-    (16, 64, 3, (40, 5120), (11.307, 11.254, 8.101, 0.379), (0.2082, 0.0852, 0.1088, 0.0516, 0.1088, 0.0054)),
-    (16, 128, 3, (40, 5120), (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0445, 0.0576, 0.0266, 0.0576, 0.0028)),
-    (32, 96, 2, (48, 6144), (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1493, 0.1421, 0.0641, 0.1421, 0.0038)),
-    (32, 128, 2, (48, 6144), (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.0490, 0.1106, 0.0029)),
+    (8, 24, 3, (24, 2304), (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.1585,
+    0.0433)),
+    (8, 32, 3, (24, 2304), (18.513, 18.086, 9.331, 0.626), (0.1985, 0.0818, 0.1242, 0.0837, 0.1242,
+    0.0039)),
+    (8, 64, 3, (24, 2304), (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0443, 0.0674, 0.0444, 0.0674,
+    0.0026)),
+    (8, 24, 4, (32, 4096), (29.718, 29.444, 19.927, 0.527), (0.2347, 0.0808, 0.1323, 0.0698,
+    0.1323, 0.0029)),
+    (8, 32, 4, (32, 4096), (29.802, 29.428, 19.530, 0.577), (0.1898, 0.0628, 0.1045, 0.0559,
+    0.1045, 0.0022)),
+    (8, 64, 4, (32, 4096), (29.935, 29.621, 19.388, 0.535), (0.1091, 0.0320, 0.0554, 0.0294,
+    0.0554, 0.0010)),
+    (16, 48, 3, (40, 5120), (11.347, 11.248, 8.132, 0.377), (0.2552, 0.1104, 0.1397, 0.0672,
+    0.1397, 0.0066)),
+    (16, 64, 3, (40, 5120), (11.307, 11.254, 8.101, 0.379), (0.2082, 0.0852, 0.1088, 0.0516,
+    0.1088, 0.0054)),
+    (16, 128, 3, (40, 5120), (11.325, 11.308, 8.109, 0.378), (0.1251, 0.0445, 0.0576, 0.0266,
+    0.0576, 0.0028)),
+    (32, 96, 2, (48, 6144), (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1493, 0.1421, 0.0641,
+    0.1421, 0.0038)),
+    (32, 128, 2, (48, 6144), (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.0490,
+    0.1106, 0.0029)),
 ]  # fmt: skip
 COLUMNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 WIDTH, TOKENS, EXPERTS, ROWS = 8, 4, 4, 4
@@ -70,7 +85,9 @@ WIDTH, TOKENS, EXPERTS, ROWS = 8, 4, 4, 4
 
 def made(name: str, stages: int, microbatches: int, costs: Costs = UNIT, **more: Any) -> Any:
     """A schedule by its name."""
-    return SCHEDULES[name](stages, microbatches, **({"costs": costs} if name in COSTED else {}), **more)
+    return SCHEDULES[name](
+        stages, microbatches, **({"costs": costs} if name in COSTED else {}), **more
+    )
 
 
 def published(row: tuple[Any, ...]) -> list[tuple[str, float, float]]:
@@ -79,7 +96,9 @@ def published(row: tuple[Any, ...]) -> list[tuple[str, float, float]]:
     costs = Costs(*times, kept=32 / (34 + 5 * heads * 1024 / width))
     found = []
     for name, share in zip(COLUMNS, shares, strict=True):
-        schedule = made(name, stages, count, costs, **({"chunks": chunks} if name == "interleaved" else {}))
+        schedule = made(
+            name, stages, count, costs, **({"chunks": chunks} if name == "interleaved" else {})
+        )
         found.append((name, simulate(schedule.table(), costs).bubble, share))
     return found
 
@@ -116,8 +135,10 @@ def simulated() -> dict[str, Any]:
             )  # what is searched may be better
             table5[name] = max(table5[name], over)
     return {
-        "worst_difference": max(worst, *table5.values()), "worst_held": max(0.0, held), "formulas": cases,
-        "formulas_worst": worst, "table5_worst": {name: round(one, 5) for name, one in table5.items()},
+        "worst_difference": max(worst, *table5.values()), "worst_held": max(0.0, held),
+        "formulas": cases,
+        "formulas_worst": worst, "table5_worst": {name: round(one, 5) for name,
+        one in table5.items()},
         "bubble_and_in_ticks_8_32": lockstep,
     }  # fmt: skip
 
@@ -127,18 +148,27 @@ def toy(layers: int) -> Any:
     keys = jax.random.split(jax.random.key(0), 5)
     normal = lambda key, *shape: jax.random.normal(key, shape) / math.sqrt(WIDTH)  # noqa: E731
     up, down = normal(keys[0], layers, WIDTH, 2 * WIDTH), normal(keys[1], layers, 2 * WIDTH, WIDTH)
-    gate, experts = normal(keys[3], layers, WIDTH, EXPERTS), normal(keys[4], layers, EXPERTS, WIDTH, WIDTH)
+    gate = normal(keys[3], layers, WIDTH, EXPERTS)
+    experts = normal(keys[4], layers, EXPERTS, WIDTH, WIDTH)
     names = {
-        "up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "gate": ("layers", "embed", None),
+        "up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed"), "gate": ("layers",
+        "embed", None),
         "experts": ("layers", "experts", "embed", None), "enter": ("embed", None),
     }  # fmt: skip
-    weights = {"up": up, "down": down, "gate": gate, "experts": experts, "enter": normal(keys[2], WIDTH, WIDTH)}
+    weights = {
+        "up": up,
+        "down": down,
+        "gate": gate,
+        "experts": experts,
+        "enter": normal(keys[2], WIDTH, WIDTH),
+    }
     return sl.annotate(weights, names)
 
 
 def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.WeightedMean:
-    """Enter, layer by layer, and out by the same weight. Branches are scaled as deep models scale theirs: else one stage on
-    another mesh differs by more than rounding, which layers would amplify.
+    """Enter, layer by layer, and out by the same weight. Branches are scaled as deep models scale
+    theirs: else one stage on another mesh differs by more than rounding, which layers would
+    amplify.
     """
     scale = 1 / model["up"].shape[0]
 
@@ -146,14 +176,21 @@ def toy_loss(model: Any, x: jax.Array, rng: jax.Array) -> sl.WeightedMean:
         x += scale * jnp.tanh(sl.shard(x @ w["up"], "batch", None, "act_mlp")) @ w["down"]
         router = sl.experts.TopK(2)
         y, told = sl.experts.moe(
-            x, router, lambda w, x: jnp.tanh(x @ w), gate=w["gate"], weights=w["experts"], names=("batch", None, None)
+            x,
+            router,
+            lambda w, x: jnp.tanh(x @ w),
+            gate=w["gate"],
+            weights=w["experts"],
+            names=("batch", None, None),
         )
         return x + scale * y, told.balance
 
     stack = {name: model[name] for name in ("up", "down", "gate", "experts")}
     x, balance = jax.lax.scan(layer, x @ model["enter"], stack)
     y = x @ model["enter"].T
-    return sl.weighted_mean(jnp.sum(y * y), y.size) + 0.01 * jax.tree.map(lambda of: of.mean(0), balance)
+    return sl.weighted_mean(jnp.sum(y * y), y.size) + 0.01 * jax.tree.map(
+        lambda of: of.mean(0), balance
+    )
 
 
 def executed() -> dict[str, Any]:
@@ -163,25 +200,40 @@ def executed() -> dict[str, Any]:
     for stages in (2, 4, 8):
         count, layers = 2 * stages, 2 * stages
         x = np.random.default_rng(0).normal(size=(ROWS * count, TOKENS, WIDTH)).astype("f")
-        mesh = {2: "stage=2,data=2,model=2", 4: "stage=4,data=2,model=1", 8: "stage=8,data=1,model=1"}[stages]
+        mesh = {
+            2: "stage=2,data=2,model=2",
+            4: "stage=4,data=2,model=1",
+            8: "stage=8,data=1,model=1",
+        }[stages]
 
         def stepped(strategy: sl.Strategy, layers: int = layers, x: np.ndarray = x) -> Any:
-            state = sl.init(lambda: toy(layers), optax.trace(0.0), strategy)  # whose state is the gradient
+            # Whose state is the gradient.
+            state = sl.init(lambda: toy(layers), optax.trace(0.0), strategy)
             step = sl.train_step(toy_loss, strategy)
             with jax.default_matmul_precision("highest"):
                 text = step.lower(state, x).compile().as_text() if strategy.pipeline else ""
                 state, metrics = step(state, x)
-            return jax.device_get((reordered(state, natural=True).opt_state.trace, metrics["loss"])), text
+            return jax.device_get(
+                (reordered(state, natural=True).opt_state.trace, metrics["loss"])
+            ), text
 
-        alone, _ = stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=rules, accumulate=count))
+        alone, _ = stepped(
+            sl.Strategy(mesh="stage=1,data=4,model=2", rules=rules, accumulate=count)
+        )
         for name in SCHEDULES:
             schedule = made(name, stages, count)
             found, text = stepped(sl.Strategy(mesh=mesh, rules=rules, pipeline=schedule))
             runs += 1
-            differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), found, alone)
+            differences = jax.tree.map(
+                lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), found, alone
+            )
             error = max(error, *jax.tree.leaves(differences))
             made_ticks = len(pack(schedule.table(), schedule.paired).rows)
-            loops = {one.times for one in collectives(text) if one.kind == "collective-permute" and not one.conditional}
+            loops = {
+                one.times
+                for one in collectives(text)
+                if one.kind == "collective-permute" and not one.conditional
+            }
             if loops - {1} != {made_ticks}:
                 ticks.append(f"{name} over {stages}: {loops} for {made_ticks}")
             timeline, program = simulate(schedule.table()), program_of(schedule)
@@ -189,7 +241,8 @@ def executed() -> dict[str, Any]:
             per, rows = layers // program.table.parts, ROWS // int(mesh[mesh.index("data=") + 5])
             (slots,) = program.slots["kept"]
             held = f"f32[{slots},{per},{rows},{TOKENS},{WIDTH}]"
-            # A paired tick goes forward first, so that a stage may hold one part more while it does.
+            # A paired tick goes forward first, so that a stage may hold one part more while it
+            # does.
             if slots not in (promised, promised + schedule.paired) or held not in text:
                 stash.append(f"{name} over {stages}: {slots} for {promised:g}")
             print(
@@ -199,7 +252,12 @@ def executed() -> dict[str, Any]:
             )
     for complaint in (*ticks, *stash):
         print(complaint, file=sys.stderr)
-    return {"executed": runs, "ticks_differ": len(ticks), "stash_differs": len(stash), "worst_error": error}
+    return {
+        "executed": runs,
+        "ticks_differ": len(ticks),
+        "stash_differs": len(stash),
+        "worst_error": error,
+    }
 
 
 MACHINES = {"v5e": ("tpu:v5e:2x4", "libtpu"), "h200": ("gpu:h200:1x1x8", "jax_plugins.xla_cuda13")}
@@ -210,14 +268,20 @@ def compiled_memory(machine: str, microbatches: int) -> dict[str, Any]:
     target = sl.Target(MACHINES[machine][0])
     mesh = sl.make_mesh("stage=4,data=2", devices=target.devices)
     schedule = sl.pipeline.OneFOneB(4, microbatches)
-    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data | sl.rules.pipeline, pipeline=schedule, precision="bf16")
+    strategy = sl.Strategy(
+        mesh=mesh, rules=sl.rules.data | sl.rules.pipeline, pipeline=schedule, precision="bf16"
+    )
     config = gpt.tiny(layers=8, width=512, heads=4, context=512, vocab=4096)
-    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True
+    )
     batch = {"tokens": jax.ShapeDtypeStruct((2 * microbatches, config.context + 1), "int32")}
     step = sl.train_step(gpt.loss, strategy).lower(state, batch)
     compiled = step.compile(compiler_options=target.compiler_options)
     permutes = [
-        one for one in collectives(compiled, mesh) if one.kind == "collective-permute" and one.operand_bytes > 1024
+        one
+        for one in collectives(compiled, mesh)
+        if one.kind == "collective-permute" and one.operand_bytes > 1024
     ]
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
@@ -236,7 +300,8 @@ def efficiency(rounds: int) -> dict[str, Any]:
         **{
             name: sl.Strategy(mesh="stage=2,data=1", rules=rules, pipeline=schedule)
             for name, schedule in {
-                "eager-1f1b": sl.pipeline.Eager1F1B(2, count), "1f1b": sl.pipeline.OneFOneB(2, count),
+                "eager-1f1b": sl.pipeline.Eager1F1B(2, count), "1f1b": sl.pipeline.OneFOneB(2,
+                count),
                 "gpipe": sl.pipeline.GPipe(2, count), "zb-h1": sl.pipeline.ZBH1(2, count),
             }.items()
         },
@@ -253,27 +318,49 @@ def efficiency(rounds: int) -> dict[str, Any]:
             jax.block_until_ready((run[1].params, metrics))
             if turn:
                 seconds[name].append(time.perf_counter() - started)
-    of = {name: statistics.median(a / b for a, b in zip(seconds["data"], seconds[name], strict=True)) for name in kinds}
-    return {"of": of, "seconds": {name: statistics.median(times) for name, times in seconds.items()}}
+    of = {
+        name: statistics.median(a / b for a, b in zip(seconds["data"], seconds[name], strict=True))
+        for name in kinds
+    }
+    return {
+        "of": of,
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+    }
 
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--rounds", type=int, default=15, help="turns of the timed steps")
-    parser.add_argument("--only-efficiency", action="store_true", help=argparse.SUPPRESS)  # in a process of two devices
+    # In a process of two devices.
+    parser.add_argument("--only-efficiency", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only_efficiency:
         print(json.dumps(efficiency(arguments.rounds)))
         return
     os.environ.update(COMPILE_ONLY)  # before a compiler is loaded
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--only-efficiency", "--rounds", str(arguments.rounds)]
-    timed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.pipeline",
+        "--only-efficiency",
+        "--rounds",
+        str(arguments.rounds),
+    ]
+    timed = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     timed = json.loads(timed.splitlines()[-1])
     sl.simulate_devices(8)
-    figures: dict[str, Any] = {"efficiency_2_stages": timed["of"]["eager-1f1b"], **simulated(), **executed()}
+    figures: dict[str, Any] = {
+        "efficiency_2_stages": timed["of"]["eager-1f1b"],
+        **simulated(),
+        **executed(),
+    }
     ratios, permutes = {}, {}
     for machine, (_, module) in MACHINES.items():
         if not installed(module):
@@ -285,9 +372,15 @@ def main() -> None:
     if ratios:
         figures["memory_ratio"] = max(ratios.values())
     figures |= {
-        "memory_ratios": ratios, "permutes_32": permutes, "efficiency_of": timed["of"], "seconds_of_a_step": timed["seconds"]
+        "memory_ratios": ratios, "permutes_32": permutes, "efficiency_of": timed["of"],
+        "seconds_of_a_step": timed["seconds"]
     }  # fmt: skip
-    report("pipeline", figures, {name: bound for name, bound in BOUNDS.items() if name in figures}, arguments.json)
+    report(
+        "pipeline",
+        figures,
+        {name: bound for name, bound in BOUNDS.items() if name in figures},
+        arguments.json,
+    )
     if figures["efficiency_2_stages"] < LEAST["efficiency_2_stages"]:
         print(f"efficiency_2_stages is below {LEAST['efficiency_2_stages']}", file=sys.stderr)
 

@@ -1,9 +1,12 @@
 """The programs of a set of steps as text, to show that a change of the code left them as they were.
 
-Writes the StableHLO of each step, in which functions are numbered in order, so that only what is computed is left:
+Writes the StableHLO of each step, in which functions are numbered in order, so that only what is
+computed is left:
 
     python -m benchmarks.programs --out before        # on the old code
-    python -m benchmarks.programs --compare before    # on the new: lists the programs that differ, and ends with 1 if any does
+    python -m benchmarks.programs --compare before    # on the new code
+
+The second lists the programs that differ, and ends with 1 if any does.
 """
 
 import argparse
@@ -51,19 +54,24 @@ CASES = (
     Case("automatic", strategy("data=2,model=4", manual=())),
     Case("accumulation", strategy("data=4,model=2", accumulate=2, precision="bf16")),
     Case("recomputed", strategy("data=4,model=2", remat="full")),
-    *(Case(f"zero_{stage}", strategy("data=4,model=2", zero=sl.Zero(stage, small=0), accumulate=2)) for stage in (1, 2, 3)),
-    Case("presets", strategy("data=2,fsdp=2,model=2", sl.rules.data | sl.rules.fsdp | sl.rules.tensor, zero=sl.Zero(3, small=0))),
+    *(Case(f"zero_{stage}", strategy("data=4,model=2", zero=sl.Zero(stage, small=0),
+    accumulate=2)) for stage in (1, 2, 3)),
+    Case("presets", strategy("data=2,fsdp=2,model=2",
+    sl.rules.data | sl.rules.fsdp | sl.rules.tensor, zero=sl.Zero(3, small=0))),
     Case("experts", strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor), EXPERTS),
-    Case("experts_zero_3", strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor, zero=sl.Zero(3, small=0)), EXPERTS),
+    Case("experts_zero_3", strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor,
+    zero=sl.Zero(3, small=0)), EXPERTS),
     Case(
         "pipeline_1f1b",
         strategy(
-            "stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.OneFOneB(2, 4)
+            "stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.OneFOneB(2,
+            4)
         ),
     ),
     Case(
         "pipeline_zb_v",
-        strategy("stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.ZBV(2, 4)),
+        strategy("stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.ZBV(2,
+        4)),
         gpt.tiny(layers=4, width=32, heads=4, context=16, vocab=64, tied=False),
     ),
     Case("int8", strategy("pod=2,data=4", PODS, exchange=sl.collectives.Quantised("pod", bits=8))),
@@ -77,15 +85,21 @@ CASES = (
 
 def program(case: Case) -> str:
     """The text of the program that a step lowers to."""
-    model, loss = (moe.MoE, moe.loss) if isinstance(case.config, moe.MoEConfig) else (gpt.GPT, gpt.loss)
+    model, loss = (
+        (moe.MoE, moe.loss) if isinstance(case.config, moe.MoEConfig) else (gpt.GPT, gpt.loss)
+    )
     used = case.strategy()
-    state = sl.init(lambda: model(case.config, rngs=nnx.Rngs(0)), case.optimizer(), used, abstract=True)
+    state = sl.init(
+        lambda: model(case.config, rngs=nnx.Rngs(0)), case.optimizer(), used, abstract=True
+    )
     tokens = jax.ShapeDtypeStruct((BATCH, case.config.context + 1), jnp.int32)
     return numbered(sl.train_step(loss, used).lower(state, {"tokens": tokens}).as_text())
 
 
 def numbered(text: str) -> str:
-    """A program whose functions are called by their number, and not by what they are called in Python."""
+    """A program whose functions are called by their number, and not by what they are called in
+    Python.
+    """
     numbers: dict[str, str] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -96,14 +110,18 @@ def numbered(text: str) -> str:
 
 def difference(before: str, after: str, lines: int = 12) -> Iterator[str]:
     """The first lines in which two programs differ."""
-    found = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", n=0, lineterm="")
+    found = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), "before", "after", n=0, lineterm=""
+    )
     for line in islice(found, lines):
         yield line[:160]
 
 
 def main() -> None:
     """Write the programs, or compare them with those that were written."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="a folder that the programs are written to")
     what.add_argument("--compare", type=Path, help="a folder of programs to compare with")

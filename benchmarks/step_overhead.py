@@ -1,7 +1,8 @@
-"""What the library's step costs over the same step written by hand with `jax.jit`: nothing one could measure.
+"""What the library's step costs over the same step written by hand with `jax.jit`: nothing one
+could measure.
 
-The same model, mesh, batch and optimizer. The two steps take turns in one process, pair by pair, and the figure is the
-median of the ratios; compile times likewise, tracing and lowering included.
+The same model, mesh, batch and optimizer. The two steps take turns in one process, pair by pair,
+and the figure is the median of the ratios; compile times likewise, tracing and lowering included.
 
     python -m benchmarks.step_overhead --json
 """
@@ -25,10 +26,17 @@ BOUNDS = {"ratio_median": 1.02, "compile_ratio": 1.1}
 
 
 def by_hand(state: sl.State, strategy: sl.Strategy):
-    """The same step as one would write it: automatic axes alone, a mean over the whole batch, donation."""
+    """The same step as one would write it: automatic axes alone, a mean over the whole batch,
+    donation.
+    """
     optimizer, mesh = state.layout.optimizer, strategy.device_mesh
     graph, params, rest = nnx.split(state.model, nnx.Param, ...)
-    training = {"params": nnx.to_pure_dict(params), "opt_state": state.opt_state, "step": state.step, "key": state.key}
+    training = {
+        "params": nnx.to_pure_dict(params),
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": state.key,
+    }
     shardings = jax.tree.map(lambda x: x.sharding, training)
 
     def step(training, batch):
@@ -42,7 +50,11 @@ def by_hand(state: sl.State, strategy: sl.Strategy):
         (loss, weight), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
         updates, opt_state = optimizer.update(gradients, training["opt_state"], params)
         params = optax.apply_updates(params, updates)
-        training = training | {"params": params, "opt_state": opt_state, "step": training["step"] + 1}
+        training = training | {
+            "params": params,
+            "opt_state": opt_state,
+            "step": training["step"] + 1,
+        }
         return training, {"loss": loss, "weight": weight, "grad_norm": optax.global_norm(gradients)}
 
     compiled = jax.jit(
@@ -56,20 +68,33 @@ def by_hand(state: sl.State, strategy: sl.Strategy):
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--mesh", default="data=2,model=4")
     parser.add_argument("--pairs", type=int, default=60, help="measured pairs of steps")
-    parser.add_argument("--compilations", type=int, default=7, help="measured pairs of compilations")
+    parser.add_argument(
+        "--compilations", type=int, default=7, help="measured pairs of compilations"
+    )
     arguments = parser.parse_args()
     sl.simulate_devices(8)
 
     strategy = sl.Strategy(mesh=arguments.mesh, rules=sl.rules.data | sl.rules.tensor)
     config = gpt.tiny(layers=4, width=128, heads=8, context=128)
-    batch = {"tokens": np.random.default_rng(0).integers(0, config.vocab, (32, config.context + 1), dtype=np.int32)}
+    batch = {
+        "tokens": np.random.default_rng(0).integers(
+            0, config.vocab, (32, config.context + 1), dtype=np.int32
+        )
+    }
 
     def make_state(abstract: bool = False) -> sl.State:
-        return sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=abstract)
+        return sl.init(
+            lambda: gpt.GPT(config, rngs=nnx.Rngs(0)),
+            optax.adamw(1e-3),
+            strategy,
+            abstract=abstract,
+        )
 
     sharding = NamedSharding(strategy.device_mesh, PartitionSpec("data"))
     placed = jax.device_put(batch, sharding)
@@ -105,7 +130,9 @@ def main() -> None:
         jax.block_until_ready((training, metrics))
 
     ours, theirs = in_turns(take_ours, take_theirs, arguments.pairs, warm_up=5)
-    difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, training["params"])
+    difference = jax.tree.map(
+        lambda a, b: float(abs(a - b).max()), state.params, training["params"]
+    )
     report(
         "step_overhead",
         {
@@ -121,8 +148,12 @@ def main() -> None:
     )
 
 
-def in_turns(a: Callable[[], None], b: Callable[[], None], pairs: int, warm_up: int) -> tuple[list[float], list[float]]:
-    """Seconds of each call of two functions that take turns. Whoever goes first may find caches cold: turns at that too."""
+def in_turns(
+    a: Callable[[], None], b: Callable[[], None], pairs: int, warm_up: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each call of two functions that take turns. Whoever goes first may find caches
+    cold: turns at that too.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(pairs + warm_up):
         for which in (0, 1) if pair % 2 else (1, 0):

@@ -1,8 +1,9 @@
-"""How the library's code reads, in figures: comments, docstrings, the size of functions, long lines, cycles.
+"""How the library's code reads, in figures: comments, docstrings, the size of functions, long
+lines, cycles.
 
-The figures describe code that is easy to read; they do not make it so. Each can be listed with the places that it
-counts, the worst first: `--worst nodes`, `--worst comprehensions`, `--worst conditionals`, `--worst columns`,
-`--worst arguments`.
+The figures describe code that is easy to read; they do not make it so. Each can be listed with the
+places that it counts, the worst first: `--worst nodes`, `--worst comprehensions`,
+`--worst conditionals`, `--worst columns`, `--worst arguments`.
 
     python -m benchmarks.style --json
 """
@@ -84,14 +85,20 @@ def _measure_file(path: Path, measured: Measured) -> None:
     lines = text.splitlines()
     for number in sorted(lines_of_code):
         if len(lines[number - 1]) > LINE:
-            measured.columns.append(Place(file, number, lines[number - 1].strip(), len(lines[number - 1])))
+            measured.columns.append(
+                Place(file, number, lines[number - 1].strip(), len(lines[number - 1]))
+            )
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS):
-            measured.nodes.append(Place(file, node.lineno, node.name, sum(1 for _ in ast.walk(node))))
+            measured.nodes.append(
+                Place(file, node.lineno, node.name, sum(1 for _ in ast.walk(node)))
+            )
             if (count := _count_arguments(node)) > ARGUMENTS:
                 measured.arguments.append(Place(file, node.lineno, node.name, count))
         if isinstance(node, COMPREHENSIONS):
-            measured.comprehensions.append(Place(file, node.lineno, ast.unparse(node), len(node.generators)))
+            measured.comprehensions.append(
+                Place(file, node.lineno, ast.unparse(node), len(node.generators))
+            )
         if isinstance(node, ast.IfExp):
             measured.conditionals.append(Place(file, node.lineno, ast.unparse(node), 1))
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and (docstring := ast.get_docstring(node)):
@@ -100,14 +107,24 @@ def _measure_file(path: Path, measured: Measured) -> None:
 
 def _lines_of_docstrings(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module))
+            and ast.get_docstring(node) is not None
+        ):
             statement = node.body[0]
             yield from range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
 
 
 def _lines_of_code(text: str) -> Iterator[int]:
     """The lines that hold more than a comment."""
-    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    nothing = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in nothing:
             yield from range(token.start[0], token.end[0] + 1)
@@ -145,7 +162,8 @@ def _modules(package: Path) -> dict[str, Path]:
 def _imports(path: Path, package: Path) -> set[str]:
     modules = _modules(package)
     imported: set[str] = set()
-    for node in ast.parse(path.read_text()).body:  # what functions import, they import when they are called
+    # What functions import, they import when they are called.
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -191,9 +209,13 @@ def figures(measured: Measured, package: Path = PACKAGE) -> dict[str, float]:
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
     kinds = ("nodes", "comprehensions", "conditionals", "columns", "arguments")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    parser.add_argument("--worst", choices=kinds, help="list what one figure counts, the worst first")
+    parser.add_argument(
+        "--worst", choices=kinds, help="list what one figure counts, the worst first"
+    )
     parser.add_argument("--count", type=int, default=40, help="how many lines of `--worst`")
     arguments = parser.parse_args()
     measured = measure()

@@ -1,9 +1,11 @@
-"""What the trainer costs over the bare step: records every 10 steps, a checkpoint every 50, batches from the data loader.
+"""What the trainer costs over the bare step: records every 10 steps, a checkpoint every 50, batches
+from the data loader.
 
-One process, in turns: ten steps of `sl.fit`, then ten of the step alone on a batch that is there already, and so on, since the
-machine's own speed wanders within a minute. Five turns of each, with one checkpoint among the trainer's, make a ratio; the
-figure is the median of the ratios. A turn of the trainer ends when its last step has; the save is written while the turn
-after it goes on. And the loader alone, in tokens a second, against the tokens the model eats.
+One process, in turns: ten steps of `sl.fit`, then ten of the step alone on a batch that is there
+already, and so on, since the machine's own speed wanders within a minute. Five turns of each, with
+one checkpoint among the trainer's, make a ratio; the figure is the median of the ratios. A turn of
+the trainer ends when its last step has; the save is written while the turn after it goes on. And
+the loader alone, in tokens a second, against the tokens the model eats.
 
     python -m benchmarks.trainer_overhead --json
 """
@@ -25,7 +27,8 @@ from models import gpt
 BOUNDS = {"ratio_median": 1.03, "loader_ratio_inverse": 1 / 20}
 TURN, SAVE = 10, 50  # steps
 MODEL = gpt.GPTConfig(
-    layers=4, width=128, heads=4, context=256, vocab=257, vocab_multiple=128, norm="rms", positions="rotary",
+    layers=4, width=128, heads=4, context=256, vocab=257, vocab_multiple=128, norm="rms",
+    positions="rotary",
     mlp="swiglu", hidden=352, bias=False,
 )  # fmt: skip
 BATCH = 8
@@ -33,14 +36,20 @@ BATCH = 8
 
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    parser.add_argument("--ratios", type=int, default=16, help="ratios, after one that is not counted")
+    parser.add_argument(
+        "--ratios", type=int, default=16, help="ratios, after one that is not counted"
+    )
     arguments = parser.parse_args()
 
     strategy = sl.Strategy(mesh="data=-1", rules=sl.rules.data, clip=1.0)
     step, optimizer = sl.train_step(gpt.loss, strategy), optax.adamw(1e-3)
-    states = [sl.init(lambda: gpt.GPT(MODEL, rngs=nnx.Rngs(0)), optimizer, strategy) for _ in range(2)]
+    states = [
+        sl.init(lambda: gpt.GPT(MODEL, rngs=nnx.Rngs(0)), optimizer, strategy) for _ in range(2)
+    ]
     prepared = sl.data.prepare(sl.data.Corpus("python", held_out=0.05))
     sequences = sl.data.Sequences(prepared.train, length=MODEL.context, batch=BATCH)
     batch = next(sl.batches(sequences, strategy))
@@ -48,7 +57,9 @@ def main() -> None:
     bare, trainer, started = [], [], 0.0
 
     def turn(state: sl.State) -> dict[str, float]:
-        """Called by the loop every ten steps: the end of a turn of the trainer, and the whole of one of the bare step."""
+        """Called by the loop every ten steps: the end of a turn of the trainer, and the whole of
+        one of the bare step.
+        """
         nonlocal started
         jax.block_until_ready(state)
         trainer.append(time.perf_counter() - started)

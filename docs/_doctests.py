@@ -1,4 +1,6 @@
-"""For the reference: examples in docstrings, `>>>` and what it prints, as code. Markdown takes them for quotes."""
+"""For the reference: examples in docstrings, `>>>` and what it prints, as code. Markdown takes them
+for quotes.
+"""
 
 from typing import Any
 
@@ -6,7 +8,9 @@ import griffe
 
 
 def fenced(text: str) -> str:
-    """A docstring with each of its examples in a fence of its own: from `>>>` to the next empty line."""
+    """A docstring with each of its examples in a fence of its own: from `>>>` to the next empty
+    line.
+    """
     lines: list[str] = []
     indent: str | None = None  # of the example that these lines are in
     for line in text.splitlines():

@@ -1,12 +1,13 @@
-"""Eight experts against one MLP of equal compute, on eight simulated devices, and a picture of who is sent what.
+"""Eight experts against one MLP of equal compute, on eight simulated devices, and a picture of who
+is sent what.
 
     python examples/experts.py                      # some five minutes on two cores
     python examples/experts.py --steps 100 --picture load.svg
 
-Both take as many products for a token: of eight experts, half as wide as the dense model's MLP, it goes to two, and experts have
-places for no more than that.
-Each device holds one expert of every layer, and its share of the examples; tokens travel. The text is the source of the
-Python installation that runs this.
+Both take as many products for a token: of eight experts, half as wide as the dense model's MLP, it
+goes to two, and experts have places for no more than that. Each device holds one expert of every
+layer, and its share of the examples; tokens travel. The text is the source of the Python
+installation that runs this.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import optax
@@ -26,7 +28,14 @@ from examples.quickstart import corpus
 from models import gpt, moe
 
 CONTEXT, BATCH, STEPS, EXPERTS = 64, 32, 2400, 8
-SIZES: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "context": CONTEXT, "vocab": 256, "bias": False}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "width": 64,
+    "heads": 4,
+    "context": CONTEXT,
+    "vocab": 256,
+    "bias": False,
+}
 DENSE = gpt.GPTConfig(**SIZES, hidden=128)
 SPARSE = moe.MoEConfig(
     **SIZES,
@@ -39,7 +48,9 @@ SPARSE = moe.MoEConfig(
 MEASURE = 20  # batches that are held out
 
 
-def train(config: gpt.GPTConfig, steps: int, seed: int, strategy: sl.Strategy) -> tuple[float, list[dict[str, Any]]]:
+def train(
+    config: gpt.GPTConfig, steps: int, seed: int, strategy: sl.Strategy
+) -> tuple[float, list[dict[str, Any]]]:
     """The loss on what was held out, in nats a byte, and the metrics of every tenth step."""
     text = corpus()
     held_out, learned = text[: len(text) // 20], text[len(text) // 20 :]
@@ -47,7 +58,10 @@ def train(config: gpt.GPTConfig, steps: int, seed: int, strategy: sl.Strategy) -
     loss, make = (moe.loss, moe.MoE) if sparse else (gpt.loss, gpt.GPT)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, max(steps, 21))
     state = sl.init(
-        lambda: make(config, rngs=nnx.Rngs(seed)), optax.adamw(schedule, weight_decay=0.1), strategy, seed=seed
+        lambda: make(config, rngs=nnx.Rngs(seed)),
+        optax.adamw(schedule, weight_decay=0.1),
+        strategy,
+        seed=seed,
     )
     records: list[dict[str, Any]] = []
     loop = sl.Loop(steps=steps, log_every=10)
@@ -77,25 +91,35 @@ def picture(records: list[dict[str, Any]]) -> str:
     x = lambda step: left + (width - left - 20) * step / last  # noqa: E731
     y = lambda load: top + (height - top - 30) * (1 - min(load, tallest) / tallest)  # noqa: E731
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">What each expert is asked for, in even shares, over the steps</text>',
+        f'<text x="{left}" y="20" font-size="14">What each expert is asked for, in even shares, '
+        "over the steps</text>",
     ]
     for load in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5):
         colour = "#888" if load == 1 else "#ddd"
-        parts.append(f'<line x1="{left}" x2="{width - 20}" y1="{y(load):.1f}" y2="{y(load):.1f}" stroke="{colour}"/>')
+        parts.append(
+            f'<line x1="{left}" x2="{width - 20}" y1="{y(load):.1f}" y2="{y(load):.1f}" '
+            f'stroke="{colour}"/>'
+        )
         parts.append(f'<text x="{left - 8}" y="{y(load) + 4:.1f}" text-anchor="end">{load}</text>')
     for step in range(0, last + 1, max(last // 4, 1)):
         parts.append(f'<text x="{x(step):.1f}" y="{height - 8}" text-anchor="middle">{step}</text>')
     for expert in range(EXPERTS):
         points = " ".join(f"{x(r['step']):.1f},{y(r['load'][expert]):.1f}" for r in records)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="hsl({360 * expert // EXPERTS},60%,45%)"/>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" '
+            f'stroke="hsl({360 * expert // EXPERTS},60%,45%)"/>'
+        )
     return "\n".join([*parts, "</svg>\n"])
 
 
 def main(arguments: list[str]) -> None:
     """Train both, and say which has learned more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, help="draw the load of the experts into this file")
@@ -107,11 +131,15 @@ def main(arguments: list[str]) -> None:
         print(f"\n{name}: {strategy.mesh}", flush=True)
         started = time.monotonic()
         losses[name], records = train(config, asked.steps, asked.seed, strategy)
-        print(f"{name}: {losses[name]:.3f} nats a byte held out, after {time.monotonic() - started:.0f} s")
+        print(
+            f"{name}: {losses[name]:.3f} nats a byte held out, after "
+            f"{time.monotonic() - started:.0f} s"
+        )
     dense, sparse = losses.values()
     dropped = np.mean([record["dropped"] for record in records[-10:]])
     print(
-        f"\nThe experts' loss is {sparse / dense:.3f} of the dense model's; {dropped:.1%} of choices found no place lately."
+        f"\nThe experts' loss is {sparse / dense:.3f} of the dense model's; {dropped:.1%} of "
+        "choices found no place lately."
     )
     if asked.picture:
         asked.picture.write_text(picture(records))

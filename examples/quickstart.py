@@ -10,7 +10,8 @@ import sysconfig
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,9 @@ def corpus() -> np.ndarray:
 
 
 def batches(text: np.ndarray, seed: int = 0):
-    """Random windows of the text, each one token longer than the context: the last is only a target."""
+    """Random windows of the text, each one token longer than the context: the last is only a
+    target.
+    """
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - CONTEXT - 1, BATCH)
@@ -75,7 +78,9 @@ def sample(state: sl.State, prompt: str) -> str:
     rows = jax.device_count()  # the batch is split over the data axes like any other
     model = nnx.view(state.model, deterministic=True)
     with state.layout.strategy.scope():
-        written = gpt.generate(model, jnp.repeat(tokens, rows, 0), CONTEXT - tokens.shape[1], jax.random.key(0), 0.7)
+        written = gpt.generate(
+            model, jnp.repeat(tokens, rows, 0), CONTEXT - tokens.shape[1], jax.random.key(0), 0.7
+        )
     return bytes(np.asarray(written[0]).astype(np.uint8)).decode(errors="replace")
 
 
@@ -92,11 +97,17 @@ def main(steps: int = STEPS) -> None:
     state, losses = train(state, text, steps)
 
     other = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
-    print(f"\nThe same model on {other.mesh}, in two microbatches. Nothing but the strategy has changed:\n")
+    print(
+        f"\nThe same model on {other.mesh}, in two microbatches. Nothing but the strategy has "
+        "changed:\n"
+    )
     _, again = train(start(other, steps), text, 10)
     print("\n    step   " + "  ".join(f"{n:6d}" for n in (1, 4, 7, 10)))
     for where, values in ((strategy.mesh, losses), (other.mesh, again)):
-        print("    loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + f"   on {where}")
+        print(
+            "    loss   " + "  ".join(f"{values[n - 1]:6.4f}" for n in (1, 4, 7, 10)) + "   on "
+            f"{where}"
+        )
     np.testing.assert_allclose(again, losses[:10], rtol=1e-3)
 
     print(f"\nA sample, after {steps} steps:\n")

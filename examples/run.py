@@ -1,4 +1,6 @@
-"""What a run of `train_lm.py` is: one frozen value, which a function in `configs/` returns and the command line may change."""
+"""What a run of `train_lm.py` is: one frozen value, which a function in `configs/` returns and the
+command line may change.
+"""
 
 import ast
 import dataclasses
@@ -37,8 +39,8 @@ class AdamW:
     - `warmup`: steps until then.
     - `final`: the share of it that is left at the end.
     - `b1`, `b2`, `weight_decay`: AdamW's; what has one dim, norms and biases, does not decay.
-    - `freeze`: 1-bit Adam, under a `strategy.exchange` of one bit: after how many steps, what part of the run, or `auto`, the
-      variance is frozen and momenta are sent; none: never.
+    - `freeze`: 1-bit Adam, under a `strategy.exchange` of one bit: after how many steps, what part
+      of the run, or `auto`, the variance is frozen and momenta are sent; none: never.
     """
 
     learning_rate: float = 3e-4
@@ -60,22 +62,31 @@ class AdamW:
 
     def make(self, steps: int) -> optax.GradientTransformation:
         """The optimizer for a run of so many steps."""
-        options: dict[str, Any] = {"b1": self.b1, "b2": self.b2, "weight_decay": self.weight_decay, "mask": gpt.decays}
+        options: dict[str, Any] = {
+            "b1": self.b1,
+            "b2": self.b2,
+            "weight_decay": self.weight_decay,
+            "mask": gpt.decays,
+        }
         if self.freeze is not None:
-            return sl.optimizers.onebit_adam(self.schedule(steps), freeze=self.freeze, steps=steps, **options)
+            return sl.optimizers.onebit_adam(
+                self.schedule(steps), freeze=self.freeze, steps=steps, **options
+            )
         return optax.adamw(self.schedule(steps), **options)
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon, under AdamW's learning rate: it makes the steps of matrices orthogonal, and small models learn faster so.
+    """Muon, under AdamW's learning rate: it makes the steps of matrices orthogonal, and small
+    models learn faster so.
 
     Kernels take its steps; embeddings, head and norms keep AdamW's.
 
     - `learning_rate`: at its highest.
     - `warmup`: steps until then.
     - `final`: the share of it that is left at the end.
-    - `reach`: how far the elements of kernels move in a step, in learning rates; 0.2 is as far as under AdamW.
+    - `reach`: how far the elements of kernels move in a step, in learning rates; 0.2 is as far as
+      under AdamW.
     - `momentum`: of the kernels' gradients.
     - `b1`, `b2`: AdamW's.
     - `weight_decay`: of kernels.
@@ -103,7 +114,8 @@ class Muon:
         """The optimizer for a run of so many steps."""
         return optax.contrib.muon(
             self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay,
-            consistent_rms=self.reach, adam_b1=self.b1, adam_b2=self.b2, muon_weight_dimension_numbers=_kernels,
+            consistent_rms=self.reach, adam_b1=self.b1, adam_b2=self.b2,
+            muon_weight_dimension_numbers=_kernels,
         )  # fmt: skip
 
 
@@ -118,23 +130,34 @@ def _check_rates(optimizer: AdamW | Muon) -> None:
 
 
 def _check_number(
-    owner: Any, name: str, least: float = -math.inf, above: float = -math.inf, below: float = math.inf,
+    owner: Any,
+    name: str,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
     most: float = math.inf,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse what is no finite number, or not between these."""
     value = getattr(owner, name)
     within = type(value) in (int, float) and least <= value <= most and above < value < below
     if not within:
         bounds = {"at least": least, "above": above, "below": below, "at most": most}
-        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
-        raise ValueError(f"`{type(owner).__name__}({name}={_short(value)})`: a finite number, {said}.")
+        said = " and ".join(
+            f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)
+        )
+        raise ValueError(
+            f"`{type(owner).__name__}({name}={_short(value)})`: a finite number, {said}."
+        )
 
 
 def _check_whole(owner: Any, name: str, least: int, most: int) -> None:
     """Refuse what is no whole number, or not between these."""
     value = getattr(owner, name)
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"`{type(owner).__name__}({name}={_short(value)})`: a whole number, {least} to {most:,}.")
+        raise ValueError(
+            f"`{type(owner).__name__}({name}={_short(value)})`: a whole number, "
+            f"{least} to {most:,}."
+        )
 
 
 def _short(value: Any) -> str:
@@ -144,7 +167,9 @@ def _short(value: Any) -> str:
 
 def _warmup_and_cosine(rate: float, warmup: int, final: float, steps: int) -> optax.Schedule:
     warmup = min(warmup, steps - 1)
-    return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1), final * rate)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, rate, warmup, max(steps, warmup + 1), final * rate
+    )
 
 
 def _kernels(params: Any) -> Any:
@@ -154,8 +179,11 @@ def _kernels(params: Any) -> Any:
         names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
         if "kernel" not in names:
             return None
-        inputs = leaf.ndim - (2 if "output" in names else 1)  # attention's output reads heads and what is in them
-        return optax.contrib.MuonDimensionNumbers(tuple(range(inputs, leaf.ndim)), tuple(range(1, inputs)))
+        # Attention's output reads heads and what is in them.
+        inputs = leaf.ndim - (2 if "output" in names else 1)
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(inputs, leaf.ndim)), tuple(range(1, inputs))
+        )
 
     return jax.tree_util.tree_map_with_path(matrix, params)
 
@@ -203,10 +231,13 @@ class Run:
             if not isinstance(value, str) or (name == "name" and not value):
                 raise ValueError(f"`Run({name}={_short(value)})`: text.")
         for name in ("name", "folder", "cache"):
-            longest = max(len(part.encode(errors="replace")) for part in getattr(self, name).split("/"))
+            longest = max(
+                len(part.encode(errors="replace")) for part in getattr(self, name).split("/")
+            )
             if longest > 255 or "\0" in getattr(self, name):
                 raise ValueError(
-                    f"`Run({name}={_short(getattr(self, name))})`: a path, of at most 255 bytes between slashes, without zeros."
+                    f"`Run({name}={_short(getattr(self, name))})`: a path, of at most 255 bytes "
+                    "between slashes, without zeros."
                 )
 
     @property
@@ -218,19 +249,27 @@ class Run:
         """The model as it is before the first step."""
         return gpt.GPT(self.model, rngs=nnx.Rngs(self.seed))
 
-    def loss(self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> sl.WeightedMean:
+    def loss(
+        self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None
+    ) -> sl.WeightedMean:
         """The loss of a batch of sequences."""
         seen = {"tokens", "mask"} if self.across_documents else {"tokens", "mask", "segments"}
         return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
 
-    def planned(self, target: sl.Target, mesh: str = "", dcn: str = "") -> tuple[sl.Step, sl.State, Any]:
+    def planned(
+        self, target: sl.Target, mesh: str = "", dcn: str = ""
+    ) -> tuple[sl.Step, sl.State, Any]:
         """The step of this run on a machine that need not be there, for `python -m shardlib plan`.
 
         State and batch are abstract. Without a `mesh`, the axes are those of the run's strategy.
         """
         if not mesh:
             own = self.strategy.mesh
-            mesh = own if isinstance(own, str) else ",".join(f"{axis}={size}" for axis, size in own.shape.items())
+            mesh = (
+                own
+                if isinstance(own, str)
+                else ",".join(f"{axis}={size}" for axis, size in own.shape.items())
+            )
             dcn = dcn or self.strategy.dcn
         strategy = dataclasses.replace(self.strategy, mesh=target.mesh(mesh, dcn=dcn), dcn="")
         optimizer = self.optimizer.make(self.loop.steps)
@@ -248,18 +287,30 @@ class Run:
         return {name: repr(value) for name, value in _fields(self)}
 
 
-# What may differ where a run is taken up again: where and how it runs, how long, and what it says. The rest is the run.
-MAY_CHANGE = ("strategy.", "loop.", "folder", "cache", "tensorboard", "prompt", "evaluation_batches", "name")
+# What may differ where a run is taken up again: where and how it runs, how long, and what it says.
+# The rest is the run.
+MAY_CHANGE = (
+    "strategy.",
+    "loop.",
+    "folder",
+    "cache",
+    "tensorboard",
+    "prompt",
+    "evaluation_batches",
+    "name",
+)
 
 
 def from_command_line(arguments: Sequence[str]) -> Run:
-    """The run that a command line names, with its changes: `tiny --loop.steps 100 --strategy.mesh data=2,model=4`."""
+    """The run that a command line names, with its changes:
+    `tiny --loop.steps 100 --strategy.mesh data=2,model=4`.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         names = ", ".join(sorted(path.stem for path in CONFIGS.glob("[!_]*.py")))
         print(
-            f"usage: {Path(sys.argv[0]).name} RUN [--FIELD VALUE ...]\n\nRUN is one of {names}; or `path/to/file.py:function`, a "
-            "function that returns a `Run`;\nor `path/to/run.json`, the same run as the one that wrote it.\nRUN --help lists its "
-            "fields."
+            f"usage: {Path(sys.argv[0]).name} RUN [--FIELD VALUE ...]\n\nRUN is one of {names}; or "
+            "`path/to/file.py:function`, a function that returns a `Run`;\nor `path/to/run.json`, "
+            "the same run as the one that wrote it.\nRUN --help lists its fields."
         )
         raise SystemExit(0 if arguments else 2)
     run = _named(arguments[0])
@@ -273,7 +324,8 @@ def from_command_line(arguments: Sequence[str]) -> Run:
 
 
 def override(value: Any, arguments: Sequence[str]) -> Any:
-    """A value of frozen dataclasses with fields changed by their dotted names: `--loop.steps 100`, or `--loop.steps=100`.
+    """A value of frozen dataclasses with fields changed by their dotted names: `--loop.steps 100`,
+    or `--loop.steps=100`.
 
     >>> override(AdamW(), ["--warmup", "20", "--learning_rate=1e-3"])
     AdamW(learning_rate=0.001, warmup=20, final=0.1, b1=0.9, b2=0.95, weight_decay=0.1, freeze=None)
@@ -303,7 +355,9 @@ def override(value: Any, arguments: Sequence[str]) -> Any:
 
 
 def _kinds(owner: type, name: str) -> dict[str, type]:
-    """The classes of which a group of fields is one, by their names in small letters, where there is a choice."""
+    """The classes of which a group of fields is one, by their names in small letters, where there
+    is a choice.
+    """
     choices = get_args(get_type_hints(owner).get(name))
     if not choices or not all(map(dataclasses.is_dataclass, choices)):
         return {}
@@ -313,7 +367,8 @@ def _kinds(owner: type, name: str) -> dict[str, type]:
 def _kind(name: str, text: str, kinds: dict[str, type]) -> type:
     if text.lower() not in kinds:
         raise ValueError(
-            f"`{name}` is {' or '.join(f'`{kind}`' for kind in kinds)}, with its own fields; got `{text}`."
+            f"`{name}` is {' or '.join(f'`{kind}`' for kind in kinds)}, with its own fields; got "
+            f"`{text}`."
         )
     return kinds[text.lower()]
 
@@ -329,7 +384,9 @@ def _meant(name: str, known: Sequence[str]) -> str:
     for one in beside or known:
         ends.setdefault(one.rpartition(".")[2], []).append(one)
     near = ends.get(last) or [
-        one for end in difflib.get_close_matches(last, list(ends), 1, 0.6 if beside else 0.75) for one in ends[end]
+        one
+        for end in difflib.get_close_matches(last, list(ends), 1, 0.6 if beside else 0.75)
+        for one in ends[end]
     ]
     if near:
         return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?"
@@ -344,9 +401,12 @@ def _changed(value: Any, changes: dict[str, str]) -> Any:
     """All fields of one dataclass at once, since each may be wrong without the other."""
     new: dict[str, Any] = {}
     for field in dataclasses.fields(value):
-        of, now = {k: v for k, v in changes.items() if k.split(".")[0] == field.name}, getattr(value, field.name)
+        of = {k: v for k, v in changes.items() if k.split(".")[0] == field.name}
+        now = getattr(value, field.name)
         if field.name in of:
-            new[field.name] = _parsed(field.name, of[field.name], now, get_type_hints(type(value))[field.name])
+            new[field.name] = _parsed(
+                field.name, of[field.name], now, get_type_hints(type(value))[field.name]
+            )
         elif of:
             new[field.name] = _changed(now, {k.split(".", 1)[1]: v for k, v in of.items()})
     return dataclasses.replace(value, **new)
@@ -359,7 +419,12 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         return _schedule(text)
     if name == "exchange":
         return _exchange(text)
-    choices = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
+    choices = [
+        one
+        for kind in (hint, *get_args(hint))
+        if get_origin(kind) is Literal
+        for one in get_args(kind)
+    ]
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return _unescaped(name, text) if text.lower() != "none" else None
     if hint is str or text in choices:
@@ -369,14 +434,21 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
-    may_be = {type(None) if kind is None else get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+    may_be = {
+        type(None) if kind is None else get_origin(kind) or kind
+        for kind in get_args(hint) or (hint,)
+    }
     if value is None and type(None) not in may_be and hint is not Any:
         raise ValueError(f"`{name}` cannot be none; it is {now!r} now.")
     if bool in may_be and not isinstance(value, bool):
         raise ValueError(f"`{name}` is true or false; got {_short(text)}.")
     if bool not in may_be and isinstance(value, bool):
         raise ValueError(f"`{name}` is neither true nor false; it is {now!r} now.")
-    if may_be & {int, float} and not isinstance(value, int | float | None) and not may_be - {int, float, type(None)}:
+    if (
+        may_be & {int, float}
+        and not isinstance(value, int | float | None)
+        and not may_be - {int, float, type(None)}
+    ):
         raise ValueError(f"`{name}` is a number, {now} now; got {_short(text)}.")
     if may_be == {int} and isinstance(value, float):
         raise ValueError(f"`{name}` is a whole number, {now} now; got {_short(text)}.")
@@ -390,31 +462,44 @@ def _unescaped(name: str, text: str) -> str:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"`{name}` has a backslash that begins nothing, {_short(text)}: two of them are one of the text ({error.reason})."
+            f"`{name}` has a backslash that begins nothing, {_short(text)}: two of them are one of "
+            f"the text ({error.reason})."
         ) from error
 
 
 def _rules(text: str) -> sl.AxisRules:
-    presets = {name: value for name, value in vars(sl.rules).items() if isinstance(value, sl.AxisRules)}
+    presets = {
+        name: value for name, value in vars(sl.rules).items() if isinstance(value, sl.AxisRules)
+    }
     rules = sl.AxisRules({})
     for part in text.split("|"):
         name, given, axes = (word.strip() for word in part.partition("="))
         if not given and name not in presets:
             raise ValueError(
-                f"Rules are presets, of {', '.join(presets)}, and rules of a name, `batch=pod,data`, joined by `|`; got `{text}`."
+                f"Rules are presets, of {', '.join(presets)}, and rules of a name, "
+                f"`batch=pod,data`, joined by `|`; got `{text}`."
             )
         one = axes.split(",") if axes.lower() != "none" else None
-        rules = rules | (presets[name] if not given else sl.AxisRules({name: None if one is None else tuple(one)}))
+        rules = rules | (
+            presets[name]
+            if not given
+            else sl.AxisRules({name: None if one is None else tuple(one)})
+        )
     return rules
 
 
 def _schedule(text: str) -> sl.pipeline.Schedule:
     name, *numbers = text.split(":")
     counts = (2, 3) if name == "interleaved" else (2,)
-    if name not in sl.pipeline.SCHEDULES or len(numbers) not in counts or not all(map(_is_count, numbers)):
+    if (
+        name not in sl.pipeline.SCHEDULES
+        or len(numbers) not in counts
+        or not all(map(_is_count, numbers))
+    ):
         raise ValueError(
-            f"A pipeline is a schedule, its stages and its microbatches, `1f1b:4:16`, of {', '.join(sl.pipeline.SCHEDULES)}; "
-            f"`interleaved:4:16:3` has 3 parts on a stage. Got `{text}`."
+            "A pipeline is a schedule, its stages and its microbatches, `1f1b:4:16`, of "
+            f"{', '.join(sl.pipeline.SCHEDULES)}; `interleaved:4:16:3` has 3 parts on a stage. Got "
+            f"`{text}`."
         )
     return sl.pipeline.SCHEDULES[name](*map(int, numbers))
 
@@ -434,7 +519,8 @@ def _exchange(text: str) -> sl.Exchange:
         return sl.Exact()
     if name not in made or not axes:
         raise ValueError(
-            f"An exchange is `exact`, or one of {', '.join(made)} and the axes that it takes, `onebit:pod`; got `{text}`."
+            f"An exchange is `exact`, or one of {', '.join(made)} and the axes that it takes, "
+            f"`onebit:pod`; got `{text}`."
         )
     return made[name](tuple(axes.split(",")) if "," in axes else axes)
 
@@ -442,7 +528,10 @@ def _exchange(text: str) -> sl.Exchange:
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        whole = isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exchange) or field.name == "pipeline"
+        whole = (
+            isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exchange)
+            or field.name == "pipeline"
+        )
         if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:
@@ -463,8 +552,14 @@ def _help(run: Run) -> str:
 
 def _said(kind: type) -> dict[str, str]:
     """What the list in a docstring says of each field."""
-    items = re.findall(r"^- ((?:`\w+`(?:, )?)+): (.*(?:\n  .*)*)", inspect.getdoc(kind) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in items for name in re.findall(r"`(\w+)`", names)}
+    items = re.findall(
+        r"^- ((?:`\w+`(?:, )?)+): (.*(?:\n  .*)*)", inspect.getdoc(kind) or "", re.MULTILINE
+    )
+    return {
+        name: " ".join(text.split())
+        for names, text in items
+        for name in re.findall(r"`(\w+)`", names)
+    }
 
 
 # What values in a `run.json` are made of, beside numbers, texts and their like.
@@ -495,8 +590,8 @@ def recorded(path: str | Path) -> Run:
     now = run.lines()
     if differing := [name for name in {**lines, **now} if lines.get(name) != now.get(name)]:
         raise SystemExit(
-            f"`{path}` cannot be taken up: this version of the program has other fields, or reads them otherwise: "
-            f"{_listed(differing)}."
+            f"`{path}` cannot be taken up: this version of the program has other fields, or reads "
+            f"them otherwise: {_listed(differing)}."
         )
     return run
 
@@ -506,14 +601,23 @@ def _rebuilt(kind: type, lines: dict[str, str], prefix: str = "") -> Any:
     new: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name, below = prefix + field.name, f"{prefix}{field.name}."
-        inner = {line.removeprefix(below).partition(".")[0] for line in lines if line.startswith(below)}
+        inner = {
+            line.removeprefix(below).partition(".")[0] for line in lines if line.startswith(below)
+        }
         if name in lines:
             new[field.name] = _value(name, lines[name])
         elif inner:
             hint = get_type_hints(kind)[field.name]
-            fitting = [one for one in get_args(hint) or (hint,) if {f.name for f in dataclasses.fields(one)} == inner]
+            fitting = [
+                one
+                for one in get_args(hint) or (hint,)
+                if {f.name for f in dataclasses.fields(one)} == inner
+            ]
             if not fitting:
-                raise ValueError(f"`{name}` has the fields {_listed(sorted(inner))}, which this version does not know.")
+                raise ValueError(
+                    f"`{name}` has the fields {_listed(sorted(inner))}, which this "
+                    "version does not know."
+                )
             new[field.name] = _rebuilt(fitting[0], lines, below)
         else:
             raise ValueError(f"it has no `{name}`.")
@@ -527,12 +631,15 @@ def _value(name: str, text: str) -> Any:
         return _evaluated(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"`{name} = {text}` is not written so that it can be made again. Begin from the function that gives the run."
+            f"`{name} = {text}` is not written so that it can be made again. Begin from the "
+            "function that gives the run."
         ) from error
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """The value of an expression of constants and of the types that a run is made of; nothing else is called."""
+    """The value of an expression of constants and of the types that a run is made of; nothing else
+    is called.
+    """
     if isinstance(node, ast.Call):
         call: Any
         if isinstance(node.func, ast.Attribute):  # AxisRules(...).indivisible(...)
@@ -572,11 +679,14 @@ def _named(name: str) -> Run:
         if path not in known:
             near = difflib.get_close_matches(path, known, 1, 0.5)
             raise SystemExit(
-                f"There is no run `{path}`{f'; did you mean `{near[0]}`?' if near else '.'} There are {', '.join(known)}; or "
-                "name a function of a file of your own: `my_run.py:run`."
+                f"There is no run `{path}`{f'; did you mean `{near[0]}`?' if near else '.'} There "
+                f"are {', '.join(known)}; or name a function of a file of your own: "
+                "`my_run.py:run`."
             )
         module = importlib.import_module(f"examples.configs.{path}")
     made = getattr(module, function or "run", None)
     if made is None:
-        raise SystemExit(f"`{path}` has no function `{function or 'run'}`, which would return the run.")
+        raise SystemExit(
+            f"`{path}` has no function `{function or 'run'}`, which would return the run."
+        )
     return made()

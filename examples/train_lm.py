@@ -1,12 +1,16 @@
-"""Train a language model: on a laptop, on one machine with accelerators, or on many, by the same command.
+"""Train a language model: on a laptop, on one machine with accelerators, or on many, by the same
+command.
 
-    python examples/train_lm.py tiny                                    # a run of `configs/`
-    python examples/train_lm.py tiny --name short --loop.steps 300      # with changes; `tiny --help` lists the fields
-    python examples/train_lm.py runs/tiny/run.json --name again         # the same run, from what it wrote
+    # A run of `configs/`; with changes, whose fields `tiny --help` lists; and again, from what it
+    # wrote:
+    python examples/train_lm.py tiny
+    python examples/train_lm.py tiny --name short --loop.steps 300
+    python examples/train_lm.py runs/tiny/run.json --name again
     python -m shardlib.launch -n 2 --devices 4 -- python examples/train_lm.py tiny --strategy.zero 3
 
-The run lives in a folder. Called again it goes on where it was stopped, on another mesh, stage of ZeRO or number of
-processes as well. `examples/launch/` holds the same for SLURM, Kubernetes and TPU pods.
+The run lives in a folder. Called again it goes on where it was stopped, on another mesh, stage of
+ZeRO or number of processes as well. `examples/launch/` holds the same for SLURM, Kubernetes and TPU
+pods.
 """
 
 import json
@@ -17,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +39,9 @@ def main(arguments: list[str]) -> None:
     """One run, from the command line to a sample of what was learned."""
     run = from_command_line(arguments)
     sl.initialize_distributed()
-    jax.config.update("jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs"))
+    jax.config.update(
+        "jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs")
+    )
     say = print if jax.process_index() == 0 else lambda *_: None
     say("\n".join(f"  {name} = {text}" for name, text in run.lines().items()), "\n")
     check(run)
@@ -42,18 +49,24 @@ def main(arguments: list[str]) -> None:
     prepared = shardlib.data.prepare(run.data, run.cache or None)
     say(prepared, "\n")
     check_tokens(run, prepared)
-    about = {**run.lines(), "train": prepared.train.fingerprint, "held out": prepared.held_out.fingerprint}
+    about = {
+        **run.lines(),
+        "train": prepared.train.fingerprint,
+        "held out": prepared.held_out.fingerprint,
+    }
     check_folder(run, about)
     check_texts(arguments[0], run, about)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
-    train, held_out = sequences(prepared.train, seed=run.seed), partial(sequences, prepared.held_out, seed=0)
+    train = sequences(prepared.train, seed=run.seed)
+    held_out = partial(sequences, prepared.held_out, seed=0)
 
     strategy, steps = run.strategy, run.loop.steps
     say(sl.describe_mesh(strategy.device_mesh), "\n")
     state = sl.init(run.make_model, run.optimizer.make(steps), strategy, seed=run.seed)
     step = sl.train_step(run.loss, strategy)
     measure = sl.evaluation(
-        lambda model, batch, rng: run.loss(nnx.view(model, deterministic=True), batch, None), strategy
+        lambda model, batch, rng: run.loss(nnx.view(model, deterministic=True), batch, None),
+        strategy,
     )
 
     def evaluate(state: sl.State) -> dict[str, float]:
@@ -63,7 +76,8 @@ def main(arguments: list[str]) -> None:
     measured = len(prepared.held_out) > run.model.context
     if not measured and run.data.held_out:
         say(
-            f"Nothing is measured: of {len(prepared.held_out)} held-out tokens no sequence of {run.model.context} can be made.\n"
+            f"Nothing is measured: of {len(prepared.held_out)} held-out tokens no sequence of "
+            f"{run.model.context} can be made.\n"
         )
     sinks: list[Any] = [sl.Progress(steps), sl.JsonLines(run.home / "metrics.jsonl")]
     if run.tensorboard and jax.process_index() == 0:
@@ -91,61 +105,84 @@ def check(run: Run) -> None:
         raise SystemExit(f"`batch={run.batch}`: {error}") from None
     kind, _, size = run.data.tokenizer.partition(":")
     if kind == "bpe" and size.isdecimal() and int(size) > run.model.vocab:
-        raise SystemExit(f"`data.tokenizer={run.data.tokenizer}` has more tokens than `model.vocab={run.model.vocab}`.")
+        raise SystemExit(
+            f"`data.tokenizer={run.data.tokenizer}` has more tokens than "
+            f"`model.vocab={run.model.vocab}`."
+        )
     if 1 < run.loop.steps <= run.optimizer.warmup:
         shorter = f"--optimizer.warmup {max(run.loop.steps // 10, 1)}"
         raise SystemExit(
-            f"`optimizer.warmup={run.optimizer.warmup}` would take all `loop.steps={run.loop.steps}`: `{shorter}`."
+            f"`optimizer.warmup={run.optimizer.warmup}` would take all "
+            f"`loop.steps={run.loop.steps}`: `{shorter}`."
         )
 
 
 def check_folder(run: Run, now: dict[str, str]) -> None:
     """See that the folder holds no other run than this, and that its data has not changed."""
     path = run.home / "run.json"
-    begun = path.exists() and any(one.name.isdecimal() for one in (run.home / "checkpoints").glob("*"))
+    begun = path.exists() and any(
+        one.name.isdecimal() for one in (run.home / "checkpoints").glob("*")
+    )
     before = json.loads(path.read_text()) if begun else now
     unread = set(OF_TEXTS) - now.keys()
-    other = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in unread]
+    other = [
+        name
+        for name in {**before, **now}
+        if before.get(name) != now.get(name) and name not in unread
+    ]
     if differing := [name for name in other if not name.startswith(MAY_CHANGE)]:
-        listed = "\n".join(f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing)
-        files = " Its files have other text than they had." if set(OF_TEXTS) & set(differing) else ""
+        listed = "\n".join(
+            f"  {name}: {before.get(name)} there, {now.get(name)} now" for name in differing
+        )
+        files = (
+            " Its files have other text than they had." if set(OF_TEXTS) & set(differing) else ""
+        )
         raise SystemExit(
-            f"The folder {run.home} holds another run:\n{listed}\nGive this one a name or a folder of its own, `--name` or "
-            f"`--folder`, or its fields as they were.{files}"
+            f"The folder {run.home} holds another run:\n{listed}\nGive this one a name or a folder "
+            f"of its own, `--name` or `--folder`, or its fields as they were.{files}"
         )
 
 
 def check_texts(name: str, run: Run, now: dict[str, str]) -> None:
-    """See that a run which begins from a `run.json` reads the texts that that one read, if they are called the same."""
+    """See that a run which begins from a `run.json` reads the texts that that one read, if they are
+    called the same.
+    """
     if not name.endswith(".json") or recorded(name).data != run.data:
         return
     before = json.loads(Path(name).read_text())
     if any(before.get(of, now[of]) != now[of] for of in OF_TEXTS):
         raise SystemExit(
-            f"The texts of `{name}`, `data.files={run.data.files!r}`, have changed since it was written, so that this would be "
-            "another run. Give `--data.files` where they are as they were; or begin anew from the function that gives the run."
+            f"The texts of `{name}`, `data.files={run.data.files!r}`, have changed since it was "
+            "written, so that this would be another run. Give `--data.files` where they are as "
+            "they were; or begin anew from the function that gives the run."
         )
 
 
 def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
-    """A token that is no row of the table would make the loss nan, and a prompt that fills the context leaves no sample."""
+    """A token that is no row of the table would make the loss nan, and a prompt that fills the
+    context leaves no sample.
+    """
     if prepared.train.vocab > run.model.vocab:
         raise SystemExit(
-            f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and `model.vocab` is {run.model.vocab}: "
-            f"`--model.vocab {prepared.train.vocab}`."
+            f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and "
+            f"`model.vocab` is {run.model.vocab}: `--model.vocab {prepared.train.vocab}`."
         )
     try:
         size = len(prepared.tokenizer.encode_batch([run.prompt])[0])
     except ValueError as error:
         raise SystemExit(f"`--prompt`: {error}") from None
     if size >= run.model.context:
-        raise SystemExit(f"The prompt has {size} tokens, and the context is {run.model.context}: a shorter `--prompt`.")
+        raise SystemExit(
+            f"The prompt has {size} tokens, and the context is {run.model.context}: a "
+            "shorter `--prompt`."
+        )
 
 
 def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length: int = 200) -> str:
     """What the model writes after the prompt, on the mesh that it was trained on."""
     strategy = run.strategy
-    rows = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)  # each draws its own
+    # Each draws its own.
+    rows = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)
     prompt = jnp.array([tokenizer.encode_batch([run.prompt])[0]] * rows)
     length = min(length, run.model.context - prompt.shape[1])
     with strategy.scope():
@@ -158,6 +195,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write(
-            "\nStopped. The same command goes on from the last checkpoint, or begins anew where there is none.\n"
+            "\nStopped. The same command goes on from the last checkpoint, or begins anew where "
+            "there is none.\n"
         )
         raise SystemExit(128 + signal.SIGINT) from None

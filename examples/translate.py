@@ -1,4 +1,5 @@
-"""A small GShard learns to translate: every word backwards and in capitals. Eight experts, eight simulated devices.
+"""A small GShard learns to translate: every word backwards and in capitals. Eight experts, eight
+simulated devices.
 
 python examples/translate.py                    # some two minutes on two cores
 
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the examples, in a clone
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import numpy as np
@@ -26,7 +28,8 @@ TOKENS = ["<pad>", "<first>", "<end>", " ", *LETTERS, *LETTERS.upper()]
 PAD, FIRST, END = 0, 1, 2
 LENGTH, BATCH, STEPS, EXPERTS = 16, 128, 600, 8
 CONFIG = translation.tiny(
-    width=64, hidden=64, context=LENGTH, vocab=len(TOKENS), experts=EXPERTS, router=sl.experts.Top2(capacity=1.25), balance=0.5,
+    width=64, hidden=64, context=LENGTH, vocab=len(TOKENS), experts=EXPERTS,
+    router=sl.experts.Top2(capacity=1.25), balance=0.5,
     group=BATCH // EXPERTS * LENGTH,
 )  # fmt: skip
 
@@ -52,7 +55,9 @@ def sentences(seed: int) -> Iterator[str]:
 
 
 def encoded(texts: list[str], *, target: bool) -> np.ndarray:
-    """Tokens of texts, padded: of targets with a first token, which the model is given, and a last one."""
+    """Tokens of texts, padded: of targets with a first token, which the model is given, and a last
+    one.
+    """
     rows = [[*[FIRST] * target, *map(TOKENS.index, text), END] for text in texts]
     return np.array([row + [PAD] * (LENGTH + target - len(row)) for row in rows], np.int32)
 
@@ -60,7 +65,9 @@ def encoded(texts: list[str], *, target: bool) -> np.ndarray:
 def decoded(row: np.ndarray) -> str:
     """The text of tokens, up to the last."""
     tokens = row.tolist()
-    return "".join(TOKENS[token] for token in tokens[: tokens.index(END) if END in tokens else None])
+    return "".join(
+        TOKENS[token] for token in tokens[: tokens.index(END) if END in tokens else None]
+    )
 
 
 def batches(seed: int) -> Iterator[dict[str, np.ndarray]]:
@@ -69,12 +76,18 @@ def batches(seed: int) -> Iterator[dict[str, np.ndarray]]:
     while True:
         texts = [next(source) for _ in range(BATCH)]
         target = encoded([translated(text) for text in texts], target=True)
-        yield {"source": encoded(texts, target=False), "target": target, "pad": np.full(BATCH, PAD, np.int32)}
+        yield {
+            "source": encoded(texts, target=False),
+            "target": target,
+            "pad": np.full(BATCH, PAD, np.int32),
+        }
 
 
 def main(arguments: list[str]) -> float:
     """Train, translate sentences that were not seen, and say how many are right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     asked = parser.parse_args(arguments)
     sl.simulate_devices(EXPERTS)
@@ -88,9 +101,9 @@ def main(arguments: list[str]) -> float:
     unseen = sentences(1)
     texts = [next(unseen) for _ in range(BATCH)]
     with strategy.scope():
-        found: Any = jax.jit(lambda model, source: translation.translate(model, source, FIRST, LENGTH, PAD))(
-            state.model, encoded(texts, target=False)
-        )
+        found: Any = jax.jit(
+            lambda model, source: translation.translate(model, source, FIRST, LENGTH, PAD)
+        )(state.model, encoded(texts, target=False))
     right = 0
     for number, (text, row) in enumerate(zip(texts, np.asarray(found), strict=True)):
         right += decoded(row) == translated(text)

@@ -1,4 +1,5 @@
-"""One decoder that is GPT-1, GPT-2 and Llama by configuration: Flax NNX, every dim named, no device mentioned.
+"""One decoder that is GPT-1, GPT-2 and Llama by configuration: Flax NNX, every dim named, no device
+mentioned.
 
 Shape suffixes, with the names the rules know a dim by (weights / activations):
 
@@ -7,10 +8,11 @@ Shape suffixes, with the names the rules know a dim by (weights / activations):
     H  query heads (heads / act_heads)      G  key and value heads (kv_heads / act_kv_heads)
     K  size of one head (head_dim)          V  rows of the vocabulary (vocab / act_vocab)
 
-What Megatron's rules make of it (`sl.rules.tensor`): the residual stream is whole on every device of `model`, and each
-half of a block leaves it once and returns once. Each device multiplies by its own heads, or by its own part of the MLP,
-and the partial products are summed on the way back: one all-reduce per half forward, and one backward, where the half
-left the stream. Under `sl.rules.tensor_sequence` the stream is split along the sequence, and the same annotations make
+What Megatron's rules make of it (`sl.rules.tensor`): the residual stream is whole on every device
+of `model`, and each half of a block leaves it once and returns once. Each device multiplies by its
+own heads, or by its own part of the MLP, and the partial products are summed on the way back: one
+all-reduce per half forward, and one backward, where the half left the stream. Under
+`sl.rules.tensor_sequence` the stream is split along the sequence, and the same annotations make
 each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 """
 
@@ -54,7 +56,9 @@ class Seen(NamedTuple):
     real_BS: jax.Array | None = None  # false for padding, which no expert should have
 
 
-def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs) -> nnx.Param:
+def parameter(
+    init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs
+) -> nnx.Param:
     """A parameter with a dim for each name, of the size the configuration gives that name."""
     shape = tuple(config.dims[name] for name in names)
     return nnx.Param(sl.logical(init, *names)(rngs.params(), shape, config.param_dtype))
@@ -63,8 +67,8 @@ def parameter(init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nn
 class Projection(nnx.Module):
     """A kernel from some named dims to others, and a bias.
 
-    The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the product: with inputs
-    first, every backward pass would transpose every gradient.
+    The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the
+    product: with inputs first, every backward pass would transpose every gradient.
     """
 
     def __init__(
@@ -78,22 +82,29 @@ class Projection(nnx.Module):
     ) -> None:
         self.contracted = len(inputs)
         self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
-        self.bias = parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
+        self.bias = (
+            parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
+        )
 
     def __call__(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
-        """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out, add the bias."""
+        """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out,
+        add the bias.
+        """
         # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
         last = tuple(range(-self.contracted, 0))
-        product = lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts)
+        product = lay_out(
+            jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts
+        )
         return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
 
 
 def lay_out(x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
     """Name the dims of `x` one way, then another; the gradient takes the same way back.
 
-    `RESIDUAL, WHOLE` leaves the residual stream: what was split along the sequence is gathered, its gradient summed and
-    scattered. `WHOLE, RESIDUAL` returns to it: a sum over devices is scattered, its gradient gathered. Both names are
-    said although the second decides, lest the partitioner carry one side's layout over to the other.
+    `RESIDUAL, WHOLE` leaves the residual stream: what was split along the sequence is gathered, its
+    gradient summed and scattered. `WHOLE, RESIDUAL` returns to it: a sum over devices is scattered,
+    its gradient gathered. Both names are said although the second decides, lest the partitioner
+    carry one side's layout over to the other.
     """
     for names in layouts:
         x = sl.shard(x, *names)
@@ -109,7 +120,9 @@ class Norm(nnx.Module):
         self.kernels = config.kernels
         self.scale = parameter(nnx.initializers.ones, config, "embed", rngs=rngs)
         biased = self.centred and config.bias
-        self.bias = parameter(nnx.initializers.zeros, config, "embed", rngs=rngs) if biased else None
+        self.bias = (
+            parameter(nnx.initializers.zeros, config, "embed", rngs=rngs) if biased else None
+        )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Of the residual stream."""
@@ -118,7 +131,10 @@ class Norm(nnx.Module):
         y_BSD = x_BSD.astype(jnp.float32)
         if self.centred:
             y_BSD -= y_BSD.mean(-1, keepdims=True)
-        y_BSD *= jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon) * self.scale[...]
+        y_BSD *= (
+            jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon)
+            * self.scale[...]
+        )
         return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
 
     def _by_kernel(self, x_BSD: jax.Array) -> jax.Array:
@@ -129,7 +145,9 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention, causal unless said otherwise, in which each key and value head serves a group of query heads."""
+    """Attention, causal unless said otherwise, in which each key and value head serves a group of
+    query heads.
+    """
 
     def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         self.causal = causal
@@ -137,7 +155,9 @@ class Attention(nnx.Module):
         self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
         self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.output = Projection(("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs)
+        self.output = Projection(
+            ("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs
+        )
 
     def __call__(
         self,
@@ -147,13 +167,18 @@ class Attention(nnx.Module):
         memory_BTD: jax.Array | None = None,
         memory_segments_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """What each token makes of those it sees: of its own segment, in the memory where one is given."""
+        """What each token makes of those it sees: of its own segment, in the memory where one is
+        given.
+        """
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
         of_BTD = x_BSD if memory_BTD is None else memory_BTD
-        q_BSHK, k_BTGK, v_BTGK = self.query(x_BSD, HEADS), self.key(of_BTD, KV_HEADS), self.value(of_BTD, KV_HEADS)
+        q_BSHK = self.query(x_BSD, HEADS)
+        k_BTGK = self.key(of_BTD, KV_HEADS)
+        v_BTGK = self.value(of_BTD, KV_HEADS)
         if rotation is not None:
             q_BSHK, k_BTGK = rotate(q_BSHK, rotation), rotate(k_BTGK, rotation)
-        # Query head h attends with key head h // (H / G), so a device that holds whole groups needs nobody else's.
+        # Query head h attends with key head h // (H / G), so a device that holds whole groups needs
+        # nobody else's.
         of_BT = segments_BS if memory_BTD is None else memory_segments_BT
         same_B1ST = None
         if segments_BS is not None and of_BT is not None:
@@ -161,31 +186,38 @@ class Attention(nnx.Module):
         if self.implementation == "cudnn":
             _check_cudnn(q_BSHK.dtype)
         y_BSHK = jax.nn.dot_product_attention(
-            q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal, implementation=self.implementation
+            q_BSHK,
+            k_BTGK,
+            v_BTGK,
+            mask=same_B1ST,
+            is_causal=self.causal,
+            implementation=self.implementation,
         )
         return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
 
 
 def _check_cudnn(dtype: Any) -> None:
-    """Refuse in the words of the configuration what JAX would refuse in others: a machine, a mesh, a dtype."""
+    """Refuse in the words of the configuration what JAX would refuse in others: a machine, a mesh,
+    a dtype.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
     platform = str(device.platform)
     if platform not in ("gpu", "cuda"):
         raise ValueError(
-            f'`GPTConfig(attention="cudnn")` is for NVIDIA\'s GPUs, and this is traced for {device.device_kind} ({platform}). '
-            '`attention="xla"` runs anywhere.'
+            '`GPTConfig(attention="cudnn")` is for NVIDIA\'s GPUs, and this is traced for '
+            f'{device.device_kind} ({platform}). `attention="xla"` runs anywhere.'
         )
     if mesh.manual_axes and mesh.auto_axes:
         raise ValueError(
-            f'`GPTConfig(attention="cudnn")` cannot be split over `{mesh.auto_axes[0]}` in a step that is manual over '
-            f"{mesh.manual_axes}: JAX splits its call over all axes or none. Use a mesh of axes of data alone, or "
-            '`attention="xla"`.'
+            f'`GPTConfig(attention="cudnn")` cannot be split over `{mesh.auto_axes[0]}` in a step '
+            f"that is manual over {mesh.manual_axes}: JAX splits its call over all axes or none. "
+            'Use a mesh of axes of data alone, or `attention="xla"`.'
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f'`GPTConfig(attention="cudnn")` attends in bfloat16 or float16; got {dtype}. Compute in one, '
-            '`GPTConfig(dtype=jnp.bfloat16)`, or use `attention="xla"`.'
+            f'`GPTConfig(attention="cudnn")` attends in bfloat16 or float16; got {dtype}. Compute '
+            'in one, `GPTConfig(dtype=jnp.bfloat16)`, or use `attention="xla"`.'
         )
 
 
@@ -195,13 +227,19 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.kind = config.mlp
         self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
-        self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
+        self.gate = (
+            Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
+        )
         self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
         h_BSF = self.up(x_BSD, HIDDEN)
-        h_BSF = activate(h_BSF, self.kind) if self.gate is None else h_BSF * jax.nn.silu(self.gate(x_BSD, HIDDEN))
+        h_BSF = (
+            activate(h_BSF, self.kind)
+            if self.gate is None
+            else h_BSF * jax.nn.silu(self.gate(x_BSD, HIDDEN))
+        )
         return self.down(h_BSF, WHOLE, RESIDUAL)
 
 
@@ -211,12 +249,15 @@ def activate(x: jax.Array, kind: str) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or after (GPT-1).
+    """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or
+    after (GPT-1).
 
     With `cross`, a decoder's: between the two it attends to what an encoder made.
     """
 
-    def __init__(self, config: GPTConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: GPTConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs
+    ) -> None:
         self.norm_first = config.norm_first
         self.attention_norm = Norm(config, rngs=rngs)
         self.attention = Attention(config, causal=causal, rngs=rngs)
@@ -229,12 +270,18 @@ class Block(nnx.Module):
     def _mlp(self, config: Any, rngs: nnx.Rngs) -> Any:
         return MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen
+    ) -> tuple[jax.Array, Any]:
         x_BSD = self._attended(x_BSD, key, seen)
-        return self._added(x_BSD, self.mlp(self._before(x_BSD, self.mlp_norm)), self.mlp_norm, fold_in(key, 1)), None
+        return self._added(
+            x_BSD, self.mlp(self._before(x_BSD, self.mlp_norm)), self.mlp_norm, fold_in(key, 1)
+        ), None
 
     def _attended(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
-        y_BSD = self.attention(self._before(x_BSD, self.attention_norm), seen.rotation, seen.segments_BS)
+        y_BSD = self.attention(
+            self._before(x_BSD, self.attention_norm), seen.rotation, seen.segments_BS
+        )
         x_BSD = self._added(x_BSD, y_BSD, self.attention_norm, fold_in(key, 0))
         if self.cross is None or self.cross_norm is None:
             return x_BSD
@@ -245,7 +292,9 @@ class Block(nnx.Module):
     def _before(self, x_BSD: jax.Array, norm: Norm) -> jax.Array:
         return norm(x_BSD) if self.norm_first else x_BSD
 
-    def _added(self, x_BSD: jax.Array, y_BSD: jax.Array, norm: Norm, key: jax.Array | None) -> jax.Array:
+    def _added(
+        self, x_BSD: jax.Array, y_BSD: jax.Array, norm: Norm, key: jax.Array | None
+    ) -> jax.Array:
         x_BSD = x_BSD + self.dropout(y_BSD, rngs=key)
         return lay_out(x_BSD if self.norm_first else norm(x_BSD), RESIDUAL)
 
@@ -263,7 +312,9 @@ class GPT(nnx.Module):
         init = normal(STANDARD_DEVIATION)
         self.embedding = parameter(init, config, "vocab", "embed", rngs=rngs)
         learned = config.positions == "learned"
-        self.positions = parameter(init, config, "position", "embed", rngs=rngs) if learned else None
+        self.positions = (
+            parameter(init, config, "position", "embed", rngs=rngs) if learned else None
+        )
         self.dropout = nnx.Dropout(config.dropout)
 
         self.blocks = self._blocks(config, rngs)
@@ -274,42 +325,68 @@ class GPT(nnx.Module):
         return stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
 
     def __call__(
-        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        tokens_BS: jax.Array,
+        segments_BS: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits for the token after each. Dropout, which draws from `key`, acts until `model.eval()`, as all NNX's.
+        """Logits for the token after each. Dropout, which draws from `key`, acts until
+        `model.eval()`, as all NNX's.
 
-        Where `segments_BS` is given, a token sees those of its own segment alone: documents packed into one sequence.
+        Where `segments_BS` is given, a token sees those of its own segment alone: documents packed
+        into one sequence.
         """
         return self.logits(self.features(tokens_BS, segments_BS, key=key))
 
     def features(
-        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        tokens_BS: jax.Array,
+        segments_BS: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads: the residual stream after the last block, whole."""
         key = key if self.config.dropout else None
-        x_BSD, _ = self._run(tokens_BS, self.blocks, self.config.layers, key, Seen(segments_BS=segments_BS))
+        x_BSD, _ = self._run(
+            tokens_BS, self.blocks, self.config.layers, key, Seen(segments_BS=segments_BS)
+        )
         return self._last(x_BSD, self.norm)
 
     def _last(self, x_BSD: jax.Array, norm: Norm | None) -> jax.Array:
         return lay_out(x_BSD if norm is None else norm(x_BSD), RESIDUAL, WHOLE)
 
     def _run(
-        self, tokens_BS: jax.Array, blocks: Any, count: int, key: jax.Array | None, seen: Seen, name: str = "layers"
+        self,
+        tokens_BS: jax.Array,
+        blocks: Any,
+        count: int,
+        key: jax.Array | None,
+        seen: Seen,
+        name: str = "layers",
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after `count` blocks, one after the other, and what each gives besides; `name` is their dim's."""
+        """The residual stream after `count` blocks, one after the other, and what each gives
+        besides; `name` is their dim's.
+        """
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(
-                f"A sequence of {S} tokens does not fit `{type(config).__name__}(context={config.context})`."
+                f"A sequence of {S} tokens does not fit "
+                f"`{type(config).__name__}(context={config.context})`."
             )
         x_BSD = self._embed(sl.shard(tokens_BS, "batch", "seq"))
         x_BSD = self.dropout(x_BSD, rngs=fold_in(key if config.dropout else None, count))
         if self.positions is None:
             seen = seen._replace(rotation=rotations(S, config.dims["head_dim"], config.rope_theta))
-        # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be closed over by `jax.jit`.
+        # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be
+        # closed over by `jax.jit`.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
-        block = sl.remat(lambda block, x_BSD, key, seen: block(x_BSD, key, seen), checkpoint=checkpoint)
-        keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+        block = sl.remat(
+            lambda block, x_BSD, key, seen: block(x_BSD, key, seen), checkpoint=checkpoint
+        )
+        keys = (
+            None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+        )
         axes = {
             "in_axes": (0, nnx.Carry, 0, None),
             "out_axes": (nnx.Carry, 0),
@@ -318,23 +395,30 @@ class GPT(nnx.Module):
         return nnx.scan(block, **axes, graph_updates=False)(blocks, x_BSD, keys, seen)
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:
-        # From a table split over `vocab` the partitioner takes the rows that are here and zeros for the others, and
-        # adds up. A token that is no row of the table is nan, which is better than another token's row.
+        # From a table split over `vocab` the partitioner takes the rows that are here and zeros for
+        # the others, and adds up. A token that is no row of the table is nan, which is better than
+        # another token's row.
         x_BSD = lay_out(self.embedding[...].at[tokens_BS].get(mode="fill"), WHOLE, RESIDUAL)
         if self.positions is not None:
             x_BSD += self.positions[: tokens_BS.shape[1]]
         return x_BSD.astype(self.config.dtype or x_BSD.dtype)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        """The head: the embedding where it is tied. Rows beyond the vocabulary get the least number."""
+        """The head: the embedding where it is tied. Rows beyond the vocabulary get the least
+        number.
+        """
         kernel_VD = self.embedding[...] if self.head is None else self.head[...]
         logits_BSV = lay_out(jnp.tensordot(x_BSD, kernel_VD.astype(x_BSD.dtype), (-1, -1)), LOGITS)
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
-        return jnp.where(jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min)
+        return jnp.where(
+            jnp.arange(rows) < self.config.vocab, logits_BSV, jnp.finfo(logits_BSV.dtype).min
+        )
 
     def losses(self, x_BSD: jax.Array, targets_BS: jax.Array) -> jax.Array:
-        """The cross-entropy of each target, in float32, from what the head reads, without logits in memory."""
+        """The cross-entropy of each target, in float32, from what the head reads, without logits in
+        memory.
+        """
         kernel_VD = self.embedding[...] if self.head is None else self.head[...]
         return sl.kernels.linear_cross_entropy(
             x_BSD,
@@ -347,7 +431,9 @@ class GPT(nnx.Module):
 
 
 def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str = "layers") -> Any:
-    """Blocks as one block whose parameters have a leading dim of this name: compiled once, whatever the depth."""
+    """Blocks as one block whose parameters have a leading dim of this name: compiled once, whatever
+    the depth.
+    """
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: name})
@@ -358,7 +444,9 @@ def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str
 
 
 def rotations(S: int, K: int, theta: float) -> Rotation:
-    """Cosine and sine of each position's angle for each pair of a head's dims, as `[S, 1, K / 2]`."""
+    """Cosine and sine of each position's angle for each pair of a head's dims, as
+    `[S, 1, K / 2]`.
+    """
     frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angle = jnp.arange(S, dtype=jnp.float32)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
@@ -372,28 +460,39 @@ def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.WeightedMean:
-    """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps, in float32.
+    """Mean cross-entropy of each token given those before it, over the tokens that the mask keeps,
+    in float32.
 
-    `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's document. `batch["mask"]` is
-    `[B, S]` and speaks of the targets. Either may be absent.
+    `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's
+    document. `batch["mask"]` is `[B, S]` and speaks of the targets. Either may be absent.
     """
     tokens, mask_BS = batch["tokens"], batch.get("mask")
-    segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
-    return entropy(model, model.features(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS)
+    segments_BS = (
+        sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
+    )
+    return entropy(
+        model, model.features(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS
+    )
 
 
-def entropy(model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.WeightedMean:
-    """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the configuration says."""
+def entropy(
+    model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
+) -> sl.WeightedMean:
+    """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the
+    configuration says.
+    """
     if model.config.fused_loss:
         return _mean(model.losses(x_BSD, targets_BS), mask_BS)
     return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS)
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> sl.WeightedMean:
+def cross_entropy(
+    logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
+) -> sl.WeightedMean:
     """The mean over the targets that the mask keeps, in float32."""
     logits_BSV, targets_BS = logits_BSV.astype(jnp.float32), sl.shard(targets_BS, "batch", "seq")
-    # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange one number per
-    # token at a time. Indexing with the targets would gather the logits.
+    # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange
+    # one number per token at a time. Indexing with the targets would gather the logits.
     logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
@@ -406,10 +505,14 @@ def _mean(losses_BS: jax.Array, mask_BS: jax.Array | None) -> sl.WeightedMean:
 
 
 def decays(params: Any) -> Any:
-    """Which parameters weight decay acts on, for optax's `mask`: kernels and embeddings, not norms and biases."""
+    """Which parameters weight decay acts on, for optax's `mask`: kernels and embeddings, not norms
+    and biases.
+    """
 
     def is_matrix(path: Any, _: Any) -> bool:
-        return not {"bias", "scale"} & {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+        return not {"bias", "scale"} & {
+            str(getattr(key, "key", getattr(key, "name", ""))) for key in path
+        }
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -418,9 +521,11 @@ def decays(params: Any) -> Any:
 def generate(
     model: GPT, prompt: jax.Array, length: int, key: jax.Array, temperature: float | jax.Array = 1.0
 ) -> jax.Array:
-    """Continue every row of `prompt` by `length` tokens; temperature 0 takes the likeliest each time.
+    """Continue every row of `prompt` by `length` tokens; temperature 0 takes the likeliest each
+    time.
 
-    For a first look at a trained model: without a cache of keys and values, each token costs a pass over all of them.
+    For a first look at a trained model: without a cache of keys and values, each token costs a pass
+    over all of them.
     """
     model = nnx.view(model, deterministic=True)
     B, start = prompt.shape
@@ -428,10 +533,13 @@ def generate(
     tokens = jnp.concatenate([prompt, jnp.zeros((B, length), prompt.dtype)], axis=1)
 
     def extend(at: jax.Array, tokens: jax.Array) -> jax.Array:
-        # Tokens after `at` are still zeros; attention is causal, so they change nothing before them.
+        # Tokens after `at` are still zeros; attention is causal, so they change nothing before
+        # them.
         last_B1D = jax.lax.dynamic_slice_in_dim(model.features(tokens), at - 1, 1, axis=1)
         logits_BV = model.logits(last_B1D)[:, 0].astype(jnp.float32)
-        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits_BV / jnp.where(greedy, 1, temperature))
+        drawn = jax.random.categorical(
+            jax.random.fold_in(key, at), logits_BV / jnp.where(greedy, 1, temperature)
+        )
         chosen = jnp.where(greedy, logits_BV.argmax(-1), drawn).astype(tokens.dtype)
         return jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], at, axis=1)
 
@@ -439,7 +547,9 @@ def generate(
 
 
 def returning_std(config: GPTConfig) -> float:
-    """GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with the depth."""
+    """GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with
+    the depth.
+    """
     return STANDARD_DEVIATION / math.sqrt(2 * config.layers)
 
 

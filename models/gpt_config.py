@@ -13,15 +13,17 @@ import shardlib as sl
 class GPTConfig:
     """What the model is. The defaults are GPT-2's choices.
 
-    `kv_heads`, `head_dim` and `hidden`, the MLP's inner width, are `heads`, `width / heads` and `4 * width` unless
-    given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that any vocabulary splits evenly; the rows
-    beyond it never get probability. Products are taken in `dtype`, or in that of the parameters where it is None;
-    norms, attention's softmax and the loss are taken in float32 always. With `kernels="fastest"` norms are those of
-    `sl.kernels`, by what was measured to be fastest where they run, and with another text by the implementation of that
-    name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head and the cross-entropy in
-    one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the backward pass.
-    `attention` is the `implementation` of `jax.nn.dot_product_attention`: "cudnn" is flash attention on NVIDIA's GPUs, of floats
-    of 16 bits and on meshes of axes of data alone, or an error.
+    `kv_heads`, `head_dim` and `hidden`, the MLP's inner width, are `heads`, `width / heads` and
+    `4 * width` unless given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that
+    any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
+    `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
+    are taken in float32 always. With `kernels="fastest"` norms are those of `sl.kernels`, by what
+    was measured to be fastest where they run, and with another text by the implementation of that
+    name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head
+    and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
+    are made again in the backward pass. `attention` is the `implementation` of
+    `jax.nn.dot_product_attention`: "cudnn" is flash attention on NVIDIA's GPUs, of floats of 16
+    bits and on meshes of axes of data alone, or an error.
     """
 
     layers: int
@@ -44,7 +46,9 @@ class GPTConfig:
     vocab_multiple: int = 1
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernels: Literal["fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None] = None
+    kernels: Literal[
+        "fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None
+    ] = None
     fused_loss: bool = False
     attention: Literal["xla", "cudnn", None] = None
 
@@ -52,33 +56,49 @@ class GPTConfig:
         for field, hint in get_type_hints(type(self)).items():
             value = getattr(self, field)
             if get_origin(hint) is Literal and not _is_one_of(value, get_args(hint)):
-                raise ValueError(f"`GPTConfig({field}={value!r})`: choose {' or '.join(map(repr, get_args(hint)))}.")
+                raise ValueError(
+                    f"`GPTConfig({field}={value!r})`: choose "
+                    f"{' or '.join(map(repr, get_args(hint)))}."
+                )
             if hint is bool and not isinstance(value, bool):
                 raise ValueError(f"`GPTConfig({field}={value!r})` is True or False.")
             whole = hint is int or (hint == int | None and value is not None)
             if whole and not _is_count(value):
-                raise ValueError(f"`GPTConfig({field}={value!r})` must be a positive integer, below 2**31.")
+                raise ValueError(
+                    f"`GPTConfig({field}={value!r})` must be a positive integer, below 2**31."
+                )
             if hint is float and not _is_size(value):
-                raise ValueError(f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0.")
+                raise ValueError(
+                    f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0."
+                )
         if self.rope_theta == 0:
-            raise ValueError("`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers.")
+            raise ValueError(
+                "`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers."
+            )
         if self.dropout >= 1:
-            raise ValueError(f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: at least 0, below 1.")
+            raise ValueError(
+                f"`GPTConfig(dropout={self.dropout})` is the share that is dropped: "
+                "at least 0, below 1."
+            )
         if self.dtype is not None:
             _check_dtype("dtype", self.dtype)
         _check_dtype("param_dtype", self.param_dtype)
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
-                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; choose another number of "
-                "heads, or say what the size of one is: `head_dim=...`."
+                f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; "
+                "choose another number of heads, or say what the size of one is: `head_dim=...`."
             )
         if self.heads % self.dims["kv_heads"]:
             raise ValueError(
-                f"`GPTConfig(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`: each key and value "
-                "head serves equally many query heads."
+                f"`GPTConfig(heads={self.heads})` must be a multiple of "
+                f"`kv_heads={self.kv_heads}`: each key and value head serves equally many query "
+                "heads."
             )
         if self.positions == "rotary" and self.dims["head_dim"] % 2:
-            raise ValueError(f'`positions="rotary"` turns pairs; `head_dim={self.dims["head_dim"]}` must be even.')
+            raise ValueError(
+                '`positions="rotary"` turns pairs; '
+                f"`head_dim={self.dims['head_dim']}` must be even."
+            )
 
     @property
     def dims(self) -> dict[str, int]:
@@ -95,15 +115,21 @@ class GPTConfig:
 
     @property
     def training_flops_per_token(self) -> float:
-        """What forward and backward take for one token, counting products alone, as MFU does: causal attention whole."""
-        return 3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
+        """What forward and backward take for one token, counting products alone, as MFU does:
+        causal attention whole.
+        """
+        return (
+            3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
+        )
 
     @property
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
         return sl.planning.Decoder(
-            layers=self.layers, width=self.width, heads=self.heads, sequence=self.context, vocab=self.dims["vocab"],
-            kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm, mlp=self.mlp,
+            layers=self.layers, width=self.width, heads=self.heads, sequence=self.context,
+            vocab=self.dims["vocab"],
+            kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm,
+            mlp=self.mlp,
             positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
         )  # fmt: skip
 
@@ -127,11 +153,13 @@ def _check_dtype(field: str, value: Any) -> None:
     except Exception:  # NumPy reads some texts as Python
         found = None
     if found not in (jnp.bfloat16, jnp.float32, jnp.float64, jnp.float16):
-        raise ValueError(f"`GPTConfig({field}={str(value)[:200]!r})` must be `bfloat16`, `float32` or `float64`.")
+        raise ValueError(
+            f"`GPTConfig({field}={str(value)[:200]!r})` must be `bfloat16`, `float32` or `float64`."
+        )
     if found == jnp.float16:
         raise ValueError(
-            f"`GPTConfig({field}={str(value)!r})`: gradients below 6e-8 are zero in float16, which takes a scaled loss, and a "
-            "step has none yet. Use `bfloat16`."
+            f"`GPTConfig({field}={str(value)!r})`: gradients below 6e-8 are zero in float16, which "
+            "takes a scaled loss, and a step has none yet. Use `bfloat16`."
         )
 
 
@@ -145,7 +173,9 @@ def gpt1(**changes: Any) -> GPTConfig:
 
     OpenAI's own is `gpt1(vocab=40_478, tied=True)`.
     """
-    config = GPTConfig(layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False)
+    config = GPTConfig(
+        layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False
+    )
     return replace(config, **changes)
 
 
@@ -169,6 +199,8 @@ def llama2_7b(**changes: Any) -> GPTConfig:
 
 
 def llama3_8b(**changes: Any) -> GPTConfig:
-    """Llama 3 8B: Llama 2 with a fourth of the key and value heads and four times the vocabulary."""
+    """Llama 3 8B: Llama 2 with a fourth of the key and value heads and four times the
+    vocabulary.
+    """
     config = llama2_7b(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
     return replace(config, **changes)

@@ -1,7 +1,9 @@
-"""One decoder that is Switch or Mixtral by configuration: `models/gpt.py` with experts in place of MLPs.
+"""One decoder that is Switch or Mixtral by configuration: `models/gpt.py` with experts in place of
+MLPs.
 
-Every `every`-th block has experts, the last of each stretch of so many. Under `sl.rules.experts` they lie over the axis of
-the data, and the layer sends tokens to them and back; united with `sl.rules.tensor` each expert is split as an MLP is.
+Every `every`-th block has experts, the last of each stretch of so many. Under `sl.rules.experts`
+they lie over the axis of the data, and the layer sends tokens to them and back; united with
+`sl.rules.tensor` each expert is split as an MLP is.
 """
 
 from dataclasses import dataclass, replace
@@ -40,11 +42,13 @@ class MoEConfig(gpt.GPTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers % self.every:
-            raise ValueError(f"`MoEConfig(every={self.every})` does not divide `layers={self.layers}`.")
+            raise ValueError(
+                f"`MoEConfig(every={self.every})` does not divide `layers={self.layers}`."
+            )
         if self.router.choices > self.experts:
             raise ValueError(
-                f"`MoEConfig(router={self.router})` sends each token to {self.router.choices} experts, and there are "
-                f"`experts={self.experts}`."
+                f"`MoEConfig(router={self.router})` sends each token to {self.router.choices} "
+                f"experts, and there are `experts={self.experts}`."
             )
 
     @property
@@ -54,7 +58,9 @@ class MoEConfig(gpt.GPTConfig):
 
     @property
     def training_flops_per_token(self) -> float:
-        """What forward and backward take for one token, whose experts are as many as the router chooses."""
+        """What forward and backward take for one token, whose experts are as many as the router
+        chooses.
+        """
         matrices = 3 if self.mlp == "swiglu" else 2
         expert = 2 * matrices * self.width * self.dims["mlp"]
         more = (self.router.choices - 1) * expert + 2 * self.width * self.experts
@@ -63,13 +69,16 @@ class MoEConfig(gpt.GPTConfig):
 
 def tiny(**changes: Any) -> MoEConfig:
     """Eight experts for tests and first steps."""
-    return replace(MoEConfig(layers=2, width=64, heads=4, context=64, vocab=256, every=2), **changes)
+    return replace(
+        MoEConfig(layers=2, width=64, heads=4, context=64, vocab=256, every=2), **changes
+    )
 
 
 def mixtral_8x7b(**changes: Any) -> MoEConfig:
     """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9."""
     config = MoEConfig(
-        layers=32, width=4096, heads=32, kv_heads=8, hidden=14_336, context=4096, vocab=32_000, rope_theta=1_000_000.0,
+        layers=32, width=4096, heads=32, kv_heads=8, hidden=14_336, context=4096, vocab=32_000,
+        rope_theta=1_000_000.0,
         norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False,
         experts=8, router=sl.experts.TopK(2), balance=0.02,
     )  # fmt: skip
@@ -79,14 +88,17 @@ def mixtral_8x7b(**changes: Any) -> MoEConfig:
 def switch_base(**changes: Any) -> MoEConfig:
     """A decoder with the sizes and the routing of Switch-Base: 128 experts in every other block."""
     config = MoEConfig(
-        layers=12, width=768, heads=12, head_dim=64, hidden=3072, context=512, vocab=32_128, norm="rms", mlp="relu", bias=False,
+        layers=12, width=768, heads=12, head_dim=64, hidden=3072, context=512, vocab=32_128,
+        norm="rms", mlp="relu", bias=False,
         every=2, experts=128, router=sl.experts.Switch(), balance=0.01, z=0.001,
     )  # fmt: skip
     return replace(config, **changes)
 
 
 class Experts(nnx.Module):
-    """MLPs without biases, each token's by a router's choice. Gives the layer's output, and what it tells of itself."""
+    """MLPs without biases, each token's by a router's choice. Gives the layer's output, and what it
+    tells of itself.
+    """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.config, self.deterministic = config, False
@@ -94,7 +106,9 @@ class Experts(nnx.Module):
         self.router = gpt.parameter(init, config, "embed", "routes", rngs=rngs)
         self.up = gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
         gated = config.mlp == "swiglu"
-        self.gate = gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs) if gated else None
+        self.gate = (
+            gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs) if gated else None
+        )
         self.down = gpt.parameter(returning, config, "experts", "mlp", "embed", rngs=rngs)
 
     def __call__(
@@ -108,13 +122,17 @@ class Experts(nnx.Module):
             times = lambda x, name: jnp.einsum("enk,ekl->enl", x, weights[name].astype(x.dtype))  # noqa: E731
             h_ENF = times(x_END, "up")
             h_ENF = (
-                gpt.activate(h_ENF, config.mlp) if "gate" not in weights else h_ENF * jax.nn.silu(times(x_END, "gate"))
+                gpt.activate(h_ENF, config.mlp)
+                if "gate" not in weights
+                else h_ENF * jax.nn.silu(times(x_END, "gate"))
             )
             return times(h_ENF, "down")
 
         y_BSD, told = sl.experts.moe(
-            gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE), config.router, experts, gate=self.router[...], weights=weights,
-            key=None if self.deterministic else key, group=config.group, form=config.form, real=real_BS,
+            gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE), config.router, experts,
+            gate=self.router[...], weights=weights,
+            key=None if self.deterministic else key, group=config.group, form=config.form,
+            real=real_BS,
             names=gpt.WHOLE,
         )  # fmt: skip
         return gpt.lay_out(y_BSD, gpt.WHOLE, gpt.RESIDUAL), told
@@ -126,21 +144,29 @@ class ExpertBlock(gpt.Block):
     def _mlp(self, config: Any, rngs: nnx.Rngs) -> Any:
         return Experts(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen) -> tuple[jax.Array, sl.experts.Told]:
+    def __call__(
+        self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen
+    ) -> tuple[jax.Array, sl.experts.Told]:
         x_BSD = self._attended(x_BSD, key, seen)
-        y_BSD, told = self.mlp(self._before(x_BSD, self.mlp_norm), gpt.fold_in(key, 2), seen.real_BS)
+        y_BSD, told = self.mlp(
+            self._before(x_BSD, self.mlp_norm), gpt.fold_in(key, 2), seen.real_BS
+        )
         return self._added(x_BSD, y_BSD, self.mlp_norm, gpt.fold_in(key, 1)), told
 
 
 class Stretch(nnx.Module):
     """Plain blocks, and one with experts after them."""
 
-    def __init__(self, config: MoEConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: MoEConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs
+    ) -> None:
         kind = {"causal": causal, "cross": cross, "rngs": rngs}
         self.plain = nnx.List([gpt.Block(config, **kind) for _ in range(config.every - 1)])
         self.expert = ExpertBlock(config, **kind)
 
-    def __call__(self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen) -> tuple[jax.Array, sl.experts.Told]:
+    def __call__(
+        self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen
+    ) -> tuple[jax.Array, sl.experts.Told]:
         for number, block in enumerate(self.plain):
             x_BSD, _ = block(x_BSD, gpt.fold_in(key, number), seen)
         return self.expert(x_BSD, gpt.fold_in(key, len(self.plain)), seen)
@@ -157,25 +183,39 @@ class MoE(gpt.GPT):
     config: MoEConfig
 
     def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
-        return gpt.stack(lambda rngs: Stretch(config, rngs=rngs), config.layers // config.every, rngs)
+        return gpt.stack(
+            lambda rngs: Stretch(config, rngs=rngs), config.layers // config.every, rngs
+        )
 
     def features(
-        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        tokens_BS: jax.Array,
+        segments_BS: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """What the head reads: the residual stream after the last block, whole."""
         return self.routed(tokens_BS, segments_BS, key=key)[0]
 
     def routed(
-        self, tokens_BS: jax.Array, segments_BS: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        tokens_BS: jax.Array,
+        segments_BS: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.Told]:
         """The features, and what the layers of experts tell: the mean over them."""
         count = self.config.layers // self.config.every
-        x_BSD, told = self._run(tokens_BS, self.blocks, count, key, gpt.Seen(segments_BS=segments_BS))
+        x_BSD, told = self._run(
+            tokens_BS, self.blocks, count, key, gpt.Seen(segments_BS=segments_BS)
+        )
         return self._last(x_BSD, self.norm), jax.tree.map(lambda x: x.mean(0), told)
 
 
 def stacked(path: str, parameter: Any) -> int:
-    """How many leading dims of a parameter count layers and experts, for `sl.optimizers.per_layer_and_expert`."""
+    """How many leading dims of a parameter count layers and experts, for
+    `sl.optimizers.per_layer_and_expert`.
+    """
     if not path.startswith(("blocks/", "encoder/")):
         return 0
     return 2 if path.endswith(("/mlp/up", "/mlp/gate", "/mlp/down")) else 1
@@ -184,9 +224,16 @@ def stacked(path: str, parameter: Any) -> int:
 def loss(
     model: MoE, batch: dict[str, jax.Array], rng: jax.Array | None = None
 ) -> tuple[sl.WeightedMean, dict[str, sl.WeightedMean]]:
-    """GPT's cross-entropy, with the losses of the routers, and metrics of these; by itself it is `cross_entropy`."""
+    """GPT's cross-entropy, with the losses of the routers, and metrics of these; by itself it is
+    `cross_entropy`.
+    """
     tokens, config = batch["tokens"], model.config
-    segments_BS = sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
+    segments_BS = (
+        sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
+    )
     x_BSD, told = model.routed(tokens[:, :-1], segments_BS, key=rng)
     entropy = gpt.entropy(model, x_BSD, tokens[:, 1:], batch.get("mask"))
-    return entropy + config.balance * told.balance + config.z * told.z, {"cross_entropy": entropy, **told.metrics}
+    return entropy + config.balance * told.balance + config.z * told.z, {
+        "cross_entropy": entropy,
+        **told.metrics,
+    }

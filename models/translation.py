@@ -1,6 +1,8 @@
-"""GShard's translation model: an encoder and a decoder with experts in every other layer, in the blocks of `models/moe.py`.
+"""GShard's translation model: an encoder and a decoder with experts in every other layer, in the
+blocks of `models/moe.py`.
 
-The encoder reads a whole source, the decoder writes the target and attends to what the encoder made.
+The encoder reads a whole source, the decoder writes the target and attends to what the encoder
+made.
 
     B batch    T source    S target    D width
 """
@@ -23,7 +25,8 @@ ENCODER = "encoder_layers"  # the dim of its stack: a pipeline tells it from the
 class TranslationConfig(moe.MoEConfig):
     """What the model is: `MoEConfig`, of whose `layers` the encoder has half and the decoder half.
 
-    `context` is the length of the longest source and of the longest target; both have one vocabulary and one embedding.
+    `context` is the length of the longest source and of the longest target; both have one
+    vocabulary and one embedding.
     """
 
     every: int = 2
@@ -33,8 +36,9 @@ class TranslationConfig(moe.MoEConfig):
         super().__post_init__()
         if self.layers % (2 * self.every):
             raise ValueError(
-                f"`TranslationConfig(layers={self.layers})` has half of them in the encoder and half in the decoder, and experts "
-                f"in each `every={self.every}`th: a multiple of {2 * self.every}."
+                f"`TranslationConfig(layers={self.layers})` has half of them in the encoder and "
+                f"half in the decoder, and experts in each `every={self.every}`th: a multiple of "
+                f"{2 * self.every}."
             )
 
     @property
@@ -46,18 +50,22 @@ class TranslationConfig(moe.MoEConfig):
 def tiny(**changes: Any) -> TranslationConfig:
     """A small one for tests and first steps."""
     return replace(
-        TranslationConfig(layers=4, width=64, heads=4, context=32, vocab=128, experts=8, bias=False, mlp="relu"),
+        TranslationConfig(
+            layers=4, width=64, heads=4, context=32, vocab=128, experts=8, bias=False, mlp="relu"
+        ),
         **changes,
     )
 
 
 def gshard(layers: int = 36, experts: int = 2048, **changes: Any) -> TranslationConfig:
-    """GShard's sizes (its Table 1): 12 or 36 layers, with 128, 512 or 2,048 experts in every other; 60 make a trillion.
+    """GShard's sizes (its Table 1): 12 or 36 layers, with 128, 512 or 2,048 experts in every other;
+    60 make a trillion.
 
     A group is what a core holds: two sentences of 1,024 tokens.
     """
     config = TranslationConfig(
-        layers=layers, width=1024, heads=16, head_dim=128, hidden=8192, context=1024, vocab=64_000, mlp="relu", bias=False,
+        layers=layers, width=1024, heads=16, head_dim=128, hidden=8192, context=1024, vocab=64_000,
+        mlp="relu", bias=False,
         experts=experts, group=2048,
     )  # fmt: skip
     return replace(config, **changes)
@@ -80,10 +88,16 @@ class Translation(moe.MoE):
         self.encoder_norm = gpt.Norm(config, rngs=rngs) if config.norm_first else None
 
     def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
-        return gpt.stack(lambda rngs: moe.Stretch(config, cross=True, rngs=rngs), config.stretches, rngs)
+        return gpt.stack(
+            lambda rngs: moe.Stretch(config, cross=True, rngs=rngs), config.stretches, rngs
+        )
 
     def encoded(
-        self, source_BT: jax.Array, real_BT: jax.Array | None = None, *, key: jax.Array | None = None
+        self,
+        source_BT: jax.Array,
+        real_BT: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.Told]:
         """What the decoder attends to; `real_BT` is false for padding."""
         seen = gpt.Seen(segments_BS=_segments(real_BT), real_BS=real_BT)
@@ -99,16 +113,24 @@ class Translation(moe.MoE):
         *,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.Told]:
-        """What the head reads for the token after each of the target, and what the layers of experts tell: the mean over all."""
+        """What the head reads for the token after each of the target, and what the layers of
+        experts tell: the mean over all.
+        """
         memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=gpt.fold_in(key, 0))
         segments_BS = None if real_BT is None else jnp.ones(target_BS.shape, int)
         seen = gpt.Seen(None, segments_BS, memory_BTD, _segments(real_BT), real_BS)
-        x_BSD, of_decoder = self._run(target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen)
+        x_BSD, of_decoder = self._run(
+            target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen
+        )
         told = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
         return self._last(x_BSD, self.norm), told
 
-    def translated(self, *tokens: Any, key: jax.Array | None = None) -> tuple[jax.Array, sl.experts.Told]:
-        """Logits for the token after each of the target, of what `decoded` takes, and what the layers of experts tell."""
+    def translated(
+        self, *tokens: Any, key: jax.Array | None = None
+    ) -> tuple[jax.Array, sl.experts.Told]:
+        """Logits for the token after each of the target, of what `decoded` takes, and what the
+        layers of experts tell.
+        """
         x_BSD, told = self.decoded(*tokens, key=key)
         return self.logits(x_BSD), told
 
@@ -120,22 +142,30 @@ def _segments(real: jax.Array | None) -> jax.Array | None:
 def loss(
     model: Translation, batch: dict[str, jax.Array], rng: jax.Array | None = None
 ) -> tuple[sl.WeightedMean, dict[str, sl.WeightedMean]]:
-    """Mean cross-entropy of the target, each token given the source and those before it, with the losses of the routers.
+    """Mean cross-entropy of the target, each token given the source and those before it, with the
+    losses of the routers.
 
-    `batch["source"]` is `[B, T]`, `batch["target"]` is `[B, S + 1]`. Where `batch["pad"]`, a number for each example, is given,
-    it is the token that pads both.
+    `batch["source"]` is `[B, T]`, `batch["target"]` is `[B, S + 1]`. Where `batch["pad"]`, a number
+    for each example, is given, it is the token that pads both.
     """
     source_BT, target = (sl.shard(batch[name], "batch", "seq") for name in ("source", "target"))
     config, real_BT, mask_BS, real_BS = model.config, None, None, None
     if "pad" in batch:
         pad_B1 = batch["pad"][:, None]
-        real_BT, real_BS, mask_BS = source_BT != pad_B1, target[:, :-1] != pad_B1, target[:, 1:] != pad_B1
+        real_BT = source_BT != pad_B1
+        real_BS = target[:, :-1] != pad_B1
+        mask_BS = target[:, 1:] != pad_B1
     x_BSD, told = model.decoded(source_BT, target[:, :-1], real_BT, real_BS, key=rng)
     entropy = gpt.entropy(model, x_BSD, target[:, 1:], mask_BS)
-    return entropy + config.balance * told.balance + config.z * told.z, {"cross_entropy": entropy, **told.metrics}
+    return entropy + config.balance * told.balance + config.z * told.z, {
+        "cross_entropy": entropy,
+        **told.metrics,
+    }
 
 
-def translate(model: Translation, source_BT: jax.Array, first: int, length: int, pad: int | None = None) -> jax.Array:
+def translate(
+    model: Translation, source_BT: jax.Array, first: int, length: int, pad: int | None = None
+) -> jax.Array:
     """The likeliest target, token by token, `length` of them after `first`."""
     model = nnx.view(model, deterministic=True)
     target = jnp.full((source_BT.shape[0], length + 1), first, source_BT.dtype)

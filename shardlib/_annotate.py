@@ -1,8 +1,9 @@
-"""Annotations: names on the dims of arrays while a function is traced, and the one ambient context they read.
+"""Annotations: names on the dims of arrays while a function is traced, and the one ambient context
+they read.
 
-The rules in force are the only ambient state of the library. They live in a context that is part of JAX's jit cache
-key, so a function traced under one set of rules is traced again under another; under a plain thread-local the first
-trace would be reused and the second rules ignored.
+The rules in force are the only ambient state of the library. They live in a context that is part of
+JAX's jit cache key, so a function traced under one set of rules is traced again under another;
+under a plain thread-local the first trace would be reused and the second rules ignored.
 """
 
 import contextlib
@@ -30,8 +31,9 @@ Remat: TypeAlias = Literal["none", "full", "stage"]
 class UsedNames:
     """The names that annotations used while a function was traced.
 
-    Two of these are never equal, and the one in force is part of JAX's jit cache key. A function with a `jax.jit` of its
-    own is therefore traced again for each of them, and each has all the names.
+    Two of these are never equal, and the one in force is part of JAX's jit cache key. A function
+    with a `jax.jit` of its own is therefore traced again for each of them, and each has all the
+    names.
     """
 
     names: set[str] = field(default_factory=set)
@@ -39,11 +41,13 @@ class UsedNames:
 
 @dataclass(frozen=True)
 class Scope:
-    """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their activations.
+    """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their
+    activations.
 
-    `used` is where annotations write down their names, if anyone asked for them. `mesh` is the mesh that is really in
-    force where a function is traced as if no axis of it were manual, see `all_automatic`. `flax` are Flax's own rules,
-    where the user put some in force: Flax's constraints follow them, and otherwise they follow `rules`.
+    `used` is where annotations write down their names, if anyone asked for them. `mesh` is the mesh
+    that is really in force where a function is traced as if no axis of it were manual, see
+    `all_automatic`. `flax` are Flax's own rules, where the user put some in force: Flax's
+    constraints follow them, and otherwise they follow `rules`.
     """
 
     rules: AxisRules | None
@@ -77,16 +81,19 @@ def mesh_of_shards() -> AbstractMesh:
     scope = _scope.value
     if scope is not None and scope.mesh is not None:
         raise ValueError(
-            "The loss has a constraint that names an axis of the data, over which the step is manual, beside a layer that runs "
-            "on each device's own shard (a kernel, experts, `gather_batch`); JAX cannot trace the two together. Write the "
-            "constraint as `sl.shard(x, names)`, or leave the axes of the data out of it."
+            "The loss has a constraint that names an axis of the data, over which the step is "
+            "manual, beside a layer that runs on each device's own shard (a kernel, experts, "
+            "`gather_batch`); JAX cannot trace the two together. Write the constraint as "
+            "`sl.shard(x, names)`, or leave the axes of the data out of it."
         )
     return jax.sharding.get_abstract_mesh()
 
 
 @contextlib.contextmanager
 def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
-    """Trace as if no axis were manual, on `mesh`; what asks for `current_mesh` sees the one that is in force."""
+    """Trace as if no axis were manual, on `mesh`; what asks for `current_mesh` sees the one that is
+    in force.
+    """
     scope = replace(_scope.value or Scope(None), mesh=jax.sharding.get_abstract_mesh())
     with jax.sharding.use_abstract_mesh(mesh), _scope(scope):
         yield
@@ -96,9 +103,9 @@ def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
 def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
 
-    Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were put in force for Flax, with
-    `nn.logical_axis_rules`. With a mesh, NNX modules built inside are laid out by the names of their variables as these are
-    made; without one, they are not laid out.
+    Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were
+    put in force for Flax, with `nn.logical_axis_rules`. With a mesh, NNX modules built inside are
+    laid out by the names of their variables as these are made; without one, they are not laid out.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(batch="data"), sl.make_mesh("data=8")):
@@ -107,9 +114,9 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
     """
     if not isinstance(rules, AxisRules) or not isinstance(mesh, Mesh | None):
         raise ValueError(
-            f"`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got {check.shown(rules)} and "
-            f"{check.shown(mesh)}. For no "
-            "sharding on purpose there is `sl.unsharded()`; of a strategy, `strategy.scope()`."
+            "`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got "
+            f"{check.shown(rules)} and {check.shown(mesh)}. For no sharding on purpose there is "
+            "`sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
     check.choice("use", "remat", remat, get_args(Remat))
     if mesh is not None:
@@ -118,8 +125,14 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
     flax = _rules_of_flax(outer)
     scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
-    flax_rules = in_force(pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None)
-    with contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh), _scope(scope), flax_rules:
+    flax_rules = in_force(
+        pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None
+    )
+    with (
+        contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh),
+        _scope(scope),
+        flax_rules,
+    ):
         yield scope
 
 
@@ -140,22 +153,29 @@ def _rules_of_flax(outer: Scope | None) -> Pairs | None:
 def _mesh_in_force(mesh: Mesh) -> Any:
     try:
         return jax.set_mesh(mesh)
-    except ValueError as error:  # inside a trace the mesh cannot be set, and need not be where it is in force already
+    except ValueError as error:
+        # Inside a trace the mesh cannot be set, and need not be where it is in force already.
         here = jax.sharding.get_abstract_mesh()
         if here.shape == mesh.shape:
             return contextlib.nullcontext()
-        # Under an abstract mesh, `jax.jit` would run on one device whatever has no sharding, and ignore every annotation.
-        in_force = f"the mesh `{dict(here.shape)}` is in force" if here.shape else "no mesh is in force"
+        # Under an abstract mesh, `jax.jit` would run on one device whatever has no sharding, and
+        # ignore every annotation.
+        in_force = (
+            f"the mesh `{dict(here.shape)}` is in force" if here.shape else "no mesh is in force"
+        )
         raise ValueError(
-            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where {in_force}. Put it in force "
-            "around the call: `with strategy.scope(): jax.jit(function)(...)`, or `with sl.use(rules, mesh):`; so too around "
-            "`lax.scan` and `jax.make_jaxpr`."
+            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where "
+            f"{in_force}. Put it in force around the call: `with strategy.scope(): "
+            "jax.jit(function)(...)`, or `with sl.use(rules, mesh):`; so too around `lax.scan` and "
+            "`jax.make_jaxpr`."
         ) from error
 
 
 @contextlib.contextmanager
 def mesh_of_step(mesh: Mesh) -> Iterator[None]:
-    """Let a mesh come into force inside a trace without one, for a `jax.jit` whose shardings name its devices."""
+    """Let a mesh come into force inside a trace without one, for a `jax.jit` whose shardings name
+    its devices.
+    """
     tracing = _mesh_outside_traces() is None
     if tracing and jax.sharding.get_abstract_mesh().empty:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -166,7 +186,8 @@ def mesh_of_step(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsharded() -> Iterator[None]:
-    """Say that there are no rules here, on purpose: annotations check their rank and leave the array alone.
+    """Say that there are no rules here, on purpose: annotations check their rank and leave the
+    array alone.
 
     >>> import shardlib as sl
     >>> with sl.unsharded():
@@ -180,9 +201,10 @@ def unsharded() -> Iterator[None]:
 def shard(x: jax.Array, *names: Any) -> jax.Array:
     """Name every dim of an array; the rules in force decide how the partitioner lays it out.
 
-    A name is a string the rules know, `None` for a dim that is not split, or `PartitionSpec.UNCONSTRAINED` to leave a
-    dim to the partitioner. On a mesh with explicit axes the array is resharded. Inside a `shard_map` the batch leaves
-    out the axes it is split over already; any other name that would lose its axis is an error.
+    A name is a string the rules know, `None` for a dim that is not split, or
+    `PartitionSpec.UNCONSTRAINED` to leave a dim to the partitioner. On a mesh with explicit axes
+    the array is resharded. Inside a `shard_map` the batch leaves out the axes it is split over
+    already; any other name that would lose its axis is an error.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(batch="data", act_mlp="model"), sl.make_mesh("data=2,model=4")):
@@ -190,31 +212,44 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     P('data', 'model')
     """
     scope = _required_scope("shard")
-    check_arrays.array("shard", "x", x, "one array, and a name for each of its dims; map it over a tree")
+    check_arrays.array(
+        "shard", "x", x, "one array, and a name for each of its dims; map it over a tree"
+    )
     if scope.rules is None:
         if len(names) != x.ndim:
             raise ValueError(
-                f"An array of shape {x.shape} was given {len(names)} names {check.shown(names)}: name every dim once."
+                f"An array of shape {x.shape} was given {len(names)} names {check.shown(names)}: "
+                "name every dim once."
             )
         return x
     mesh = _required_mesh("shard")
     scope.record(names)
     resolution = resolve(
-        scope.rules, mesh.shape, names, x.shape, what="the annotated array", manual=frozenset(mesh.manual_axes)
+        scope.rules,
+        mesh.shape,
+        names,
+        x.shape,
+        what="the annotated array",
+        manual=frozenset(mesh.manual_axes),
     )
     say(resolution.said)
     if resolution.padded_shape == x.shape:
         return constrain(x, resolution.spec)
-    # Padded for the layout, cut back for the value: the partitioner keeps the shards where the padding put them.
-    padded = jnp.pad(x, [(0, to - size) for to, size in zip(resolution.padded_shape, x.shape, strict=True)])
+    # Padded for the layout, cut back for the value: the partitioner keeps the shards where the
+    # padding put them.
+    padded = jnp.pad(
+        x, [(0, to - size) for to, size in zip(resolution.padded_shape, x.shape, strict=True)]
+    )
     return lax.slice(constrain(padded, resolution.spec), (0,) * x.ndim, x.shape)
 
 
-def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | None = None) -> jax.Array:
+def split(
+    x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | None = None
+) -> jax.Array:
     """Split one dim into `parts`, every other dim whole: GShard's `split`.
 
-    The axes are the mesh's own: the one whose size is `parts`, or all of them together. Where several would do, say
-    which: `axis="model"`.
+    The axes are the mesh's own: the one whose size is `parts`, or all of them together. Where
+    several would do, say which: `axis="model"`.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
@@ -231,18 +266,23 @@ def split(x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | N
         return x
     mesh = _required_mesh("split")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"`split(x, dim={dim}, ...)` on an array of shape {x.shape}, which has {x.ndim} dims.")
+        raise ValueError(
+            f"`split(x, dim={dim}, ...)` on an array of shape {x.shape}, which has {x.ndim} dims."
+        )
     axes = as_tuple(axis) if axis is not None else _axes_of_size(mesh, parts)
     entries: list[Any] = [None] * x.ndim
     entries[dim] = axes or None
-    spec = check_spec(_not_manual(mesh), PartitionSpec(*entries), x.shape, what="the array to split")
+    spec = check_spec(
+        _not_manual(mesh), PartitionSpec(*entries), x.shape, what="the array to split"
+    )
     if (size := math.prod(mesh.shape[a] for a in axes)) != parts:
         raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {size} devices.")
     return constrain(x, spec)
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Lay the whole array on every device: GShard's `replicate`. Inside a `shard_map`, over its automatic axes.
+    """Lay the whole array on every device: GShard's `replicate`. Inside a `shard_map`, over its
+    automatic axes.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
@@ -258,15 +298,20 @@ def replicate(x: jax.Array) -> jax.Array:
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes must not be in it."""
+    """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes
+    must not be in it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if not isinstance(x, Tracer) and (devices := _mesh_outside_traces()) is not None:  # wherever it is now
+    # Wherever it is now.
+    if not isinstance(x, Tracer) and (devices := _mesh_outside_traces()) is not None:
         whole = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
         return jax.device_put(x, NamedSharding(devices, PartitionSpec(*whole)))
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
     if mesh.auto_axes:
-        automatic = spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
+        automatic = (
+            spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
+        )
         x = lax.with_sharding_constraint(x, automatic)
     return x
 
@@ -274,7 +319,9 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 def _mesh_outside_traces() -> Mesh | None:
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # a function is being traced, in which an array may be concrete, a constant of it
+    except (
+        ValueError
+    ):  # a function is being traced, in which an array may be concrete, a constant of it
         return None
 
 
@@ -286,7 +333,10 @@ def say(remarks: tuple[str, ...]) -> None:
 
 def _constrained(spec: PartitionSpec) -> PartitionSpec:
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        raise ValueError(f"{spec} leaves a dim to the partitioner; on a mesh with explicit axes every dim is named.")
+        raise ValueError(
+            f"{spec} leaves a dim to the partitioner; on a mesh with explicit axes "
+            "every dim is named."
+        )
     return spec
 
 
@@ -295,8 +345,8 @@ def _required_scope(verb: str) -> Scope:
     if scope is None:
         raise ValueError(
             f"`{verb}` outside any rules: nothing says what the names mean. Trace the model under "
-            "`with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, or say that there is no sharding on "
-            "purpose: `with sl.unsharded():`."
+            "`with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, or say that there "
+            "is no sharding on purpose: `with sl.unsharded():`."
         )
     return scope
 
@@ -304,7 +354,9 @@ def _required_scope(verb: str) -> Scope:
 def _required_mesh(verb: str) -> AbstractMesh:
     mesh = current_mesh()
     if mesh.empty:
-        raise ValueError(f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`.")
+        raise ValueError(
+            f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`."
+        )
     return mesh
 
 
@@ -321,7 +373,8 @@ def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
         found = [tuple(usable)]
     if len(found) != 1:
         raise ValueError(
-            f"`split(..., parts={parts})`: {'several axes have' if found else 'no axis has'} {parts} devices on the mesh "
+            f"`split(..., parts={parts})`: {'several axes have' if found else 'no axis has'} "
+            f"{parts} devices on the mesh "
             + ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
             + ". Name the axes: `axis=...`."
         )

@@ -1,8 +1,9 @@
 """Checks of arguments, the same in every room.
 
-Each check gives the checked value back, or raises a `ValueError` that names the function, the argument and the value, and
-says what the argument takes: "`Loop(steps=0)` takes a whole number, at least 1." Those of arrays are in `_arrays`: this file
-imports the standard library alone, as pipelines' tables do.
+Each check gives the checked value back, or raises a `ValueError` that names the function, the
+argument and the value, and says what the argument takes: "`Loop(steps=0)` takes a whole number, at
+least 1." Those of arrays are in `_arrays`: this file imports the standard library alone, as
+pipelines' tables do.
 """
 
 import math
@@ -51,7 +52,8 @@ def whole(
     most: int = LARGEST,
     optional: bool = False,
 ) -> Any:
-    """A whole number within bounds, as an `int`; NumPy's are taken too. With `optional` None is taken as well.
+    """A whole number within bounds, as an `int`; NumPy's are taken too. With `optional` None is
+    taken as well.
 
     >>> whole("Loop", "steps", 3, least=1)
     3
@@ -106,7 +108,12 @@ def number(
         if within and not math.isnan(size):
             return value if isinstance(value, int | float) else size
     finite = not (infinite or most is not None or below is not None)
-    raise refusal(function, argument, value, takes + _bounds(least, above, most, below, finite) + _or_none(optional))
+    raise refusal(
+        function,
+        argument,
+        value,
+        takes + _bounds(least, above, most, below, finite) + _or_none(optional),
+    )
 
 
 def boolean(function: str, argument: str, value: Any) -> bool:
@@ -120,7 +127,9 @@ def boolean(function: str, argument: str, value: Any) -> bool:
     raise refusal(function, argument, value, "True or False")
 
 
-def text(function: str, argument: str, value: Any, takes: str = "text", *, optional: bool = False) -> Any:
+def text(
+    function: str, argument: str, value: Any, takes: str = "text", *, optional: bool = False
+) -> Any:
     """Text, which may be empty.
 
     >>> text("fit", "unit", "tokens")
@@ -131,7 +140,14 @@ def text(function: str, argument: str, value: Any, takes: str = "text", *, optio
     raise refusal(function, argument, value, takes + _or_none(optional))
 
 
-def texts(function: str, argument: str, value: Any, takes: str = "a tuple of text", *, optional: bool = False) -> Any:
+def texts(
+    function: str,
+    argument: str,
+    value: Any,
+    takes: str = "a tuple of text",
+    *,
+    optional: bool = False,
+) -> Any:
     """A tuple of texts.
 
     >>> texts("Zero", "axes", ("data",))
@@ -165,12 +181,15 @@ def pattern(function: str, argument: str, value: Any, *, optional: bool = False)
     if optional and value is None:
         return None
     if not isinstance(value, str):
-        raise refusal(function, argument, value, "a regular expression, as text" + _or_none(optional))
+        raise refusal(
+            function, argument, value, "a regular expression, as text" + _or_none(optional)
+        )
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"`{function}({argument}={shown(value)})`: `{shown(value)}` is no regular expression: {error}."
+            f"`{function}({argument}={shown(value)})`: `{shown(value)}` is no regular expression: "
+            f"{error}."
         ) from error
     return value
 
@@ -187,7 +206,9 @@ def patterns(function: str, argument: str, value: Any) -> tuple[str, ...]:
     return value
 
 
-def path(function: str, argument: str, value: Any, takes: str = "a path, as text or a `pathlib.Path`") -> Path:
+def path(
+    function: str, argument: str, value: Any, takes: str = "a path, as text or a `pathlib.Path`"
+) -> Path:
     """A path that a file system could have: not empty, and no longer than these are.
 
     >>> path("JsonLines", "path", "runs/metrics.jsonl").name
@@ -202,20 +223,26 @@ def path(function: str, argument: str, value: Any, takes: str = "a path, as text
     try:
         encoded = os.fsencode(written)
     except UnicodeEncodeError as error:
-        raise refusal(function, argument, value, f"{takes}, of letters that a file's name may have") from error
+        raise refusal(
+            function, argument, value, f"{takes}, of letters that a file's name may have"
+        ) from error
     if not written or "\0" in written:
-        raise refusal(function, argument, value, f"{takes}, which is not empty and has no zero bytes")
+        raise refusal(
+            function, argument, value, f"{takes}, which is not empty and has no zero bytes"
+        )
     longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH:
         raise refusal(
             function, argument, value,
-            f"{takes}, of at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes; this has {len(encoded):,}, and "
-            f"{longest:,}",
+            f"{takes}, of at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes; "
+            f"this has {len(encoded):,}, and {longest:,}",
         )  # fmt: skip
     return Path(written)
 
 
-def kind(function: str, argument: str, value: Any, kinds: Any, takes: str, *, optional: bool = False) -> Any:
+def kind(
+    function: str, argument: str, value: Any, kinds: Any, takes: str, *, optional: bool = False
+) -> Any:
     """A value of some class, or of a union of classes.
 
     >>> kind("fit", "loop", 3, int, "a number")
@@ -226,7 +253,9 @@ def kind(function: str, argument: str, value: Any, kinds: Any, takes: str, *, op
     raise refusal(function, argument, value, takes + _or_none(optional))
 
 
-def function(of: str, argument: str, value: Any, takes: str = "a function", *, optional: bool = False) -> Any:
+def function(
+    of: str, argument: str, value: Any, takes: str = "a function", *, optional: bool = False
+) -> Any:
     """What can be called and is no class.
 
     >>> function("train_step", "loss_fn", len) is len
@@ -238,7 +267,8 @@ def function(of: str, argument: str, value: Any, takes: str = "a function", *, o
 
 
 def called(of: str, argument: str, function: Any, *given: Any) -> Any:
-    """What a function of the user gives; or, if it does not take so many arguments, an error that says whose it is.
+    """What a function of the user gives; or, if it does not take so many arguments, an error that
+    says whose it is.
 
     >>> called("init", "make_model", dict)
     {}
@@ -246,10 +276,13 @@ def called(of: str, argument: str, function: Any, *given: Any) -> Any:
     try:
         return function(*given)
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within the function
+        # From within the function.
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         many = f"{len(given)} arguments" if given else "no arguments"
-        raise ValueError(f"`{of}({argument}=...)` is called with {many}, and does not take them: {error}.") from error
+        raise ValueError(
+            f"`{of}({argument}=...)` is called with {many}, and does not take them: {error}."
+        ) from error
 
 
 def assign(instance: Any, **checked: Any) -> None:
@@ -275,7 +308,12 @@ def _bounds(
     said = ["finite"] * finite
     said += [
         f"{word} {bound:,}"
-        for word, bound in (("at least", least), ("above", above), ("at most", most), ("below", below))
+        for word, bound in (
+            ("at least", least),
+            ("above", above),
+            ("at most", most),
+            ("below", below),
+        )
         if bound is not None
     ]
     return f", {' and '.join(said)}" if said else ""

@@ -10,20 +10,32 @@ from shardlib import _arguments as check
 
 
 def array(
-    function: str, argument: str, value: Any, takes: str = "an array of numbers", *, abstract: bool = False
+    function: str,
+    argument: str,
+    value: Any,
+    takes: str = "an array of numbers",
+    *,
+    abstract: bool = False,
 ) -> Any:
-    """An array that JAX could hold, or a tracer; with `abstract` a description of one, `jax.ShapeDtypeStruct`, as well.
+    """An array that JAX could hold, or a tracer; with `abstract` a description of one,
+    `jax.ShapeDtypeStruct`, as well.
 
     >>> array("shard", "x", np.zeros(3)).shape
     (3,)
     """
     described = isinstance(getattr(value, "shape", None), tuple) and not isinstance(value, type)
-    if described and holds(getattr(value, "dtype", None)) and (abstract or not isinstance(value, jax.ShapeDtypeStruct)):
+    if (
+        described
+        and holds(getattr(value, "dtype", None))
+        and (abstract or not isinstance(value, jax.ShapeDtypeStruct))
+    ):
         return value
     raise check.refusal(function, argument, value, takes)
 
 
-def as_array(function: str, argument: str, value: Any, takes: str = "an array of numbers") -> jax.Array:
+def as_array(
+    function: str, argument: str, value: Any, takes: str = "an array of numbers"
+) -> jax.Array:
     """An array of JAX, made of whatever `jnp.asarray` takes.
 
     >>> as_array("softmax", "x", [1.0, 2.0]).shape
@@ -51,7 +63,8 @@ def holds(dtype: Any) -> bool:
         return True
     if found.kind in "mM":  # times, which NumPy counts among the integers
         return False
-    largest = 16 if jnp.issubdtype(found, np.complexfloating) else 8  # NumPy's long doubles are larger
+    # NumPy's long doubles are larger.
+    largest = 16 if jnp.issubdtype(found, np.complexfloating) else 8
     return jnp.issubdtype(found, np.number) and found.itemsize <= largest
 
 
@@ -64,8 +77,11 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
 
 
-def real(function: str, argument: str, value: Any, takes: str = "a number, or an array of numbers") -> Any:
-    """A real number, or an array or tracer of real numbers; which may be nan, as what a program computes may be.
+def real(
+    function: str, argument: str, value: Any, takes: str = "a number, or an array of numbers"
+) -> Any:
+    """A real number, or an array or tracer of real numbers; which may be nan, as what a program
+    computes may be.
 
     >>> real("mean", "total", 3.0)
     3.0
@@ -73,13 +89,18 @@ def real(function: str, argument: str, value: Any, takes: str = "a number, or an
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     found = array(function, argument, value, takes)
-    if jnp.issubdtype(found.dtype, jax.dtypes.extended) or jnp.issubdtype(found.dtype, np.complexfloating):
+    if jnp.issubdtype(found.dtype, jax.dtypes.extended) or jnp.issubdtype(
+        found.dtype, np.complexfloating
+    ):
         raise check.refusal(function, argument, value, takes)
     return found
 
 
 def dtype(
-    function: str, argument: str, value: Any, takes: str = "a dtype, or its name, such as `bfloat16`"
+    function: str,
+    argument: str,
+    value: Any,
+    takes: str = "a dtype, or its name, such as `bfloat16`",
 ) -> np.dtype:
     """A dtype, or what JAX calls one: its name, `jnp.bfloat16`, `float`. None is not one.
 
@@ -90,7 +111,9 @@ def dtype(
     if isinstance(value, str | np.dtype | type) or scalar:
         try:
             found = jnp.dtype(value)
-        except Exception as error:  # NumPy takes some texts for lists of dtypes, and reads these as Python
+        except (
+            Exception
+        ) as error:  # NumPy takes some texts for lists of dtypes, and reads these as Python
             raise check.refusal(function, argument, value, takes) from error
         if found.fields is None and not found.hasobject:
             return found

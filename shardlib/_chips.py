@@ -1,8 +1,9 @@
 """Datasheets: what one device of a machine does in a second, holds, and sends.
 
-Figures are those of one JAX device, which on v3 is a core and on 7x a half of a chip, elsewhere a chip or a GPU; FLOP/s
-are dense. Where vendors say less than one needs (a link's share of a chip's bandwidth, the network between slices), the
-figures are those of "How to Scale Your Model" (jax-ml.github.io/scaling-book), marked `book`.
+Figures are those of one JAX device, which on v3 is a core and on 7x a half of a chip, elsewhere a
+chip or a GPU; FLOP/s are dense. Where vendors say less than one needs (a link's share of a chip's
+bandwidth, the network between slices), the figures are those of "How to Scale Your Model"
+(jax-ml.github.io/scaling-book), marked `book`.
 """
 
 import math
@@ -17,12 +18,15 @@ class Chip:
 
     name: str
     kind: str  # as JAX names the device
-    flops: dict[str, float]  # per second, by dtype; of "f32" what a product in JAX's default precision reaches
+    # Per second, by dtype; of "f32" what a product in JAX's default precision reaches.
+    flops: dict[str, float]
     hbm_bytes: float
     usable_bytes: float  # what a program may take of it
     hbm_bandwidth: float  # bytes per second
-    link_bandwidth: float  # bytes per second, one way: of one link of a TPU's torus, or all of a GPU's NVLink
-    slow_bandwidth: float  # bytes per second, one way: this device's share of the network between slices
+    # Bytes per second, one way: of one link of a TPU's torus, or all of a GPU's NVLink.
+    link_bandwidth: float
+    # Bytes per second, one way: this device's share of the network between slices.
+    slow_bandwidth: float
     devices: int = 1  # JAX devices of one chip
     torus: int = 0  # dims of the torus its links form; none where a switch joins all
     largest: int = 8  # chips of the largest slice
@@ -30,13 +34,23 @@ class Chip:
 
 
 def _gpu(
-    name: str, major: int, cores: int, fpus: int, clock: float, memory: int, bandwidth: int, cache: int, shared: int
+    name: str,
+    major: int,
+    cores: int,
+    fpus: int,
+    clock: float,
+    memory: int,
+    bandwidth: int,
+    cache: int,
+    shared: int,
 ) -> str:
-    # The fields of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb, which XLA reads off such a GPU.
+    # The fields of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb, which XLA reads off
+    # such a GPU.
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
+          shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
+          shared_memory_per_core: {shared}
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
           core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -50,9 +64,10 @@ def _gpu(
         """
 
 
-# TPUs: docs.cloud.google.com/tpu/docs/{v3,v4,v5e,v5p,v6e,tpu7x}, "System architecture", halved where two devices are a
-# chip. A float32 product runs in bfloat16 by default. `usable_bytes` is what the compiler of libtpu 0.0.42 allows: "exceeds
-# available HBM (15.75G)". Links and the slow network: book, "TPU specs"; where it has no figure, a comment.
+# TPUs: docs.cloud.google.com/tpu/docs/{v3,v4,v5e,v5p,v6e,tpu7x}, "System architecture", halved
+# where two devices are a chip. A float32 product runs in bfloat16 by default. `usable_bytes` is
+# what the compiler of libtpu 0.0.42 allows: "exceeds available HBM (15.75G)". Links and the slow
+# network: book, "TPU specs"; where it has no figure, a comment.
 TPUS = {
     "v3": Chip(
         "v3", "TPU v3", {"bf16": 61.5e12, "f32": 61.5e12}, 16 * GIB, 15.48 * GIB, 0.45e12,
@@ -61,64 +76,82 @@ TPUS = {
         devices=2, torus=2, largest=1024,
     ),
     "v4": Chip(
-        "v4", "TPU v4", {"bf16": 275e12, "f32": 275e12, "s8": 275e12}, 32 * GIB, 30.75 * GIB, 1.2e12,
+        "v4", "TPU v4", {"bf16": 275e12, "f32": 275e12, "s8": 275e12}, 32 * GIB, 30.75 * GIB,
+        1.2e12,
         link_bandwidth=45e9, slow_bandwidth=6.25e9, torus=3, largest=4096,
     ),
     "v5e": Chip(
-        "v5e", "TPU v5 lite", {"bf16": 197e12, "f32": 197e12, "s8": 393e12}, 16 * GIB, 15.75 * GIB, 0.819e12,
+        "v5e", "TPU v5 lite", {"bf16": 197e12, "f32": 197e12, "s8": 393e12}, 16 * GIB, 15.75 * GIB,
+        0.819e12,
         link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256,
     ),
     "v5p": Chip(
-        "v5p", "TPU v5", {"bf16": 459e12, "f32": 459e12, "s8": 918e12}, 96 * GIB, 95.74 * GIB, 2.765e12,
+        "v5p", "TPU v5", {"bf16": 459e12, "f32": 459e12, "s8": 918e12}, 96 * GIB, 95.74 * GIB,
+        2.765e12,
         link_bandwidth=90e9, slow_bandwidth=6.25e9, torus=3, largest=8960,
     ),
     "v6e": Chip(
-        "v6e", "TPU v6 lite", {"bf16": 918e12, "f32": 918e12, "s8": 1836e12}, 32 * GIB, 31.25 * GIB, 1.638e12,
+        "v6e", "TPU v6 lite", {"bf16": 918e12, "f32": 918e12, "s8": 1836e12}, 32 * GIB,
+        31.25 * GIB, 1.638e12,
         link_bandwidth=90e9, slow_bandwidth=12.5e9, torus=2, largest=256,
     ),
     "7x": Chip(
-        "7x", "TPU7x", {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12}, 96 * GIB, 94.75 * GIB, 3.69e12,
-        link_bandwidth=100e9 / 2,  # 1,200 GB/s both ways over six links of a chip, which two devices share
+        "7x", "TPU7x", {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12}, 96 * GIB, 94.75 * GIB,
+        3.69e12,
+        link_bandwidth=100e9 / 2,
+        # 1,200 GB/s both ways over six links of a chip, which two devices share
         slow_bandwidth=12.5e9 / 2,  # 100 Gb/s of a chip
         devices=2, torus=3, largest=9216,
     ),
 }  # fmt: skip
 
-# GPUs: NVIDIA's datasheets of A100 (80 GB SXM), H100 and H200 (SXM), and B200 (HGX), dense. A float32 product runs in TF32.
-# `hbm_bytes` is what the driver shows, as openxla/xla's specs have it; NVLink and the NIC of each GPU: book, "GPU specs"
-# (18 links of 25 GB/s on Hopper, of 50 GB/s on Blackwell; 400 Gb/s), and NVIDIA's DGX A100 (12 links of 25; 200 Gb/s).
-# JAX takes three quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+# GPUs: NVIDIA's datasheets of A100 (80 GB SXM), H100 and H200 (SXM), and B200 (HGX), dense. A
+# float32 product runs in TF32. `hbm_bytes` is what the driver shows, as openxla/xla's specs have
+# it; NVLink and the NIC of each GPU: book, "GPU specs" (18 links of 25 GB/s on Hopper, of 50 GB/s
+# on Blackwell; 400 Gb/s), and NVIDIA's DGX A100 (12 links of 25; 200 Gb/s). JAX takes three
+# quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
 GPUS = {
     "a100": Chip(
-        "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12}, 85100068864, 0.75 * 85100068864,
+        "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12},
+        85100068864, 0.75 * 85100068864,
         2.039e12, link_bandwidth=300e9, slow_bandwidth=25e9,
-        description=_gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 85100068864, 2039040000000, 41943040, 167936),
+        description=_gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 85100068864, 2039040000000,
+        41943040, 167936),
     ),
     "h100": Chip(
-        "h100", "NVIDIA H100 80GB HBM3", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12}, 84942979072,
+        "h100", "NVIDIA H100 80GB HBM3", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12,
+        "f8": 1979e12}, 84942979072,
         0.75 * 84942979072, 3.35e12, link_bandwidth=450e9, slow_bandwidth=50e9,
-        description=_gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 84942979072, 3352320000000, 52428800, 233472),
+        description=_gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 84942979072, 3352320000000,
+        52428800, 233472),
     ),
     "h200": Chip(
-        "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12}, 151397597184,
+        "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12},
+        151397597184,
         0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9,
-        description=_gpu("NVIDIA H200", 9, 132, 128, 1.98, 151397597184, 4800000000000, 52428800, 233472),
+        description=_gpu("NVIDIA H200", 9, 132, 128, 1.98, 151397597184, 4800000000000, 52428800,
+        233472),
     ),
     "b200": Chip(
-        "b200", "NVIDIA B200", {"bf16": 2250e12, "f32": 1125e12, "s8": 4500e12, "f8": 4500e12, "f4": 9000e12},
-        191514411008, 0.75 * 191514411008, 8.0e12, link_bandwidth=900e9, slow_bandwidth=50e9, largest=72,
-        description=_gpu("NVIDIA B200", 10, 148, 128, 1.965, 191514411008, 7672320000000, 132644864, 233472),
+        "b200", "NVIDIA B200", {"bf16": 2250e12, "f32": 1125e12, "s8": 4500e12, "f8": 4500e12,
+        "f4": 9000e12},
+        191514411008, 0.75 * 191514411008, 8.0e12, link_bandwidth=900e9, slow_bandwidth=50e9,
+        largest=72,
+        description=_gpu("NVIDIA B200", 10, 148, 128, 1.965, 191514411008, 7672320000000,
+        132644864, 233472),
     ),
 }  # fmt: skip
 
-# A simulated device has no memory of its own and no network: what it is asked about is shapes and collectives.
+# A simulated device has no memory of its own and no network: what it is asked about is shapes and
+# collectives.
 CPU = Chip("cpu", "cpu", {}, math.inf, math.inf, math.nan, math.nan, math.nan, largest=4096)
 
 CHIPS = TPUS | GPUS | {"cpu": CPU}
 
 
 def chip_of(kind: str) -> Chip | None:
-    """The datasheet of a device, by what JAX calls its kind; None where there is none, or it is no accelerator.
+    """The datasheet of a device, by what JAX calls its kind; None where there is none, or it is no
+    accelerator.
 
     >>> chip_of("TPU v5 lite").name
     'v5e'

@@ -1,9 +1,10 @@
 """Names on parameters, and models as trees: the one file that takes Flax models apart.
 
-To the rest of the library a model is a hashable `definition`, which can put it together again, and three trees:
-`params`, which the optimizer moves; `streams`, the keys and counts of NNX's random streams; and `rest`, whatever else
-it carries, such as running statistics. Trees of NNX modules are nested dicts; any other model keeps its own structure,
-with `None` where a leaf belongs to another of the three.
+To the rest of the library a model is a hashable `definition`, which can put it together again, and
+three trees: `params`, which the optimizer moves; `streams`, the keys and counts of NNX's random
+streams; and `rest`, whatever else it carries, such as running statistics. Trees of NNX modules are
+nested dicts; any other model keeps its own structure, with `None` where a leaf belongs to another
+of the three.
 """
 
 import collections
@@ -28,48 +29,64 @@ from shardlib._tree import map_named, named_leaves, path_name
 
 Model = TypeVar("Model")
 Names = tuple[str | None, ...] | PartitionSpec | None
-"""The names of a parameter's dims; a `PartitionSpec` speaks of mesh axes directly; None is a parameter without names."""
+"""The names of a parameter's dims; a `PartitionSpec` speaks of mesh axes directly; None is a
+parameter without names.
+"""
 
 
 def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[..., Any]:
     """Name the dims of the parameter that an NNX initializer makes.
 
-    The names ride on the `nnx.Variable`, and `nnx.vmap` and `nnx.scan` with `transform_metadata` keep them in line
-    with stacked dims. (In Linen, Flax's own `nn.with_logical_partitioning` does this.) What is built by `sl.init` is born
-    sharded; what is built under `sl.use(rules, mesh)` is laid out by its names as it is made.
+    The names ride on the `nnx.Variable`, and `nnx.vmap` and `nnx.scan` with `transform_metadata`
+    keep them in line with stacked dims. (In Linen, Flax's own `nn.with_logical_partitioning` does
+    this.) What is built by `sl.init` is born sharded; what is built under `sl.use(rules, mesh)` is
+    laid out by its names as it is made.
 
     >>> kernel_init = logical(nnx.initializers.lecun_normal(), "embed", "mlp")
     >>> nnx.Linear(4, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)).kernel.out_sharding
     ('embed', 'mlp')
     """
-    check.function("logical", "initializer", initializer, "an initializer, a function of a key, a shape and a dtype")
+    check.function(
+        "logical",
+        "initializer",
+        initializer,
+        "an initializer, a function of a key, a shape and a dtype",
+    )
     if strange := [name for name in names if not (name is None or isinstance(name, str))]:
         raise ValueError(
-            f'`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got {check.shown(strange[0])}.'
+            '`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got '
+            f"{check.shown(strange[0])}."
         )
-    # Eager sharding demands rules and a mesh as soon as the variable exists: without them, names are for later.
+    # Eager sharding demands rules and a mesh as soon as the variable exists: without them, names
+    # are for later.
 
     @functools.wraps(initializer)
     def named(*args: Any, **kwargs: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         eager = laid_out_eagerly(not mesh.empty and not mesh.manual_axes)
-        return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=eager)(*args, **kwargs)
+        return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=eager)(
+            *args, **kwargs
+        )
 
     return named
 
 
 def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | PartitionSpec]) -> Model:
-    """Name the parameters of a model that cannot be edited, by patterns that match the whole of a parameter's path.
+    """Name the parameters of a model that cannot be edited, by patterns that match the whole of a
+    parameter's path.
 
-    NNX modules are changed in place and returned; any other tree is returned with its leaves boxed, as Linen's
-    `nn.with_logical_partitioning` would have. A pattern that matches nothing is an error, and so are two that name
-    one parameter differently.
+    NNX modules are changed in place and returned; any other tree is returned with its leaves boxed,
+    as Linen's `nn.with_logical_partitioning` would have. A pattern that matches nothing is an
+    error, and so are two that name one parameter differently.
 
-    >>> params = annotate({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}}, {"up/kernel": ("embed", "mlp")})
+    >>> params = annotate({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}},
+    ...     {"up/kernel": ("embed", "mlp")})
     >>> params["up"]["kernel"].names
     ('embed', 'mlp')
     """
-    check.kind("annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims")
+    check.kind(
+        "annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims"
+    )
     _refuse_modules_in_trees(model)
     nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
     leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
@@ -83,23 +100,31 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
         named = isinstance(value, tuple) and all(isinstance(name, str | None) for name in value)
         if not named and not isinstance(value, PartitionSpec):
             raise ValueError(
-                f"`annotate` names dims by a tuple of names or a `PartitionSpec`; `{pattern}` has {check.shown(value)}."
+                f"`annotate` names dims by a tuple of names or a `PartitionSpec`; `{pattern}` has "
+                f"{check.shown(value)}."
             )
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
         if not matched:
             raise ValueError(
-                f"`annotate`: the pattern `{pattern}` matches no parameter. The paths are: {', '.join(leaves)}."
+                f"`annotate`: the pattern `{pattern}` matches no parameter. The paths are: "
+                f"{', '.join(leaves)}."
             )
         for path in matched:
             if chosen.setdefault(path, value) != value:
-                raise ValueError(f"`{path}` is named {chosen[path]} by one pattern and {value} by `{pattern}`.")
+                raise ValueError(
+                    f"`{path}` is named {chosen[path]} by one pattern and {value} by `{pattern}`."
+                )
             check_arrays.array("annotate", path, _unbox(leaves[path]), abstract=True)
             _check_rank(path, value, jnp.shape(_unbox(leaves[path])))
     if nnx_variables is not None:
         for path, value in chosen.items():
             nnx_variables[path].set_metadata(out_sharding=value)
         return model
-    return map_named(lambda path, leaf: _box(leaf, chosen[path]) if path in chosen else leaf, model, is_leaf=_is_box)
+    return map_named(
+        lambda path, leaf: _box(leaf, chosen[path]) if path in chosen else leaf,
+        model,
+        is_leaf=_is_box,
+    )
 
 
 class ModelParts(NamedTuple):
@@ -113,7 +138,9 @@ class ModelParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Definition:
-    """How to put a model together: NNX's graph definition, or None for a tree; and what counts as a parameter."""
+    """How to put a model together: NNX's graph definition, or None for a tree; and what counts as a
+    parameter.
+    """
 
     graph: Any
     trainable: Any
@@ -122,7 +149,9 @@ class Definition:
         """The model with these values; a new object at every call."""
         if self.graph is not None:
             return nnx.merge(self.graph, params, streams, rest)
-        return jax.tree.map(lambda p, r: r if p is None else p, params, rest, is_leaf=lambda leaf: leaf is None)
+        return jax.tree.map(
+            lambda p, r: r if p is None else p, params, rest, is_leaf=lambda leaf: leaf is None
+        )
 
     def state_of(self, model: Any) -> tuple[Any, Any]:
         """The streams and the rest of a model that `merge` made, as they are now."""
@@ -133,8 +162,9 @@ class Definition:
 def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str, Names]]:
     """Take a model apart, and read the names of its leaves.
 
-    `trainable` says which leaves are parameters: for NNX a filter (`nnx.Param` by default), for a tree a predicate of
-    path and leaf. By default that is Linen's collection `params` where there is one, else every floating-point leaf.
+    `trainable` says which leaves are parameters: for NNX a filter (`nnx.Param` by default), for a
+    tree a predicate of path and leaf. By default that is Linen's collection `params` where there is
+    one, else every floating-point leaf.
     """
     if _is_nnx(model):
         graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
@@ -146,12 +176,19 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     found = named_leaves(model, is_leaf=_is_box)
     if strange := [path for path, leaf in found if not hasattr(_unbox(leaf), "dtype")]:
         raise ValueError(
-            f"`{strange[0] or 'the whole'}` of the model is no array. Close over constants and functions instead."
+            f"`{strange[0] or 'the whole'}` of the model is no array. Close over constants and "
+            "functions instead."
         )
     names = _complete_names_of_boxes(found)
     if len(names) < len(found):
-        twice = next(path for path, count in collections.Counter(path for path, _ in found).items() if count > 1)
-        raise ValueError(f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`.")
+        twice = next(
+            path
+            for path, count in collections.Counter(path for path, _ in found).items()
+            if count > 1
+        )
+        raise ValueError(
+            f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`."
+        )
     tree = jax.tree.map(_unbox, model, is_leaf=_is_box)
     takes = "a function of a path and a leaf that says whether it is a parameter"
     check.function("init", "trainable", trainable, takes, optional=True)
@@ -177,14 +214,18 @@ def _filter(trainable: Any) -> Any:
 
 @dataclass(frozen=True)
 class FlaxMetadata:
-    """What a variable of Flax may have beside the names of its dims: rules of its own, and a mesh."""
+    """What a variable of Flax may have beside the names of its dims: rules of its own, and a
+    mesh.
+    """
 
     rules: Pairs = ()
     mesh: Any = None
 
 
 def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
-    """The `sharding_rules` and meshes of variables, by path; variables without either are left out."""
+    """The `sharding_rules` and meshes of variables, by path; variables without either are left
+    out.
+    """
     found: dict[str, FlaxMetadata] = {}
     of_nnx = _is_nnx(model) or is_nnx_state(model)
     for path, leaf in _nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
@@ -199,7 +240,9 @@ def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
 
 
 def is_nnx_state(model: Any) -> bool:
-    """Whether something is what `nnx.split` and `nnx.state` make of a module: variables without the module."""
+    """Whether something is what `nnx.split` and `nnx.state` make of a module: variables without the
+    module.
+    """
     return isinstance(model, nnx.State)
 
 
@@ -213,29 +256,45 @@ def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]
 def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     """The same state with other values, by path."""
     flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, variable.replace(values["/".join(map(str, path))])) for path, variable in flat])
+    return nnx.from_flat_state(
+        [(path, variable.replace(values["/".join(map(str, path))])) for path, variable in flat]
+    )
 
 
 def complete_names(
-    make_model: Callable[[], Any], model: Any, names: dict[str, Names], shapes: Mapping[str, tuple[int, ...]]
+    make_model: Callable[[], Any],
+    model: Any,
+    names: dict[str, Names],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Names]:
-    """Complete the names of NNX variables that have fewer names than dims: to Flax, the dims that follow are whole.
+    """Complete the names of NNX variables that have fewer names than dims: to Flax, the dims that
+    follow are whole.
 
-    Left as they are, to be refused, are those that something has been stacked in front of since they were made, whose names
-    are all one dim off. That cannot be told from a variable; so the model is made once more, tracing how each comes about.
+    Left as they are, to be refused, are those that something has been stacked in front of since
+    they were made, whose names are all one dim off. That cannot be told from a variable; so the
+    model is made once more, tracing how each comes about.
     """
-    short = [path for path, of_dims in names.items() if path in shapes and _is_short(of_dims, shapes[path])]
+    short = [
+        path
+        for path, of_dims in names.items()
+        if path in shapes and _is_short(of_dims, shapes[path])
+    ]
     if not short or not _is_nnx(model):
         return names
-    names = {p: _padded(n, shapes[p]) if p in short and not any(n or ()) else n for p, n in names.items()}
+    names = {
+        p: _padded(n, shapes[p]) if p in short and not any(n or ()) else n for p, n in names.items()
+    }
     short = [path for path in short if _is_short(names[path], shapes[path])]
-    entries = _names_when_made(make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)})
+    entries = _names_when_made(
+        make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)}
+    )
     done = dict(names)
     for path in short:
         full = _padded(names[path], shapes[path])
         made = entries.get(path)
         if made is not None and all(
-            one is PartitionSpec.UNCONSTRAINED or one == n for one, n in zip(made, full, strict=True)
+            one is PartitionSpec.UNCONSTRAINED or one == n
+            for one, n in zip(made, full, strict=True)
         ):
             done[path] = full
     return done
@@ -244,16 +303,19 @@ def complete_names(
 def _names_when_made(
     make_model: Callable[[], Any], paths: list[str], names: Mapping[str, tuple[str | None, ...]]
 ) -> dict[str, list[Any]]:
-    """By path, the name that each dim of a variable had when it was made; a dim that it has got since has none.
+    """By path, the name that each dim of a variable had when it was made; a dim that it has got
+    since has none.
 
-    A variable that is laid out as it is made leaves a constraint in the trace, which keeps its names, and which `vmap` gives
-    one more dim as it does the variable.
+    A variable that is laid out as it is made leaves a constraint in the trace, which keeps its
+    names, and which `vmap` gives one more dim as it does the variable.
     """
     wanted = {name for path in paths for name in names[path] if name is not None}
     every = {name for of_dims in names.values() for name in of_dims if name is not None}
-    # Axes of size two, since JAX takes a constraint over an axis of size one for none. In place of a mesh only one of the same
-    # size may be put in force, and in place of no mesh any.
-    mesh = AbstractMesh((2,) * len(wanted), tuple(sorted(wanted)), axis_types=(AxisType.Auto,) * len(wanted))
+    # Axes of size two, since JAX takes a constraint over an axis of size one for none. In place of
+    # a mesh only one of the same size may be put in force, and in place of no mesh any.
+    mesh = AbstractMesh(
+        (2,) * len(wanted), tuple(sorted(wanted)), axis_types=(AxisType.Auto,) * len(wanted)
+    )
     none = AbstractMesh((), ())
     pairs = tuple((name, name if name in wanted else None) for name in sorted(every))
 
@@ -262,7 +324,11 @@ def _names_when_made(
         return [variables[path].get_value() for path in paths]
 
     try:
-        with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh), in_force(pairs, eager=True):
+        with (
+            jax.sharding.use_abstract_mesh(none),
+            jax.sharding.use_abstract_mesh(mesh),
+            in_force(pairs, eager=True),
+        ):
             jaxpr = jax.make_jaxpr(values)().jaxpr
     except (ValueError, KeyError):  # it cannot be laid out so, hence not told
         return {}
@@ -271,7 +337,9 @@ def _names_when_made(
 
 
 def _entries(jaxpr: Any, var: Any) -> list[Any] | None:
-    """The entries of the constraint that an array comes from, by whatever keeps its dims; None if it comes from none."""
+    """The entries of the constraint that an array comes from, by whatever keeps its dims; None if
+    it comes from none.
+    """
     equation = next((one for one in jaxpr.eqns if var in one.outvars), None)
     if equation is None:
         return None
@@ -292,7 +360,9 @@ def _entries(jaxpr: Any, var: Any) -> list[Any] | None:
 
 
 def building() -> Any:
-    """The context to build models in: what carries names is laid out later, and must not ask for a mesh while it is made."""
+    """The context to build models in: what carries names is laid out later, and must not ask for a
+    mesh while it is made.
+    """
     return in_force((), eager=False)
 
 
@@ -307,9 +377,9 @@ def _refuse_modules_in_trees(model: Any) -> None:
     found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, kinds))
     if inside := [(path, leaf) for path, leaf in found if isinstance(leaf, kinds)]:
         raise ValueError(
-            f"The model is a {type(model).__name__} that holds NNX's `{type(inside[0][1]).__name__}` at "
-            f"`{path_name(inside[0][0])}`. Make it a module, `nnx.Dict(...)` or `nnx.List(...)`, or it loses what Flax "
-            "knows of its variables."
+            f"The model is a {type(model).__name__} that holds NNX's "
+            f"`{type(inside[0][1]).__name__}` at `{path_name(inside[0][0])}`. Make it a module, "
+            "`nnx.Dict(...)` or `nnx.List(...)`, or it loses what Flax knows of its variables."
         )
 
 
@@ -323,9 +393,10 @@ def _check_static(graph: Any) -> None:
             if name == "_pytree__nodes" or _hashable(value):
                 continue
             raise ValueError(
-                f"The module's attribute `{name}` holds a {type(value).__name__}, which Flax keeps as part of the module's "
-                "definition and which has no hash. Keep an array in a variable, `nnx.Variable(...)`, or say that it is "
-                "one, `nnx.data(...)`; make a list a tuple or an `nnx.List`, a dict an `nnx.Dict`, a dataclass frozen."
+                f"The module's attribute `{name}` holds a {type(value).__name__}, which Flax keeps "
+                "as part of the module's definition and which has no hash. Keep an array in a "
+                "variable, `nnx.Variable(...)`, or say that it is one, `nnx.data(...)`; make a "
+                "list a tuple or an `nnx.List`, a dict an `nnx.Dict`, a dataclass frozen."
             ) from error
         raise
 
@@ -363,7 +434,9 @@ def _box(leaf: Any, names: Any) -> Any:
 
 
 def _metadata_of(variable: Any) -> Mapping[str, Any]:
-    """What Flax keeps beside the value of an NNX variable; or of a box in which Linen holds one, `nnx.bridge.ToLinen`."""
+    """What Flax keeps beside the value of an NNX variable; or of a box in which Linen holds one,
+    `nnx.bridge.ToLinen`.
+    """
     if isinstance(variable, nnx.Variable):
         return variable.get_metadata()
     return variable.metadata if hasattr(variable, "to_nnx_variable") else {}
@@ -386,7 +459,9 @@ def _names_of_variable(variable: Any) -> Names:
 
 
 def _hashable_pairs(pairs: Any) -> Pairs:
-    return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs or ())
+    return tuple(
+        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs or ()
+    )
 
 
 def _is_short(of_dims: Names, shape: tuple[int, ...]) -> bool:
@@ -401,9 +476,10 @@ def _padded(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
 def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
     """The names of Linen's boxes, made as many as dims: to Flax, the dims that follow are whole.
 
-    Flax's own transforms keep the names of its boxes in line with dims, or refuse. Two things do not, and what they leave short
-    is refused: `jax.vmap` around a whole `init`, by which all that lies beside a parameter gets the same first dim; and boxes
-    that hold an NNX variable, whose names Linen's transforms leave alone.
+    Flax's own transforms keep the names of its boxes in line with dims, or refuse. Two things do
+    not, and what they leave short is refused: `jax.vmap` around a whole `init`, by which all that
+    lies beside a parameter gets the same first dim; and boxes that hold an NNX variable, whose
+    names Linen's transforms leave alone.
     """
     shapes = {path: jnp.shape(_unbox(leaf)) for path, leaf in leaves}
     names: dict[str, Names] = {}
@@ -415,11 +491,15 @@ def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
 
 
 def _looks_stacked(path: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether all that lies beside a parameter, in the smallest part of the model with more than one, has its first dim."""
+    """Whether all that lies beside a parameter, in the smallest part of the model with more than
+    one, has its first dim.
+    """
     parts = path.split("/")
     for depth in range(len(parts) - 1, -1, -1):
         folder = "/".join([*parts[:depth], ""]) if depth else ""
-        beside = [shape for other, shape in shapes.items() if other.startswith(folder) and other != path]
+        beside = [
+            shape for other, shape in shapes.items() if other.startswith(folder) and other != path
+        ]
         if beside:
             return all(shape[:1] == shapes[path][:1] for shape in beside)
     return False
@@ -449,4 +529,7 @@ def _is_inexact(path: str, leaf: Any) -> bool:
 
 def _check_rank(path: str, names: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(names, PartitionSpec) and len(names) != len(shape):
-        raise ValueError(f"`{path}` of shape {shape} has {len(shape)} dims and was given {len(names)} names {names}.")
+        raise ValueError(
+            f"`{path}` of shape {shape} has {len(shape)} dims and was given "
+            f"{len(names)} names {names}."
+        )

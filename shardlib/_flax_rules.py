@@ -1,4 +1,6 @@
-"""Flax's own ambient settings, which its constraints and variables read: logical axis rules, and eager sharding."""
+"""Flax's own ambient settings, which its constraints and variables read: logical axis rules, and
+eager sharding.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ Pairs: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def pairs_of(rules: AxisRules | None) -> Pairs:
-    """The same rules in Flax's form. `None` as a last resort is left out: to Flax, what no rule fits is whole.
+    """The same rules in Flax's form. `None` as a last resort is left out: to Flax, what no rule
+    fits is whole.
 
     >>> pairs_of(AxisRules(batch=("data", "fsdp"), heads=["model", None], embed=None))
     (('batch', ('data', 'fsdp')), ('heads', 'model'), ('embed', None))
@@ -33,7 +36,9 @@ def pairs_in_force() -> Pairs:
 
 @contextlib.contextmanager
 def in_force(pairs: Pairs, *, eager: bool | None = None) -> Iterator[None]:
-    """Put rules in force for Flax; with `eager`, say whether NNX variables are laid out as soon as they are made."""
+    """Put rules in force for Flax; with `eager`, say whether NNX variables are laid out as soon as
+    they are made.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(linen.logical_axis_rules(pairs))
         if eager is not None:

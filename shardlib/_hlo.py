@@ -1,4 +1,6 @@
-"""A compiled program, read from its text: what calls what, how often, and which line of Python it came from."""
+"""A compiled program, read from its text: what calls what, how often, and which line of Python it
+came from.
+"""
 
 import itertools
 import math
@@ -38,8 +40,16 @@ class Scope:
     outer: "Scope | None" = None
 
     def follow(self, name: str) -> Instruction:
-        """The instruction that makes the value called `name`, past everything that only moves it."""
-        while (made := self.instructions[name]).opcode in ("copy", "copy-start", "copy-done", "bitcast", "convert"):
+        """The instruction that makes the value called `name`, past everything that only moves
+        it.
+        """
+        while (made := self.instructions[name]).opcode in (
+            "copy",
+            "copy-start",
+            "copy-done",
+            "bitcast",
+            "convert",
+        ):
             name = made.operands[0]
         return made
 
@@ -49,7 +59,10 @@ class Scope:
     def carried(self, name: str) -> int | None:
         """Which element of a loop's state the value called `name` is, if it is one."""
         made = self.follow(name)
-        if made.opcode == "get-tuple-element" and self.follow(made.operands[0]).opcode == "parameter":
+        if (
+            made.opcode == "get-tuple-element"
+            and self.follow(made.operands[0]).opcode == "parameter"
+        ):
             return int(made.get(r"index=(\d+)"))
         return None
 
@@ -87,8 +100,12 @@ class Program:
                 current = self.computations[match[2]] = {}
                 self.entry = match[2] if match[1] else self.entry
 
-    def walk(self, scope: Scope | None = None, run: Run = Run()) -> Iterator[tuple[Scope, Instruction, Run]]:
-        """Every instruction in the order of the program, once for each place that its computation is called from."""
+    def walk(
+        self, scope: Scope | None = None, run: Run = Run()
+    ) -> Iterator[tuple[Scope, Instruction, Run]]:
+        """Every instruction in the order of the program, once for each place that its computation
+        is called from.
+        """
         scope = scope or Scope(self.entry, self.computations[self.entry])
         for made in scope.instructions.values():
             yield scope, made, run
@@ -96,14 +113,20 @@ class Program:
             match made.opcode:
                 case "while":
                     count = self.trip_count(scope, made)
-                    inner = replace(run, known=False) if count is None else replace(run, times=run.times * count)
+                    inner = (
+                        replace(run, known=False)
+                        if count is None
+                        else replace(run, times=run.times * count)
+                    )
                 case "conditional":
                     inner = replace(run, conditional=True)
             for name in self.calls(scope, made):
                 yield from self.walk(self.called(scope, made, name), inner)
 
     def calls(self, scope: Scope, made: Instruction) -> list[str]:
-        """The computations that an instruction runs, by name or by the attribute that has the name."""
+        """The computations that an instruction runs, by name or by the attribute that has the
+        name.
+        """
         match made.opcode.removesuffix("-start"):
             case "while":
                 return ["body"]
@@ -116,33 +139,53 @@ class Program:
 
     def multiplies(self, scope: Scope, made: Instruction) -> bool:
         """Whether an instruction, or anything that it runs, is a product of matrices."""
-        if made.opcode in ("dot", "convolution") or made.get(r'custom_call_target="(__cu(?:blas|dnn))'):
+        if made.opcode in ("dot", "convolution") or made.get(
+            r'custom_call_target="(__cu(?:blas|dnn))'
+        ):
             return True
         inside = (self.called(scope, made, name) for name in self.calls(scope, made))
-        return any(self.multiplies(inner, one) for inner in inside for one in inner.instructions.values())
+        return any(
+            self.multiplies(inner, one) for inner in inside for one in inner.instructions.values()
+        )
 
     def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> tuple[str, str]:
         """Name stack and source line of an instruction.
 
-        It may have left them to its `-done`, to the fusion it is in, to what is inside it, to what it is made from, or to
-        what reads it.
+        It may have left them to its `-done`, to the fusion it is in, to what is inside it, to what
+        it is made from, or to what reads it.
         """
         users = scope.instructions.values() if made.opcode.endswith("-start") else ()
-        done = (user for user in users if user.opcode.endswith("-done") and made.name in user.operands)
-        around = [scope.caller] if scope.caller and scope.caller.opcode not in ("while", "conditional") else []
+        done = (
+            user for user in users if user.opcode.endswith("-done") and made.name in user.operands
+        )
+        around = (
+            [scope.caller]
+            if scope.caller and scope.caller.opcode not in ("while", "conditional")
+            else []
+        )
         for origin in itertools.chain([made], done, around):
             if name := origin.get(r'\bop_name="([^"]*)"'):
                 return name, self.sources.get(origin.get(r"\bstack_frame_id=(\d+)"), "")
         if made.opcode == "parameter" or depth > 4:
             return "", ""
         inside = ()
-        if made.opcode == "fusion" and (called := made.get(r"\bcalls=%?([\w.-]+)")) in self.computations:
+        if (
+            made.opcode == "fusion"
+            and (called := made.get(r"\bcalls=%?([\w.-]+)")) in self.computations
+        ):
             inner = self.called(scope, made, called)
             inside = ((inner, one) for one in sorted(inner.instructions.values(), key=_says_little))
-        operands = ((scope, scope.instructions[name]) for name in made.operands if name in scope.instructions)
-        found = (self.origin(where, one, depth + 1) for where, one in itertools.chain(inside, operands))
+        operands = (
+            (scope, scope.instructions[name])
+            for name in made.operands
+            if name in scope.instructions
+        )
+        found = (
+            self.origin(where, one, depth + 1) for where, one in itertools.chain(inside, operands)
+        )
         return next(
-            (origin for origin in found if origin[0]), ("", "") if depth else self._origin_of_readers(scope, made)
+            (origin for origin in found if origin[0]),
+            ("", "") if depth else self._origin_of_readers(scope, made),
         )
 
     def _origin_of_readers(self, scope: Scope, made: Instruction) -> tuple[str, str]:
@@ -150,12 +193,17 @@ class Program:
         if scope.caller is not None and scope.outer is not None and scope.caller.opcode == "fusion":
             scope, made = scope.outer, scope.caller
         readers = (one for one in scope.instructions.values() if made.name in one.operands)
-        return next((origin for one in readers if (origin := self.origin(scope, one, 4))[0]), ("", ""))
+        return next(
+            (origin for one in readers if (origin := self.origin(scope, one, 4))[0]), ("", "")
+        )
 
     def branches(self, scope: Scope, conditional: Instruction) -> list[str]:
         """The computations of a conditional, of which the k-th takes the operand after the k-th."""
         listed = re.findall(r"[\w.-]+", conditional.get(r"branch_computations=\{([^}]*)\}"))
-        return listed or [self.called(scope, conditional, f"{which}_computation").name for which in ("true", "false")]
+        return listed or [
+            self.called(scope, conditional, f"{which}_computation").name
+            for which in ("true", "false")
+        ]
 
     def called(self, scope: Scope, caller: Instruction, name: str) -> Scope:
         """A computation by its name or by the attribute of the caller that has the name."""
@@ -163,18 +211,23 @@ class Program:
         return Scope(name, self.computations[name], caller, scope)
 
     def trip_count(self, scope: Scope, loop: Instruction) -> int | None:
-        """How often a loop runs: as the compiler says, or from `for (i = start; i < limit; i += step)`."""
+        """How often a loop runs: as the compiler says, or from
+        `for (i = start; i < limit; i += step)`.
+        """
         if said := loop.get(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(said)
         body, condition = self.called(scope, loop, "body"), self.called(scope, loop, "condition")
         test, state = condition.root(), body.root()
         if test.opcode != "compare" or state.opcode != "tuple":
             return None
-        index, limit = condition.carried(test.operands[0]), self.constant(condition, test.operands[1])
+        index = condition.carried(test.operands[0])
+        limit = self.constant(condition, test.operands[1])
         if index is None or limit is None:
             return None
         update = body.follow(state.operands[index])
-        steps = [self.constant(body, name) for name in update.operands if body.carried(name) != index]
+        steps = [
+            self.constant(body, name) for name in update.operands if body.carried(name) != index
+        ]
         start = self.initial(scope, loop, index)
         if update.opcode != "add" or len(steps) != 1 or not (step := steps[0]) or start is None:
             return None
@@ -204,12 +257,15 @@ class Program:
 
 
 def _take_parts(instructions: dict[str, Instruction], whole: str, indices: list[str]) -> None:
-    """Spell out `%whole#1`, as some dumps write a part of a tuple that no instruction of its own takes."""
+    """Spell out `%whole#1`, as some dumps write a part of a tuple that no instruction of its own
+    takes.
+    """
     for index in indices:
         name = f"{whole}#{index}"
         result = _elements(instructions[whole].result)[int(index)] if whole in instructions else ""
         instructions.setdefault(
-            name, Instruction(name, result, "get-tuple-element", f"%{whole}", f", index={index}", False)
+            name,
+            Instruction(name, result, "get-tuple-element", f"%{whole}", f", index={index}", False),
         )
         whole = name
 
@@ -243,11 +299,18 @@ def stack_lines(text: str) -> dict[str, str]:
 
     files = dict(table("FileNames", '"(.*)"'))
     locations = table("FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
-    places = {key: (files[file], f"{files[file]}:{line}") for key, file, line in locations if file in files}
+    places = {
+        key: (files[file], f"{files[file]}:{line}")
+        for key, file, line in locations
+        if file in files
+    }
     frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    # Some versions number parents from one more than frames: the outermost, which has none, then names itself.
+    # Some versions number parents from one more than frames: the outermost, which has none, then
+    # names itself.
     shift = int(any(key == parent for key, _, parent in frames))
-    parents = {key: (places.get(place), str(int(parent or 0) - shift)) for key, place, parent in frames}
+    parents = {
+        key: (places.get(place), str(int(parent or 0) - shift)) for key, place, parent in frames
+    }
 
     def stack(key: str) -> Iterator[tuple[str, str]]:
         while key in parents:
@@ -259,12 +322,15 @@ def stack_lines(text: str) -> dict[str, str]:
 
 
 def _line_of_user(stack: list[tuple[str, str]]) -> str:
-    """The innermost line that is the user's own; of what the step does of itself, the line of the step.
+    """The innermost line that is the user's own; of what the step does of itself, the line of the
+    step.
 
     Around the step stands whoever called it, who has no part in what it does.
     """
     inside = list(itertools.takewhile(lambda place: Path(place[0]) != _STEP, stack))
-    not_ours = [(Path(file).parts, line) for file, line in inside if _HERE not in Path(file).parents]
+    not_ours = [
+        (Path(file).parts, line) for file, line in inside if _HERE not in Path(file).parents
+    ]
     users = [line for parts, line in not_ours if "site-packages" not in parts]
     return [*users, *(line for _, line in [*not_ours, *inside, *stack]), ""][0]
 

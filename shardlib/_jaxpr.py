@@ -14,7 +14,9 @@ CALLS = (*JITS, *REMATS)
 
 
 class Stretch(NamedTuple):
-    """Some equations of a jaxpr as a function. JAX's own evaluation keeps the lines that equations came from."""
+    """Some equations of a jaxpr as a function. JAX's own evaluation keeps the lines that equations
+    came from.
+    """
 
     jaxpr: Jaxpr
     equations: list[Any]
@@ -24,15 +26,22 @@ class Stretch(NamedTuple):
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         effects = frozenset().union(*(equation.effects for equation in self.equations))
         jaxpr = self.jaxpr.replace(
-            constvars=[], invars=self.needed, outvars=self.made, eqns=self.equations, effects=effects
+            constvars=[],
+            invars=self.needed,
+            outvars=self.made,
+            eqns=self.equations,
+            effects=effects,
         )
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
 def evaluate(closed: ClosedJaxpr, out: Any, args: Any) -> Any:
-    """What a traced function gives for a tree of arguments, in the structure of `out`, a tree of its results' shapes."""
+    """What a traced function gives for a tree of arguments, in the structure of `out`, a tree of
+    its results' shapes.
+    """
     results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-    # Constants of a traced function come out as numpy's arrays: back to JAX's own, as the function itself gives them.
+    # Constants of a traced function come out as numpy's arrays: back to JAX's own, as the function
+    # itself gives them.
     results = [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in results]
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -66,22 +75,34 @@ def made_of(jaxpr: Jaxpr, wanted: Sequence[Any], values: dict[Any, Any]) -> list
     equations = behind(jaxpr, wanted, values)
     needed = inputs_of(equations)
     made = list(dict.fromkeys(var for var in variables(wanted) if var not in values))
-    found = dict(zip(made, Stretch(jaxpr, equations, needed, made)([values[var] for var in needed]), strict=True))
+    found = dict(
+        zip(
+            made,
+            Stretch(jaxpr, equations, needed, made)([values[var] for var in needed]),
+            strict=True,
+        )
+    )
     return [
-        atom.val if isinstance(atom, Literal) else values[atom] if atom in values else found[atom] for atom in wanted
+        atom.val if isinstance(atom, Literal) else values[atom] if atom in values else found[atom]
+        for atom in wanted
     ]
 
 
 def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
-    """The same with calls taken apart, and calls in these, where `whether(equation)`; lines stay as they are."""
+    """The same with calls taken apart, and calls in these, where `whether(equation)`; lines stay as
+    they are.
+    """
 
     def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         plain: list[Any] = []
-        read = {var for equation in jaxpr.eqns for var in variables(equation.invars)} | set(variables(jaxpr.outvars))
+        read = {var for equation in jaxpr.eqns for var in variables(equation.invars)} | set(
+            variables(jaxpr.outvars)
+        )
 
         def catch_up() -> None:
-            needed, made = inputs_of(plain), [v for equation in plain for v in equation.outvars if v in read]
+            needed = inputs_of(plain)
+            made = [v for equation in plain for v in equation.outvars if v in read]
             results = Stretch(jaxpr, list(plain), needed, made)([values[var] for var in needed])
             values.update(zip(made, results, strict=True))
             plain.clear()
@@ -90,8 +111,13 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
             if equation.primitive.name in CALLS and whether(equation):
                 catch_up()
                 inner = equation.params["jaxpr"]
-                given = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
-                inner, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
+                given = [
+                    atom.val if isinstance(atom, Literal) else values[atom]
+                    for atom in equation.invars
+                ]
+                inner, constants = (
+                    (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
+                )
                 if not any(
                     map(line_of, inner.eqns)
                 ):  # what was traced before, for another call, has no line of this one
@@ -127,14 +153,16 @@ def relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
             if deep and isinstance(value, Jaxpr)
         }
         return equation.replace(
-            source_info=equation.source_info.replace(traceback=traceback), params={**equation.params, **inner}
+            source_info=equation.source_info.replace(traceback=traceback),
+            params={**equation.params, **inner},
         )
 
     return jaxpr.replace(eqns=[moved(equation) for equation in jaxpr.eqns])
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` has, its first inputs; versions of JAX keep count differently.
+    """How many constants and how many carries a `scan` has, its first inputs; versions of JAX keep
+    count differently.
 
     Only what is scanned, or stacked, has another rank outside than inside.
     """
@@ -148,7 +176,9 @@ def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def line_of(equation: Any) -> str:
-    """The innermost line of an equation that is neither ours nor of something installed; or nothing."""
+    """The innermost line of an equation that is neither ours nor of something installed; or
+    nothing.
+    """
     installed = (
         Path(__file__).parent,
         Path(sysconfig.get_paths()["purelib"]),

@@ -1,4 +1,6 @@
-"""A list of layers that are alike, as one that loops: what compiles once, and what a pipeline can cut."""
+"""A list of layers that are alike, as one that loops: what compiles once, and what a pipeline can
+cut.
+"""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -15,14 +17,17 @@ from shardlib._rules import LAYERS
 
 
 class Layers(nnx.Module):
-    """NNX modules that are alike, called one after the other: their variables are stacked along a first dim named `layers`.
+    """NNX modules that are alike, called one after the other: their variables are stacked along a
+    first dim named `layers`.
 
-    `layers(x, *same)` hands `x`, any tree, from layer to layer, and gives each of them `same` too. It is one loop, so that
-    it compiles in the time of one layer, ZeRO gathers a layer at a time, a pipeline cuts it, and `Strategy(remat="full")`
-    keeps the inputs of layers alone. Parameters keep the names they have. `name` is that of the new dim.
+    `layers(x, *same)` hands `x`, any tree, from layer to layer, and gives each of them `same` too.
+    It is one loop, so that it compiles in the time of one layer, ZeRO gathers a layer at a time, a
+    pipeline cuts it, and `Strategy(remat="full")` keeps the inputs of layers alone. Parameters keep
+    the names they have. `name` is that of the new dim.
 
     >>> blocks = Layers([nnx.Linear(4, 4, rngs=nnx.Rngs(number)) for number in range(3)])
-    >>> blocks(jnp.ones((2, 4))).shape, blocks.stacked.kernel.shape, blocks.stacked.kernel.out_sharding
+    >>> blocks(jnp.ones((2,
+    ...     4))).shape, blocks.stacked.kernel.shape, blocks.stacked.kernel.out_sharding
     ((2, 4), (3, 4, 4), ('layers', None, None))
     """
 
@@ -33,8 +38,9 @@ class Layers(nnx.Module):
         if not layers or not all(isinstance(layer, nnx.Module) for layer in layers):
             kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
             raise ValueError(
-                f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are stacked by "
-                "`jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and looped over by `jax.lax.scan`."
+                f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are "
+                "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
+                "looped over by `jax.lax.scan`."
             )
         graph, first = nnx.split(layers[0])
         states = [first]
@@ -44,14 +50,19 @@ class Layers(nnx.Module):
             states.append(state)
         _check_apart(states)
         self.count = len(layers)
-        self.stacked = nnx.merge(graph, jax.tree.map(functools.partial(_stacked, name), *states, is_leaf=_is_variable))
+        self.stacked = nnx.merge(
+            graph, jax.tree.map(functools.partial(_stacked, name), *states, is_leaf=_is_variable)
+        )
 
     def __len__(self) -> int:
         return self.count
 
     def __call__(self, x: Any, *same: Any) -> Any:
         # What changes nothing in itself may be closed over by `jax.jit`, and is said to.
-        changes = any(not isinstance(variable, nnx.Param) for _, variable in nnx.to_flat_state(nnx.state(self.stacked)))
+        changes = any(
+            not isinstance(variable, nnx.Param)
+            for _, variable in nnx.to_flat_state(nnx.state(self.stacked))
+        )
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=changes)
         block = remat(lambda layer, x, *same: layer(x, *same), checkpoint=checkpoint)
         axes = {"in_axes": (0, nnx.Carry, *[None] * len(same)), "out_axes": nnx.Carry}
@@ -68,8 +79,9 @@ def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
     names = variables[0].get_metadata().get("out_sharding")
     if isinstance(names, PartitionSpec):
         raise ValueError(
-            f"`Layers`: a variable of shape {values[0].shape} is laid out by {names}, which speaks of mesh axes, so that the "
-            f"new dim cannot have the name `{name}`. Name its dims instead: `sl.logical(initializer, ...)`."
+            f"`Layers`: a variable of shape {values[0].shape} is laid out by {names}, which speaks "
+            f"of mesh axes, so that the new dim cannot have the name `{name}`. Name its dims "
+            "instead: `sl.logical(initializer, ...)`."
         )
     stacked = variables[0].replace(jnp.stack(values))
     stacked.set_metadata(out_sharding=(name, *(names or [None] * values[0].ndim)))
@@ -78,18 +90,21 @@ def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
 
 def _check_alike(number: int, first: Any, state: Any, same: bool) -> None:
     """Refuse a layer that is not like the first."""
-    shapes, others = ({path: _shape(variable) for path, variable in nnx.to_flat_state(s)} for s in (first, state))
+    shapes, others = (
+        {path: _shape(variable) for path, variable in nnx.to_flat_state(s)} for s in (first, state)
+    )
     for path in dict.fromkeys([*shapes, *others]):
         if shapes.get(path) != others.get(path):
             raise ValueError(
-                f"`Layers`: `{'/'.join(map(str, path))}` is {shapes.get(path, 'missing')} in layer 0 and "
-                f"{others.get(path, 'missing')} in layer {number}. Layers of one loop are alike; where kinds take turns, make a "
-                "module of one of each, and a list of these."
+                f"`Layers`: `{'/'.join(map(str, path))}` is {shapes.get(path, 'missing')} in layer "
+                f"0 and {others.get(path, 'missing')} in layer {number}. Layers of one loop are "
+                "alike; where kinds take turns, make a module of one of each, and a list of these."
             )
     if not same:
         raise ValueError(
-            f"`Layers`: layer {number} is of another kind than layer 0, or has other settings; a loop calls one function. Where "
-            "kinds take turns, make a module of one of each, and a list of these; what is a number, keep in a variable."
+            f"`Layers`: layer {number} is of another kind than layer 0, or has other settings; a "
+            "loop calls one function. Where kinds take turns, make a module of one of each, and a "
+            "list of these; what is a number, keep in a variable."
         )
 
 
@@ -106,7 +121,7 @@ def _check_apart(states: Sequence[Any]) -> None:
             key, name = id(variable.get_value()), "/".join(map(str, path))
             if isinstance(variable, nnx.Param) and key in seen and seen[key][0] != number:
                 raise ValueError(
-                    f"`Layers`: layers {seen[key][0]} and {number} share `{name}`. Stacked, each would have its own: give what "
-                    "they share to each call, `layers(x, shared)`."
+                    f"`Layers`: layers {seen[key][0]} and {number} share `{name}`. Stacked, each "
+                    "would have its own: give what they share to each call, `layers(x, shared)`."
                 )
             seen[key] = number, name

@@ -1,8 +1,9 @@
 """A file that says who is at work in a place, on one machine or over a shared file system.
 
-Whoever holds a lock beats: the time of its file changes every few seconds. A lock that does not beat was left by a process
-that died, and may be taken away. A process that was stopped for long looks dead too, and goes on later; so a holder asks
-`Claim.check` before it writes, and is told when its lock was taken away.
+Whoever holds a lock beats: the time of its file changes every few seconds. A lock that does not
+beat was left by a process that died, and may be taken away. A process that was stopped for long
+looks dead too, and goes on later; so a holder asks `Claim.check` before it writes, and is told when
+its lock was taken away.
 """
 
 import contextlib
@@ -40,11 +41,15 @@ class Claim:
 
     @property
     def seen_taken(self) -> bool:
-        """Whether the lock was seen to be taken away, when this process last beat: costs nothing to ask."""
+        """Whether the lock was seen to be taken away, when this process last beat: costs nothing to
+        ask.
+        """
         return self._taken.is_set()
 
     def check(self) -> None:
-        """Raise a `TakenError` unless the lock is still held: to be asked right before something is written."""
+        """Raise a `TakenError` unless the lock is still held: to be asked right before something is
+        written.
+        """
         found = self._read()
         if found == self.content:
             return
@@ -56,9 +61,10 @@ class Claim:
         else:
             whose = "it does not say what this process wrote there"
         raise TakenError(
-            f"{self.lock} is no longer held by this process: {whose}. A process that gives no sign of life for long, because "
-            "it was stopped, its machine was suspended or its file server did not answer, is taken for dead. This one ends "
-            "here and writes nothing more, since another may be at work in the same place."
+            f"{self.lock} is no longer held by this process: {whose}. A process that gives no sign "
+            "of life for long, because it was stopped, its machine was suspended or its file "
+            "server did not answer, is taken for dead. This one ends here and writes nothing more, "
+            "since another may be at work in the same place."
         )
 
     def _read(self) -> str | None:
@@ -119,13 +125,16 @@ class Other:
         """How the holder is, as far as can be seen.
 
         - gone: there is no lock.
-        - dead: its process has ended, or it has not beaten for `patience` seconds and may be anywhere.
-        - stalled: it has not beaten for so long, and its process is there all the same: stopped, most likely.
+        - dead: its process has ended, or it has not beaten for `patience` seconds and may be
+          anywhere.
+        - stalled: it has not beaten for so long, and its process is there all the same: stopped,
+          most likely.
         - alive: it was seen to beat.
         - unknown: none of this yet.
         """
         try:
-            content = self.lock.read_text(errors="replace")  # opening it makes a file server tell the time anew
+            # Opening it makes a file server tell the time anew.
+            content = self.lock.read_text(errors="replace")
         except FileNotFoundError:
             return "gone"
         except OSError:
@@ -137,13 +146,20 @@ class Other:
         holder = _holder(content)
         if holder:
             self.nonce, self.name = str(holder["nonce"]), _name(holder)
-        # Only time during which this process was awake counts: a suspended machine stops the holder as well.
+        # Only time during which this process was awake counts: a suspended machine stops the holder
+        # as well.
         now = time.monotonic()
         self._silent += min(now - self._looked, 5 * POLL_SECONDS)
         self._looked = now
-        # The clocks of two machines may differ by more than a beat, so what counts is that the time changes.
+        # The clocks of two machines may differ by more than a beat, so what counts is that the time
+        # changes.
         if beat != self._beat or content != self._content:
-            self._beat, self._content, self._silent, self._beats = beat, content, 0.0, self._beats + 1
+            self._beat, self._content, self._silent, self._beats = (
+                beat,
+                content,
+                0.0,
+                self._beats + 1,
+            )
         there = _is_there(holder)
         if there is False:
             return "dead"
@@ -152,15 +168,18 @@ class Other:
         return "alive" if self._beats > 0 else "unknown"
 
     def take_away(self) -> bool:
-        """Take the lock away, if it is the one last looked at and has not beaten since; whether it was."""
+        """Take the lock away, if it is the one last looked at and has not beaten since; whether it
+        was.
+        """
         return _take_away(self.lock, self._content, self._beat)
 
 
 def _take_away(lock: Path, content: str, beat: int | None) -> bool:
     """Take a lock away if it has this content and, where given, has not beaten since.
 
-    Between a look and a plain `unlink` another process may have done the same and made a lock of its own, which would be
-    taken away instead. A lock that was renamed can be looked at undisturbed, and put back.
+    Between a look and a plain `unlink` another process may have done the same and made a lock of
+    its own, which would be taken away instead. A lock that was renamed can be looked at
+    undisturbed, and put back.
     """
     aside = lock.with_name(f"{lock.name}.{uuid.uuid4().hex[:8]}")
 
@@ -217,13 +236,21 @@ def _name(holder: Mapping[str, Any]) -> str:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from every other: a number alone means little on another machine or in a container."""
+    """What tells this process from every other: a number alone means little on another machine or
+    in a container.
+    """
     return {**_machine(), "process": os.getpid(), "started": _started(os.getpid())}
 
 
 def _machine() -> dict[str, str]:
-    """Where numbers of processes mean the same: one boot of one kernel, and one namespace of its processes."""
-    return {"host": socket.gethostname(), "boot": _boot(), "namespace": f"{_namespace('pid')} {_namespace('time')}"}
+    """Where numbers of processes mean the same: one boot of one kernel, and one namespace of its
+    processes.
+    """
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "namespace": f"{_namespace('pid')} {_namespace('time')}",
+    }
 
 
 def _boot() -> str:
@@ -241,7 +268,9 @@ def _namespace(kind: str) -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process was started, in ticks since the machine was; None where that cannot be seen. Numbers are used again."""
+    """When a process was started, in ticks since the machine was; None where that cannot be seen.
+    Numbers are used again.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

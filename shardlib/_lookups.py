@@ -1,20 +1,23 @@
-"""Lookups by index that XLA's partitioner can split on a mesh with manual axes and several automatic ones.
+"""Lookups by index that XLA's partitioner can split on a mesh with manual axes and several
+automatic ones.
 
-XLA partitions a gather whose operand is split along the dims that the indices select from, or along its other dims. Inside
-a `shard_map` that leaves several axes automatic it cannot do both at once: it aborts the process
-(`partition_group_list.num_replica_groups()` in `spmd_partitioner_util.cc`). An embedding table whose `vocab` is split over
-`model` and whose `embed` is split over `fsdp` is such an operand, and so are logits that are split by example and by
-vocabulary.
+XLA partitions a gather whose operand is split along the dims that the indices select from, or along
+its other dims. Inside a `shard_map` that leaves several axes automatic it cannot do both at once:
+it aborts the process (`partition_group_list.num_replica_groups()` in `spmd_partitioner_util.cc`).
+An embedding table whose `vocab` is split over `model` and whose `embed` is split over `fsdp` is
+such an operand, and so are logits that are split by example and by vocabulary.
 
-It also aborts where the operand and the indices are split over the same axis. So in a step with such a mesh, the loss is
-traced and each lookup in it is given an operand that is split one way only:
+It also aborts where the operand and the indices are split over the same axis. So in a step with
+such a mesh, the loss is traced and each lookup in it is given an operand that is split one way
+only:
 
-- a parameter is gathered over the axes of the batch first, which fully sharded data parallelism does with a weight anyway.
-  Along the dim that is looked up it stays split over the others: each device looks up what it has, and the results are
-  added, as in Megatron's embedding;
-- one element of each row, as in a cross-entropy that takes the logit of the label, is selected by comparison instead,
-  which keeps the row split;
-- what else depends on the examples is made whole along the dims that are looked up, and any other table altogether.
+- a parameter is gathered over the axes of the batch first, which fully sharded data parallelism
+  does with a weight anyway. Along the dim that is looked up it stays split over the others: each
+  device looks up what it has, and the results are added, as in Megatron's embedding;
+- one element of each row, as in a cross-entropy that takes the logit of the label, is selected by
+  comparison instead, which keeps the row split;
+- what else depends on the examples is made whole along the dims that are looked up, and any other
+  table altogether.
 
 Scatters, sorts and `top_k` are treated alike, because they or their derivatives are lookups too.
 """
@@ -35,7 +38,13 @@ from shardlib._rules import as_tuple, spec_axes
 _FREE = PartitionSpec.UNCONSTRAINED
 
 # What gives an array of the same layout as its only operand.
-_SAME_LAYOUT = {"convert_element_type", "copy", "stop_gradient", "optimization_barrier", "reduce_precision"}
+_SAME_LAYOUT = {
+    "convert_element_type",
+    "copy",
+    "stop_gradient",
+    "optimization_barrier",
+    "reduce_precision",
+}
 
 
 class _Value(NamedTuple):
@@ -55,8 +64,11 @@ def needs_rewriting(mesh: AbstractMesh) -> bool:
     return manual and len(automatic) > 1
 
 
-def partitionable(function: Callable[..., Any], specs: Any, batch_axes: Iterable[str]) -> Callable[..., Any]:
-    """`function(params, *args)` with lookups that XLA's partitioner can split; the same values and derivatives.
+def partitionable(
+    function: Callable[..., Any], specs: Any, batch_axes: Iterable[str]
+) -> Callable[..., Any]:
+    """`function(params, *args)` with lookups that XLA's partitioner can split; the same values and
+    derivatives.
 
     Args:
         function: what is traced; all but its first argument may depend on the examples.
@@ -71,7 +83,10 @@ def partitionable(function: Callable[..., Any], specs: Any, batch_axes: Iterable
             return function(params, *args)
         traced, out = jax.make_jaxpr(function, return_shape=True)(params, *args)
         automatic = frozenset(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
-        known = [_Value(False, _kept(spec, automatic)) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
+        known = [
+            _Value(False, _kept(spec, automatic))
+            for spec in jax.tree.leaves(specs, is_leaf=_is_spec)
+        ]
         known += [_Value(True)] * len(jax.tree.leaves(args))
         jaxpr, _ = _Rewriting(batch_axes).jaxpr(traced.jaxpr, known)
         return evaluate(ClosedJaxpr(jaxpr, traced.consts), out, (params, args))
@@ -112,7 +127,9 @@ class _Rewriting:
             return _replaced(equation, lambda *operands: _scattered(equation, operands)), outputs
         if name in ("sort", "top_k"):
             dim = equation.params.get("dimension", -1)
-            return _replaced(equation, lambda *operands: _along_whole_dim(equation, operands, dim)), outputs
+            return _replaced(
+                equation, lambda *operands: _along_whole_dim(equation, operands, dim)
+            ), outputs
         if name == "shard_map":  # in which there are no lookups for the partitioner to split
             return [equation], outputs
         return self.call(equation, given, outputs)
@@ -124,8 +141,13 @@ class _Rewriting:
             dims = equation.params["dimension_numbers"].start_index_map
             axes = tuple(axis for dim in dims for axis in as_tuple(spec[dim]))
             if axes and _picks_whole_rows(equation):
-                return _replaced(equation, lambda x, i: _looked_up_in_parts(equation, _laid_out(x, spec), i, axes))
-            spec = PartitionSpec(*(None if dim in dims else entry for dim, entry in enumerate(spec)))
+                return _replaced(
+                    equation,
+                    lambda x, i: _looked_up_in_parts(equation, _laid_out(x, spec), i, axes),
+                )
+            spec = PartitionSpec(
+                *(None if dim in dims else entry for dim, entry in enumerate(spec))
+            )
             return _replaced(equation, lambda x, i: _gathered(equation, _laid_out(x, spec), i))
         if table.varies and _takes_one_of_each_row(equation):
             return _replaced(equation, lambda x, i: _selected(equation, x, i))
@@ -139,17 +161,21 @@ class _Rewriting:
         def entry(dim: int) -> Any:
             if dim in dims.operand_batching_dims:
                 return _FREE
-            # Where the indices do not depend on the examples, they are split over no axis that splits the operand.
+            # Where the indices do not depend on the examples, they are split over no axis that
+            # splits the operand.
             free = table.varies and not indices.varies and dim not in dims.start_index_map
             return _FREE if free else None
 
         return _spec(equation.invars[0], entry)
 
-    def call(self, equation: Any, given: list[_Value], outputs: list[_Value]) -> tuple[list[Any], list[_Value]]:
+    def call(
+        self, equation: Any, given: list[_Value], outputs: list[_Value]
+    ) -> tuple[list[Any], list[_Value]]:
         """An equation that holds functions, which are rewritten too."""
         name, parameters = equation.primitive.name, equation.params
         if name == "scan":
-            inner = [_Value(value.varies) for value in given]  # of what is scanned a layer, whose layout has a dim less
+            # Of what is scanned a layer, whose layout has a dim less.
+            inner = [_Value(value.varies) for value in given]
             constants, _ = scan_parts(equation)
             inner[:constants] = given[:constants]
             return self.loop(equation, "jaxpr", inner), outputs
@@ -158,7 +184,8 @@ class _Rewriting:
             if _is_jaxpr(value):
                 changed[key], outputs = self.held(value, given, outputs)
             elif isinstance(value, tuple) and value and all(map(_is_jaxpr, value)):
-                changed[key] = tuple(self.held(one, given[1:], outputs)[0] for one in value)  # the branches of a `cond`
+                # The branches of a `cond`.
+                changed[key] = tuple(self.held(one, given[1:], outputs)[0] for one in value)
         if not changed:
             return [equation], outputs
         return [equation.replace(params={**parameters, **changed})], outputs
@@ -166,11 +193,15 @@ class _Rewriting:
     def loop(self, equation: Any, key: str, inner: list[_Value]) -> list[Any]:
         # What is carried may vary with the examples from the second round on.
         varies = any(value.varies for value in inner)
-        inner = [value if value.spec is not None else _Value(varies or value.varies) for value in inner]
+        inner = [
+            value if value.spec is not None else _Value(varies or value.varies) for value in inner
+        ]
         body, _ = self.held(equation.params[key], inner, [])
         return [equation.replace(params={**equation.params, key: body})]
 
-    def held(self, function: Any, given: list[_Value], outputs: list[_Value]) -> tuple[Any, list[_Value]]:
+    def held(
+        self, function: Any, given: list[_Value], outputs: list[_Value]
+    ) -> tuple[Any, list[_Value]]:
         """A function that an equation holds, rewritten."""
         inner = function.jaxpr if isinstance(function, ClosedJaxpr) else function
         known = len(inner.invars) == len(given)
@@ -184,7 +215,9 @@ class _Rewriting:
 
 
 def _takes_one_of_each_row(equation: Any) -> bool:
-    """Whether a gather takes one element along one dim for each place along all others, as the logit of a label."""
+    """Whether a gather takes one element along one dim for each place along all others, as the
+    logit of a label.
+    """
     operand, indices = (atom.aval for atom in equation.invars)
     dims = equation.params["dimension_numbers"]
     rows = tuple(dim for dim in range(operand.ndim) if dim not in dims.start_index_map)
@@ -199,7 +232,9 @@ def _takes_one_of_each_row(equation: Any) -> bool:
 
 
 def _picks_whole_rows(equation: Any) -> bool:
-    """Whether each index of a gather says which number along one dim to take, of a table of numbers."""
+    """Whether each index of a gather says which number along one dim to take, of a table of
+    numbers.
+    """
     dims, table = equation.params["dimension_numbers"], equation.invars[0].aval
     return (
         len(dims.start_index_map) == 1
@@ -209,8 +244,12 @@ def _picks_whole_rows(equation: Any) -> bool:
     )
 
 
-def _looked_up_in_parts(equation: Any, table: jax.Array, indices: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A lookup in a table that is split along the dim of the indices: each device adds what it has of the rows."""
+def _looked_up_in_parts(
+    equation: Any, table: jax.Array, indices: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """A lookup in a table that is split along the dim of the indices: each device adds what it has
+    of the rows.
+    """
     dims, mode = equation.params["dimension_numbers"], equation.params["mode"]
     (dim,) = dims.start_index_map
     size, shape = table.shape[dim], equation.outvars[0].aval.shape
@@ -226,16 +265,23 @@ def _looked_up_in_parts(equation: Any, table: jax.Array, indices: jax.Array, axe
 
         def take(table: jax.Array, indices: jax.Array) -> jax.Array:
             sizes = tuple(equation.params["slice_sizes"])
-            return lax.gather(table, indices, dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+            return lax.gather(
+                table, indices, dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+            )
 
         found = wide(take, table)(table, jnp.clip(local, 0, rows - 1))
         found = jnp.where(here, found, jnp.zeros((), found.dtype))
-        # Summed in 32 bits: XLA's compiler for CPUs aborts on narrower sums where some axes are left automatic.
+        # Summed in 32 bits: XLA's compiler for CPUs aborts on narrower sums where some axes are
+        # left automatic.
         return lax.psum(found.astype(_of_32_bits(found.dtype)), axes).astype(found.dtype)
 
     spec = PartitionSpec(*(axes if d == dim else None for d in range(table.ndim)))
     found = jax.shard_map(
-        part, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes), check_vma=False
+        part,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=False,
     )(table, indices)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         inside = ((indices >= 0) & (indices < size)).reshape(in_place).reshape(broadcast)
@@ -255,7 +301,9 @@ def _gathered(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Arra
 
 
 def _selected(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    """What the gather takes, by comparing the index with the number of each element, which needs no lookup."""
+    """What the gather takes, by comparing the index with the number of each element, which needs no
+    lookup.
+    """
     (dim,) = equation.params["dimension_numbers"].start_index_map
     size, mode = operand.shape[dim], equation.params["mode"]
     index = indices.reshape([1 if d == dim else length for d, length in enumerate(operand.shape)])
@@ -263,7 +311,11 @@ def _selected(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Arra
         index = jnp.clip(index, 0, size - 1)
     numbers = lax.broadcasted_iota(index.dtype, operand.shape, dim)
     chosen = jnp.where(numbers == index, operand, jnp.zeros((), operand.dtype))
-    found = jnp.any(chosen, dim) if operand.dtype == jnp.bool_ else jnp.sum(chosen, dim, dtype=operand.dtype)
+    found = (
+        jnp.any(chosen, dim)
+        if operand.dtype == jnp.bool_
+        else jnp.sum(chosen, dim, dtype=operand.dtype)
+    )
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         inside = jnp.squeeze((index >= 0) & (index < size), dim)
         found = jnp.where(inside, found, _filling(equation.params["fill_value"], operand.dtype))
@@ -283,7 +335,9 @@ def _filling(value: Any, dtype: Any) -> Any:
 
 
 def _scattered(equation: Any, operands: Sequence[jax.Array]) -> jax.Array:
-    """The scatter into an array that is split along its rows at most; so is its gradient, which is looked up."""
+    """The scatter into an array that is split along its rows at most; so is its gradient, which is
+    looked up.
+    """
     rows = set(equation.params["dimension_numbers"].operand_batching_dims)
     spec = _spec(equation.invars[0], lambda dim: _FREE if dim in rows else None)
     (result,) = _bind(equation, [_laid_out(operands[0], spec), *operands[1:]])
@@ -308,7 +362,9 @@ def _replaced(equation: Any, function: Callable[..., Any]) -> list[Any]:
     def renamed(atoms: Sequence[Any]) -> list[Any]:
         return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
 
-    return [one.replace(invars=renamed(one.invars), outvars=renamed(one.outvars)) for one in jaxpr.eqns]
+    return [
+        one.replace(invars=renamed(one.invars), outvars=renamed(one.outvars)) for one in jaxpr.eqns
+    ]
 
 
 def _bind(equation: Any, operands: Sequence[Any]) -> list[Any]:

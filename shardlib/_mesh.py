@@ -1,8 +1,9 @@
 """Named meshes: which devices stand along which axis, and which axes cross the slow network.
 
-A machine has up to two networks. Inside a *slice* (a TPU torus, the GPUs of one NVLink domain) links are fast; between
-slices runs the data-centre network, an order of magnitude slower. A mesh is laid out well when only axes with little
-traffic cross the slow one, so that is the one thing about the hardware a user is asked to say: `dcn=`.
+A machine has up to two networks. Inside a *slice* (a TPU torus, the GPUs of one NVLink domain)
+links are fast; between slices runs the data-centre network, an order of magnitude slower. A mesh is
+laid out well when only axes with little traffic cross the slow one, so that is the one thing about
+the hardware a user is asked to say: `dcn=`.
 """
 
 import collections
@@ -37,21 +38,24 @@ def make_mesh(
     allow_split_physical_axes: bool = True,
     **axes: int,
 ) -> Mesh:
-    """A mesh of named axes, outermost first, with neighbours along the inner axes close to each other on the hardware.
+    """A mesh of named axes, outermost first, with neighbours along the inner axes close to each
+    other on the hardware.
 
-    Sizes are the total sizes of the axes, however many networks they cross. One of them may be -1: the devices that the
-    others leave. `devices` are `jax.devices()` unless given.
+    Sizes are the total sizes of the axes, however many networks they cross. One of them may be -1:
+    the devices that the others leave. `devices` are `jax.devices()` unless given.
 
     >>> format_mesh(make_mesh("data=2,model=4"))
     'data=2,model=4'
     >>> format_mesh(make_mesh(data=-1, model=2))
     'data=4,model=2'
 
-    On several slices, `dcn` says what crosses the network between them: `dcn="pod"` the whole axis `pod`,
-    `dcn="data=2"` a factor 2 of `data`, the outer one; the rest of `data` stays inside each slice. There is no default:
-    an axis on the wrong network costs most of a machine's speed, so on several slices a mesh without `dcn` is refused.
+    On several slices, `dcn` says what crosses the network between them: `dcn="pod"` the whole axis
+    `pod`, `dcn="data=2"` a factor 2 of `data`, the outer one; the rest of `data` stays inside each
+    slice. There is no default: an axis on the wrong network costs most of a machine's speed, so on
+    several slices a mesh without `dcn` is refused.
 
-    The devices of one CPU process take part as if consecutive blocks of them were slices, to try a layout on a laptop:
+    The devices of one CPU process take part as if consecutive blocks of them were slices, to try a
+    layout on a laptop:
 
     >>> mesh = make_mesh("data=4,model=2", dcn="data=2")
     >>> [[device.id for device in row] for row in mesh.devices]
@@ -60,14 +64,14 @@ def make_mesh(
     >>> [[device.id for device in row] for row in mesh.devices]
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-    `allow_split_physical_axes` lets two axes share one dimension of a TPU torus, each with a part of its links. Without
-    it, shapes that need that are refused.
+    `allow_split_physical_axes` lets two axes share one dimension of a TPU torus, each with a part
+    of its links. Without it, shapes that need that are refused.
     """
     named = parse_axes(shape)
     if twice := [name for name in axes if name in named]:
         raise ValueError(
-            f"`make_mesh` takes each axis once; `{twice[0]}` is both in the shape, `{_spell(named)}`, and a keyword. "
-            f"Remove one of the two."
+            f"`make_mesh` takes each axis once; `{twice[0]}` is both in the shape, "
+            f"`{_spell(named)}`, and a keyword. Remove one of the two."
         )
     check.kind("make_mesh", "axis_type", axis_type, AxisType, "a `jax.sharding.AxisType`")
     split = check.boolean("make_mesh", "allow_split_physical_axes", allow_split_physical_axes)
@@ -76,9 +80,10 @@ def make_mesh(
     crossing = _crossing(dcn, named, devices)
     try:
         laid_out = _lay_out(named, crossing, devices, split)
-    # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has not implemented the
-    # shapes that it refuses. Before 0.12 it also misreads the factors of sizes such as 14 when it splits a dimension,
-    # and fails on what follows. To a user each of these is a shape that does not go with these devices.
+    # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has
+    # not implemented the shapes that it refuses. Before 0.12 it also misreads the factors of sizes
+    # such as 14 when it splits a dimension, and fails on what follows. To a user each of these is a
+    # shape that does not go with these devices.
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
             f"`make_mesh` cannot lay `{_spell(named)}` out on {_count(devices)}: {_way_out(error)}"
@@ -88,7 +93,9 @@ def make_mesh(
 
 @dataclass(frozen=True)
 class PortableMesh:
-    """A mesh by the numbers of its devices, as it is written into a pickle: a device itself belongs to one process."""
+    """A mesh by the numbers of its devices, as it is written into a pickle: a device itself belongs
+    to one process.
+    """
 
     axes: tuple[str, ...]
     axis_types: tuple[AxisType, ...]
@@ -104,9 +111,9 @@ class PortableMesh:
         known = _devices_by_id(platform)
         if any(known.get(device.id) != device for device in devices):
             raise ValueError(
-                f"A strategy whose mesh is of {_count(devices)} that this process does not have cannot be pickled: no other "
-                "process could find them. Pickle one whose mesh is text, and give it the mesh there: "
-                "`dataclasses.replace(strategy, mesh=...)`."
+                f"A strategy whose mesh is of {_count(devices)} that this process does not have "
+                "cannot be pickled: no other process could find them. Pickle one whose mesh is "
+                "text, and give it the mesh there: `dataclasses.replace(strategy, mesh=...)`."
             )
         ids = tuple(device.id for device in devices)
         return cls(mesh.axis_names, mesh.axis_types, platform, ids, mesh.devices.shape)
@@ -116,9 +123,10 @@ class PortableMesh:
         known = _devices_by_id(self.platform)
         if lost := [number for number in self.ids if number not in known]:
             raise ValueError(
-                f"The mesh that was pickled, {dict(zip(self.axes, self.shape, strict=True))}, has the {self.platform} device "
-                f"{lost[0]}, and this process has {len(known)} {self.platform} devices. Pickle a strategy whose mesh is text "
-                'for another machine: `mesh="data=-1"`.'
+                f"The mesh that was pickled, {dict(zip(self.axes, self.shape, strict=True))}, has "
+                f"the {self.platform} device {lost[0]}, and this process has {len(known)} "
+                f"{self.platform} devices. Pickle a strategy whose mesh is text for another "
+                'machine: `mesh="data=-1"`.'
             )
         flat = np.empty(len(self.ids), dtype=object)
         flat[:] = [known[number] for number in self.ids]
@@ -134,13 +142,16 @@ def _devices_by_id(platform: str) -> dict[int, Any]:
 
 
 def simulate_devices(count: int = 8) -> None:
-    """Let JAX see `count` CPU devices and nothing else, to try any sharding on a laptop. Call it before JAX's first use.
+    """Let JAX see `count` CPU devices and nothing else, to try any sharding on a laptop. Call it
+    before JAX's first use.
 
     >>> simulate_devices(8)
     >>> len(jax.devices())
     8
     """
-    count = check.whole("simulate_devices", "count", count, "a number of devices", least=1, most=_MOST_SIMULATED)
+    count = check.whole(
+        "simulate_devices", "count", count, "a number of devices", least=1, most=_MOST_SIMULATED
+    )
     try:
         jax.config.update("jax_platforms", "cpu")
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -150,13 +161,14 @@ def simulate_devices(count: int = 8) -> None:
     found = jax.devices()
     if len(found) != count or found[0].platform != "cpu":
         raise ValueError(
-            f"`simulate_devices({count})` came too late, or `XLA_FLAGS` says otherwise: JAX sees {_count(found)}. Call it "
-            "before anything asks JAX for devices or arrays."
+            f"`simulate_devices({count})` came too late, or `XLA_FLAGS` says otherwise: JAX sees "
+            f"{_count(found)}. Call it before anything asks JAX for devices or arrays."
         )
 
 
 def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:
-    """The axes that a text or a mapping names, in their order. One size may be -1, to be filled in by `make_mesh`.
+    """The axes that a text or a mapping names, in their order. One size may be -1, to be filled in
+    by `make_mesh`.
 
     >>> parse_axes("data=-1, model=4")
     {'data': -1, 'model': 4}
@@ -182,22 +194,28 @@ def format_mesh(mesh: Mesh | AbstractMesh) -> str:
 
 
 def slow_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which the slice changes, read off the devices: collectives over them use the slow network.
+    """The axes along which the slice changes, read off the devices: collectives over them use the
+    slow network.
 
-    Where devices know no slices, their process stands in. The simulated devices of one process are a single slice.
+    Where devices know no slices, their process stands in. The simulated devices of one process are
+    a single slice.
 
     >>> slow_axes(make_mesh("pod=2,model=4", dcn="pod"))
     ()
     """
     slices = _slices(mesh)
-    return tuple(name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any())
+    return tuple(
+        name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any()
+    )
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """A picture of a mesh for the terminal: its axes, the networks they lie on, and where each device stands.
+    """A picture of a mesh for the terminal: its axes, the networks they lie on, and where each
+    device stands.
 
-    Up to 16 devices along one or two axes are drawn, with their ids; double lines are the slow network. Of others, the
-    table shows the first few along each axis. For TPUs it also says on which dimensions of the torus each axis lies.
+    Up to 16 devices along one or two axes are drawn, with their ids; double lines are the slow
+    network. Of others, the table shows the first few along each axis. For TPUs it also says on
+    which dimensions of the torus each axis lies.
 
     >>> print(describe_mesh(make_mesh("data=2,model=4")))
     data=2,model=4 on 8 cpu devices
@@ -220,8 +238,12 @@ def describe_mesh(mesh: Mesh) -> str:
         title += f" in {count} {_slices_called(devices.flat)}"
 
     columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
-    # One line through the mesh along each axis, from its first device, stands for all the lines parallel to it.
-    lines = [tuple(slice(None) if k == axis else 0 for k in range(devices.ndim)) for axis in range(devices.ndim)]
+    # One line through the mesh along each axis, from its first device, stands for all the lines
+    # parallel to it.
+    lines = [
+        tuple(slice(None) if k == axis else 0 for k in range(devices.ndim))
+        for axis in range(devices.ndim)
+    ]
     if count > 1:
         columns.append(["network", *(_networks(slices[line]) for line in lines)])
     if hasattr(devices.flat[0], "coords"):
@@ -232,7 +254,8 @@ def describe_mesh(mesh: Mesh) -> str:
         return f"{title}\n\n{_table(columns)}"
     names = ["", *(mesh.axis_names[axis] for axis in long)][-2:]
     grid = (-1, devices.shape[long[-1]])
-    return f"{title}\n\n{_table(columns)}\n\n{_picture(devices.reshape(grid), slices.reshape(grid), *names)}"
+    picture = _picture(devices.reshape(grid), slices.reshape(grid), *names)
+    return f"{title}\n\n{_table(columns)}\n\n{picture}"
 
 
 def _devices(devices: Any) -> list[Any]:
@@ -252,7 +275,9 @@ def _devices(devices: Any) -> list[Any]:
 def _pairs(argument: str, axes: Any) -> list[tuple[Any, Any]]:
     """Names and sizes of a mapping."""
     if not isinstance(axes, Mapping):
-        raise check.refusal("make_mesh", argument, axes, 'text such as `"data=2,model=4"`, or a mapping')
+        raise check.refusal(
+            "make_mesh", argument, axes, 'text such as `"data=2,model=4"`, or a mapping'
+        )
     return list(axes.items())
 
 
@@ -266,7 +291,9 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
                 f"got `{check.shown(part.strip())[1:-1]}` in `{check.shown(text)[1:-1]}`."
             )
         if len(match[2] or "") > _MOST_DIGITS:
-            raise ValueError(f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits.")
+            raise ValueError(
+                f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits."
+            )
         entries.append((match[1], None if match[2] is None else int(match[2])))
     return entries
 
@@ -275,7 +302,9 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
     axes: dict[str, int] = {}
     for name, size in entries:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}.")
+            raise ValueError(
+                f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}."
+            )
         if (
             isinstance(size, bool)
             or not isinstance(size, int | np.integer)
@@ -283,14 +312,19 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
             or not -1 <= size <= _MOST_ON_AXIS
         ):
             raise ValueError(
-                f"The size of the mesh axis `{name}` must be a whole number from 1 up to {_MOST_ON_AXIS:,}, or -1 for the "
-                f"devices that the other axes leave; got {check.shown(size)}."
+                f"The size of the mesh axis `{name}` must be a whole number from 1 up to "
+                f"{_MOST_ON_AXIS:,}, or -1 for the devices that the other axes leave; got "
+                f"{check.shown(size)}."
             )
         if name in axes:
-            raise ValueError(f"A mesh names each axis once; `{name}` is there twice. Rename or remove one.")
+            raise ValueError(
+                f"A mesh names each axis once; `{name}` is there twice. Rename or remove one."
+            )
         axes[name] = int(size)
     if list(axes.values()).count(-1) > 1:
-        raise ValueError(f"One axis of a mesh may be -1; got `{_spell(axes)}`. Give all but one their sizes.")
+        raise ValueError(
+            f"One axis of a mesh may be -1; got `{_spell(axes)}`. Give all but one their sizes."
+        )
     return axes
 
 
@@ -298,53 +332,65 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     count = len(devices)
     if not axes or not devices:
         missing = "axis" if devices else "device"
-        raise ValueError(f'`make_mesh` needs at least one {missing}, as in `make_mesh("data=-1")`; got none.')
+        raise ValueError(
+            f'`make_mesh` needs at least one {missing}, as in `make_mesh("data=-1")`; got none.'
+        )
     product = math.prod(size for size in axes.values() if size != -1)
     if -1 in axes.values():
         if count % product:
             raise ValueError(
-                f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take {product} devices at a "
-                f"time, which does not divide the {count} there are. Choose sizes whose product divides {count}."
+                f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take "
+                f"{product} devices at a time, which does not divide the {count} there are. Choose "
+                f"sizes whose product divides {count}."
             )
         return {name: count // product if size == -1 else size for name, size in axes.items()}
     if product < count:
         raise ValueError(
-            f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one axis -1 to use them "
-            f"all, or choose some: `sl.make_mesh(..., devices=jax.devices()[:{product}])`."
+            f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one "
+            "axis -1 to use them all, or choose some: `sl.make_mesh(..., "
+            f"devices=jax.devices()[:{product}])`."
         )
     if product > count:
         more = ""
         if devices[0].platform == "cpu":
             more = (
-                f", simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` before JAX starts, or take "
-                "those of a machine that is not there, to plan for it: `sl.Target(...).mesh(...)`"
+                f", simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` "
+                "before JAX starts, or take those of a machine that is not there, to plan for it: "
+                "`sl.Target(...).mesh(...)`"
             )
         raise ValueError(
-            f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there are {count}. "
-            f"Choose smaller sizes, make one axis -1{more}."
+            f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there "
+            f"are {count}. Choose smaller sizes, make one axis -1{more}."
         )
     return axes
 
 
-def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
-    """The factor of each axis that crosses the slow network, checked against the slices there are."""
+def _crossing(
+    dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[Any]
+) -> dict[str, int]:
+    """The factor of each axis that crosses the slow network, checked against the slices there
+    are.
+    """
     entries = _entries(dcn) if isinstance(dcn, str) else _pairs("dcn", dcn)
     if unknown := [name for name, _ in entries if name not in axes]:
         raise ValueError(
-            f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis `{check.shown(unknown[0])[1:-1]}`."
+            f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis "
+            f"`{check.shown(unknown[0])[1:-1]}`."
         )
     factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
     for name, factor in factors.items():
         if factor == -1 or axes[name] % factor:
             raise ValueError(
-                f"The `dcn` factor of an axis must divide its size; got `{name}={factor}` for `{name}={axes[name]}`."
+                f"The `dcn` factor of an axis must divide its size; got `{name}={factor}` for "
+                f"`{name}={axes[name]}`."
             )
     slices = collections.Counter(map(slice_index, devices))
     count, product, called = len(slices), math.prod(factors.values()), _slices_called(devices)
     if len(set(slices.values())) > 1:
         raise ValueError(
-            f"A mesh over several {called} takes equally many devices of each; `make_mesh(devices=...)` got "
-            f"{', '.join(map(str, slices.values()))}. Leave out whole {called}, or take the same number of each."
+            f"A mesh over several {called} takes equally many devices of each; "
+            f"`make_mesh(devices=...)` got {', '.join(map(str, slices.values()))}. Leave out whole "
+            f"{called}, or take the same number of each."
         )
     if product == count or (count == 1 and _is_simulated(devices)):
         return factors
@@ -353,17 +399,20 @@ def _crossing(dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[
         advice = f'Write `dcn="{_proposal(axes, count)}"`, or name the axes with the least traffic.'
     if not dcn:
         raise ValueError(
-            f"`make_mesh` must be told by `dcn` which axes cross the slow network: the devices are in "
-            f"{count} {called}, and `{_spell(axes)}` does not say which run between them. {advice}"
+            "`make_mesh` must be told by `dcn` which axes cross the slow network: the devices are "
+            f"in {count} {called}, and `{_spell(axes)}` does not say which run between them. "
+            f"{advice}"
         )
     raise ValueError(
-        f"The `dcn` factors must multiply to the number of {called}, {count}; got `{_spell(factors)}`, "
-        f"which is {product}. {advice}"
+        f"The `dcn` factors must multiply to the number of {called}, {count}; got "
+        f"`{_spell(factors)}`, which is {product}. {advice}"
     )
 
 
 def _proposal(axes: dict[str, int], slice_count: int) -> str:
-    """The outermost factors that make up the number of slices, which divides the product of the sizes."""
+    """The outermost factors that make up the number of slices, which divides the product of the
+    sizes.
+    """
     parts = []
     for name, size in axes.items():
         factor = math.gcd(size, slice_count)
@@ -373,7 +422,9 @@ def _proposal(axes: dict[str, int], slice_count: int) -> str:
     return ",".join(parts)
 
 
-def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any], split: bool) -> np.ndarray:
+def _lay_out(
+    axes: dict[str, int], crossing: dict[str, int], devices: list[Any], split: bool
+) -> np.ndarray:
     outer = [crossing.get(name, 1) for name in axes]
     inner = [size // factor for size, factor in zip(axes.values(), outer, strict=True)]
     if math.prod(outer) == 1:
@@ -387,16 +438,25 @@ def _lay_out(axes: dict[str, int], crossing: dict[str, int], devices: list[Any],
             == [device.process_index for device in devices],
             allow_split_physical_axes=split,
         )
-    # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner), (outer, inner), ...
+    # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner),
+    # (outer, inner), ...
     order = itertools.chain.from_iterable((k, k + len(axes)) for k in range(len(axes)))
-    return np.asarray(devices, dtype=object).reshape(outer + inner).transpose(*order).reshape(*axes.values())
+    return (
+        np.asarray(devices, dtype=object)
+        .reshape(outer + inner)
+        .transpose(*order)
+        .reshape(*axes.values())
+    )
 
 
 def slice_index(device: Any) -> int:
     """Which slice a device is in: what the fast network joins."""
-    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their processes share the torus.
-    # GPUs that are only compiled for are all of slice 0; those of one process are joined by NVLink.
-    if device.platform == "gpu" and type(getattr(device, "client", None)).__name__.startswith("CompileOnly"):
+    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their
+    # processes share the torus. GPUs that are only compiled for are all of slice 0; those of one
+    # process are joined by NVLink.
+    if device.platform == "gpu" and type(getattr(device, "client", None)).__name__.startswith(
+        "CompileOnly"
+    ):
         return device.process_index
     return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
 
@@ -416,15 +476,23 @@ def _is_simulated(devices: list[Any]) -> bool:
 
 def _way_out(error: Exception) -> str:
     if isinstance(error, NotImplementedError):
-        return "an axis would share a dimension of the torus with another. Pass `allow_split_physical_axes=True`."
+        return (
+            "an axis would share a dimension of the torus with another. Pass "
+            "`allow_split_physical_axes=True`."
+        )
     if "megacore" in str(error):
         return (
-            "JAX wants one device per chip here, and these are two. Use megacore; in `get_topology_desc` that is "
-            '`chip_config_name="megacore"`.'
+            "JAX wants one device per chip here, and these are two. Use megacore; in "
+            '`get_topology_desc` that is `chip_config_name="megacore"`.'
         )
     if isinstance(error, AssertionError):
-        return "they do not fill a box of the torus. Take whole slices, or all devices between two corners of a box."
-    return f"JAX finds no way to divide the torus ({error}). Choose sizes that divide its dimensions."
+        return (
+            "they do not fill a box of the torus. Take whole slices, or all devices between two "
+            "corners of a box."
+        )
+    return (
+        f"JAX finds no way to divide the torus ({error}). Choose sizes that divide its dimensions."
+    )
 
 
 def _spell(axes: Mapping[Any, int]) -> str:
@@ -439,13 +507,21 @@ def _count(devices: Iterable[Any]) -> str:
 def _networks(line: np.ndarray) -> str:
     slow = len(np.unique(line))
     fast = len(line) // slow
-    return ", ".join(f"{name} ×{size}" for name, size in (("slow", slow), ("fast", fast)) if size > 1) or "-"
+    return (
+        ", ".join(f"{name} ×{size}" for name, size in (("slow", slow), ("fast", fast)) if size > 1)
+        or "-"
+    )
 
 
 def _torus(line: np.ndarray) -> str:
     coordinates = np.array([(*device.coords, device.core_on_chip) for device in line])
     extents = [len(np.unique(column)) for column in coordinates.T]
-    return " ".join(f"{name}×{n}" for name, n in zip(("x", "y", "z", "core"), extents, strict=True) if n > 1) or "-"
+    return (
+        " ".join(
+            f"{name}×{n}" for name, n in zip(("x", "y", "z", "core"), extents, strict=True) if n > 1
+        )
+        or "-"
+    )
 
 
 def _first_few(line: np.ndarray) -> str:
@@ -465,13 +541,18 @@ def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) ->
     new_row = [False, *(slices[1:] != slices[:-1]).any(axis=1)]
     new_column = [False, *(slices[:, 1:] != slices[:, :-1]).any(axis=0)]
     rows = [
-        "".join(f"{' ║' if new else ''} {device.id:>{width}}" for device, new in zip(row, new_column, strict=True))
+        "".join(
+            f"{' ║' if new else ''} {device.id:>{width}}"
+            for device, new in zip(row, new_column, strict=True)
+        )
         + " "
         for row in devices
     ]
 
     def rule(left: str, fill: str, crossing: str, right: str) -> str:
-        return left + "".join(crossing if character == "║" else fill for character in rows[0]) + right
+        return (
+            left + "".join(crossing if character == "║" else fill for character in rows[0]) + right
+        )
 
     lines = [f" {across} →", rule("┌", "─", "╥", "┐")]
     for row, new in zip(rows, new_row, strict=True):

@@ -26,22 +26,34 @@ class Moved:
 
 # What moves nothing: values by another name, and parts of what another instruction makes.
 _STILL = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    ),
     *("opt-barrier", "add-dependency", "iota"),
 }
 _SLICES = ("slice", "dynamic-slice", "gather")
 
 
 def memory_traffic(compiled: Any) -> Moved:
-    """What a device reads and writes of its memory in a run of a compiled program, of `jitted.lower(...).compile()`.
+    """What a device reads and writes of its memory in a run of a compiled program, of
+    `jitted.lower(...).compile()`.
 
-    Each instruction reads its operands and writes its result, once, in the bytes of their shapes; those in a loop count as
-    often as it runs, and of branches the dearest. What a fusion only slices counts by its slices. What a TPU keeps in fast
-    memory between two instructions counts for nothing. A custom call counts as any instruction: a kernel that reads an operand
-    twice has to be looked at by itself.
+    Each instruction reads its operands and writes its result, once, in the bytes of their shapes;
+    those in a loop count as often as it runs, and of branches the dearest. What a fusion only
+    slices counts by its slices. What a TPU keeps in fast memory between two instructions counts for
+    nothing. A custom call counts as any instruction: a kernel that reads an operand twice has to be
+    looked at by itself.
 
     >>> import jax, jax.numpy as jnp
-    >>> print(memory_traffic(jax.jit(lambda x, y: x * y + 1).lower(*[jnp.ones((256, 1024))] * 2).compile()))
+    >>> print(memory_traffic(jax.jit(lambda x, y: x * y + 1).lower(*[jnp.ones((256,
+    ...     1024))] * 2).compile()))
     reads 2.0 MiB, writes 1.0 MiB
     """
     program = Program(text_of("memory_traffic", "compiled", compiled))
@@ -54,7 +66,10 @@ def _of(program: Program, scope: Scope) -> Moved:
         if made.opcode in _STILL:
             continue
         if made.opcode in ("while", "call", "conditional"):
-            inner = [_of(program, program.called(scope, made, name)) for name in program.calls(scope, made)]
+            inner = [
+                _of(program, program.called(scope, made, name))
+                for name in program.calls(scope, made)
+            ]
             times = (program.trip_count(scope, made) or 1) if made.opcode == "while" else 1
             dearest = max(inner, key=lambda one: one.total, default=Moved(0, 0))
             read, written = read + times * dearest.read, written + times * dearest.written
@@ -98,7 +113,11 @@ def _inside(program: Program, scope: Scope, made: Instruction) -> Scope | None:
 
 def _sliced(inner: Scope, k: int) -> int | None:
     """What a fusion reads of its k-th operand, if it only slices it or updates it in place."""
-    parameter = next(one for one in inner.instructions.values() if one.opcode == "parameter" and one.argument == str(k))
+    parameter = next(
+        one
+        for one in inner.instructions.values()
+        if one.opcode == "parameter" and one.argument == str(k)
+    )
     total = 0
     for reader in (one for one in inner.instructions.values() if parameter.name in one.operands):
         first = reader.operands[0] == parameter.name

@@ -1,14 +1,16 @@
-"""Weights in the form they are stored in, made whole where they are used, of which gradients come as they are added up.
+"""Weights in the form they are stored in, made whole where they are used, of which gradients come
+as they are added up.
 
-A function is traced with whole weights, as its author wrote it, and evaluated again with each weight in the form it is
-stored in. What is not stored whole is made so in a *region* (see `_region`), which is
+A function is traced with whole weights, as its author wrote it, and evaluated again with each
+weight in the form it is stored in. What is not stored whole is made so in a *region* (see
+`_region`), which is
 
 - the body of a `scan` over stacked weights: a layer, all its weights together;
 - a block that is marked, or whatever lies between the first and the last use of a group of weights;
 - any other single equation that uses a weight.
 
-What is stored whole *enters* where all that uses it is in sight: a layer's weights in the body of the `scan` or where
-the layer is picked by its number, others at the start.
+What is stored whole *enters* where all that uses it is in sight: a layer's weights in the body of
+the `scan` or where the layer is picked by its number, others at the start.
 """
 
 import functools
@@ -32,13 +34,15 @@ WHOLE = "whole"
 
 # Cheap: done again wherever the result is used, if all that goes in is weights.
 _CHEAP = {
-    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint", "slice", "squeeze",
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
+    "slice", "squeeze",
     "stop_gradient", "transpose",
 }  # fmt: skip
 
 
 def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args: Any) -> Any:
-    """`function(params, *args)`, where each parameter that has a `Weight` is whole only where it is used.
+    """`function(params, *args)`, where each parameter that has a `Weight` is whole only where it is
+    used.
 
     `weights` has a `Weight` or `WHOLE` for each parameter, `held` a `Held` or the parameter itself.
     """
@@ -80,10 +84,16 @@ def _roots(value: Any) -> Iterable[Root]:
 Entry = Any  # an array, a `Root` or a `_Derived`
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, whole: bool = True) -> list[Entry]:
-    """Evaluate a jaxpr some of whose inputs are weights; those among its outputs are made `whole`, or left."""
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, whole: bool = True
+) -> list[Entry]:
+    """Evaluate a jaxpr some of whose inputs are weights; those among its outputs are made `whole`,
+    or left.
+    """
     inputs = _entered(jaxpr, inputs)
-    values: dict[Any, Entry] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    values: dict[Any, Entry] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+    )
     last_use: dict[Any, int] = {}
     for position, equation in enumerate(jaxpr.eqns):
         last_use.update((var, position) for var in variables(equation.invars))
@@ -91,7 +101,12 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, w
     pending: list[Any] = []
 
     def evaluate(equations: list[Any], until: int, how: Callable[..., list[Entry]]) -> None:
-        made = [var for equation in equations for var in equation.outvars if last_use.get(var, -1) >= until]
+        made = [
+            var
+            for equation in equations
+            for var in equation.outvars
+            if last_use.get(var, -1) >= until
+        ]
         needed = inputs_of(equations)
         results = how(Stretch(jaxpr, equations, needed, made), [values[var] for var in needed])
         values.update(zip(made, results, strict=True))
@@ -105,7 +120,9 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, w
     position = 0
     while position < len(jaxpr.eqns):
         first, until = jaxpr.eqns[position], grouped.get(position, position + 1)
-        read = [atom.val if isinstance(atom, Literal) else values.get(atom) for atom in first.invars]
+        read = [
+            atom.val if isinstance(atom, Literal) else values.get(atom) for atom in first.invars
+        ]
         if until > position + 1:
             catch_up(position)
             evaluate(list(jaxpr.eqns[position:until]), until, _region)
@@ -123,7 +140,9 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, w
 
 
 def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
-    """Of the inputs of a jaxpr, let the weights enter that are stored whole and are not taken layer by layer."""
+    """Of the inputs of a jaxpr, let the weights enter that are stored whole and are not taken layer
+    by layer.
+    """
     entered: dict[Root, Any] = {}
 
     def enters(var: Any, value: Entry) -> bool:
@@ -141,7 +160,9 @@ def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
 
 
 def _is_layered(jaxpr: Jaxpr, var: Any, root: Root, picked: bool = True) -> bool:
-    """Whether all that becomes of a stack of weights is that one loop takes them one by one, or that numbers pick some."""
+    """Whether all that becomes of a stack of weights is that one loop takes them one by one, or
+    that numbers pick some.
+    """
     readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
     if root.taken >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
         return False
@@ -167,15 +188,23 @@ def _number_picked(jaxpr: Jaxpr, equation: Any, root: Root) -> int | None:
     if equation.primitive.name != "slice" or equation.outvars[0].aval.shape != shape:
         return None
     readers = [one for one in jaxpr.eqns if equation.outvars[0] in variables(one.invars)]
-    squeezed = len(readers) == 1 and readers[0].primitive.name == "squeeze" and readers[0].params["dimensions"] == (0,)
+    squeezed = (
+        len(readers) == 1
+        and readers[0].primitive.name == "squeeze"
+        and readers[0].params["dimensions"] == (0,)
+    )
     if not squeezed or equation.outvars[0] in variables(jaxpr.outvars):
         return None
     return equation.params["start_indices"][0]
 
 
 def _grouped(jaxpr: Jaxpr, values: dict[Any, Entry]) -> dict[int, int]:
-    """From the first use of each group of weights to behind its last, by position. What overlaps is one group."""
-    groups = {var: {root.weight.group for root in _roots(value)} - {None} for var, value in values.items()}
+    """From the first use of each group of weights to behind its last, by position. What overlaps is
+    one group.
+    """
+    groups = {
+        var: {root.weight.group for root in _roots(value)} - {None} for var, value in values.items()
+    }
     spans: dict[Hashable, tuple[int, int]] = {}
     for position, equation in enumerate(jaxpr.eqns):
         read = [groups.get(var, set()) for var in variables(equation.invars)]
@@ -203,7 +232,11 @@ def _derive(jaxpr: Jaxpr, equation: Any, read: list[Any]) -> Entry:
         and of.equation.outvars[0].aval.shape == (1, *root.weight.shape[root.taken + 1 :])
     ):
         layer = root.at(of.equation.params["start_indices"][0])  # one of a stack, by its number
-        return enter(layer, reader_of(jaxpr, equation.outvars[0])) if root.weight.whole is None else layer
+        return (
+            enter(layer, reader_of(jaxpr, equation.outvars[0]))
+            if root.weight.whole is None
+            else layer
+        )
     return _Derived(jaxpr, equation, tuple(read))
 
 
@@ -215,7 +248,12 @@ def _resolve(value: Entry, whole: dict[Root, Any]) -> Any:
     if isinstance(value, Root):
         return whole[value]
     if isinstance(value, _Derived):
-        make = Stretch(value.jaxpr, [value.equation], variables(value.equation.invars), list(value.equation.outvars))
+        make = Stretch(
+            value.jaxpr,
+            [value.equation],
+            variables(value.equation.invars),
+            list(value.equation.outvars),
+        )
         return make([_resolve(one, whole) for one in value.inputs])[0]
     return value
 
@@ -225,12 +263,17 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> 
     roots = list(dict.fromkeys(root for value in inputs for root in _roots(value)))
     entered = {root: enter(root, None) for root in roots if root.weight.whole is None}
     roots = [root for root in roots if root not in entered]
-    inputs = [_resolve(value, entered) if entered.keys() & set(_roots(value)) else value for value in inputs]
+    inputs = [
+        _resolve(value, entered) if entered.keys() & set(_roots(value)) else value
+        for value in inputs
+    ]
     plain = [value for value in inputs if not _is_weight(value)]
 
     def body(plain: list[Any], whole: dict[Root, Any]) -> list[Any]:
         rest = iter(plain)
-        return function([_resolve(value, whole) if _is_weight(value) else next(rest) for value in inputs])
+        return function(
+            [_resolve(value, whole) if _is_weight(value) else next(rest) for value in inputs]
+        )
 
     return use(body, plain, roots) if roots else function(inputs)
 
@@ -238,18 +281,24 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> 
 def _parts(stretch: Stretch, inputs: list[Entry]) -> tuple[Any, list[Entry]]:
     (equation,) = stretch.equations
     given = dict(zip(stretch.needed, inputs, strict=True))
-    return equation, [atom.val if isinstance(atom, Literal) else given[atom] for atom in equation.invars]
+    return equation, [
+        atom.val if isinstance(atom, Literal) else given[atom] for atom in equation.invars
+    ]
 
 
 def _picked(stretch: Stretch, outputs: Sequence[Any]) -> list[Any]:
     made = set(stretch.made)
-    return [out for var, out in zip(stretch.equations[0].outvars, outputs, strict=True) if var in made]
+    return [
+        out for var, out in zip(stretch.equations[0].outvars, outputs, strict=True) if var in made
+    ]
 
 
 def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     equation, entries = _parts(stretch, inputs)
     inner = equation.params["jaxpr"]
-    if equation.params["name"] == MARK and not has_layers(inner.jaxpr, list(map(_is_weight, entries))):
+    if equation.params["name"] == MARK and not has_layers(
+        inner.jaxpr, list(map(_is_weight, entries))
+    ):
         return _region(stretch, inputs)
     return _picked(stretch, _evaluate(inner.jaxpr, inner.consts, entries, whole=False))
 
@@ -263,19 +312,33 @@ def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
 
     def block(plain: list[Any], held: list[Any]) -> list[Any]:
         rest = iter(plain)
-        now = {root: replace(root, stored=stored, zero=zero) for root, (stored, zero) in zip(roots, held, strict=True)}
-        return _evaluate(inner, [], [_replaced(value, now) if _is_weight(value) else next(rest) for value in entries])
+        now = {
+            root: replace(root, stored=stored, zero=zero)
+            for root, (stored, zero) in zip(roots, held, strict=True)
+        }
+        return _evaluate(
+            inner,
+            [],
+            [_replaced(value, now) if _is_weight(value) else next(rest) for value in entries],
+        )
 
-    block = jax.checkpoint(block, policy=equation.params["policy"], prevent_cse=equation.params["prevent_cse"])
+    block = jax.checkpoint(
+        block, policy=equation.params["policy"], prevent_cse=equation.params["prevent_cse"]
+    )
     return _picked(
         stretch,
-        block([value for value in entries if not _is_weight(value)], [(root.stored, root.zero) for root in roots]),
+        block(
+            [value for value in entries if not _is_weight(value)],
+            [(root.stored, root.zero) for root in roots],
+        ),
     )
 
 
 def _replaced(value: Entry, now: dict[Root, Root]) -> Entry:
     if isinstance(value, _Derived):
-        return _Derived(value.jaxpr, value.equation, tuple(_replaced(one, now) for one in value.inputs))
+        return _Derived(
+            value.jaxpr, value.equation, tuple(_replaced(one, now) for one in value.inputs)
+        )
     return now.get(value, value) if isinstance(value, Root) else value
 
 
@@ -291,14 +354,21 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     for root in roots:
         if root.taken >= root.weight.stacked and root.weight.whole is not None:
             raise ValueError(
-                f"`{root.weight.path}` of shape {root.weight.shape} is scanned over its dim {root.taken}, along which it is "
-                "split among devices, so no device has a whole layer of any other's to gather. Name that dim "
-                '`"layers"`, as `transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is left whole.'
+                f"`{root.weight.path}` of shape {root.weight.shape} is scanned over its dim "
+                f"{root.taken}, along which it is split among devices, so no device has a whole "
+                "layer of any other's to gather. Name that dim "
+                '`"layers"`, as `transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is '
+                "left whole."
             )
     before = [_made_whole(value) for value in before]
-    scanned = [value if not _is_weight(value) or _stack(value) is not None else _made_whole(value) for value in scanned]
+    scanned = [
+        value if not _is_weight(value) or _stack(value) is not None else _made_whole(value)
+        for value in scanned
+    ]
 
-    def step(constants_now: list[Any], carry: list[Any], scanned_now: Any) -> tuple[list[Any], list[Any]]:
+    def step(
+        constants_now: list[Any], carry: list[Any], scanned_now: Any
+    ) -> tuple[list[Any], list[Any]]:
         number, plain, held = scanned_now
         rest = iter(plain)
         now = {
@@ -318,10 +388,14 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     def scan(before: list[Any], plain: list[Any], held: list[Any]) -> Any:
         constants_now, carry = before[:constants], before[constants:]
         numbers = jnp.arange(options["length"])
-        return lax.scan(functools.partial(step, constants_now), carry, (numbers, plain, held), **options)
+        return lax.scan(
+            functools.partial(step, constants_now), carry, (numbers, plain, held), **options
+        )
 
     plain = [value for value in scanned if not _is_weight(value)]
-    carry, stacked = because(equation, scan, before, plain, [root.scanned for root in roots], deep=False)
+    carry, stacked = because(
+        equation, scan, before, plain, [root.scanned for root in roots], deep=False
+    )
     return _picked(stretch, [*carry, *stacked])
 
 
@@ -354,6 +428,8 @@ def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
                 return True
         elif name in CALLS:
             inner = equation.params["jaxpr"]
-            if equation.params.get("name") == MARK or has_layers(getattr(inner, "jaxpr", inner), read):
+            if equation.params.get("name") == MARK or has_layers(
+                getattr(inner, "jaxpr", inner), read
+            ):
                 return True
     return False

@@ -1,7 +1,7 @@
 """Placements: pure functions from the path, shape and spec of a leaf to its spec. Chain them.
 
-A placement lays a leaf out and never changes its value. Names come first, and what shards further (ZeRO's stages, say)
-is one more link in the chain.
+A placement lays a leaf out and never changes its value. Names come first, and what shards further
+(ZeRO's stages, say) is one more link in the chain.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,10 +36,14 @@ def place(placement: Placement, tree: Any) -> Any:
     return map_named(lambda path, leaf: placement(path, leaf.shape, PartitionSpec()), tree)
 
 
-def by_names(names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str, int]) -> Placement:
-    """Lay out what has names by the rules; what carries a `PartitionSpec` by that; anything else as it was.
+def by_names(
+    names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str, int]
+) -> Placement:
+    """Lay out what has names by the rules; what carries a `PartitionSpec` by that; anything else as
+    it was.
 
-    >>> placement = by_names({"w": ("embed", "mlp")}, AxisRules(embed=None, mlp="model"), {"model": 4})
+    >>> placement = by_names({"w": ("embed", "mlp")}, AxisRules(embed=None, mlp="model"),
+    ...     {"model": 4})
     >>> placement("w", (8, 16), PartitionSpec())
     P(None, 'model')
     """
@@ -56,17 +60,25 @@ def by_names(names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str
     return placement
 
 
-def like_parameters(relations: Mapping[str, Relation], specs: Mapping[str, PartitionSpec]) -> Placement:
-    """Lay out optimizer state as the parameters are that it follows: each dim as the dim it follows, any other whole.
+def like_parameters(
+    relations: Mapping[str, Relation], specs: Mapping[str, PartitionSpec]
+) -> Placement:
+    """Lay out optimizer state as the parameters are that it follows: each dim as the dim it
+    follows, any other whole.
 
     >>> relation = Relation("part", "w", (1,))
-    >>> like_parameters({"v_col/w": relation}, {"w": PartitionSpec("data", "model")})("v_col/w", (8,), PartitionSpec())
+    >>> like_parameters({"v_col/w": relation}, {"w": PartitionSpec("data", "model")})("v_col/w",
+    ...     (8,), PartitionSpec())
     P('model',)
     """
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         relation = relations.get(path)
-        if relation is None or relation.parameter is None or not any(dim is not None for dim in relation.dims):
+        if (
+            relation is None
+            or relation.parameter is None
+            or not any(dim is not None for dim in relation.dims)
+        ):
             return spec
         theirs = specs[relation.parameter]
         if relation.kind == "same":

@@ -1,4 +1,6 @@
-"""Precision: in which dtypes a step computes, adds up and sends. What is stored keeps the dtype that it was made in."""
+"""Precision: in which dtypes a step computes, adds up and sends. What is stored keeps the dtype
+that it was made in.
+"""
 
 import re
 from collections.abc import Iterable
@@ -19,14 +21,17 @@ SUPPORTED = ("bfloat16", "float32", "float64")
 class Precision:
     """The dtypes of a step, each by its name.
 
-    - `compute`: what the model gets its parameters in; None is as they are stored. What is stored, and what the
-      optimizer moves, are the master weights.
-    - `keep`: patterns that match the whole of a parameter's path; these the model gets as they are stored.
-    - `accumulate`: in which gradients are added up over microbatches, or in a wider one that they have.
+    - `compute`: what the model gets its parameters in; None is as they are stored. What is stored,
+      and what the optimizer moves, are the master weights.
+    - `keep`: patterns that match the whole of a parameter's path; these the model gets as they are
+      stored.
+    - `accumulate`: in which gradients are added up over microbatches, or in a wider one that they
+      have.
     - `reduce`: in which they are added up over devices: what is on the wire.
 
-    The dtypes are bfloat16, float32 and, where `jax_enable_x64` is set, float64. Small gradients are zero in float16, so that
-    it needs a scaled loss, which a step does not have yet; float8 needs scales too.
+    The dtypes are bfloat16, float32 and, where `jax_enable_x64` is set, float64. Small gradients
+    are zero in float16, so that it needs a scaled loss, which a step does not have yet; float8
+    needs scales too.
 
     >>> Precision("bf16", keep=(".*norm.*", ".*router.*")).compute
     'bfloat16'
@@ -49,7 +54,11 @@ class Precision:
         """The dtype in which the model gets a parameter."""
         if self.compute is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        return dtype if any(re.fullmatch(pattern, path) for pattern in self.keep) else jnp.dtype(self.compute)
+        return (
+            dtype
+            if any(re.fullmatch(pattern, path) for pattern in self.keep)
+            else jnp.dtype(self.compute)
+        )
 
     def accumulated(self, dtype: Any) -> Any:
         """The dtype in which gradients of `dtype` are added up over microbatches."""
@@ -75,22 +84,29 @@ def _checked(field: str, value: Any) -> str:
     name = check_arrays.dtype("Precision", field, full, takes).name
     if name == "float16":
         raise ValueError(
-            f"`Precision({field}={check.shown(value)})`: in float16 gradients below 6e-8 are zero and sums beyond 65,504 "
-            "infinite. That takes a scaled loss, which a step does not have yet. Use `bf16`, which has the range of float32."
+            f"`Precision({field}={check.shown(value)})`: in float16 gradients below 6e-8 are zero "
+            "and sums beyond 65,504 infinite. That takes a scaled loss, which a step does not have "
+            "yet. Use `bf16`, which has the range of float32."
         )
     if name not in SUPPORTED:
-        few = "; dtypes of 8 bits and fewer take scales, which a step does not have" if name.startswith("float") else ""
+        few = (
+            "; dtypes of 8 bits and fewer take scales, which a step does not have"
+            if name.startswith("float")
+            else ""
+        )
         raise check.refusal("Precision", field, value, f"{takes}, of {', '.join(SUPPORTED)}{few}")
     if jax.dtypes.canonicalize_dtype(name) != name:
         raise ValueError(
-            f"`Precision({field}={check.shown(value)})`: JAX makes float32 of float64 unless it is told otherwise: "
-            '`jax.config.update("jax_enable_x64", True)` before its first use.'
+            f"`Precision({field}={check.shown(value)})`: JAX makes float32 of float64 unless it is "
+            'told otherwise: `jax.config.update("jax_enable_x64", True)` before its first use.'
         )
     return name
 
 
 def resolve_precision(value: Any) -> Precision:
-    """What `Strategy(precision=...)` says: a `Precision`, or the name of the dtype to compute in."""
+    """What `Strategy(precision=...)` says: a `Precision`, or the name of the dtype to compute
+    in.
+    """
     if isinstance(value, Precision):
         return value
     if isinstance(value, str):
@@ -100,7 +116,9 @@ def resolve_precision(value: Any) -> Precision:
             return Precision(value)
         except ValueError as error:
             raise ValueError(f"`Strategy(precision={check.shown(value)})`: {error}") from error
-    raise check.refusal("Strategy", "precision", value, 'a name, such as `"bf16"`, or a `sl.Precision`')
+    raise check.refusal(
+        "Strategy", "precision", value, 'a name, such as `"bf16"`, or a `sl.Precision`'
+    )
 
 
 def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> None:
@@ -109,7 +127,8 @@ def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> 
     for pattern in patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
             raise ValueError(
-                f"`{what}`: the pattern `{pattern}` matches no parameter. The paths are: {', '.join(paths)}."
+                f"`{what}`: the pattern `{pattern}` matches no parameter. The paths are: "
+                f"{', '.join(paths)}."
             )
 
 

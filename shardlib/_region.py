@@ -1,9 +1,10 @@
 """Weights, and the regions of a computation in which they are whole.
 
-A *region* makes weights whole, uses and drops them; its backward pass makes them whole again, and turns their gradients
-at once into the form in which gradients are added up. It keeps for its backward pass what JAX would, except weights and
-what is made of weights alone. A weight that is whole all the time needs no region: it *enters* a computation once, and
-its gradient leaves there, when all that uses it is done.
+A *region* makes weights whole, uses and drops them; its backward pass makes them whole again, and
+turns their gradients at once into the form in which gradients are added up. It keeps for its
+backward pass what JAX would, except weights and what is made of weights alone. A weight that is
+whole all the time needs no region: it *enters* a computation once, and its gradient leaves there,
+when all that uses it is done.
 """
 
 import functools
@@ -23,10 +24,10 @@ from shardlib._jaxpr import made_of, relocated, variables
 class Weight:
     """How a weight is made whole, and what becomes of its gradient.
 
-    `whole(stored, taken)` makes it; None if it is stored whole. `reduced(taken, gradient)` makes of its gradient what is
-    to be given for the zero that is held for it, or, if it `adds`, to be added to the sums that are; None is a frozen
-    weight. `taken` is how many leading dims loops have taken off, at most `stacked`. Weights of one `group` are made
-    whole together.
+    `whole(stored, taken)` makes it; None if it is stored whole. `reduced(taken, gradient)` makes of
+    its gradient what is to be given for the zero that is held for it, or, if it `adds`, to be added
+    to the sums that are; None is a frozen weight. `taken` is how many leading dims loops have taken
+    off, at most `stacked`. Weights of one `group` are made whole together.
     """
 
     path: str
@@ -42,8 +43,9 @@ class Weight:
 class Held(NamedTuple):
     """What stands for a weight.
 
-    What is stored of it, a zero to which the derivative is taken (of a frozen one, None), and a reference to the sums of
-    its gradients before this one. If the weight adds to them, the zero is a scalar, and its derivative is zero.
+    What is stored of it, a zero to which the derivative is taken (of a frozen one, None), and a
+    reference to the sums of its gradients before this one. If the weight adds to them, the zero is
+    a scalar, and its derivative is zero.
     """
 
     stored: Any
@@ -75,7 +77,9 @@ class Root:
 
     @property
     def target(self) -> Any:
-        """The zero to which the derivative is taken; what it comes to is added to the sums of what `adds`."""
+        """The zero to which the derivative is taken; what it comes to is added to the sums of what
+        `adds`.
+        """
         if not self.weight.adds:
             return self.zero
 
@@ -96,7 +100,9 @@ class Root:
         return target(self.zero, self.sums, self.where)
 
     def at(self, index: int) -> "Root":
-        return self.layer(self.stored[index], self.zero if self._scalar else self.zero[index], index)
+        return self.layer(
+            self.stored[index], self.zero if self._scalar else self.zero[index], index
+        )
 
     def layer(self, stored: Any, zero: Any, index: Any) -> "Root":
         return Root(self.weight, stored, zero, self.sums, (*self.where, index))
@@ -112,7 +118,9 @@ class Root:
 
 
 def enter(root: Root, reader: Any) -> jax.Array:
-    """A weight that is stored whole, whose gradient is reduced when all of it is there; `reader` is to blame for it."""
+    """A weight that is stored whole, whose gradient is reduced when all of it is there; `reader` is
+    to blame for it.
+    """
 
     @jax.custom_vjp
     def entered(stored: Any, zero: Any, sums: Any, where: Any) -> Any:
@@ -135,8 +143,12 @@ def enter(root: Root, reader: Any) -> jax.Array:
     return entered(root.stored, root.target, None if root.weight.adds else root.sums, root.where)
 
 
-def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any], roots: list[Root]) -> list[Any]:
-    """`body(plain, weights)`, which keeps for its backward pass neither weights nor what is made of them alone."""
+def use(
+    body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any], roots: list[Root]
+) -> list[Any]:
+    """`body(plain, weights)`, which keeps for its backward pass neither weights nor what is made of
+    them alone.
+    """
     trained = [root for root in roots if root.weight.reduced is not None]
     roots = trained + [root for root in roots if root.weight.reduced is None]
     floats, others, together = _parted(plain)
@@ -144,13 +156,18 @@ def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any
     def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
         return body(together(floats, others), dict(zip(roots, whole, strict=True)))
 
-    shapes = [jax.ShapeDtypeStruct(root.weight.shape[root.taken :], root.weight.dtype) for root in roots]
+    shapes = [
+        jax.ShapeDtypeStruct(root.weight.shape[root.taken :], root.weight.dtype) for root in roots
+    ]
     traced = jax.make_jaxpr(run)(floats, others, shapes)
     readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(plain) :]]
     parted = _parted(traced.jaxpr.outvars)[2]
 
     def make(stored: list[Any]) -> list[Any]:
-        return [because(reader, root.whole, one) for root, reader, one in zip(roots, readers, stored, strict=True)]
+        return [
+            because(reader, root.whole, one)
+            for root, reader, one in zip(roots, readers, stored, strict=True)
+        ]
 
     def at_once(floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
         floats, others, stored = _in_one_go(floats, others, stored)
@@ -163,35 +180,54 @@ def use(body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any
 
     def forwards(*primals: Any) -> Any:
         perturbed = [x.perturbed for x in primals[0]]
-        floats, others, stored = jax.tree.map(lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value"))
+        floats, others, stored = jax.tree.map(
+            lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value")
+        )
         there, back = derivative(traced, perturbed, len(trained), floats, others, shapes)
         results, kept = there(*at_once(floats, others, stored))
         return _parted(results)[:2], (jax.tree_util.Partial(back, kept), stored)
 
     def backwards(saved: Any, gradients: Any) -> Any:
         back, stored = saved
-        gradients = [g if isinstance(g, jax.Array) else jnp.zeros(g.shape, g.dtype) for g in gradients[0]]
+        gradients = [
+            g if isinstance(g, jax.Array) else jnp.zeros(g.shape, g.dtype) for g in gradients[0]
+        ]
         gradients, stored = _in_one_go(gradients, stored)
         of_floats, of_trained = back(make(stored), gradients)
-        reduced = [root.reduced(g, reader) for root, g, reader in zip(trained, of_trained, readers, strict=False)]
-        # Lest whole gradients wait: what comes before in the computation, and after this, waits for them to be reduced.
+        reduced = [
+            root.reduced(g, reader)
+            for root, g, reader in zip(trained, of_trained, readers, strict=False)
+        ]
+        # Lest whole gradients wait: what comes before in the computation, and after this, waits for
+        # them to be reduced.
         of_floats, reduced = _in_one_go(of_floats, reduced)
         return of_floats, None, None, reduced
 
     used.defvjp(forwards, backwards, symbolic_zeros=True)
-    return parted(*used(floats, others, [root.stored for root in roots], [root.target for root in trained]))
+    return parted(
+        *used(floats, others, [root.stored for root in roots], [root.target for root in trained])
+    )
 
 
-def _parted(values: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+def _parted(
+    values: Sequence[Any],
+) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
     """What has derivatives, what has none, and how to put such two together again."""
-    smooth = [jnp.issubdtype((x.aval if hasattr(x, "aval") else jnp.asarray(x)).dtype, jnp.inexact) for x in values]
+    smooth = [
+        jnp.issubdtype((x.aval if hasattr(x, "aval") else jnp.asarray(x)).dtype, jnp.inexact)
+        for x in values
+    ]
 
     def together(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         of = {True: iter(floats), False: iter(others)}
         return [next(of[is_smooth]) for is_smooth in smooth]
 
     pairs = list(zip(values, smooth, strict=True))
-    return [x for x, is_smooth in pairs if is_smooth], [x for x, is_smooth in pairs if not is_smooth], together
+    return (
+        [x for x, is_smooth in pairs if is_smooth],
+        [x for x, is_smooth in pairs if not is_smooth],
+        together,
+    )
 
 
 def derivative(
@@ -202,13 +238,17 @@ def derivative(
     others: list[Any],
     shapes: list[Any],
 ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], Callable[..., tuple[list[Any], list[Any]]]]:
-    """A function of numbers and weights, and its derivative to the `perturbed` numbers and the trained weights.
+    """A function of numbers and weights, and its derivative to the `perturbed` numbers and the
+    trained weights.
 
-    The first also gives what the second needs of it, which is neither weights nor made of weights alone.
+    The first also gives what the second needs of it, which is neither weights nor made of weights
+    alone.
     """
     trees: list[Any] = []
 
-    def forward(floats: list[Any], others: list[Any], whole: list[Any]) -> tuple[list[Any], list[Any]]:
+    def forward(
+        floats: list[Any], others: list[Any], whole: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         def of(moving: list[Any], trained_whole: list[Any]) -> tuple[list[Any], list[Any]]:
             moved = iter(moving)
             now = [next(moved) if moves else x for x, moves in zip(floats, perturbed, strict=True)]
@@ -237,10 +277,14 @@ def derivative(
         results = jaxpr_as_fun(wanted)(*inputs)
         return results[:count], results[count:]
 
-    def back(of_kept: list[Any], whole: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+    def back(
+        of_kept: list[Any], whole: list[Any], gradients: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         values = dict(zip(kept, of_kept, strict=True))
         values.update(zip(again, _again(jaxpr, again, before, whole), strict=True))
-        backward = tree.unflatten([atom.val if isinstance(atom, Literal) else values[atom] for atom in residuals])
+        backward = tree.unflatten(
+            [atom.val if isinstance(atom, Literal) else values[atom] for atom in residuals]
+        )
         of_moving, of_trained = backward(gradients)
         moved = iter(of_moving)
         return [next(moved) if moves else None for moves in perturbed], of_trained
@@ -254,7 +298,9 @@ def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
 
 
 def because(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
-    """Call a function as if from the line of an equation, which is to blame for it; `deep`, for what it calls too."""
+    """Call a function as if from the line of an equation, which is to blame for it; `deep`, for
+    what it calls too.
+    """
     if reader is None:
         return function(*args)
     traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -271,7 +317,11 @@ def _again(jaxpr: Jaxpr, wanted: list[Any], before: int, whole: list[Any]) -> li
 def _in_one_go(*trees: Any) -> Any:
     """Nothing of it before all of it is there. Keys are no arrays to a compiler."""
     leaves, treedef = jax.tree.flatten(trees)
-    numbers = [k for k, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    for k, leaf in zip(numbers, lax.optimization_barrier([leaves[k] for k in numbers]), strict=True):
+    numbers = [
+        k for k, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    for k, leaf in zip(
+        numbers, lax.optimization_barrier([leaves[k] for k in numbers]), strict=True
+    ):
         leaves[k] = leaf
     return treedef.unflatten(leaves)

@@ -1,7 +1,8 @@
-"""Which parameter, and which of its dims, each leaf of an optimizer's state follows: asked of `init`, not read off names.
+"""Which parameter, and which of its dims, each leaf of an optimizer's state follows: asked of
+`init`, not read off names.
 
-`init` is asked, abstractly, what it makes of parameters of slightly other shapes. A leaf follows the parameter with which
-it changes, and a dim of it the dim with which that changes.
+`init` is asked, abstractly, what it makes of parameters of slightly other shapes. A leaf follows
+the parameter with which it changes, and a dim of it the dim with which that changes.
 """
 
 import itertools
@@ -22,8 +23,9 @@ Resize: TypeAlias = Callable[[int], int]
 class Relation(NamedTuple):
     """What a leaf of the state has to do with the parameters.
 
-    `same`: dim for dim as its parameter is. `part`: some of its dims are dims of its parameter. `scalar`: of one element
-    or none, as counts and placeholders are. `none`: follows no parameter, or several. `ambiguous`: cannot be told.
+    `same`: dim for dim as its parameter is. `part`: some of its dims are dims of its parameter.
+    `scalar`: of one element or none, as counts and placeholders are. `none`: follows no parameter,
+    or several. `ambiguous`: cannot be told.
     """
 
     kind: Kind
@@ -32,7 +34,8 @@ class Relation(NamedTuple):
     reason: str = ""
 
 
-# One way may not do: a moment that is factored from some size on has another rank there. Then the next is tried.
+# One way may not do: a moment that is factored from some size on has another rank there. Then the
+# next is tried.
 _RESIZES: tuple[Resize, ...] = (
     lambda size: size + 1,
     lambda size: size - 1 if size > 1 else size + 1,
@@ -41,9 +44,11 @@ _RESIZES: tuple[Resize, ...] = (
 
 
 def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
-    """What each leaf of the state that `init` makes has to do with the parameters, by its path in the state.
+    """What each leaf of the state that `init` makes has to do with the parameters, by its path in
+    the state.
 
-    `params` is a tree of arrays, or of their shapes. Nothing is computed, and no name or path is read.
+    `params` is a tree of arrays, or of their shapes. Nothing is computed, and no name or path is
+    read.
 
     >>> import jax.numpy as jnp, optax
     >>> for path, relation in relate(optax.sm3(0.1).init, {"w": jnp.ones((4, 8))}).items():
@@ -65,17 +70,29 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
             return Relation("scalar", None, whole)
         match which.get(path):
             case None:
-                return Relation("ambiguous", None, whole, "`init` takes no parameters of other shapes to compare with")
+                return Relation(
+                    "ambiguous",
+                    None,
+                    whole,
+                    "`init` takes no parameters of other shapes to compare with",
+                )
             case str(reason):
                 return Relation("none", None, whole, reason)
             case i:
                 name, parameter = ask.parameters[i]
         if followed is None:
-            return Relation("ambiguous", name, whole, f"follows `{name}`, by which dims cannot be told")
+            return Relation(
+                "ambiguous", name, whole, f"follows `{name}`, by which dims cannot be told"
+            )
         if followed == tuple(range(len(parameter))):
             return Relation("same", name, followed)
         if path in first:
-            return Relation("part", name, followed, f"follows dim 0 of `{name}`; by which dims else cannot be told")
+            return Relation(
+                "part",
+                name,
+                followed,
+                f"follows dim 0 of `{name}`; by which dims else cannot be told",
+            )
         listed = ", ".join(str(dim) for dim in followed if dim is not None)
         return Relation("part", name, followed, f"follows dim {listed} of `{name}`")
 
@@ -87,38 +104,54 @@ class _Refused(Exception):  # noqa: N818
 
 
 class _Ask:
-    """What `init` makes of the parameters, and of the same parameters in other shapes: the shapes of its leaves."""
+    """What `init` makes of the parameters, and of the same parameters in other shapes: the shapes
+    of its leaves.
+    """
 
     def __init__(self, init: Callable[[Any], Any], params: Any):
         leaves, tree = jax.tree.flatten(params)
-        self.parameters: list[tuple[str, Shape]] = [(path, leaf.shape) for path, leaf in named_leaves(params)]
+        self.parameters: list[tuple[str, Shape]] = [
+            (path, leaf.shape) for path, leaf in named_leaves(params)
+        ]
 
         def made(shapes: Sequence[Shape]) -> dict[str, Shape]:
-            resized = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+            resized = [
+                jax.ShapeDtypeStruct(shape, leaf.dtype)
+                for shape, leaf in zip(shapes, leaves, strict=True)
+            ]
             state = jax.eval_shape(init, tree.unflatten(resized))
             return {path: leaf.shape for path, leaf in named_leaves(state)}
 
         self._made = made
         self.base = made([shape for _, shape in self.parameters])
 
-    def __call__(self, resize: Resize, chosen: Callable[[int, int], bool]) -> dict[str, Shape | None]:
-        """With the chosen dims resized, each a parameter's index and a dim; None for a leaf that is not there then."""
+    def __call__(
+        self, resize: Resize, chosen: Callable[[int, int], bool]
+    ) -> dict[str, Shape | None]:
+        """With the chosen dims resized, each a parameter's index and a dim; None for a leaf that is
+        not there then.
+        """
         shapes = [
             tuple(resize(size) if chosen(i, dim) else size for dim, size in enumerate(shape))
             for i, (_, shape) in enumerate(self.parameters)
         ]
         try:
             made = self._made(shapes)
-        except Exception as error:  # whatever an `init` may raise for shapes that are not the user's
+        except (
+            Exception
+        ) as error:  # whatever an `init` may raise for shapes that are not the user's
             raise _Refused from error
-        return {path: made.get(path) for path in self.base}  # a mask may ask how large a parameter is
+        # A mask may ask how large a parameter is.
+        return {path: made.get(path) for path in self.base}
 
 
 def _which(ask: _Ask) -> dict[str, int | str]:
-    """For each leaf the index of the parameter that it follows, or why there is none; empty if `init` would not tell.
+    """For each leaf the index of the parameter that it follows, or why there is none; empty if
+    `init` would not tell.
 
-    Each parameter is resized in a half of the rounds that is its own, all its dims at once so that squares stay square.
-    Halves are of equal size, so what follows several parameters changes in more rounds than any one of them does.
+    Each parameter is resized in a half of the rounds that is its own, all its dims at once so that
+    squares stay square. Halves are of equal size, so what follows several parameters changes in
+    more rounds than any one of them does.
     """
     count = len(ask.parameters)
     rounds = next(n for n in itertools.count(1) if math.comb(n, n // 2) >= count)
@@ -126,7 +159,11 @@ def _which(ask: _Ask) -> dict[str, int | str]:
     indices = {half: i for i, half in enumerate(halves)}
 
     def index(changes: tuple[int, ...]) -> int | str:
-        return indices.get(changes, "follows several parameters") if changes else "follows no parameter"
+        return (
+            indices.get(changes, "follows several parameters")
+            if changes
+            else "follows no parameter"
+        )
 
     for resize in _RESIZES:
         try:
@@ -141,7 +178,9 @@ def _which(ask: _Ask) -> dict[str, int | str]:
 
 
 def _dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
-    """For each leaf that follows a parameter the dims that it follows, by the first resizing that explains them all."""
+    """For each leaf that follows a parameter the dims that it follows, by the first resizing that
+    explains them all.
+    """
     found: dict[str, Dims] = {}
     rank = max((len(shape) for _, shape in ask.parameters), default=0)
     for resize in _RESIZES:
@@ -154,16 +193,20 @@ def _dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
             continue
         for path in which.keys() - found.keys():
             _, parameter = ask.parameters[which[path]]
-            dims = _explained(ask.base[path], parameter, [shapes[path] for shapes in rounds], resize)
+            dims = _explained(
+                ask.base[path], parameter, [shapes[path] for shapes in rounds], resize
+            )
             if dims is not None:
                 found[path] = dims
     return found
 
 
 def _first_dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
-    """For leaves that nothing explains, of stacks whose layers are not as many as any other dim is large: where dim 0 went.
+    """For leaves that nothing explains, of stacks whose layers are not as many as any other dim is
+    large: where dim 0 went.
 
-    A moment that is factored over a square has dims that cannot be told apart, but for that which counts the squares.
+    A moment that is factored over a square has dims that cannot be told apart, but for that which
+    counts the squares.
     """
     found: dict[str, Dims] = {}
     for resize in _RESIZES if which else ():
@@ -173,7 +216,12 @@ def _first_dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
             continue
         for path in which.keys() - found.keys():
             shape, other, parameter = ask.base[path], shapes[path], ask.parameters[which[path]][1]
-            if other is None or len(parameter) < 3 or len(other) != len(shape) or parameter.count(parameter[0]) > 1:
+            if (
+                other is None
+                or len(parameter) < 3
+                or len(other) != len(shape)
+                or parameter.count(parameter[0]) > 1
+            ):
                 continue
             changed = [at for at, size in enumerate(shape) if other[at] != size]
             if [(shape[at], other[at]) for at in changed] == [(parameter[0], resize(parameter[0]))]:
@@ -181,8 +229,12 @@ def _first_dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
     return found
 
 
-def _explained(shape: Shape, parameter: Shape, rounds: Sequence[Shape | None], resize: Resize) -> Dims | None:
-    """The dims that a leaf follows if each dim of it follows one in full, or none; in the last round all are resized."""
+def _explained(
+    shape: Shape, parameter: Shape, rounds: Sequence[Shape | None], resize: Resize
+) -> Dims | None:
+    """The dims that a leaf follows if each dim of it follows one in full, or none; in the last
+    round all are resized.
+    """
     dims: list[int | None] = []
     changed = [other for other in rounds if other is not None and len(other) == len(shape)]
     if len(changed) < len(rounds):
@@ -192,7 +244,9 @@ def _explained(shape: Shape, parameter: Shape, rounds: Sequence[Shape | None], r
         match [dim for dim, other in enumerate(each) if other != size]:
             case [] if every == size:
                 dims.append(None)
-            case [dim] if parameter[dim : dim + 1] == (size,) and each[dim] == every == resize(size):
+            case [dim] if parameter[dim : dim + 1] == (size,) and each[dim] == every == resize(
+                size
+            ):
                 dims.append(dim)
             case _:
                 return None

@@ -1,4 +1,6 @@
-"""Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the strategy decides."""
+"""Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the
+strategy decides.
+"""
 
 import functools
 from collections.abc import Callable
@@ -14,22 +16,33 @@ Block = TypeVar("Block", bound=Callable)
 REMATS: tuple[Remat, ...] = ("none", "full", "stage")
 
 
-def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Block], Block] = jax.checkpoint) -> Block:
-    """Mark a block whose activations the strategy in force may drop and compute again in the backward pass.
+def remat(
+    block: Block,
+    policy: Remat | None = None,
+    *,
+    checkpoint: Callable[[Block], Block] = jax.checkpoint,
+) -> Block:
+    """Mark a block whose activations the strategy in force may drop and compute again in the
+    backward pass.
 
     Where it is called or where it is defined: it is a decorator too.
 
-    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs alone. Outside any
-    strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
-    `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model may be closed over by
-    `jax.jit`.
+    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs
+    alone. Outside any strategy, and without a policy, everything is kept. A block that takes Flax
+    NNX modules passes `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing
+    in them, a model may be closed over by `jax.jit`.
 
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
     """
     check.function("remat", "block", block)
     check.choice("remat", "policy", policy, (None, "none", "full"))
-    check.function("remat", "checkpoint", checkpoint, "a function that makes of a block one that is computed again")
+    check.function(
+        "remat",
+        "checkpoint",
+        checkpoint,
+        "a function that makes of a block one that is computed again",
+    )
     recomputed = checkpoint(block)
 
     @functools.wraps(block)
@@ -42,12 +55,13 @@ def remat(block: Block, policy: Remat | None = None, *, checkpoint: Callable[[Bl
 
 
 def zero3_layer(block: Block) -> Block:
-    """Mark a block as one layer to stage 3 of ZeRO: its weights are gathered together, used, and dropped.
+    """Mark a block as one layer to stage 3 of ZeRO: its weights are gathered together, used, and
+    dropped.
 
-    For layers that are not scanned; a scanned layer is found without. Where it is called or where it is defined. Unmarked,
-    each operation gathers its own weight, which holds less at a time and sends more and smaller messages. To any other
-    strategy it is nothing. The block changes no state of modules it is given; arrays among its arguments are traced,
-    anything else it gets as it is.
+    For layers that are not scanned; a scanned layer is found without. Where it is called or where
+    it is defined. Unmarked, each operation gathers its own weight, which holds less at a time and
+    sends more and smaller messages. To any other strategy it is nothing. The block changes no state
+    of modules it is given; arrays among its arguments are traced, anything else it gets as it is.
 
     >>> zero3_layer(lambda x, scale: x * scale)(jax.numpy.ones(2), scale=2.0)
     Array([2., 2.], dtype=float32)
@@ -61,7 +75,10 @@ def zero3_layer(block: Block) -> Block:
 
         def layer(given: list[Any]) -> Any:
             of_arrays = iter(given)
-            now = [next(of_arrays) if array else leaf for leaf, array in zip(leaves, arrays, strict=True)]
+            now = [
+                next(of_arrays) if array else leaf
+                for leaf, array in zip(leaves, arrays, strict=True)
+            ]
             args, kwargs = treedef.unflatten(now)
             return block(*args, **kwargs)
 

@@ -1,8 +1,9 @@
 """Rows looked up in a table of weights, whose gradients are added up in float32.
 
-Many tokens look up the same row of an embedding, and the gradient of the row is the sum over all of them. In the dtype of
-the table, of 16 bits, that sum stands still as soon as it is some hundred times as large as what is added to it. So a
-traced function is evaluated with its lookups replaced: forward as they were, backward a sum in float32, rounded once.
+Many tokens look up the same row of an embedding, and the gradient of the row is the sum over all of
+them. In the dtype of the table, of 16 bits, that sum stands still as soon as it is some hundred
+times as large as what is added to it. So a traced function is evaluated with its lookups replaced:
+forward as they were, backward a sum in float32, rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from shardlib._jaxpr import CALLS, evaluate, scan_parts
 
 
 def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same `function(params, *others)`; what it looks up in tables made of `params` alone has gradients summed in float32.
+    """The same `function(params, *others)`; what it looks up in tables made of `params` alone has
+    gradients summed in float32.
 
     >>> tokens, table = jnp.zeros(1024, "int32"), jnp.zeros((1, 1), "bfloat16")
     >>> total = lambda table: jnp.sum(table[tokens])
@@ -34,7 +36,9 @@ def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(jaxpr: Jaxpr, from_weights: Sequence[bool]) -> Jaxpr:
-    """The same, of whose inputs some are made of weights alone, with wide lookups in what is made of these."""
+    """The same, of whose inputs some are made of weights alone, with wide lookups in what is made
+    of these.
+    """
     known = {var for var, of_weights in zip(jaxpr.invars, from_weights, strict=True) if of_weights}
     equations = []
     for equation in jaxpr.eqns:
@@ -43,7 +47,9 @@ def _widened(jaxpr: Jaxpr, from_weights: Sequence[bool]) -> Jaxpr:
             equations.append(_widened_equation(equation, read))
         else:
             equations.append(equation)
-        if any(read) and all(isinstance(atom, Literal) or atom in known for atom in equation.invars):
+        if any(read) and all(
+            isinstance(atom, Literal) or atom in known for atom in equation.invars
+        ):
             known.update(equation.outvars)
     return jaxpr.replace(eqns=equations)
 
@@ -75,17 +81,25 @@ def _is_narrow(dtype: Any) -> bool:
 
 def _wide_gather(equation: Any) -> Any:
     """A lookup, with the sum over all that look up the same in float32."""
-    table, indices = (jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars)
+    table, indices = (
+        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars
+    )
 
     def take(table: jax.Array, indices: jax.Array) -> jax.Array:
         return equation.primitive.bind(table, indices, **equation.params)
 
     (made,) = jax.make_jaxpr(wide(take, table))(table, indices).jaxpr.eqns
-    return made.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    return made.replace(
+        invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
+    )
 
 
-def wide(take: Callable[[jax.Array, jax.Array], jax.Array], table: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`take(table, indices)`, whose gradient to a table of this shape and dtype is added up in float32."""
+def wide(
+    take: Callable[[jax.Array, jax.Array], jax.Array], table: Any
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`take(table, indices)`, whose gradient to a table of this shape and dtype is added up in
+    float32.
+    """
     if not _is_narrow(table.dtype):
         return take
 
@@ -94,7 +108,9 @@ def wide(take: Callable[[jax.Array, jax.Array], jax.Array], table: Any) -> Calla
 
     def backwards(indices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
         in_float32 = jax.ShapeDtypeStruct(table.shape, jnp.float32)
-        (sums,) = jax.linear_transpose(lambda table: take(table, indices), in_float32)(gradient.astype(jnp.float32))
+        (sums,) = jax.linear_transpose(lambda table: take(table, indices), in_float32)(
+            gradient.astype(jnp.float32)
+        )
         return sums.astype(table.dtype), None
 
     lookup = jax.custom_vjp(take)

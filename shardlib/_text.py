@@ -23,7 +23,8 @@ def human_bytes(size: float) -> str:
 
 
 def terminal_width(file: TextIO | None = None) -> int | None:
-    """Columns of the terminal that is written to, by default the standard output; none where that is no terminal.
+    """Columns of the terminal that is written to, by default the standard output; none where that
+    is no terminal.
 
     `COLUMNS` in the environment decides where it is set.
     """
@@ -48,12 +49,16 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "", later: str | None = None) -> str:
-    """A paragraph in lines of at most `width`; as it is where there is none. Lines after the first begin with `later`."""
+    """A paragraph in lines of at most `width`; as it is where there is none. Lines after the first
+    begin with `later`.
+    """
     later = indent if later is None else later
     if width is None or len(indent) + len(text) <= width:
         return indent + text
     width = max(width, len(later) + 20)
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False
+    )
 
 
 def table(
@@ -65,15 +70,17 @@ def table(
     shorten: Sequence[int] = (),
     drop: Sequence[int] = (),
 ) -> str:
-    """Rows in columns, those named in `right` with their ends aligned. What stands last in a row sets no width.
+    """Rows in columns, those named in `right` with their ends aligned. What stands last in a row
+    sets no width.
 
-    With a `width`, the columns in `shorten` lose the middle of long texts, and where that is not enough those in `drop` are
-    left out, first to last, until the table fits.
+    With a `width`, the columns in `shorten` lose the middle of long texts, and where that is not
+    enough those in `drop` are left out, first to last, until the table fits.
 
     >>> print(table([("kind", "bytes"), ("parameters", "4")], right=(1,)))
     kind        bytes
     parameters      4
-    >>> print(table([("path", "dtype", "bytes"), ("layers/0/kernel/scale", "float32", "4")], width=25, shorten=(0,), drop=(1,)))
+    >>> print(table([("path", "dtype", "bytes"), ("layers/0/kernel/scale", "float32", "4")],
+    ...     width=25, shorten=(0,), drop=(1,)))
     path                bytes
     layers/0/…el/scale  4
     """
@@ -81,12 +88,18 @@ def table(
         rows, right = _fitted(rows, right, gap, width, shorten, drop)
     columns = max(map(len, rows), default=0)
     widths = [
-        max((len(row[k]) for row in rows if k < len(row) and (k < columns - 1 or k in right)), default=0)
+        max(
+            (len(row[k]) for row in rows if k < len(row) and (k < columns - 1 or k in right)),
+            default=0,
+        )
         for k in range(columns)
     ]
 
     def line(row: Sequence[str]) -> str:
-        cells = (cell.rjust(widths[k]) if k in right else cell.ljust(widths[k]) for k, cell in enumerate(row))
+        cells = (
+            cell.rjust(widths[k]) if k in right else cell.ljust(widths[k])
+            for k, cell in enumerate(row)
+        )
         return gap.join(cells).rstrip()
 
     return "\n".join(map(line, rows))
@@ -100,7 +113,9 @@ def _fitted(
     shorten: Sequence[int],
     drop: Sequence[int],
 ) -> tuple[list[list[str]], set[int]]:
-    """The rows with cells shortened, and columns left out, so that no line is longer than `width` where that can be."""
+    """The rows with cells shortened, and columns left out, so that no line is longer than `width`
+    where that can be.
+    """
     columns = max(map(len, rows), default=0)
     kept = list(range(columns))
     limits: dict[int, int] = {}
@@ -115,5 +130,8 @@ def _fitted(
                 excess -= widest[column] - limits[column]
         if excess <= 0:
             break
-    fitted = [[shortened(row[k], limits.get(k, len(row[k]))) for k in kept if k < len(row)] for row in rows]
+    fitted = [
+        [shortened(row[k], limits.get(k, len(row[k]))) for k in kept if k < len(row)]
+        for row in rows
+    ]
     return fitted, {kept.index(k) for k in right if k in kept}

@@ -1,4 +1,6 @@
-"""Trees by path: the one spelling of where a leaf lives, used in every message, table and pattern."""
+"""Trees by path: the one spelling of where a leaf lives, used in every message, table and
+pattern.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +20,15 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Every leaf with the name of its path, in the order of `jax.tree.leaves`."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+    return [
+        (path_name(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    ]
 
 
-def map_named(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_named(
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """`jax.tree.map` whose function is also given the name of each leaf's path, first."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: f(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf

@@ -1,7 +1,9 @@
-"""Several processes on one machine: `python -m shardlib.launch -n 2 -- python examples/train_lm.py ...`.
+"""Several processes on one machine: `python -m shardlib.launch -n 2 -- python examples/train_lm.py
+...`.
 
-The script calls `sl.initialize_distributed()` first, and is the one that a cluster runs. When a process dies, it is named with its last
-traceback, after the others have ended, so that it is the last thing on the screen.
+The script calls `sl.initialize_distributed()` first, and is the one that a cluster runs. When a
+process dies, it is named with its last traceback, after the others have ended, so that it is the
+last thing on the screen.
 """
 
 import argparse
@@ -31,14 +33,15 @@ _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LOG = re.compile(r"[IWEF]\d{4} |\*\*\* Check failure")  # what XLA says when the others are gone
 
-# What JAX's processes say before they end because others send no heartbeats: of process 0; of any others, with a number in
-# each of the lines that follow.
+# What JAX's processes say before they end because others send no heartbeats: of process 0; of any
+# others, with a number in each of the lines that follow.
 _PROCESS_0_SILENT = re.compile(r"RPC: /\S*CoordinationService/Heartbeat")
 _ENDED_BY_OTHERS = "JAX distributed service detected fatal errors"
 _OTHERS_SILENT = re.compile(r"stopped sending heartbeats\):\s*$")
 _TASK = re.compile(r"\s*(?:/\S*task:)?(\d+)\s*")
 
-# Between fork and exec Python may run nothing of ours where other threads are, so a Python of its own asks the kernel.
+# Between fork and exec Python may run nothing of ours where other threads are, so a Python of its
+# own asks the kernel.
 _ENDING_WITH = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -48,15 +51,19 @@ if os.getppid() == int(sys.argv[1]):  # else the launcher was quicker to end
 
 _EXAMPLE = """\
 examples:
-  python -m shardlib.launch -n 2 --devices 4 -- python train.py    # try it: 2 processes with 4 simulated devices each
-  python -m shardlib.launch -n 8 --gpus 1 -- python train.py       # a process for each of 8 GPUs
+  # 2 processes with 4 simulated devices each; a process for each of 8 GPUs:
+  python -m shardlib.launch -n 2 --devices 4 -- python train.py
+  python -m shardlib.launch -n 8 --gpus 1 -- python train.py
 
-The script calls `sl.initialize_distributed()` before anything else. Ctrl-C and SIGTERM go to all processes; a second one kills them.
+The script calls `sl.initialize_distributed()` before anything else. Ctrl-C and SIGTERM go to all
+processes; a second one kills them.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0 if that of all processes is, otherwise that of the first one to die."""
+    """Run the command line; the exit code is 0 if that of all processes is, otherwise that of the
+    first one to die.
+    """
     arguments, command = _parse(list(sys.argv[1:] if argv is None else argv))
     launch = _Launch()
     handled = (signal.SIGTERM, signal.SIGINT)
@@ -67,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch.start(command, environment_of(index, arguments, address, os.environ))
         return launch.wait()
     except OSError as error:
-        print(f"python -m shardlib.launch: cannot start `{command[0]}`: {error}", file=sys.stderr)  # noqa: T201
+        reason = f"cannot start `{command[0]}`: {error}"
+        print(f"python -m shardlib.launch: {reason}", file=sys.stderr)  # noqa: T201
         return 2
     finally:
         launch.signal(signal.SIGKILL)
@@ -76,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
-    """The command, to be killed by the kernel when its launcher is, which can then pass nothing on; on Linux alone."""
+    """The command, to be killed by the kernel when its launcher is, which can then pass nothing on;
+    on Linux alone.
+    """
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _ENDING_WITH, str(launcher), *command]
@@ -85,7 +95,9 @@ def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
 def environment_of(
     index: int, arguments: argparse.Namespace, address: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one process: how `initialize_distributed` finds the others, and which devices it has."""
+    """The environment of one process: how `initialize_distributed` finds the others, and which
+    devices it has.
+    """
     made = dict(environment) | {
         COORDINATOR: address,
         PROCESSES: str(arguments.n),
@@ -94,8 +106,12 @@ def environment_of(
         "PYTHONUNBUFFERED": "1",
     }
     if arguments.devices:
-        flags = re.sub(r"\s*--xla_force_host_platform_device_count=\S*", "", made.get("XLA_FLAGS", ""))
-        made["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={arguments.devices}".strip()
+        flags = re.sub(
+            r"\s*--xla_force_host_platform_device_count=\S*", "", made.get("XLA_FLAGS", "")
+        )
+        made["XLA_FLAGS"] = (
+            f"{flags} --xla_force_host_platform_device_count={arguments.devices}".strip()
+        )
         made["JAX_PLATFORMS"] = "cpu"
         made.pop("JAX_NUM_CPU_DEVICES", None)
     if arguments.gpus:
@@ -119,14 +135,18 @@ class _Process:
     lists_silent: bool = False  # the lines that come now hold numbers of silent processes
 
     def note(self, line: str) -> None:
-        """Keep the line, if it belongs to the last traceback or the last lines, and whom it says to be silent."""
+        """Keep the line, if it belongs to the last traceback or the last lines, and whom it says to
+        be silent.
+        """
         if self.lists_silent and (task := _TASK.fullmatch(line)):
             self.heard_nothing_from.add(int(task[1]))
         else:
             self.lists_silent = _OTHERS_SILENT.search(line) is not None
         if _PROCESS_0_SILENT.search(line):
             self.heard_nothing_from.add(0)
-        if _TRACEBACK in line and not any(said.startswith(_CHAINED) for said in list(self.last)[-2:]):
+        if _TRACEBACK in line and not any(
+            said.startswith(_CHAINED) for said in list(self.last)[-2:]
+        ):
             self.traceback.clear()
         if _TRACEBACK in line or (self.traceback and len(self.traceback) < _MAX_LINES):
             self.traceback.append(line)
@@ -142,7 +162,11 @@ class _Process:
     def end(self) -> str:
         """How it died."""
         code = self.popen.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"died with exit code {code}"
+        )
 
     def is_stopped(self) -> bool:
         """Whether it is stopped now, by SIGSTOP, Ctrl-Z or a debugger; on Linux alone."""
@@ -150,7 +174,8 @@ class _Process:
             stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
         except OSError:
             return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")  # behind the name, which may hold anything
+        # Behind the name, which may hold anything.
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 class _Launch:
@@ -163,15 +188,22 @@ class _Launch:
         self.writing = threading.Lock()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start one more, in a session of its own: Ctrl-C reaches it through `pass_on` alone, its children end with it."""
+        """Start one more, in a session of its own: Ctrl-C reaches it through `pass_on` alone, its
+        children end with it.
+        """
         popen = subprocess.Popen(
             _ending_with(os.getpid(), command), env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         process = _Process(len(self.processes), popen)
         self.processes.append(process)
-        for source, target, note in ((popen.stdout, sys.stdout, None), (popen.stderr, sys.stderr, process.note)):
-            reader = threading.Thread(target=self._forward, args=(process.index, source, target, note), daemon=True)
+        for source, target, note in (
+            (popen.stdout, sys.stdout, None),
+            (popen.stderr, sys.stderr, process.note),
+        ):
+            reader = threading.Thread(
+                target=self._forward, args=(process.index, source, target, note), daemon=True
+            )
             process.readers.append(reader)
             reader.start()
         threading.Thread(target=self._await, args=(process,), daemon=True).start()
@@ -197,11 +229,16 @@ class _Launch:
                     self.ended.get(timeout=_SECONDS_OF_GRACE)
         self.signal(signal.SIGKILL)
         self._drain()
-        code = first.popen.returncode if first.popen.returncode > 0 else 128 - first.popen.returncode
+        code = (
+            first.popen.returncode if first.popen.returncode > 0 else 128 - first.popen.returncode
+        )
         if len(self.asked) > 1:  # it was we who killed them
             return 128 + self.asked[0]
         if code not in [128 + one for one in self.asked]:
-            self._write(sys.stderr, f"\nshardlib.launch: {_report(first, self.processes, living, stopped)}\n")
+            self._write(
+                sys.stderr,
+                f"\nshardlib.launch: {_report(first, self.processes, living, stopped)}\n",
+            )
         return code
 
     def pass_on(self, signum: int, frame: FrameType | None) -> None:
@@ -226,9 +263,12 @@ class _Launch:
         for process in self.processes:
             process.popen.wait()
             for reader in process.readers:
-                reader.join(timeout=_SECONDS_OF_GRACE)  # longer only if what it started goes on writing
+                # Longer only if what it started goes on writing.
+                reader.join(timeout=_SECONDS_OF_GRACE)
 
-    def _forward(self, index: int, source: IO[bytes], target: IO[str], note: Callable[[str], None] | None) -> None:
+    def _forward(
+        self, index: int, source: IO[bytes], target: IO[str], note: Callable[[str], None] | None
+    ) -> None:
         with source:
             for line in _lines(source):
                 if note is not None:
@@ -246,11 +286,15 @@ class _Launch:
 
 
 def _report(
-    first: _Process, processes: Sequence[_Process], living: Sequence[_Process], stopped: Sequence[_Process]
+    first: _Process,
+    processes: Sequence[_Process],
+    living: Sequence[_Process],
+    stopped: Sequence[_Process],
 ) -> str:
     """Why the run ended: who died first, and who was living and who stopped at that time.
 
-    A process that hears no heartbeat from another ends itself: then it is the other that is to be named.
+    A process that hears no heartbeat from another ends itself: then it is the other that is to be
+    named.
     """
     heard_nothing_from = set(first.heard_nothing_from)
     if not heard_nothing_from and any(_ENDED_BY_OTHERS in line for line in first.last):
@@ -260,12 +304,15 @@ def _report(
     told = []
     for process in silent:
         state = f": it was stopped ({_STOPPED})" if process in stopped else ""
-        said = ". It said last:\n" + _indented(process.last) if process.last else ", and said nothing."
+        said = (
+            ". It said last:\n" + _indented(process.last) if process.last else ", and said nothing."
+        )
         told.append(f"process {process.index} sent no heartbeats{state}{said}")
     if silent:
         told.append(
-            f"Process {first.index} {first.end()} because of that, after the heartbeat timeout, which "
-            f"`sl.initialize_distributed(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` sets."
+            f"Process {first.index} {first.end()} because of that, after the heartbeat timeout, "
+            f"which `sl.initialize_distributed(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` "
+            "sets."
         )
         return "\n".join(told)
     told.append(first.obituary())
@@ -279,7 +326,9 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _lines(source: IO[bytes]) -> Iterator[str]:
-    """Lines as they come. A carriage return ends one too: a progress bar has a line for each of its states."""
+    """Lines as they come. A carriage return ends one too: a progress bar has a line for each of its
+    states.
+    """
     pending, last = b"", b""
     while part := source.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]
         *whole, pending = re.split(rb"([\r\n])", pending + part)
@@ -295,24 +344,37 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m shardlib.launch",
         usage="%(prog)s -n N [--devices K | --gpus K] -- COMMAND ...",
-        description="Start several processes on this machine, as one run: prefix what they print, and when one dies, "
-        "say which and why, and end the rest.",
+        description="Start several processes on this machine, as one run: prefix what they print, "
+        "and when one dies, say which and why, and end the rest.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-n", type=_count, required=True, metavar="N", help="how many processes")
     each = parser.add_mutually_exclusive_group()
-    each.add_argument("--devices", type=_count, metavar="K", help="give each process K simulated CPU devices")
-    each.add_argument("--gpus", type=_count, metavar="K", help="give each process K GPUs of its own")
-    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    each.add_argument(
+        "--devices", type=_count, metavar="K", help="give each process K simulated CPU devices"
+    )
+    each.add_argument(
+        "--gpus", type=_count, metavar="K", help="give each process K GPUs of its own"
+    )
+    own, command = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    )
     arguments, unknown = parser.parse_known_args(own)
     if not command:
-        parser.error("what to run goes after `--`: python -m shardlib.launch -n 2 -- python train.py")
+        parser.error(
+            "what to run goes after `--`: python -m shardlib.launch -n 2 -- python train.py"
+        )
     if unknown:
-        parser.error(f"`{' '.join(unknown)}` is no option; what the script is to get goes behind it, after `--`")
+        parser.error(
+            f"`{' '.join(unknown)}` is no option; what the script is to get goes behind "
+            "it, after `--`"
+        )
     if shutil.which(command[0]) is None:
         script = command[0].endswith(".py") and Path(command[0]).exists()
-        way_out = f"write `-- python {command[0]} ...`" if script else "look at its spelling and at PATH"
+        way_out = (
+            f"write `-- python {command[0]} ...`" if script else "look at its spelling and at PATH"
+        )
         parser.error(f"`{command[0]}` is no command that this machine can run: {way_out}")
     return arguments, command
 

@@ -1,4 +1,6 @@
-"""Eight simulated devices for every test, set before JAX starts; with `pytest -m gpu` the GPU that is there."""
+"""Eight simulated devices for every test, set before JAX starts; with `pytest -m gpu` the GPU that
+is there.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -16,19 +18,23 @@ def pytest_configure(config):
     os.environ.pop(
         "COLUMNS", None
     )  # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # with libtpu installed and no TPU, do not ask the metadata server for one
+    # With libtpu installed and no TPU, do not ask the metadata server for one.
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["TPU_LOG_DIR"] = "disabled"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
         "1"  # it guards one machine's TPUs; several processes may compile at once
     )
     if _for_gpu(config):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share its memory
+        # Several processes share its memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Machine code for simulated devices is made in a third of the time where nobody thinks long about it; programs are as ever.
+    # Machine code for simulated devices is made in a third of the time where nobody thinks long
+    # about it; programs are as ever.
     os.environ["XLA_FLAGS"] = " ".join([
         "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
-        *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),  # unknown later
+        # Unknown later.
+        *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
         os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",
     ])  # fmt: skip
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # compile for GPUs, do not look for any
@@ -44,7 +50,9 @@ def pytest_collection_modifyitems(config, items):
     gpu = _for_gpu(config) and jax.default_backend() == "gpu"
     for item in items:
         if item.get_closest_marker("gpu") and not gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, and is chosen by `pytest -m gpu`"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a GPU, and is chosen by `pytest -m gpu`")
+            )
         for marker, (module, command) in COMPILERS.items():
             if item.get_closest_marker(marker) and not _installed(module):
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}: {command}"))

@@ -1,7 +1,8 @@
-"""The structure of Flax's published examples, in a few lines each: Gemma (NNX), lm1b (Linen and NNX) and ResNet (Linen).
+"""The structure of Flax's published examples, in a few lines each: Gemma (NNX), lm1b (Linen and
+NNX) and ResNet (Linen).
 
-What they have of Flax's own ways to say how arrays are laid out is kept: names fewer than dims on attention's kernels, logical
-constraints, specs that name mesh axes, `BatchNorm(axis_name="batch")`.
+What they have of Flax's own ways to say how arrays are laid out is kept: names fewer than dims on
+attention's kernels, logical constraints, specs that name mesh axes, `BatchNorm(axis_name="batch")`.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ NORMAL = nnx.initializers.normal(0.3)
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN = 32, 16, 4, 4, 32
 
 
-# Gemma: weights of einsums, a table that embeds and decodes, RMSNorm, GeGLU, every other layer with a sliding window.
+# Gemma: weights of einsums, a table that embeds and decodes, RMSNorm, GeGLU, every other layer with
+# a sliding window.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Layout:
 
 
 BY_NAME = Layout(
-    ("vocab", "embed"), ("heads", "embed", "head_dim"), (None, "kv_heads", "embed", "head_dim"), ("heads", "head_dim", "embed"),
+    ("vocab", "embed"), ("heads", "embed", "head_dim"), (None, "kv_heads", "embed", "head_dim"),
+    ("heads", "head_dim", "embed"),
     (None, "embed", "mlp"), ("mlp", "embed"), ("embed",),
 )  # fmt: skip
 FSDP_TP = Layout(
-    ("tp", "fsdp"), ("tp", "fsdp", None), (None, "tp", "fsdp", None), ("tp", None, "fsdp"), (None, "fsdp", "tp"),
+    ("tp", "fsdp"), ("tp", "fsdp", None), (None, "tp", "fsdp", None), ("tp", None, "fsdp"), (None,
+    "fsdp", "tp"),
     ("tp", "fsdp"), ("tp",), P("fsdp", None, "tp"),
 )  # fmt: skip
 
@@ -63,7 +67,10 @@ class RMSNorm(nnx.Module):
 class GemmaBlock(nnx.Module):
     def __init__(self, layout, window, rngs):
         self.window = window
-        self.before_attention, self.before_mlp = RMSNorm(layout.scale, rngs), RMSNorm(layout.scale, rngs)
+        self.before_attention, self.before_mlp = (
+            RMSNorm(layout.scale, rngs),
+            RMSNorm(layout.scale, rngs),
+        )
         self.query = Einsum((HEADS, WIDTH, HEAD), layout.query, rngs)
         self.key_value = Einsum((2, 2, WIDTH, HEAD), layout.key_value, rngs)
         self.out = Einsum((HEADS, HEAD, WIDTH), layout.out, rngs)
@@ -94,7 +101,11 @@ class Gemma(nnx.Module):
         self.norm = RMSNorm(layout.scale, rngs)
 
     def constrained(self, x):
-        return x if self.layout.activation is None else jax.lax.with_sharding_constraint(x, self.layout.activation)
+        return (
+            x
+            if self.layout.activation is None
+            else jax.lax.with_sharding_constraint(x, self.layout.activation)
+        )
 
     def __call__(self, tokens):
         x = self.constrained(self.table.w[...][tokens] * WIDTH**0.5)
@@ -103,7 +114,8 @@ class Gemma(nnx.Module):
         return self.norm(x) @ self.table.w[...].T
 
 
-# lm1b: a decoder of LayerNorm, dot product attention and an MLP, which predicts the token from those before it.
+# lm1b: a decoder of LayerNorm, dot product attention and an MLP, which predicts the token from
+# those before it.
 
 
 def shifted(tokens):
@@ -121,19 +133,25 @@ class LinenBlock(nn.Module):
         norm = {"scale_init": named(ones, "embed"), "bias_init": named(zeros, "embed")}
         y = nn.LayerNorm(**norm)(x)
         kernels = {"kernel_init": named(NORMAL, "embed", "kv"), "bias_init": named(zeros, "kv")}
-        y = nn.MultiHeadDotProductAttention(HEADS, **kernels)(y, mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
-        x = nn.with_logical_constraint(x + y, ("batch", "length", "act_embed"))
-        y = nn.Dense(HIDDEN, kernel_init=named(NORMAL, "embed", "mlp"), bias_init=named(zeros, "mlp"))(
-            nn.LayerNorm(**norm)(x)
+        y = nn.MultiHeadDotProductAttention(HEADS, **kernels)(
+            y, mask=nn.make_causal_mask(jnp.ones(x.shape[:2]))
         )
+        x = nn.with_logical_constraint(x + y, ("batch", "length", "act_embed"))
+        y = nn.Dense(
+            HIDDEN, kernel_init=named(NORMAL, "embed", "mlp"), bias_init=named(zeros, "mlp")
+        )(nn.LayerNorm(**norm)(x))
         y = nn.with_logical_constraint(nn.relu(y), ("batch", "length", "act_mlp"))
-        return x + nn.Dense(WIDTH, kernel_init=named(NORMAL, "mlp", "embed"), bias_init=named(zeros, "embed"))(y)
+        return x + nn.Dense(
+            WIDTH, kernel_init=named(NORMAL, "mlp", "embed"), bias_init=named(zeros, "embed")
+        )(y)
 
 
 class LinenLM(nn.Module):
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(VOCABULARY, WIDTH, embedding_init=named(NORMAL, "vocab", "embed"))(shifted(tokens))
+        x = nn.Embed(VOCABULARY, WIDTH, embedding_init=named(NORMAL, "vocab", "embed"))(
+            shifted(tokens)
+        )
         x = LinenBlock()(nn.with_logical_constraint(x, ("batch", "length", "act_embed")))
         return nn.Dense(VOCABULARY, kernel_init=named(NORMAL, "embed", "vocab"))(x)
 
@@ -144,9 +162,20 @@ class NnxBlock(nnx.Module):
             return nnx.with_partitioning(init, names)
 
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        norm = {"scale_init": named(ones, "embed"), "bias_init": named(zeros, "embed"), "rngs": rngs}
-        kernels = {"kernel_init": named(NORMAL, "embed", "kv"), "bias_init": named(zeros, "kv"), "rngs": rngs}
-        self.before_attention, self.before_mlp = nnx.LayerNorm(WIDTH, **norm), nnx.LayerNorm(WIDTH, **norm)
+        norm = {
+            "scale_init": named(ones, "embed"),
+            "bias_init": named(zeros, "embed"),
+            "rngs": rngs,
+        }
+        kernels = {
+            "kernel_init": named(NORMAL, "embed", "kv"),
+            "bias_init": named(zeros, "kv"),
+            "rngs": rngs,
+        }
+        self.before_attention, self.before_mlp = (
+            nnx.LayerNorm(WIDTH, **norm),
+            nnx.LayerNorm(WIDTH, **norm),
+        )
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, **kernels)
         self.up = nnx.Linear(WIDTH, HIDDEN, kernel_init=named(NORMAL, "embed", "mlp"), rngs=rngs)
         self.down = nnx.Linear(HIDDEN, WIDTH, kernel_init=named(NORMAL, "mlp", "embed"), rngs=rngs)
@@ -160,11 +189,17 @@ class NnxBlock(nnx.Module):
 class NnxLM(nnx.Module):
     def __init__(self, rngs):
         self.table = nnx.Embed(
-            VOCABULARY, WIDTH, embedding_init=nnx.with_partitioning(NORMAL, ("vocab", "embed")), rngs=rngs
+            VOCABULARY,
+            WIDTH,
+            embedding_init=nnx.with_partitioning(NORMAL, ("vocab", "embed")),
+            rngs=rngs,
         )
         self.block = NnxBlock(rngs)
         self.head = nnx.Linear(
-            WIDTH, VOCABULARY, kernel_init=nnx.with_partitioning(NORMAL, ("embed", "vocab")), rngs=rngs
+            WIDTH,
+            VOCABULARY,
+            kernel_init=nnx.with_partitioning(NORMAL, ("embed", "vocab")),
+            rngs=rngs,
         )
 
     def __call__(self, tokens):

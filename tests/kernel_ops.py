@@ -1,4 +1,6 @@
-"""The ops of `shardlib.kernels` for their tests: each as a function of a tree of arrays, and the same in plain JAX."""
+"""The ops of `shardlib.kernels` for their tests: each as a function of a tree of arrays, and the
+same in plain JAX.
+"""
 
 import importlib.util
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ RULES = sl.AxisRules(batch="data", heads="model", seq="model", width="model")
 
 @dataclass(frozen=True)
 class Op:
-    """An op as a function of a tree of arrays, and the same in plain JAX, whose derivative JAX takes."""
+    """An op as a function of a tree of arrays, and the same in plain JAX, whose derivative JAX
+    takes.
+    """
 
     name: str
     call: Any  # (arrays, options) -> tree
@@ -40,7 +44,9 @@ def plain_softmax(arrays, options):
         where = where & jnp.tril(jnp.ones(x.shape[-2:], bool))
     where = jnp.broadcast_to(where, x.shape)
     some = where.any(-1, keepdims=True)
-    return jnp.where(some, jax.nn.softmax(jnp.where(where, x, -jnp.inf), -1, where=where | ~some), 0)
+    return jnp.where(
+        some, jax.nn.softmax(jnp.where(where, x, -jnp.inf), -1, where=where | ~some), 0
+    )
 
 
 def norm(arrays, options):
@@ -54,7 +60,9 @@ def plain_norm(arrays, options):
     x, centred = arrays["x"], "bias" in arrays or options.get("centred")
     h = x + arrays.get("residual", 0)
     z = h - h.mean(-1, keepdims=True) if centred else h
-    y = z / jnp.sqrt((z * z).mean(-1, keepdims=True) + options.get("epsilon", 1e-5 if centred else 1e-6))
+    y = z / jnp.sqrt(
+        (z * z).mean(-1, keepdims=True) + options.get("epsilon", 1e-5 if centred else 1e-6)
+    )
     y = y * arrays.get("scale", 1) + arrays.get("bias", 0)
     return (y, h) if "residual" in arrays else y
 
@@ -65,12 +73,21 @@ def head(arrays, options):
 
 def plain_head(arrays, options):
     x, kernel, targets = (arrays[name] for name in ("x", "kernel", "targets"))
-    count, smoothing, cap = options.get("vocab") or len(kernel), options.get("smoothing", 0), options.get("cap")
+    count, smoothing, cap = (
+        options.get("vocab") or len(kernel),
+        options.get("smoothing", 0),
+        options.get("cap"),
+    )
     z = x @ kernel[:count].T
     z = z if cap is None else cap * jnp.tanh(z / cap)
     log_z = jax.nn.logsumexp(z, -1)
     of_target = jnp.take_along_axis(z, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    losses = log_z - (1 - smoothing) * of_target - smoothing * z.mean(-1) + options.get("z_loss", 0) * log_z**2
+    losses = (
+        log_z
+        - (1 - smoothing) * of_target
+        - smoothing * z.mean(-1)
+        + options.get("z_loss", 0) * log_z**2
+    )
     return jnp.where(targets == -1, 0, losses)
 
 
@@ -85,7 +102,9 @@ MASKS = [None, (0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0)]
 def softmax_arrays(shape, draw):
     mask = draw(st.sampled_from(MASKS))
     return {"x": shape} | (
-        {} if mask is None else {"where": tuple(1 if one else n for one, n in zip(mask, shape, strict=False))}
+        {}
+        if mask is None
+        else {"where": tuple(1 if one else n for one, n in zip(mask, shape, strict=False))}
     )
 
 
@@ -97,13 +116,19 @@ def norm_arrays(shape, draw):
 
 
 # The simulator of GPUs has matrix units from JAX 0.12, where it is public.
-SIMULATED = ("reference", "tpu_simulated", *["gpu_simulated"] * hasattr(plgpu, "InterpretGPUParams"))
+SIMULATED = (
+    "reference",
+    "tpu_simulated",
+    *["gpu_simulated"] * hasattr(plgpu, "InterpretGPUParams"),
+)
 OPS = {
     "softmax": Op("softmax", softmax, plain_softmax, softmax_arrays, {"scale": [1.0, 0.125]}),
-    "norm": Op("norm", norm, plain_norm, norm_arrays, {"centred": [True, False], "epsilon": [1e-5, 0.1]}),
+    "norm": Op("norm", norm, plain_norm, norm_arrays, {"centred": [True, False], "epsilon": [1e-5,
+    0.1]}),
     "head": Op(
         "head", head, plain_head, head_arrays,
-        {"z_loss": [0.0, 1e-2], "smoothing": [0.0, 0.1], "cap": [None, 2.0], "vocab": [None, 2]}, SIMULATED,
+        {"z_loss": [0.0, 1e-2], "smoothing": [0.0, 0.1], "cap": [None, 2.0], "vocab": [None, 2]},
+        SIMULATED,
     ),
 }  # fmt: skip
 needs_tokamax = pytest.mark.skipif(
@@ -142,7 +167,9 @@ def split(arrays):
 
 
 def derived(function, arrays, options, cotangent=None):
-    """What a function gives, and its gradients to all floats, from what is given for it, or from some numbers."""
+    """What a function gives, and its gradients to all floats, from what is given for it, or from
+    some numbers.
+    """
     floats, masks = split(arrays)
     out, back = jax.vjp(lambda floats: function({**floats, **masks}, options), floats)
     return out, back(some(out) if cotangent is None else cotangent)[0]
@@ -150,18 +177,24 @@ def derived(function, arrays, options, cotangent=None):
 
 def some(tree):
     """Numbers for arrays like these."""
-    return jax.tree.map(lambda y: jnp.asarray(np.cos(np.arange(y.size)).reshape(y.shape), y.dtype), tree)
+    return jax.tree.map(
+        lambda y: jnp.asarray(np.cos(np.arange(y.size)).reshape(y.shape), y.dtype), tree
+    )
 
 
 def true(op, arrays, options, cotangent):
     with jax.enable_x64():
         floats, rest = split(arrays)
         wide = {**{name: np.asarray(x, np.float64) for name, x in floats.items()}, **rest}
-        return jax.tree.map(np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent)))
+        return jax.tree.map(
+            np.asarray, derived(op.plain, wide, options, jax.tree.map(np.float64, cotangent))
+        )
 
 
 def rounding(op, dtype):
-    """How far from float64 results may be: on a GPU products of float32 are TF32's, whose logits are of several ones."""
+    """How far from float64 results may be: on a GPU products of float32 are TF32's, whose logits
+    are of several ones.
+    """
     if dtype == "float32" and op.name == "head" and jax.default_backend() == "gpu":
         return 2 * ROUNDING["float16"]
     return ROUNDING[dtype]
@@ -170,4 +203,6 @@ def rounding(op, dtype):
 def near(found, wanted, tolerance, least=1e-30):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         other = np.asarray(other, np.float64)
-        np.testing.assert_allclose(np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), least))
+        np.testing.assert_allclose(
+            np.float64(one), other, rtol=0, atol=tolerance * max(np.abs(other).max(), least)
+        )

@@ -1,4 +1,6 @@
-"""Programs of the ops of `shardlib.kernels` by compilers of machines that are not there, and what is in them."""
+"""Programs of the ops of `shardlib.kernels` by compilers of machines that are not there, and what
+is in them.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +14,10 @@ import shardlib as sl
 from shardlib import kernels, testing
 
 P = jax.P
-GPUS = [pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler) for name in ("h100", "h200", "b200")]
+GPUS = [
+    pytest.param(f"gpu:{name}:1x1x4", marks=pytest.mark.gpu_compiler)
+    for name in ("h100", "h200", "b200")
+]
 TPUS = [
     pytest.param(f"tpu:{name}", marks=pytest.mark.tpu_compiler)
     for name in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")
@@ -25,12 +30,23 @@ CASES = {
     ],
     "norm": [
         ({"x": (4, 4, 64, 1024), "scale": (1024,)}, "bfloat16", {}),
-        ({"x": (4, 4, 1000, 1000), "residual": (4, 4, 1000, 1000), "scale": (1000,), "bias": (1000,)}, "float32", {}),
+        (
+            {
+                "x": (4, 4, 1000, 1000),
+                "residual": (4, 4, 1000, 1000),
+                "scale": (1000,),
+                "bias": (1000,),
+            },
+            "float32",
+            {},
+        ),
         ({"x": (4, 4, 48, 8192)}, "bfloat16", {"centred": True}),
     ],
 }
 
-OF_GPUS = {  # rows that a warpgroup has 128 of, or that pass by; compilers for TPUs lay such arrays out otherwise at their entry
+# Rows that a warpgroup has 128 of, or that pass by; compilers for TPUs lay such arrays out
+# otherwise at their entry.
+OF_GPUS = {
     "softmax": [
         ({"x": (4, 4, 256, 24)}, "bfloat16", {}),
         ({"x": (4, 4, 99, 99), "where": (4, 4, 99, 99)}, "float32", {"causal": True}),
@@ -47,7 +63,9 @@ OF_GPUS = {  # rows that a warpgroup has 128 of, or that pass by; compilers for 
 
 
 class Found(NamedTuple):
-    """Bytes that forward reads and writes, the collectives of both ways, and the bytes of each array on a device."""
+    """Bytes that forward reads and writes, the collectives of both ways, and the bytes of each
+    array on a device.
+    """
 
     read: int
     written: int
@@ -64,7 +82,9 @@ def of_case(target, op, case):
     mesh, names = target.mesh("data=2,model=2"), ("batch", "heads", None, None)
 
     def absent(name, shape):
-        of_dims = (axis if size > 1 else None for axis, size in zip(("data", "model"), shape, strict=False))
+        of_dims = (
+            axis if size > 1 else None for axis, size in zip(("data", "model"), shape, strict=False)
+        )
         kind = bool if name == "where" else beside if len(shape) == 1 else dtype
         sharding = jax.NamedSharding(mesh, P() if len(shape) == 1 else P(*of_dims))
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
@@ -75,9 +95,14 @@ def of_case(target, op, case):
         forward = jax.jit(lambda arrays: OPS[op].call(arrays, with_names)).lower(arrays)
         moved = testing.memory_traffic(compile_for(mesh, forward))
         given = (arrays["x"],) * 2 if "residual" in arrays else arrays["x"]
-        both = jax.jit(lambda arrays, given: derived(OPS[op].call, arrays, with_names, given)).lower(arrays, given)
+        both = jax.jit(
+            lambda arrays, given: derived(OPS[op].call, arrays, with_names, given)
+        ).lower(arrays, given)
         kinds = [one.kind for one in testing.collectives(compile_for(mesh, both), mesh)]
-    sizes = {name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for name, x in arrays.items()}
+    sizes = {
+        name: int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+        for name, x in arrays.items()
+    }
     return Found(moved.read, moved.written, kinds, sizes)
 
 
@@ -91,10 +116,19 @@ def in_a_checked_shard_map(target, op):
         "head": {"x": (4, 128, 128), "kernel": (1000, 128), "targets": (4, 128)},
     }[op]
     spec = P("data", "model")
-    specs = {"x": spec, "where": P("data"), "scale": P(), "bias": P(), "kernel": P(), "targets": spec}
+    specs = {
+        "x": spec,
+        "where": P("data"),
+        "scale": P(),
+        "bias": P(),
+        "kernel": P(),
+        "targets": spec,
+    }
     kinds = {"where": bool, "targets": "int32"}
     arrays = {
-        name: jax.ShapeDtypeStruct(shape, kinds.get(name, "bfloat16"), sharding=jax.NamedSharding(mesh, specs[name]))
+        name: jax.ShapeDtypeStruct(
+            shape, kinds.get(name, "bfloat16"), sharding=jax.NamedSharding(mesh, specs[name])
+        )
         for name, shape in shapes.items()
     }
     inside = {name: specs[name] for name in arrays}
@@ -113,7 +147,9 @@ def in_a_checked_shard_map(target, op):
 
 
 def of_head(target, implementation, dtype, rows, vocab, width):
-    """Bytes of temporaries of the gradients of a head's loss, rows and vocabulary split, and its large collectives."""
+    """Bytes of temporaries of the gradients of a head's loss, rows and vocabulary split, and its
+    large collectives.
+    """
     mesh = sl.Target(target).mesh("data=2,model=2")
 
     def absent(shape, kind, *spec):
@@ -126,17 +162,27 @@ def of_head(target, implementation, dtype, rows, vocab, width):
     )
 
     def loss(x, kernel, targets):
-        options = {"names": ("batch", None, None), "vocab_name": "heads", "implementation": implementation}
+        options = {
+            "names": ("batch", None, None),
+            "vocab_name": "heads",
+            "implementation": implementation,
+        }
         return head({"x": x, "kernel": kernel, "targets": targets}, options).sum()
 
     with sl.use(RULES, mesh):
         compiled = compile_for(mesh, jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays))
-    large = {(one.kind, one.axes) for one in testing.collectives(compiled, mesh) if one.sent_bytes > 2**16}
+    large = {
+        (one.kind, one.axes)
+        for one in testing.collectives(compiled, mesh)
+        if one.sent_bytes > 2**16
+    }
     return compiled.memory_analysis().temp_size_in_bytes, large
 
 
 def of_tokamax(target):
-    """The collectives of both ways of a norm by Tokamax, which asks JAX which GPU is there, and why it is none elsewhere."""
+    """The collectives of both ways of a norm by Tokamax, which asks JAX which GPU is there, and why
+    it is none elsewhere.
+    """
     import tokamax
     from jax.extend import backend
 
@@ -154,9 +200,9 @@ def of_tokamax(target):
         patched.setattr(jax, "default_backend", lambda: "gpu")
         patched.setattr(backend, "get_default_device", lambda: mesh.devices.flat[0])
         with tokamax.config.cross_compile(True):
-            both = jax.jit(lambda arrays, given: derived(OPS["norm"].call, arrays, options, given)).lower(
-                arrays, (x, x)
-            )
+            both = jax.jit(
+                lambda arrays, given: derived(OPS["norm"].call, arrays, options, given)
+            ).lower(arrays, (x, x))
         found = [one.kind for one in testing.collectives(compile_for(mesh, both), mesh)]
 
         def checked(x):

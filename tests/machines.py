@@ -11,7 +11,9 @@ import shardlib as sl
 
 
 def mesh_on(platform, shape):
-    """A mesh on `"cpu"`, on TPUs (`"v5e:2x4"`), or on GPUs (`"h200:1x1x8"`: slices x hosts x GPUs)."""
+    """A mesh on `"cpu"`, on TPUs (`"v5e:2x4"`), or on GPUs (`"h200:1x1x8"`: slices x hosts x
+    GPUs).
+    """
     return sl.make_mesh(shape, devices=devices_of(platform))
 
 
@@ -27,13 +29,16 @@ def devices_of(platform, **options):
 def compile_for(mesh, lowered):
     """The program for the machine that a mesh is on."""
     on_gpu = mesh.devices.flat[0].platform in ("cuda", "gpu")
-    return lowered.compile(compiler_options=sl.Target("gpu:h200:1x1x8").compiler_options if on_gpu else None)
+    return lowered.compile(
+        compiler_options=sl.Target("gpu:h200:1x1x8").compiler_options if on_gpu else None
+    )
 
 
 def on_its_own(target, function, *args):
     """What a function gives for a machine; GPUs of each kind have a process of their own.
 
-    Mosaic assembles all kernels of a process for the generation of GPUs that it has met first there.
+    Mosaic assembles all kernels of a process for the generation of GPUs that it has met first
+    there.
     """
     if target.startswith("tpu"):
         return function(target, *args)

@@ -1,4 +1,6 @@
-"""Constraints that name the axes over which the step is manual, and an axis called `batch`, against one device."""
+"""Constraints that name the axes over which the step is manual, and an axis called `batch`, against
+one device.
+"""
 
 import re
 
@@ -50,26 +52,41 @@ folded.defvjp(lambda x: (folded(x), x), lambda x, g: (jnp.cos(x) * (g @ jnp.ones
 
 
 def everywhere(model, x, rng):
-    """Constraints in each kind of function that JAX traces, beside what asks for the whole batch."""
+    """Constraints in each kind of function that JAX traces, beside what asks for the whole
+    batch.
+    """
     spec = P("data", "model")
     y = constrain(x @ model["w"], spec)
     y = y - lax.pmean(y.mean(0), "data") + sl.shard(y, "batch", "act_mlp") * sl.batch_mean(y)
-    layer = jax.checkpoint(lambda c, _: (jax.nn.gelu(constrain(c, P("data", None))), jax.nn.relu(c)))
+    layer = jax.checkpoint(
+        lambda c, _: (jax.nn.gelu(constrain(c, P("data", None))), jax.nn.relu(c))
+    )
     y, relus = lax.scan(layer, y, None, length=2)
     y = jax.jit(lambda y: constrain(jnp.sin(y), spec))(y) + relus.sum(0)
-    y = lax.cond(lax.pmean(y.sum(), "data") > 0, lambda y: constrain(y, spec), lambda y: constrain(y + 1, spec), y)
+    y = lax.cond(
+        lax.pmean(y.sum(), "data") > 0,
+        lambda y: constrain(y, spec),
+        lambda y: constrain(y + 1, spec),
+        y,
+    )
     y = jax.vmap(lambda row: constrain(row, P("model")) * 2)(y)
     y = constrain(y, P(P.UNCONSTRAINED, "model")) * jax.random.bernoulli(rng, 0.5, y.shape)
     return jnp.mean(folded(y) ** 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}])
+@pytest.mark.parametrize(
+    "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
+)
 def test_constraints_may_name_the_data_axes(options):
     loss = everywhere
     if options == {"manual": ()}:  # where no axis is bound
-        loss = lambda model, x, rng: jnp.mean(folded(constrain(x @ model["w"], P("data", "model"))) ** 2)
+        loss = lambda model, x, rng: jnp.mean(
+            folded(constrain(x @ model["w"], P("data", "model"))) ** 2
+        )
     if "accumulate" in options:  # of which each is a batch of its own
-        loss = lambda model, x, rng: jnp.mean(folded(constrain(x @ model["w"], P(("data",), "model"))) ** 2)
+        loss = lambda model, x, rng: jnp.mean(
+            folded(constrain(x @ model["w"], P(("data",), "model"))) ** 2
+        )
     check(loss, **options)
 
 
@@ -107,7 +124,9 @@ def test_logical_constraints_go_by_the_rules_in_force_or_by_flaxs_own():
     with nn.logical_axis_rules((("batch", "data"), ["act_mlp", None])):
         assert constraints(logical) == whole, "Flax's rules, where there are some"
     assert constraints(logical) == split, "and no longer"
-    by_argument = lambda model, x, rng: logical_by(model, x, (("batch", "data"), ("act_mlp", "model")))
+    by_argument = lambda model, x, rng: logical_by(
+        model, x, (("batch", "data"), ("act_mlp", "model"))
+    )
     assert constraints(by_argument) == split
 
 
@@ -118,7 +137,10 @@ def logical_by(model, x, rules):
 
 def test_one_step_follows_flaxs_rules_from_call_to_call():
     loss = lambda model, x, rng: jnp.mean(logical_by(model, x, None) * 1.0)
-    step, state = sl.train_step(loss, STRATEGY), sl.init(make, optax.sgd(0.1), STRATEGY, abstract=True)
+    step, state = (
+        sl.train_step(loss, STRATEGY),
+        sl.init(make, optax.sgd(0.1), STRATEGY, abstract=True),
+    )
     plain = step.lower(state, X).as_text()
     with nn.logical_axis_rules((("act_mlp", "data"),)):
         assert step.lower(state, X).as_text() != plain
@@ -128,7 +150,10 @@ def test_one_step_follows_flaxs_rules_from_call_to_call():
 
 def test_logical_constraints_under_use():
     y = jnp.ones((8, 8))
-    with sl.use(sl.AxisRules(batch="data", heads=["model", None], other=None), sl.make_mesh("data=2,model=4")):
+    with sl.use(
+        sl.AxisRules(batch="data", heads=["model", None], other=None),
+        sl.make_mesh("data=2,model=4"),
+    ):
         spec = jax.jit(lambda y: nn.with_logical_constraint(y, ("batch", "heads")))(y).sharding.spec
         assert spec == P("data", "model")
         with sl.unsharded():
@@ -145,7 +170,13 @@ def test_what_cannot_be_traced_beside_such_a_constraint_is_refused(beside):
             y = sl.kernels.softmax(y, names=("batch", "act_mlp"))
         else:
             spec = P(None, "model")
-            y = jax.shard_map(lambda y: 2 * y, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False)(y)
+            y = jax.shard_map(
+                lambda y: 2 * y,
+                in_specs=spec,
+                out_specs=spec,
+                axis_names={"model"},
+                check_vma=False,
+            )(y)
         return jnp.mean(y**2)
 
     with pytest.raises(ValueError, match=r"constraint.*sl\.shard\(x, names\)"):
@@ -183,7 +214,9 @@ def test_batch_among_other_axes_and_in_a_gather():
     def loss(model, x, rng):
         y = x @ model["w"]
         everyone = lax.all_gather(y.mean(0), "batch")
-        return jnp.mean((y - everyone.mean(0)) ** 3) + 0 * lax.pmax(lax.stop_gradient(y).max(), "batch")
+        return jnp.mean((y - everyone.mean(0)) ** 3) + 0 * lax.pmax(
+            lax.stop_gradient(y).max(), "batch"
+        )
 
     check(loss, TWO, ["pod=2,data=2,model=1"])
 
@@ -194,11 +227,17 @@ def test_a_mesh_axis_of_that_name_is_itself():
 
 
 def test_axes_that_cannot_be_meant_are_refused():
-    of = lambda axis: lambda model, x, rng: jnp.mean((x @ model["w"] - lax.pmean(x.mean(), axis)) ** 2)
-    with pytest.raises(ValueError, match=r"does not bind; it binds 'data', 'batch'.*axis_name=strategy\.data_axes"):
+    of = lambda axis: (
+        lambda model, x, rng: jnp.mean((x @ model["w"] - lax.pmean(x.mean(), axis)) ** 2)
+    )
+    with pytest.raises(
+        ValueError, match=r"does not bind; it binds 'data', 'batch'.*axis_name=strategy\.data_axes"
+    ):
         program(of("btch"))
     index = lambda model, x, rng: jnp.mean(x @ model["w"]) * lax.axis_index("batch")
-    with pytest.raises(ValueError, match="`axis_index` over the axis `batch`, which stands for .*'pod', 'data'"):
+    with pytest.raises(
+        ValueError, match="`axis_index` over the axis `batch`, which stands for .*'pod', 'data'"
+    ):
         program(index, sl.Strategy(mesh="pod=2,data=2,model=2", rules=TWO))
     with pytest.raises(NameError, match="no_such_name"):
         program(lambda model, x, rng: no_such_name)  # noqa: F821

@@ -31,7 +31,9 @@ def test_on_explicit_axes_the_same_annotation_reshards():
 
 
 def test_on_mixed_axes_each_kind_gets_its_part():
-    mesh = jax.sharding.Mesh(MESH.devices, ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    mesh = jax.sharding.Mesh(
+        MESH.devices, ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    )
     with sl.use(RULES, mesh):
         y = jax.jit(lambda x: sl.shard(x, "batch", "act_mlp"))(X)
         assert y.sharding.spec == P("data", "model")
@@ -64,7 +66,9 @@ def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
         return y
 
     with sl.use(RULES | sl.AxisRules(experts="data"), MESH):
-        manual = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
+        manual = jax.shard_map(
+            body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
+        )
         y = jax.jit(manual)(X)
         assert (y.sharding.spec, seen[0]) == (P("data", "model"), (4, 16))
         np.testing.assert_array_equal(y, X)
@@ -73,16 +77,27 @@ def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
             return sl.shard(x, "experts", None)
 
         with pytest.raises(ValueError, match="`experts`=4.*axis `data`, which is manual here"):
-            jax.jit(jax.shard_map(lose, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False))(
-                X
-            )
+            jax.jit(
+                jax.shard_map(
+                    lose,
+                    in_specs=P("data"),
+                    out_specs=P("data"),
+                    axis_names={"data"},
+                    check_vma=False,
+                )
+            )(X)
         with pytest.raises(ValueError, match="names the axis `data`"):
-            jax.jit(jax.shard_map(lambda x: sl.split(x, 0, 2, axis="data"), in_specs=P("data"), out_specs=P("data"),
+            jax.jit(jax.shard_map(lambda x: sl.split(x, 0, 2, axis="data"), in_specs=P("data"),
+            out_specs=P("data"),
                                   axis_names={"data"}, check_vma=False))(X)  # fmt: skip
 
 
 def test_no_rules_is_an_error_and_unsharded_says_on_purpose():
-    for verb in (lambda: sl.shard(X, "batch", None), lambda: sl.split(X, 0, 2), lambda: sl.replicate(X)):
+    for verb in (
+        lambda: sl.shard(X, "batch", None),
+        lambda: sl.split(X, 0, 2),
+        lambda: sl.replicate(X),
+    ):
         with pytest.raises(ValueError, match="outside any rules.*sl.unsharded"):
             verb()
     with sl.unsharded():
@@ -133,9 +148,14 @@ def test_policies_are_said_aloud():
         pytest.warns(sl.ShardingWarning, match="`act_mlp`=6.*replicated"),
     ):
         assert sl.shard(jnp.zeros((8, 6)), "batch", "act_mlp").sharding.spec == P("data", None)
-    with sl.use(RULES.indivisible(act_mlp="pad"), MESH), pytest.warns(sl.ShardingWarning, match="padded to 8"):
+    with (
+        sl.use(RULES.indivisible(act_mlp="pad"), MESH),
+        pytest.warns(sl.ShardingWarning, match="padded to 8"),
+    ):
         x = np.arange(48.0, dtype=np.float32).reshape(8, 6)
-        padded, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(sl.shard(x, "batch", "act_mlp") ** 2)))(x)
+        padded, gradient = jax.jit(
+            jax.value_and_grad(lambda x: jnp.sum(sl.shard(x, "batch", "act_mlp") ** 2))
+        )(x)
         np.testing.assert_allclose(gradient, 2 * x)
         np.testing.assert_allclose(padded, np.sum(x**2), rtol=1e-6)
 
@@ -143,7 +163,9 @@ def test_policies_are_said_aloud():
 def test_annotations_go_through_vmap_grad_and_scan():
     def f(x):
         rows = jax.vmap(lambda row: sl.shard(row, "act_mlp"))(x)
-        return jax.lax.scan(lambda c, _: (sl.shard(jnp.sin(c), "batch", "act_mlp"), None), rows, length=3)[0].sum()
+        return jax.lax.scan(
+            lambda c, _: (sl.shard(jnp.sin(c), "batch", "act_mlp"), None), rows, length=3
+        )[0].sum()
 
     with sl.use(RULES, MESH):
         found = jax.jit(jax.grad(f))(X)
@@ -153,6 +175,9 @@ def test_annotations_go_through_vmap_grad_and_scan():
 
 def test_another_mesh_of_the_same_shape_comes_into_force():
     rules = sl.AxisRules(batch="data")
-    first, second = (sl.make_mesh("data=4", devices=devices) for devices in (jax.devices()[:4], jax.devices()[4:]))
+    first, second = (
+        sl.make_mesh("data=4", devices=devices)
+        for devices in (jax.devices()[:4], jax.devices()[4:])
+    )
     with sl.use(rules, first), sl.use(rules, second):
         assert sl.shard(np.ones(8, "f"), "batch").sharding.mesh == second

@@ -1,4 +1,6 @@
-"""Arguments that nobody should give: every public name refuses them by a `ValueError` that says what it takes."""
+"""Arguments that nobody should give: every public name refuses them by a `ValueError` that says
+what it takes.
+"""
 
 import random
 import sys
@@ -67,22 +69,36 @@ def test_what_a_draw_comes_to(names):
     for function in (broken, taking, refusing):
         call = Call(function.__name__, f"{function.__name__}({{size}})", {"size": "3"})
         drawn = strangers.Draw(call, {"size": ("object", "object()")})
-        outcomes[function.__name__] = strangers.outcome(drawn, {**names, function.__name__: function})[0]
+        outcomes[function.__name__] = strangers.outcome(
+            drawn, {**names, function.__name__: function}
+        )[0]
     assert outcomes == {"broken": "raw error", "taking": "silent", "refusing": "refused"}
-    assert strangers.draw(0, 7) == strangers.draw(0, 7) and strangers.draw(0, 7) != strangers.draw(1, 7)
+    assert strangers.draw(0, 7) == strangers.draw(0, 7) and strangers.draw(0, 7) != strangers.draw(
+        1, 7
+    )
 
 
 @pytest.mark.parametrize(
     ("ends", "kind", "code"),
     [
         ("import os; os.abort()", "abort", -6),
-        ("import faulthandler, time; faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "hang", 1),
+        (
+            "import faulthandler, time; faulthandler.dump_traceback_later(0.1, exit=True); "
+            "time.sleep(60)",
+            "hang",
+            1,
+        ),
     ],
 )
 def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
-    lines = "print('[3]', flush=True); print('[3, \"worked\", \"\"]', flush=True); print('[4]', flush=True)"
+    lines = (
+        "print('[3]', flush=True); print('[3, \"worked\", \"\"]', flush=True); print('[4]', "
+        "flush=True)"
+    )
     first, second = strangers.watched([sys.executable, "-c", f"{lines}; {ends}"])
-    assert first == (3, "worked", "") and second[:2] == (4, kind) and f"exit code {code}" in second[2]
+    assert (
+        first == (3, "worked", "") and second[:2] == (4, kind) and f"exit code {code}" in second[2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +111,8 @@ def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
         (lambda: sl.make_mesh(data=10**5000), "axis `data` must be a whole number.*got <int>"),
         (lambda: sl.make_mesh("data=8", axis_type="auto"), "make_mesh.axis_type='auto'"),
         (lambda: sl.local_rows(8, "x"), "local_rows.strategy='x'.. takes a `sl.Strategy`"),
-        (lambda: sl.local_rows(10**24, STRATEGY), "local_rows.size=10+.. takes a number of examples, at least 1 and at most"),
+        (lambda: sl.local_rows(10**24, STRATEGY), "local_rows.size=10+.. takes a number of "
+                                                  "examples, at least 1 and at most"),
         (lambda: sl.batches([], "x"), "batches.strategy='x'.. takes a `sl.Strategy`"),
         (lambda: sl.batches(np.zeros(()), STRATEGY), "`source` is an iterable of batches"),
         (lambda: sl.Strategy(mesh="data=8", rules=sl.rules.data, frozen=1), "Strategy.frozen=1.. takes a tuple of patterns"),
@@ -104,7 +121,8 @@ def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
         (lambda: sl.Strategy(mesh="data=8", rules=sl.rules.data, clip=1e999), "Strategy.clip=inf"),
         (lambda: sl.Strategy(mesh="data=8", rules=sl.rules.data, manual=(1,)), "Strategy.manual=.1,... takes a tuple of axes"),
         (lambda: sl.Checkpoints(3), "Checkpoints.folder=3.. takes a path"),
-        (lambda: sl.Checkpoints(LONG), "Checkpoints.folder='xxx.*at most 4,096 bytes, and 255 between slashes"),
+        (lambda: sl.Checkpoints(LONG), "Checkpoints.folder='xxx.*at most 4,096 bytes, and 255 "
+                                       "between slashes"),
         (lambda: sl.JsonLines("a/" * 3_000), "JsonLines.path='a/a/"),
         (lambda: sl.JsonLines(b"a"), "JsonLines.path=b'a'"),
         (lambda: sl.TensorBoard("a\0"), r"TensorBoard.folder='a.x00'.*no zero bytes"),
@@ -175,10 +193,17 @@ def test_numbers_of_numpy_are_numbers():
     """And are kept as Python's own, which print and save as such."""
     loop = sl.Loop(np.int32(20), keep_every=np.uint8(200))
     assert repr(loop) == repr(sl.Loop(20, keep_every=200))
-    assert repr(sl.Zero(1, small=np.int64(3), strict=np.bool_(True))) == repr(sl.Zero(1, small=3, strict=True))
-    assert repr(sl.pipeline.Costs(np.float32(0.5), np.ones(2))) == repr(sl.pipeline.Costs(0.5, (1.0, 1.0)))
+    assert repr(sl.Zero(1, small=np.int64(3), strict=np.bool_(True))) == repr(
+        sl.Zero(1, small=3, strict=True)
+    )
+    assert repr(sl.pipeline.Costs(np.float32(0.5), np.ones(2))) == repr(
+        sl.pipeline.Costs(0.5, (1.0, 1.0))
+    )
     assert sl.zero_bytes(np.uint8(200), devices=np.uint8(2), stage=3) == 200 * 16 / 2
-    assert type(check.number("f", "x", np.float32(0.5))) is float and type(check.whole("f", "x", np.uint8(7))) is int
+    assert (
+        type(check.number("f", "x", np.float32(0.5))) is float
+        and type(check.whole("f", "x", np.uint8(7))) is int
+    )
 
 
 def test_a_value_in_a_message_is_short_and_can_always_be_shown():
@@ -196,7 +221,10 @@ def test_a_value_in_a_message_is_short_and_can_always_be_shown():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--optimizer.learning_rate", "1e999"], r"Muon\(learning_rate=inf\)`: a finite number, above 0"),
+        (
+            ["--optimizer.learning_rate", "1e999"],
+            r"Muon\(learning_rate=inf\)`: a finite number, above 0",
+        ),
         (["--optimizer.learning_rate", "1" + "0" * 400], r"learning_rate=inf"),
         (["--optimizer.learning_rate", "nan"], "`learning_rate` is a number"),
         (["--optimizer.b1", "1.5"], r"Muon\(b1=1.5\)`.*at least 0 and below 1"),
@@ -273,7 +301,9 @@ def test_drawn_texts_for_every_field_are_taken_or_refused():
             except ValueError as error:
                 refused += 1
                 parts = {part for option in options for part in option.strip("-").split(".")}
-                assert any(part and check.shown(part)[1:40].rstrip("'") in str(error) for part in parts), (
+                assert any(
+                    part and check.shown(part)[1:40].rstrip("'") in str(error) for part in parts
+                ), (
                     options,
                     str(error),
                 )

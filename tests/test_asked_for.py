@@ -1,4 +1,6 @@
-"""What a strategy or a loss asks for and would not get is refused, or said aloud: nothing is silently ignored."""
+"""What a strategy or a loss asks for and would not get is refused, or said aloud: nothing is
+silently ignored.
+"""
 
 import functools
 import warnings
@@ -52,7 +54,9 @@ def scanned(block):
 
 def branching(block):
     def loss(model, x, rng):
-        return jnp.mean(lax.cond(x.shape[0] > 100, lambda x: x, lambda x: block(x, model["w"][0]), x))
+        return jnp.mean(
+            lax.cond(x.shape[0] > 100, lambda x: x, lambda x: block(x, model["w"][0]), x)
+        )
 
     return loss
 
@@ -65,11 +69,15 @@ def in_a_function(block):
 
 
 @pytest.mark.parametrize("of", [scanned, branching, in_a_function])
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"zero": sl.Zero(3, small=0)}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"accumulate": 2}, {"zero": sl.Zero(3, small=0)}, {"precision": "bf16"}], ids=str
+)
 def test_full_recomputation_needs_a_block_that_is_marked(of, more):
     cast = lambda block: lambda x, w: block(x.astype(w.dtype), w).astype(x.dtype)
     traced(of(cast(sl.remat(layer))), make(shape=(2, 8, 8)), remat="full", **more)
-    with pytest.raises(ValueError, match='remat="full".*blocks marked with `sl.remat`, and the loss calls none'):
+    with pytest.raises(
+        ValueError, match='remat="full".*blocks marked with `sl.remat`, and the loss calls none'
+    ):
         traced(of(cast(layer)), remat="full", **more)
     traced(of(cast(layer)), remat="none", **more)
 
@@ -97,12 +105,18 @@ def test_modules_of_flax_are_marked_too():
         def __call__(self, x):
             block = lambda layer, x: layer(x)
             if self.marked:
-                block = sl.remat(block, checkpoint=functools.partial(nnx.remat, graph_updates=False))
+                block = sl.remat(
+                    block, checkpoint=functools.partial(nnx.remat, graph_updates=False)
+                )
             return block(self.layer, x)
 
     loss = lambda model, x, rng: jnp.mean(model(x))
     traced(loss, lambda: Model(True), remat="full")
-    traced(loss, lambda: sl.Layers([nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]), remat="full")
+    traced(
+        loss,
+        lambda: sl.Layers([nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]),
+        remat="full",
+    )
     with pytest.raises(ValueError, match="the loss calls none"):
         traced(loss, lambda: Model(False), remat="full")
 
@@ -114,11 +128,15 @@ def test_modules_of_flax_are_marked_too():
 @pytest.mark.parametrize("stacked", [("nosuch",), ("layers", "nosuch"), ("embed", "nosuch")])
 def test_names_of_stacked_dims_are_names_of_the_model(stage, stacked):
     with pytest.raises(
-        ValueError, match=r"Zero.stacked=.*no parameter has a dim of the name `nosuch`.*`embed`, `layers`"
+        ValueError,
+        match=r"Zero.stacked=.*no parameter has a dim of the name `nosuch`.*`embed`, `layers`",
     ):
         init(zero=sl.Zero(stage, small=0, stacked=stacked))
     init(zero=sl.Zero(stage, small=0, stacked=("layers",)))
-    init(make(("blocks", "embed", "mlp"), (2, 8, 8)), zero=sl.Zero(stage, small=0, stacked=("blocks",)))
+    init(
+        make(("blocks", "embed", "mlp"), (2, 8, 8)),
+        zero=sl.Zero(stage, small=0, stacked=("blocks",)),
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3, "FULL_SHARD", sl.Zero(3, small=64)])
@@ -131,7 +149,8 @@ def test_zero_that_splits_nothing_says_so_with_the_sizes(zero, precision):
 
 def test_zero_whose_dims_do_not_divide_says_that():
     with pytest.warns(
-        sl.ShardingWarning, match=r"`w` \(no dim that is whole divides by `data=8`\). Have a dim that divides"
+        sl.ShardingWarning,
+        match=r"`w` \(no dim that is whole divides by `data=8`\). Have a dim that divides",
     ):
         init(make(shape=(2, 6, 6)), zero=sl.Zero(3, small=8))
 
@@ -151,11 +170,24 @@ def test_zero_that_splits_something_or_has_one_device_says_nothing():
 
 @pytest.mark.parametrize(
     "name",
-    ["loss", "weight", "grad_norm", "first_nonfinite", "nonfinite_losses", "compressed", "step", "note", "crc32"],
+    [
+        "loss",
+        "weight",
+        "grad_norm",
+        "first_nonfinite",
+        "nonfinite_losses",
+        "compressed",
+        "step",
+        "note",
+        "crc32",
+    ],
 )
 @pytest.mark.parametrize("of", [lambda loss: loss, lambda loss: sl.weighted_mean(loss, 1)])
 def test_a_metric_has_no_name_that_the_step_or_a_record_has(name, of):
-    loss = lambda model, x, rng: (jnp.mean(x @ model["w"][0]), {"mine": of(jnp.mean(x)), name: of(jnp.mean(x))})
+    loss = lambda model, x, rng: (
+        jnp.mean(x @ model["w"][0]),
+        {"mine": of(jnp.mean(x)), name: of(jnp.mean(x))},
+    )
     with pytest.raises(ValueError, match=f"The metric `{name}` is the step's own"):
         traced(loss)
     strategy = sl.Strategy(mesh="data=8", rules=RULES)
@@ -168,11 +200,15 @@ def test_every_name_that_a_step_returns_is_refused():
     strategy = sl.Strategy(mesh="data=8", rules=RULES, exchange=sl.collectives.OneBit("data"))
     state = sl.init(make(), sl.optimizers.onebit_adam(0.1, freeze=1), strategy, abstract=True)
     out = (
-        sl.train_step(lambda model, x, rng: jnp.mean(x @ model["w"][0] + model["b"]), strategy).trace(state, X).out_info
+        sl.train_step(lambda model, x, rng: jnp.mean(x @ model["w"][0] + model["b"]), strategy)
+        .trace(state, X)
+        .out_info
     )
     for name in out[1]:
         with pytest.raises(ValueError, match=f"The metric `{name}`"):
-            traced(lambda model, x, rng, name=name: (jnp.mean(x @ model["w"][0]), {name: jnp.mean(x)}))
+            traced(
+                lambda model, x, rng, name=name: (jnp.mean(x @ model["w"][0]), {name: jnp.mean(x)})
+            )
     assert set(out[1]) == {
         "loss",
         "weight",
@@ -195,7 +231,14 @@ def test_two_numbers_of_a_record_have_two_names(name):
     state = sl.init(lambda: {"w": jnp.ones((8, 8))}, optax.sgd(0.1), strategy)
     step = sl.train_step(lambda model, x, rng: jnp.mean(x @ model["w"]), strategy)
     with pytest.raises(ValueError, match=f"two numbers of a record are called `{name}`"):
-        sl.fit(step, state, [X] * 20, sl.Loop(steps=20, log_every=5), sinks=[], watch={name: lambda step: 0.0})
+        sl.fit(
+            step,
+            state,
+            [X] * 20,
+            sl.Loop(steps=20, log_every=5),
+            sinks=[],
+            watch={name: lambda step: 0.0},
+        )
 
 
 # Precision.
@@ -203,11 +246,14 @@ def test_two_numbers_of_a_record_have_two_names(name):
 
 @pytest.mark.parametrize("field", ["compute", "accumulate", "reduce"])
 @pytest.mark.parametrize(
-    "value", ["fp16", "float16", "half", "f2", jnp.float16, np.float16, np.dtype("float16")], ids=str
+    "value",
+    ["fp16", "float16", "half", "f2", jnp.float16, np.float16, np.dtype("float16")],
+    ids=str,
 )
 def test_float16_is_refused_until_losses_are_scaled(field, value):
     with pytest.raises(
-        ValueError, match=rf"Precision\({field}=.*in float16 gradients below 6e-8 are zero.*scaled loss.*`bf16`"
+        ValueError,
+        match=rf"Precision\({field}=.*in float16 gradients below 6e-8 are zero.*scaled loss.*`bf16`",
     ):
         sl.Precision(**{field: value})
 

@@ -106,7 +106,9 @@ def test_a_place_that_a_source_cannot_go_to_is_refused():
 def test_a_place_kept_without_the_source_knowing_is_not_given_to_one_that_knows():
     batches = sl.batches(Stateful(), STRATEGY)
     batches.restore({"batches": 3, "source": None})
-    with pytest.raises(ValueError, match="3 batches from its start, was kept for a source that could not say"):
+    with pytest.raises(
+        ValueError, match="3 batches from its start, was kept for a source that could not say"
+    ):
         next(batches)
 
 
@@ -189,5 +191,7 @@ def test_what_is_no_batch_is_refused_by_name(batch, message):
 def test_rows_here_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
     assert sl.local_rows(8, STRATEGY).tolist() == list(range(8))
     accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=3)
-    with pytest.raises(ValueError, match=r"batch of 8 examples.*4 parts.*`accumulate=3`: use a multiple of 12"):
+    with pytest.raises(
+        ValueError, match=r"batch of 8 examples.*4 parts.*`accumulate=3`: use a multiple of 12"
+    ):
         sl.local_rows(8, accumulating)

@@ -1,4 +1,6 @@
-"""`check_step` itself: what it takes for rounding, what it takes for an error, and how it says so."""
+"""`check_step` itself: what it takes for rounding, what it takes for an error, and how it says
+so.
+"""
 
 import copy
 import dataclasses
@@ -103,7 +105,10 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
     ],
 )
 def test_errors_are_told_from_rounding(loss, kind, precision):
-    with pytest.raises(AssertionError, match=f"^({kind}).* of step 0 on the mesh `data=4,model=2` with accumulate=1"):
+    with pytest.raises(
+        AssertionError,
+        match=f"^({kind}).* of step 0 on the mesh `data=4,model=2` with accumulate=1",
+    ):
         check(loss, precision=precision, steps=1)
 
 
@@ -119,7 +124,10 @@ def test_rounding_that_an_optimizer_makes_larger_is_told_from_errors():
     """Adam divides by what may be near zero: 1e-5 would not do in the second step."""
     config = gpt.tiny(layers=2, width=32, heads=8, kv_heads=8, context=16, vocab=40, hidden=64)
     random = np.random.RandomState(0)
-    tokens = {"tokens": random.randint(0, 40, (16, 17)).astype("i4"), "mask": (random.rand(16, 16) > 0.5).astype("f")}
+    tokens = {
+        "tokens": random.randint(0, 40, (16, 17)).astype("i4"),
+        "mask": (random.rand(16, 16) > 0.5).astype("f"),
+    }
     build = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
     rules = sl.rules.data | sl.rules.fsdp
     (found,) = check(gpt.loss, build, optax.adamw(1e-2), rules, ["data=2,fsdp=4"], tokens)
@@ -137,7 +145,11 @@ def test_a_tolerance_is_taken_as_it_is():
 def test_the_worst_entries_are_shown_with_their_index():
     def loss(model, batch, rng):
         wrong = jnp.zeros((8, 16)).at[5, 11].set(1e-3).at[2, 3].set(5e-4) * (devices() - 1)
-        return right({**model, "up": model["up"] + wrong * (model["up"] - lax.stop_gradient(model["up"]))}, batch, rng)
+        return right(
+            {**model, "up": model["up"] + wrong * (model["up"] - lax.stop_gradient(model["up"]))},
+            batch,
+            rng,
+        )
 
     with pytest.raises(AssertionError) as failure:
         check(loss, steps=1)
@@ -152,13 +164,17 @@ def test_the_worst_entries_are_shown_with_their_index():
 
 
 def test_what_comes_first_is_to_blame():
-    """Of a loss that draws otherwise the draws; of one that is wrong in two gradients the farther one."""
+    """Of a loss that draws otherwise the draws; of one that is wrong in two gradients the farther
+    one.
+    """
 
     def draws(model, batch, rng):
         loss = right(model, batch, rng)
         return loss, {"drawn": jnp.mean(jax.random.uniform(jax.random.key(devices())))}
 
-    with pytest.raises(AssertionError, match="^loss `drawn` of step 0.*It is 0.[0-9]+, and 0.[0-9]+ on one device"):
+    with pytest.raises(
+        AssertionError, match="^loss `drawn` of step 0.*It is 0.[0-9]+, and 0.[0-9]+ on one device"
+    ):
         check(draws, steps=1)
 
     def two(model, batch, rng):
@@ -167,13 +183,16 @@ def test_what_comes_first_is_to_blame():
         return right({name: moved(name, w) for name, w in model.items()}, batch, rng)
 
     with pytest.raises(
-        AssertionError, match="(?s)^gradients `down`.*In the same step differ gradients `up`.*`grad_norm`"
+        AssertionError,
+        match="(?s)^gradients `down`.*In the same step differ gradients `up`.*`grad_norm`",
     ):
         check(two, steps=1)
 
 
 def test_what_is_not_finite_is_no_rounding():
-    with pytest.raises(AssertionError, match="(?s)differs from one device by nan.*not finite either"):
+    with pytest.raises(
+        AssertionError, match="(?s)differs from one device by nan.*not finite either"
+    ):
         check(lambda *given: right(*given) * jnp.nan, steps=1)
 
 
@@ -182,7 +201,9 @@ def test_parameters_may_be_given_specs_over_axes_that_no_rule_names(meshes, monk
     two = jax.devices()[:2]
     if meshes is None:
         monkeypatch.setattr(jax, "devices", lambda *_: two)
-    literal = lambda: sl.annotate(jax.tree.map(jnp.asarray, make_plain()), {"up": P(None, "tensor")})
+    literal = lambda: sl.annotate(
+        jax.tree.map(jnp.asarray, make_plain()), {"up": P(None, "tensor")}
+    )
     rules = sl.AxisRules(batch="data")
     found = check(right, literal, optax.sgd(0.1), rules, meshes, steps=1)
     assert [one.mesh for one in found] == (meshes or testing.mesh_shapes(["data", "tensor"]))
@@ -194,10 +215,16 @@ def make_plain():
 
 def test_a_mesh_may_have_axes_that_only_the_model_speaks_of():
     def split(model, batch, rng):
-        return right({**model, "up": lax.with_sharding_constraint(model["up"], P(None, "other"))}, batch, rng)
+        return right(
+            {**model, "up": lax.with_sharding_constraint(model["up"], P(None, "other"))}, batch, rng
+        )
 
-    check(split, make_plain, optax.sgd(0.1), sl.AxisRules(batch="data"), ["data=4,other=2"], steps=1)
-    with pytest.raises(ValueError, match="no mesh to compare: no rule and no parameter mentions an axis"):
+    check(
+        split, make_plain, optax.sgd(0.1), sl.AxisRules(batch="data"), ["data=4,other=2"], steps=1
+    )
+    with pytest.raises(
+        ValueError, match="no mesh to compare: no rule and no parameter mentions an axis"
+    ):
         check(right, make_plain, rules=sl.AxisRules(batch=None), meshes=None)
 
 
@@ -209,27 +236,39 @@ def test_draws_that_may_depend_on_the_mesh_are_not_compared_and_said_to_differ()
         return right(model["params"], {**batch, "x": batch["x"] * kept}, rng)
 
     meshes, rules = ["data=8"], sl.AxisRules(batch="data")
-    with pytest.raises(ValueError, match=r'implementation `rbg` draws otherwise.*Strategy\(draws="by_mesh"\)'):
+    with pytest.raises(
+        ValueError, match=r'implementation `rbg` draws otherwise.*Strategy\(draws="by_mesh"\)'
+    ):
         check(noisy, make_tree, rules=rules, meshes=meshes)
-    with pytest.raises(AssertionError, match=r'draws="by_mesh".* random numbers may differ from mesh to mesh'):
+    with pytest.raises(
+        AssertionError, match=r'draws="by_mesh".* random numbers may differ from mesh to mesh'
+    ):
         check(noisy, make_tree, rules=rules, meshes=meshes, draws="by_mesh", steps=1)
 
 
 # Embeddings: many tokens look up the same row, whose gradient is the sum over all of them.
 
 VOCABULARY, WIDTH = 16, 8
-TOKENS = np.minimum(np.random.RandomState(0).geometric(0.15, (64, 65)) - 1, VOCABULARY - 1).astype(np.int32)
+TOKENS = np.minimum(np.random.RandomState(0).geometric(0.15, (64, 65)) - 1, VOCABULARY - 1).astype(
+    np.int32
+)
 
 
 def embedding():
     table = 0.3 * normal(2, VOCABULARY, WIDTH)
-    return {"table": table, "hidden": 0.3 * normal(3, WIDTH, WIDTH), "head": 0.3 * normal(4, WIDTH, VOCABULARY)}
+    return {
+        "table": table,
+        "hidden": 0.3 * normal(3, WIDTH, WIDTH),
+        "head": 0.3 * normal(4, WIDTH, VOCABULARY),
+    }
 
 
 def next_token(tied, dtype=None):
     def loss(model, tokens, rng):
         table = model["table"] if dtype is None else model["table"].astype(dtype)
-        x = jax.nn.gelu(jnp.take(table, tokens[:, :-1], axis=0) @ model["hidden"].astype(table.dtype))
+        x = jax.nn.gelu(
+            jnp.take(table, tokens[:, :-1], axis=0) @ model["hidden"].astype(table.dtype)
+        )
         logits = (x @ (table.T if tied else model["head"].astype(table.dtype))).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -240,7 +279,8 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
     mesh = mesh or sl.make_mesh({"data": 1}, devices=jax.devices()[:1])
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, **options)
     keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (updates, updates),
     )
     state, _ = sl.train_step(loss, strategy)(sl.init(make_model, keep, strategy), TOKENS)
     return np.asarray(state.opt_state["table"], np.float64)
@@ -264,7 +304,9 @@ def test_gradients_of_embeddings_are_summed_in_float32(tied, narrow):
 
 
 def test_lookups_are_found_wherever_they_are():
-    """In loops, branches, calls and blocks that are recomputed; of tables that are made of weights, and of no others."""
+    """In loops, branches, calls and blocks that are recomputed; of tables that are made of weights,
+    and of no others.
+    """
     table, tokens = jnp.ones((1, 1), jnp.bfloat16), jnp.zeros(1024, jnp.int32)
     total = lambda table: jnp.sum(table[tokens].astype(jnp.float32))
 
@@ -272,13 +314,17 @@ def test_lookups_are_found_wherever_they_are():
         return float(jax.grad(with_wide_rows(function))(table, *others)[0, 0])
 
     assert float(jax.grad(total)(table)[0, 0]) < 512, "without, a sum stands still"
-    looped = lambda table: lax.scan(lambda carry, _: (carry + total(table), None), 0.0, None, length=2)[0]
-    each = lambda table: lax.scan(lambda carry, row: (carry + total(row), None), 0.0, jnp.stack([table, table]))[0]
+    looped = lambda table: lax.scan(
+        lambda carry, _: (carry + total(table), None), 0.0, None, length=2
+    )[0]
+    each = lambda table: lax.scan(
+        lambda carry, row: (carry + total(row), None), 0.0, jnp.stack([table, table])
+    )[0]
     either = lambda table, which: lax.cond(which, total, lambda table: 2 * total(table), table)
     assert sums(total) == sums(jax.jit(total)) == sums(jax.checkpoint(total)) == 1024
-    assert sums(lambda table: total(jnp.tanh(jnp.arctanh(table / 2)).astype(jnp.bfloat16) * 2)) == pytest.approx(
-        1024, rel=0.02
-    )
+    assert sums(
+        lambda table: total(jnp.tanh(jnp.arctanh(table / 2)).astype(jnp.bfloat16) * 2)
+    ) == pytest.approx(1024, rel=0.02)
     assert sums(looped) == sums(each) == 2048
     assert (sums(either, True), sums(either, False)) == (1024, 2048)
     other = lambda table, x: total(table) + total(x.astype(jnp.bfloat16))
@@ -288,7 +334,14 @@ def test_lookups_are_found_wherever_they_are():
         if equation.primitive.name == "gather"
     ]
     assert len(narrow) == 1, "what is no weight is left as it is"
-    assert sums(lambda table: jnp.sum(table.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32))) == 1024
+    assert (
+        sums(
+            lambda table: jnp.sum(
+                table.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
+            )
+        )
+        == 1024
+    )
 
 
 # Steps in functions that are traced.
@@ -305,7 +358,9 @@ def dropped(model, batch, rng):
     return right(model, {**batch, "x": sl.shard(batch["x"] * kept, "batch", None, "embed")}, rng)
 
 
-@pytest.mark.parametrize("options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}])
+@pytest.mark.parametrize(
+    "options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}]
+)
 def test_a_step_may_stand_in_a_function_that_is_traced(options):
     strategy = dataclasses.replace(STRATEGY, **options)
     step = sl.train_step(dropped, strategy)
@@ -340,7 +395,8 @@ def test_in_a_function_that_is_traced_rules_alone_need_a_mesh_around_it():
     x = np.ones((8, 16), np.float32)
     for call in (lambda: jax.jit(laid_out)(x), lambda: jax.make_jaxpr(laid_out)(x)):
         with pytest.raises(
-            ValueError, match=r"where no mesh is in force.*`with strategy.scope\(\): jax.jit\(function\)"
+            ValueError,
+            match=r"where no mesh is in force.*`with strategy.scope\(\): jax.jit\(function\)",
         ):
             call()
     with STRATEGY.scope():
@@ -355,9 +411,18 @@ USED = [
     STRATEGY,
     sl.Strategy(mesh=sl.make_mesh("data=4,model=2"), rules=RULES),
     sl.Strategy(
-        mesh="data=8", rules=sl.rules.data, zero="FULL_SHARD", precision=sl.Precision("bf16", keep=("a",)), clip=1.0
+        mesh="data=8",
+        rules=sl.rules.data,
+        zero="FULL_SHARD",
+        precision=sl.Precision("bf16", keep=("a",)),
+        clip=1.0,
     ),
-    sl.Strategy(mesh="pod=2,data=4", dcn="pod", rules=sl.AxisRules(batch=("pod", "data")), zero="HYBRID_SHARD"),
+    sl.Strategy(
+        mesh="pod=2,data=4",
+        dcn="pod",
+        rules=sl.AxisRules(batch=("pod", "data")),
+        zero="HYBRID_SHARD",
+    ),
     sl.Strategy(
         mesh="pod=2,data=4",
         rules=sl.AxisRules(batch=("pod", "data")),
@@ -419,9 +484,13 @@ def test_a_mesh_that_another_process_could_not_find_is_not_pickled(monkeypatch):
     assert [device.id for device in pickle.loads(written).device_mesh.devices.flat] == [4, 5, 6, 7]
     few = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *_: few)
-    with pytest.raises(ValueError, match="has the cpu device 4, and this process has 2 cpu devices"):
+    with pytest.raises(
+        ValueError, match="has the cpu device 4, and this process has 2 cpu devices"
+    ):
         pickle.loads(written)
-    with pytest.raises(ValueError, match="of 4 cpu devices that this process does not have cannot be pickled"):
+    with pytest.raises(
+        ValueError, match="of 4 cpu devices that this process does not have cannot be pickled"
+    ):
         pickle.dumps(half)
 
 
@@ -434,7 +503,9 @@ def stepped(loss, batch=BATCH, make_model=make, strategy=STRATEGY):
 
 
 def calling_back(model, batch, rng):
-    x = jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(batch["x"].shape, jnp.float32), batch["x"])
+    x = jax.pure_callback(
+        lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(batch["x"].shape, jnp.float32), batch["x"]
+    )
     return right(model, {**batch, "x": x}, rng)
 
 
@@ -459,24 +530,42 @@ def test_callbacks_beside_an_axis_that_is_not_manual_are_refused_with_the_way_ou
 
 
 @pytest.mark.parametrize(
-    "values", [["a"] * 16, [b"a"] * 16, [None] * 16, np.array(["2020-01-01"] * 16, "M8[D]"), np.zeros(16, "m8[s]")]
+    "values",
+    [
+        ["a"] * 16,
+        [b"a"] * 16,
+        [None] * 16,
+        np.array(["2020-01-01"] * 16, "M8[D]"),
+        np.zeros(16, "m8[s]"),
+    ],
 )
 def test_what_no_device_holds_is_refused_in_a_batch(values):
-    with pytest.raises(ValueError, match="`text` of the batch is an array of .*, which no device holds"):
+    with pytest.raises(
+        ValueError, match="`text` of the batch is an array of .*, which no device holds"
+    ):
         stepped(right, {**BATCH, "text": np.array(values)})
 
 
-@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, jnp.bfloat16, jnp.float8_e4m3fn, np.complex64])
+@pytest.mark.parametrize(
+    "dtype", [np.bool_, np.uint8, jnp.bfloat16, jnp.float8_e4m3fn, np.complex64]
+)
 def test_any_numbers_are_taken_in_a_batch(dtype):
     stepped(right, {**BATCH, "more": np.ones(16).astype(dtype)})
 
 
 @pytest.mark.parametrize("make_it", [sl.train_step, sl.evaluation])
 @pytest.mark.parametrize(
-    "loss", [lambda model, batch: 0.0, lambda model, batch, rng, more: 0.0, lambda *, model, batch, rng: 0.0]
+    "loss",
+    [
+        lambda model, batch: 0.0,
+        lambda model, batch, rng, more: 0.0,
+        lambda *, model, batch, rng: 0.0,
+    ],
 )
 def test_a_loss_of_other_arguments_is_refused(loss, make_it):
-    with pytest.raises(ValueError, match=r"A loss takes three arguments, `loss_fn\(model, batch, rng\)`"):
+    with pytest.raises(
+        ValueError, match=r"A loss takes three arguments, `loss_fn\(model, batch, rng\)`"
+    ):
         make_it(loss, STRATEGY)
     make_it(lambda model, batch, *rest: 0.0, STRATEGY)
     make_it(lambda model, batch, rng, more=None: 0.0, STRATEGY)
@@ -489,7 +578,9 @@ def test_without_a_compiler_there_is_no_step():
             lambda: sl.train_step(right, STRATEGY)(state, BATCH),
             lambda: sl.evaluation(right, STRATEGY)(state, [BATCH]),
         ):
-            with pytest.raises(ValueError, match="`jax_disable_jit` is on, and a step is a compiled program"):
+            with pytest.raises(
+                ValueError, match="`jax_disable_jit` is on, and a step is a compiled program"
+            ):
                 run()
 
 
@@ -502,7 +593,11 @@ def test_strict_promotion_is_of_the_loss(stored, options):
         state = sl.init(of_dtype, optax.adamw(1e-2), strategy)
         state, metrics = sl.train_step(right, strategy)(state, BATCH)
         assert state.params["up"].dtype == stored
-        with pytest.raises(jax.errors.TypePromotionError if hasattr(jax.errors, "TypePromotionError") else Exception):
+        with pytest.raises(
+            jax.errors.TypePromotionError
+            if hasattr(jax.errors, "TypePromotionError")
+            else Exception
+        ):
             stepped(lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"]) * jnp.int32(2)))
     assert np.isfinite(metrics["loss"])
 
@@ -510,13 +605,17 @@ def test_strict_promotion_is_of_the_loss(stored, options):
 @pytest.mark.parametrize("field", ["compute", "accumulate", "reduce"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_a_step_neither_computes_nor_sums_in_few_bits(field, dtype):
-    with pytest.raises(ValueError, match=rf"`Precision\({field}='{dtype}'\)` takes .*8 bits and fewer take scales"):
+    with pytest.raises(
+        ValueError, match=rf"`Precision\({field}='{dtype}'\)` takes .*8 bits and fewer take scales"
+    ):
         sl.Precision(**{field: dtype})
 
 
 def test_an_optimizer_moves_no_parameters_of_few_bits():
     few = lambda: {**make_plain(), "scale": jnp.ones(8, jnp.float8_e4m3fn)}
-    with pytest.raises(ValueError, match=r"`scale` is float8_e4m3fn.*`Strategy\(frozen=\('scale',\)\)`"):
+    with pytest.raises(
+        ValueError, match=r"`scale` is float8_e4m3fn.*`Strategy\(frozen=\('scale',\)\)`"
+    ):
         stepped(right, make_model=few)
     stepped(right, make_model=few, strategy=dataclasses.replace(STRATEGY, frozen=("scale",)))
     with pytest.raises(ValueError, match=r"nothing to move.*returned a model without arrays"):

@@ -1,4 +1,6 @@
-"""Checkpoints: bit for bit onto any mesh, and what is damaged, missing or of another model is told apart by name."""
+"""Checkpoints: bit for bit onto any mesh, and what is damaged, missing or of another model is told
+apart by name.
+"""
 
 import ctypes
 import gc
@@ -37,17 +39,25 @@ BATCH = {"tokens": np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.in
 STRATEGIES = {
     "data and tensor": sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor),
     "stage 1": sl.Strategy(mesh="data=8", rules=sl.rules.data, zero=sl.Zero(1, small=0)),
-    "stage 3": sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0)),
+    "stage 3": sl.Strategy(
+        mesh="data=4,model=2", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0)
+    ),
 }
 
 
 def start(strategy, config=CONFIG, optimizer=None, **options):
-    return sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer or optax.adamw(1e-2), strategy, **options)
+    return sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)),
+        optimizer or optax.adamw(1e-2),
+        strategy,
+        **options,
+    )
 
 
 def bits(state):
     words = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(state)
     ]
     return [np.asarray(x).tobytes() for x in words]
 
@@ -77,7 +87,9 @@ def saved(trained, tmp_path_factory):
 
 
 def drop_failed_reads():
-    """Let go of what a read that failed leaves behind, while what it says when it is dropped is still this test's."""
+    """Let go of what a read that failed leaves behind, while what it says when it is dropped is
+    still this test's.
+    """
     for _ in range(200):
         gc.collect()
         if not any(inspect.iscoroutine(one) for one in gc.get_objects()):
@@ -101,7 +113,11 @@ def test_every_bit_comes_back_onto_any_mesh_and_stage(saved, name):
         earlier = checkpoints.restore(like, step=2)
         assert checkpoints.about(2) == {"name": "first"}
     assert bits(restored.state) == saved[2] and bits(earlier.state) == saved[1]
-    assert (restored.step, restored.data, restored.about) == (3, {"batches": 3, "source": None}, {"name": "second"})
+    assert (restored.step, restored.data, restored.about) == (
+        3,
+        {"batches": 3, "source": None},
+        {"name": "second"},
+    )
     there = jax.tree.map(lambda x: x.sharding, restored.state)
     assert jax.tree.leaves(there) == [x.sharding for x in jax.tree.leaves(like)]
     state, metrics = sl.train_step(gpt.loss, STRATEGIES[name])(restored.state, BATCH)
@@ -122,7 +138,17 @@ def test_the_newest_and_every_so_manieth_are_kept(tmp_path):
 
 def test_leaves_of_every_dtype_and_without_elements_come_back(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
-    dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int32", "bool", "complex64")
+    dtypes = (
+        "float32",
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "int8",
+        "uint8",
+        "int32",
+        "bool",
+        "complex64",
+    )
     tree = {dtype: (jnp.arange(16.0) % 2).reshape(2, 8).astype(dtype) for dtype in dtypes}
     tree |= {"empty": jnp.zeros((0, 3)), "scalar": jnp.float32(3), "a/b.c": jnp.ones(2)}
     state = sl.init(lambda: tree, None, strategy)
@@ -193,32 +219,46 @@ def restored_from(folder):
         (Path.unlink, about, "what it says of itself is not what was written"),
     ],
 )
-def test_of_a_damaged_checkpoint_the_one_before_is_used_and_that_is_said(saved, folder, damage, where, said):
+def test_of_a_damaged_checkpoint_the_one_before_is_used_and_that_is_said(
+    saved, folder, damage, where, said
+):
     for path in where(folder):
         damage(path)
     with pytest.warns(sl.ShardingWarning, match=rf"The checkpoint of step 3 .*({said})"):
         restored, steps = restored_from(folder)
     assert restored.step == 2 and bits(restored.state) == saved[1]
-    assert steps == (2,) and (folder / "unreadable-3").exists(), "it does not stand in the way of the next step 3"
+    assert steps == (2,) and (folder / "unreadable-3").exists(), (
+        "it does not stand in the way of the next step 3"
+    )
 
 
 def test_a_bit_that_nobody_else_guards_is_missed_by_its_digest(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
-    state = sl.init(lambda: {"w": jax.random.normal(jax.random.key(0), (64, 4096)), "b": jnp.ones(3)}, None, strategy)
+    state = sl.init(
+        lambda: {"w": jax.random.normal(jax.random.key(0), (64, 4096)), "b": jnp.ones(3)},
+        None,
+        strategy,
+    )
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
         largest = max(data(tmp_path, 0), key=lambda path: path.stat().st_size)
         assert largest.stat().st_size > 64 * 4096, "the values themselves"
         flip(largest)
-        with pytest.warns(sl.ShardingWarning), pytest.raises(ValueError, match="the bits of `params/w` are not those"):
+        with (
+            pytest.warns(sl.ShardingWarning),
+            pytest.raises(ValueError, match="the bits of `params/w` are not those"),
+        ):
             checkpoints.restore(state)
 
 
 def test_where_no_checkpoint_is_good_each_is_named(folder):
     for path in (*data(folder, 2), *data(folder, 3)):
         cut(path)
-    with pytest.warns(sl.ShardingWarning), pytest.raises(ValueError, match=r"No checkpoint in .* step 3: .* step 2: "):
+    with (
+        pytest.warns(sl.ShardingWarning),
+        pytest.raises(ValueError, match=r"No checkpoint in .* step 3: .* step 2: "),
+    ):
         restored_from(folder)
     assert (folder / "3").exists(), "nothing is put aside where nothing is used"
 
@@ -233,25 +273,34 @@ def test_a_checkpoint_half_written_is_none(folder):
 def test_a_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
     with sl.Checkpoints(saved[0]) as checkpoints:
         wider = start(
-            STRATEGIES["stage 1"], gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, hidden=48), abstract=True
+            STRATEGIES["stage 1"],
+            gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, hidden=48),
+            abstract=True,
         )
         with pytest.raises(ValueError, match="another model or optimizer") as error:
             checkpoints.restore(wider)
-        assert "`params/blocks/mlp/up/kernel` is float32[2,64,16] there and float32[2,48,16] here" in str(error.value)
+        assert (
+            "`params/blocks/mlp/up/kernel` is float32[2,64,16] there and float32[2,48,16] here"
+            in str(error.value)
+        )
         assert "params/embedding" not in str(error.value)
         other = start(STRATEGIES["stage 1"], optimizer=optax.sgd(0.1, momentum=0.9), abstract=True)
         with pytest.raises(
-            ValueError, match=r"`opt_state/0/nu/.*` is there alone.*`opt_state/0/trace/.*` is here alone"
+            ValueError,
+            match=r"`opt_state/0/nu/.*` is there alone.*`opt_state/0/trace/.*` is here alone",
         ):
             checkpoints.restore(other)
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written(saved, folder, monkeypatch, trained):
+def test_a_disk_without_room_is_seen_before_anything_is_written(
+    saved, folder, monkeypatch, trained
+):
     usage = shutil.disk_usage(folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with sl.Checkpoints(folder) as checkpoints:
         with pytest.raises(
-            OSError, match=r"step 2 could not be saved.*1000 B are free.*the last good one is that of step 3"
+            OSError,
+            match=r"step 2 could not be saved.*1000 B are free.*the last good one is that of step 3",
         ):
             checkpoints.save(trained)
         assert checkpoints.steps() == (2, 3)
@@ -288,11 +337,17 @@ with sl.Checkpoints(sys.argv[1]) as checkpoints:
 def test_a_save_that_fails_half_way_leaves_the_last_good_one(tmp_path):
     # In a process of its own, for what Orbax's threads leave behind when they fail.
     run = subprocess.run(
-        [sys.executable, "-c", "import jax" + FAILS_HALF_WAY, str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-c", "import jax" + FAILS_HALF_WAY, str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
-    said, kept, then = (line for line in run.stdout.splitlines() if line[:4] in ("SAID", "KEPT", "THEN"))
-    assert re.search(r"could not be saved in .*File too large.*the last good one is that of step 0", said), said
+    said, kept, then = (
+        line for line in run.stdout.splitlines() if line[:4] in ("SAID", "KEPT", "THEN")
+    )
+    assert re.search(
+        r"could not be saved in .*File too large.*the last good one is that of step 0", said
+    ), said
     assert (kept, then) == ("KEPT (0,)", "THEN (0, 1)")
 
 
@@ -306,7 +361,9 @@ def small_state(value=1.0):
 
 
 def lose_at_commit(monkeypatch, lock):
-    """Another takes the folder while a checkpoint is written: when Orbax's thread is about to name it."""
+    """Another takes the folder while a checkpoint is written: when Orbax's thread is about to name
+    it.
+    """
     check = _lock.Claim.check
 
     def lost(claim):
@@ -327,7 +384,9 @@ def test_a_checkpoint_is_not_named_once_the_folder_is_lost(tmp_path, monkeypatch
         checkpoints.save(small_state(3))
         checkpoints.wait()
     assert not (tmp_path / "checkpoints" / "3").exists()
-    assert (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").is_dir(), "left to whoever has the folder now"
+    assert (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").is_dir(), (
+        "left to whoever has the folder now"
+    )
 
 
 @pytest.mark.parametrize("what", ["delete", "save", "put aside"])
@@ -390,14 +449,17 @@ def test_what_cannot_be_cleared_is_said_and_blocks_no_save(tmp_path, monkeypatch
     monkeypatch.setattr(shutil, "rmtree", refusing)
     with sl.Checkpoints(tmp_path) as checkpoints:
         with pytest.warns(
-            sl.ShardingWarning, match=r"could not be deleted: `7.orbax-checkpoint-tmp`.*Permission denied"
+            sl.ShardingWarning,
+            match=r"could not be deleted: `7.orbax-checkpoint-tmp`.*Permission denied",
         ):
             checkpoints.save(small_state(1))
         checkpoints.wait()
         assert checkpoints.steps() == (1,)
 
 
-@pytest.mark.parametrize(("how", "named"), [("renamed", 9), ("copied", 9), ("linked", 9), ("renamed", 1)])
+@pytest.mark.parametrize(
+    ("how", "named"), [("renamed", 9), ("copied", 9), ("linked", 9), ("renamed", 1)]
+)
 def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how, named):
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(2))
@@ -414,7 +476,10 @@ def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how,
             lambda: checkpoints.about(named),
             *([lambda: checkpoints.restore(small_state())] if named == 9 else []),
         ):
-            with pytest.raises(ValueError, match=rf"The checkpoint in .*/{named} is that of step 2.*Give it its name"):
+            with pytest.raises(
+                ValueError,
+                match=rf"The checkpoint in .*/{named} is that of step 2.*Give it its name",
+            ):
                 read()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -423,8 +488,14 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_pa
     good, damaged = tmp_path / "good", tmp_path / "damaged"
     with sl.Checkpoints(good) as checkpoints:
         for value in (1, 2):
-            checkpoints.save(small_state(value), data={"batches": value, "source": None}, about={"name": "run"})
-    files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file() and "1" not in path.parts)
+            checkpoints.save(
+                small_state(value), data={"batches": value, "source": None}, about={"name": "run"}
+            )
+    files = sorted(
+        path.relative_to(good)
+        for path in good.rglob("*")
+        if path.is_file() and "1" not in path.parts
+    )
     expected = {step: bits(small_state(step)) for step in (1, 2)}
     noticed = []
     for number, file in enumerate(files):

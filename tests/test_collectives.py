@@ -40,7 +40,9 @@ def array(mesh, shape, spec, dtype=jnp.float32):
 
 
 def manual(f, mesh, arguments=1, more=()):
-    """The collectives of `f`, compiled as manual over all axes and given a block of rows on each device."""
+    """The collectives of `f`, compiled as manual over all axes and given a block of rows on each
+    device.
+    """
     specs = (ROWS,) * arguments + (P(),) * len(more)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=ROWS, check_vma=False)
     rows = array(mesh, (8 * BLOCK[0], BLOCK[1]), ROWS)
@@ -59,11 +61,35 @@ def shift(x, axes, size):
         (lambda x: jax.lax.psum(x, ("a", "c")), "all-reduce", ("a", "c"), 4, BYTES),
         (lambda x: jax.lax.psum(x, ("a", "b", "c")), "all-reduce", ("a", "b", "c"), 8, BYTES),
         (lambda x: jax.lax.all_gather(x, "b", tiled=True), "all-gather", ("b",), 2, 2 * BYTES),
-        (lambda x: jax.lax.all_gather(x, ("a", "c"), tiled=True), "all-gather", ("a", "c"), 4, 4 * BYTES),
-        (lambda x: jax.lax.psum_scatter(x, "b", tiled=True), "reduce-scatter", ("b",), 2, BYTES // 2),
-        (lambda x: jax.lax.psum_scatter(x, ("a", "c"), tiled=True), "reduce-scatter", ("a", "c"), 4, BYTES // 4),
+        (
+            lambda x: jax.lax.all_gather(x, ("a", "c"), tiled=True),
+            "all-gather",
+            ("a", "c"),
+            4,
+            4 * BYTES,
+        ),
+        (
+            lambda x: jax.lax.psum_scatter(x, "b", tiled=True),
+            "reduce-scatter",
+            ("b",),
+            2,
+            BYTES // 2,
+        ),
+        (
+            lambda x: jax.lax.psum_scatter(x, ("a", "c"), tiled=True),
+            "reduce-scatter",
+            ("a", "c"),
+            4,
+            BYTES // 4,
+        ),
         (lambda x: jax.lax.all_to_all(x, "b", 0, 1, tiled=True), "all-to-all", ("b",), 2, BYTES),
-        (lambda x: jax.lax.all_to_all(x, ("a", "b"), 0, 1, tiled=True), "all-to-all", ("a", "b"), 4, BYTES),
+        (
+            lambda x: jax.lax.all_to_all(x, ("a", "b"), 0, 1, tiled=True),
+            "all-to-all",
+            ("a", "b"),
+            4,
+            BYTES,
+        ),
         (lambda x: shift(x, "b", 2), "collective-permute", ("b",), 2, BYTES),
         (lambda x: shift(x, ("a", "b"), 4), "collective-permute", ("a", "b"), 4, BYTES),
     ],
@@ -73,7 +99,8 @@ def test_one_collective(mesh, f, kind, axes, group_size, result_bytes):
     assert (found.kind, found.axes, found.group_size) == (kind, axes, group_size)
     assert (found.operand_bytes, found.result_bytes) == (BYTES, result_bytes)
     assert sum(map(math.prod, found.shapes)) == math.prod(BLOCK)
-    assert kind == "all-to-all" or found.shapes == (BLOCK,)  # which some compilers cut up or reshape
+    # Which some compilers cut up or reshape.
+    assert kind == "all-to-all" or found.shapes == (BLOCK,)
     assert set(found.dtypes) == {"f32"}
     assert (found.times, found.times_known, found.conditional) == (1, True, False)
     assert found.op_name.startswith("jit(") and "/shard_map/" in found.op_name
@@ -94,9 +121,16 @@ def test_axes_of_size_one_are_not_named():
 
 def test_without_a_mesh_there_are_no_axes():
     mesh = mesh_of("cpu", a=2, b=2, c=2)
-    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
+    )
     [found] = collectives(jax.jit(mapped).lower(jnp.zeros(8)).compile().as_text())
-    assert (found.kind, found.axes, found.group_size, found.shapes) == ("all-reduce", None, 2, ((1,),))
+    assert (found.kind, found.axes, found.group_size, found.shapes) == (
+        "all-reduce",
+        None,
+        2,
+        ((1,),),
+    )
 
 
 def test_scan(mesh):
@@ -117,7 +151,9 @@ def test_nested_scans(mesh):
         return shift(jax.lax.scan(inner, x, None, length=3)[0], "c", 2), None
 
     found = manual(lambda x: jax.lax.psum(jax.lax.scan(outer, x, None, length=5)[0], "c"), mesh)
-    assert {(one.kind, one.axes): (one.times, one.times_known, one.operand_bytes) for one in found} == {
+    assert {
+        (one.kind, one.axes): (one.times, one.times_known, one.operand_bytes) for one in found
+    } == {
         ("all-reduce", ("a", "b")): (15, True, BYTES),
         ("collective-permute", ("c",)): (5, True, BYTES),
         ("all-reduce", ("c",)): (1, True, BYTES),
@@ -129,34 +165,52 @@ def test_loop_with_another_start_and_step(mesh):
         i, x = carry
         return i - 3, jnp.tanh(jax.lax.psum(x, "a"))
 
-    [found] = manual(lambda x: jax.lax.while_loop(lambda carry: carry[0] >= 2, body, (11, x))[1], mesh)
+    [found] = manual(
+        lambda x: jax.lax.while_loop(lambda carry: carry[0] >= 2, body, (11, x))[1], mesh
+    )
     assert (found.times, found.times_known) == (4, True)  # 11, 8, 5, 2
 
 
 def test_loops_of_unknown_length_count_once(mesh):
     def until_small(x):
-        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(jax.lax.psum(x, "a")), x)
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(jax.lax.psum(x, "a")), x
+        )
 
     def as_often_as_told(x, count):
         return jax.lax.fori_loop(0, count, lambda _, x: jnp.tanh(jax.lax.psum(x, "a")), x)
 
     for found in [*manual(until_small, mesh), *manual(as_often_as_told, mesh, more=[jnp.int32])]:
-        assert (found.kind, found.axes, found.times, found.times_known) == ("all-reduce", ("a",), 1, False)
+        assert (found.kind, found.axes, found.times, found.times_known) == (
+            "all-reduce",
+            ("a",),
+            1,
+            False,
+        )
         assert "unknown" in summary([found])
 
 
 def test_every_branch_of_a_conditional_counts(mesh):
     def choose(x, which):
-        branches = [lambda x: jax.lax.psum(x, "a"), lambda x: jax.lax.psum(2 * x, ("b", "c")), lambda x: x]
+        branches = [
+            lambda x: jax.lax.psum(x, "a"),
+            lambda x: jax.lax.psum(2 * x, ("b", "c")),
+            lambda x: x,
+        ]
         return jax.lax.switch(which, branches, x)
 
     found = manual(choose, mesh, more=[jnp.int32])
-    assert sorted((one.kind, one.axes) for one in found) == [("all-reduce", ("a",)), ("all-reduce", ("b", "c"))]
+    assert sorted((one.kind, one.axes) for one in found) == [
+        ("all-reduce", ("a",)),
+        ("all-reduce", ("b", "c")),
+    ]
     assert all(one.conditional for one in found)
 
 
 def test_combined_all_reduces(mesh):
-    found = manual(lambda x, y: jax.lax.psum(x, "b") + jnp.sum(jax.lax.psum(y[:100], "b")), mesh, arguments=2)
+    found = manual(
+        lambda x, y: jax.lax.psum(x, "b") + jnp.sum(jax.lax.psum(y[:100], "b")), mesh, arguments=2
+    )
     assert {(one.kind, one.axes) for one in found} == {("all-reduce", ("b",))}
     assert sum(one.operand_bytes for one in found) == BYTES + 100 * BLOCK[1] * 4
     if mesh.devices.flat[0].platform == "cpu":
@@ -172,7 +226,9 @@ def test_automatic_partitioner(mesh):
         return jax.jit(product, out_shardings=NamedSharding(mesh, out_spec)).lower(w, x).compile()
 
     tensor = collectives(compiled(P("b"), P(("a", "c"), "b"), P(("a", "c"))), mesh)
-    assert [(one.kind, one.axes, one.shapes) for one in tensor] == [("all-reduce", ("b",), ((512, 512),))]
+    assert [(one.kind, one.axes, one.shapes) for one in tensor] == [
+        ("all-reduce", ("b",), ((512, 512),))
+    ]
     stored_sharded = collectives(compiled(P(("a", "c")), P(("a", "c")), P(("a", "c"))), mesh)
     assert [(one.kind, one.axes) for one in stored_sharded] == [("all-gather", ("a", "c"))]
     assert stored_sharded[0].operand_bytes == 4 * 256 * 512
@@ -181,7 +237,9 @@ def test_automatic_partitioner(mesh):
 
 @pytest.mark.tpu_compiler
 def test_asynchronous_and_fused_on_tpu():
-    """Gathers that overlap with products, and scatters fused from an all-reduce of rows padded to whole tiles."""
+    """Gathers that overlap with products, and scatters fused from an all-reduce of rows padded to
+    whole tiles.
+    """
     mesh = mesh_of("v5e:4x4", data=4, model=4)
 
     def gradients(weights, x):
@@ -194,15 +252,24 @@ def test_asynchronous_and_fused_on_tpu():
         return jax.grad(loss)(weights)
 
     rows = P(("data", "model"))
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(P("data"), rows), out_specs=P("data"), check_vma=False)
+    mapped = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(P("data"), rows), out_specs=P("data"), check_vma=False
+    )
     weights = [array(mesh, (2048, 2048), P("data"), jnp.bfloat16)] * 4
-    compiled = jax.jit(mapped).lower(weights, array(mesh, (16 * 512, 2048), rows, jnp.bfloat16)).compile()
-    assert "async_collective_fusion" in compiled.as_text() and "%all-reduce-scatter" in compiled.as_text()
+    compiled = (
+        jax.jit(mapped).lower(weights, array(mesh, (16 * 512, 2048), rows, jnp.bfloat16)).compile()
+    )
+    assert (
+        "async_collective_fusion" in compiled.as_text()
+        and "%all-reduce-scatter" in compiled.as_text()
+    )
 
     found = collectives(compiled, mesh)
     assert {one.axes for one in found} == {("data",)} and {one.group_size for one in found} == {4}
     gathers = [one for one in found if one.kind == "all-gather"]
-    assert [(one.shapes, one.result_bytes) for one in gathers] == [(((512, 2048),), 2 * 2048 * 2048)] * 4
+    assert [(one.shapes, one.result_bytes) for one in gathers] == [
+        (((512, 2048),), 2 * 2048 * 2048)
+    ] * 4
     scatters = [one for one in found if one.kind == "reduce-scatter"]
     assert [one.operand_bytes == 4 * one.result_bytes for one in scatters] == [True] * 4
     assert all(2048 <= one.shapes[0][0] < 2048 + 4 * 32 for one in scatters)
@@ -242,7 +309,10 @@ def text_of(*entry, computations="", result="f32[64,512]{1,0}"):
     """A program as compilers write it, of the lines of its entry computation."""
     lines = "\n".join(f"  {line}" for line in ("%p = f32[64,512]{1,0} parameter(0)", *entry))
     signature = f"ENTRY %main (p: f32[64,512]) -> {result} {{"
-    return f"HloModule jit_f, is_scheduled=true, num_partitions=8\n\n{computations}\n{signature}\n{lines}\n}}\n"
+    return (
+        "HloModule jit_f, is_scheduled=true, "
+        f"num_partitions=8\n\n{computations}\n{signature}\n{lines}\n}}\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,15 +342,26 @@ def text_of(*entry, computations="", result="f32[64,512]{1,0}"):
 def test_spellings_of_groups(groups, axes):
     mesh = mesh_of("cpu", a=2, b=2, c=2)
     attributes = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
-    [found] = collectives(text_of(f"ROOT %psum = f32[64,512]{{1,0}} all-reduce(%p), {attributes}"), mesh)
+    [found] = collectives(
+        text_of(f"ROOT %psum = f32[64,512]{{1,0}} all-reduce(%p), {attributes}"), mesh
+    )
     assert (found.kind, found.shapes, found.axes) == ("all-reduce", ((64, 512),), axes)
     assert axes is None or found.group_size == 2 ** len(axes)
 
 
 def test_devices_alone_and_permutes():
-    alone = "%a = f32[64,512]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"
-    still = "%s = f32[64,512]{1,0} collective-permute(%p), channel_id=2, source_target_pairs={{0,0},{1,1}}"
-    chain = "%c = f32[64,512]{1,0} collective-permute(%p), channel_id=3, source_target_pairs={{0,2},{2,4},{4,6},{1,3}}"
+    alone = (
+        "%a = f32[64,512]{1,0} all-reduce(%p), channel_id=1, "
+        "replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"
+    )
+    still = (
+        "%s = f32[64,512]{1,0} collective-permute(%p), channel_id=2, "
+        "source_target_pairs={{0,0},{1,1}}"
+    )
+    chain = (
+        "%c = f32[64,512]{1,0} collective-permute(%p), channel_id=3, "
+        "source_target_pairs={{0,2},{2,4},{4,6},{1,3}}"
+    )
     [found] = collectives(text_of(alone, still, chain), mesh_of("cpu", a=2, b=2, c=2))
     assert (found.kind, found.axes, found.group_size) == ("collective-permute", ("a", "b"), 4)
 
@@ -289,22 +370,29 @@ def test_devices_alone_and_permutes():
 
 GPU = [
     (
-        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}), (f32[128,512]{1,0}, f32[512,128]{1,0})) all-gather-start(%p, %q),"
-        " channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}, use_global_device_ids=true",
-        '%d = (f32[128,512]{1,0}, f32[512,128]{1,0}) all-gather-done(%s), metadata={op_name="jit(f)/all_gather"}',
-        Collective("all-gather", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 524288, ("b",), 2),
+        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}), (f32[128,512]{1,0}, f32[512,128]{1,0})) "
+        "all-gather-start(%p, %q), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, "
+        "dimensions={0}, use_global_device_ids=true",
+        "%d = (f32[128,512]{1,0}, f32[512,128]{1,0}) all-gather-done(%s), "
+        'metadata={op_name="jit(f)/all_gather"}',
+        Collective(
+            "all-gather", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 524288, ("b",), 2
+        ),
     ),
     (
-        "%s = ((f32[64,512]{1,0}), f32[32,512]{1,0}) reduce-scatter-start(%p), channel_id=1,"
-        " replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, dimensions={0}, to_apply=%region_0.0",
+        "%s = ((f32[64,512]{1,0}), f32[32,512]{1,0}) reduce-scatter-start(%p), channel_id=1, "
+        "replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, dimensions={0}, "
+        "to_apply=%region_0.0",
         '%d = f32[32,512]{1,0} reduce-scatter-done(%s), metadata={op_name="jit(f)/reduce_scatter"}',
         Collective("reduce-scatter", ("f32",), ((64, 512),), 131072, 65536, ("a",), 2),
     ),
     (
-        "%s = (f32[64,512]{1,0}, f32[256,128]{1,0}) all-reduce-start(%p, %q), channel_id=1, replica_groups=[4,2]<=[8],"
-        " use_global_device_ids=true, to_apply=%region_0.0",
+        "%s = (f32[64,512]{1,0}, f32[256,128]{1,0}) all-reduce-start(%p, %q), channel_id=1, "
+        "replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%region_0.0",
         "%d = (f32[64,512]{1,0}, f32[256,128]{1,0}) all-reduce-done(%s)",
-        Collective("all-reduce", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 262144, ("c",), 2),
+        Collective(
+            "all-reduce", ("f32", "f32"), ((64, 512), (256, 128)), 262144, 262144, ("c",), 2
+        ),
     ),
     (
         "%s = (f32[64,512]{1,0}, f32[64,512]{1,0}) collective-permute-start(%p), channel_id=1,"
@@ -315,13 +403,14 @@ GPU = [
     (
         "%s = ((f32[64,512]{1,0}), f32[64,512]{1,0}) collective-broadcast-start(%p), channel_id=1,"
         " replica_groups={{0,2},{1,3},{4,6},{5,7}}",
-        '%d = f32[64,512]{1,0} collective-broadcast-done(%s), metadata={op_name="jit(f)/pbroadcast"}',
+        "%d = f32[64,512]{1,0} collective-broadcast-done(%s), "
+        'metadata={op_name="jit(f)/pbroadcast"}',
         Collective("collective-broadcast", ("f32",), ((64, 512),), 131072, 131072, ("b",), 2),
     ),
     (
-        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, /*index=5*/s64[2]{0}),"
-        " f32[256,128]{1,0}) ragged-all-to-all-start(%p, %q, %i, %i, %i, /*index=5*/%i), channel_id=1,"
-        " replica_groups={{0,2},{1,3},{4,6},{5,7}}",
+        "%s = ((f32[64,512]{1,0}, f32[256,128]{1,0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, "
+        "/*index=5*/s64[2]{0}), f32[256,128]{1,0}) ragged-all-to-all-start(%p, %q, %i, %i, %i, "
+        "/*index=5*/%i), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}",
         "%d = f32[256,128]{1,0} ragged-all-to-all-done(%s)",
         Collective("ragged-all-to-all", ("f32",), ((64, 512),), 131072, 131072, ("b",), 2),
     ),
@@ -359,7 +448,13 @@ PRODUCT = """
         ([], False),
         (["%e = f32[64,512]{1,0} exponential(%p)"], False),
         (["%m = f32[64,512]{1,0} fusion(%p, %w), kind=kCustom, calls=%product"], True),
-        (["%m = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"], True),
+        (
+            [
+                "%m = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, "
+                "rhs_contracting_dims={0}"
+            ],
+            True,
+        ),
         (['%m = f32[64,512]{1,0} custom-call(%p, %w), custom_call_target="__cublas$gemm"'], True),
         (['%m = f32[64,512]{1,0} custom-call(%p), custom_call_target="Sharding"'], False),
         (["%l = (s32[], f32[64,512], f32[512,512]) while(%t), condition=%body, body=%body"], True),
@@ -370,7 +465,9 @@ def test_what_is_computed_between_start_and_end(between, expected):
     after = "%n = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     state = "%t = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) tuple(%w, %p, %w)"
     entry = ["%w = f32[512,512]{1,0} parameter(1)", state, start, *between, done, after]
-    assert [one.overlapped for one in collectives(text_of(*entry, computations=PRODUCT))] == [expected]
+    assert [one.overlapped for one in collectives(text_of(*entry, computations=PRODUCT))] == [
+        expected
+    ]
 
 
 WRAPPED = """
@@ -387,17 +484,41 @@ replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(f)/all_gather"
 @pytest.mark.parametrize(
     "start, update, done",
     [
-        ("custom-call-start(), called_computations={%wrapped}", "custom-call-update(%s)", "custom-call-done(%u)"),
-        ('call-start(%p), async_execution_thread="sparsecore", to_apply=%wrapped', "copy(%p)", "call-done(%s)"),
-        ("async-start(%p), calls=%wrapped", "async-update(%s), calls=%wrapped", "async-done(%u), calls=%wrapped"),
+        (
+            "custom-call-start(), called_computations={%wrapped}",
+            "custom-call-update(%s)",
+            "custom-call-done(%u)",
+        ),
+        (
+            'call-start(%p), async_execution_thread="sparsecore", to_apply=%wrapped',
+            "copy(%p)",
+            "call-done(%s)",
+        ),
+        (
+            "async-start(%p), calls=%wrapped",
+            "async-update(%s), calls=%wrapped",
+            "async-done(%u), calls=%wrapped",
+        ),
     ],
 )
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_wrapped_in_a_computation(start, update, done, overlapped):
-    started = "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, (s32[8192]{0:T(1024)}))"
-    product = ["%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf"] if overlapped else []
-    entry = (f"%s = {started} {start}", *product, f"%u = {started} {update}", f"%d = bf16[2048,2048]{{1,0}} {done}")
-    expected = Collective("all-gather", ("bf16",), ((256, 2048),), 2**20, 2**23, None, 8, op_name="jit(f)/all_gather")
+    started = (
+        "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, "
+        "(s32[8192]{0:T(1024)}))"
+    )
+    product = (
+        ["%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf"] if overlapped else []
+    )
+    entry = (
+        f"%s = {started} {start}",
+        *product,
+        f"%u = {started} {update}",
+        f"%d = bf16[2048,2048]{{1,0}} {done}",
+    )
+    expected = Collective(
+        "all-gather", ("bf16",), ((256, 2048),), 2**20, 2**23, None, 8, op_name="jit(f)/all_gather"
+    )
     found = collectives(text_of(*entry, computations=WRAPPED))
     assert found == (dataclasses.replace(expected, overlapped=overlapped),)
 
@@ -443,19 +564,32 @@ replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%region_0.0.clon
 def test_fused_on_tpu(woven):
     computations = CHAIN
     if woven:
-        product = "  %conv = bf16[512,2048]{1,0} convolution(%param_0.40, %param_1.44), dim_labels=bf_io->bf\n"
+        product = (
+            "  %conv = bf16[512,2048]{1,0} convolution(%param_0.40, %param_1.44), "
+            "dim_labels=bf_io->bf\n"
+        )
         computations = computations.replace("  ROOT %tuple.8", f"{product}  ROOT %tuple.8")
     entry = [
         "%start = (bf16[512,2048]{1,0}) fusion(%p), kind=kCustom, calls=%fused_computation.19",
-        "%step = (bf16[512,2048]{1,0}) fusion(%start), kind=kOutput, calls=%async_collective_fusion.30",
+        "%step = (bf16[512,2048]{1,0}) fusion(%start), kind=kOutput, "
+        "calls=%async_collective_fusion.30",
         "%done = bf16[2048,2048]{1,0} fusion(%step), kind=kCustom, calls=%fused_computation.23",
         "%scatter = bf16[528,2048]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter, "
         'metadata={op_name="jit(f)/reduce_scatter"}',
     ]
     assert collectives(text_of(*entry, computations=computations)) == (
-        Collective("all-gather", ("bf16",), ((512, 2048),), 2**21, 2**23, None, 4, overlapped=woven),
         Collective(
-            "reduce-scatter", ("bf16",), ((2112, 2048),), 8650752, 2162688, None, 4, op_name="jit(f)/reduce_scatter"
+            "all-gather", ("bf16",), ((512, 2048),), 2**21, 2**23, None, 4, overlapped=woven
+        ),
+        Collective(
+            "reduce-scatter",
+            ("bf16",),
+            ((2112, 2048),),
+            8650752,
+            2162688,
+            None,
+            4,
+            op_name="jit(f)/reduce_scatter",
         ),
     )
 
@@ -463,8 +597,12 @@ def test_fused_on_tpu(woven):
 def test_between_slices_without_a_mesh():
     attributes = 'frontend_attributes={_xla_host_transfer_rendezvous="psum.7_0",_xla_megascale_target="{1,2}x{0:3}"'
     attributes += ',_xla_megascale_transfer_type="ALL_REDUCE"}'
-    send = f"%send = (f32[64,512]{{1,0}}, u32[], token[]) send(%p, %token), channel_id=2, {attributes}"
-    receive = f"%recv = (f32[64,512]{{1,0}}, u32[], token[]) recv(%token), channel_id=1, {attributes}"
+    send = (
+        f"%send = (f32[64,512]{{1,0}}, u32[], token[]) send(%p, %token), channel_id=2, {attributes}"
+    )
+    receive = (
+        f"%recv = (f32[64,512]{{1,0}}, u32[], token[]) recv(%token), channel_id=1, {attributes}"
+    )
     [found] = collectives(text_of("%token = token[] after-all()", send, receive))
     assert found == Collective("all-reduce", ("f32",), ((64, 512),), 131072, 131072, None, 2)
 
@@ -476,7 +614,9 @@ def test_what_is_no_program():
 
 def test_summary_adds_up_alike_and_sorts_by_bytes():
     gather = Collective("all-gather", ("bf16",), ((512,),), 1024, 4096, ("data",), 4, times=6)
-    reduce = Collective("all-reduce", ("f32",), ((2**20,),), 2**22, 2**22, None, 8, conditional=True)
+    reduce = Collective(
+        "all-reduce", ("f32",), ((2**20,),), 2**22, 2**22, None, 8, conditional=True
+    )
     assert summary([gather, reduce, gather]).splitlines() == [
         "all-reduce over groups of 8: 1 x 4.0 MiB in a branch",
         "all-gather over data: 12 x 4.0 KiB",

@@ -64,7 +64,9 @@ def steps(tmp_path_factory):
 
 
 def plan(make_step, *options):
-    bare = {key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))}
+    bare = {
+        key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))
+    }
     command = [sys.executable, "-m", "shardlib", "plan", str(make_step), *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, check=False)
 
@@ -95,7 +97,10 @@ def test_a_run_of_the_trainer_is_planned(tmp_path):
     own.write_text(SMALL_RUN)
     result = plan(own, "--target", "cpu:8")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("small on cpu:8: 8 devices") and "mesh data=2,model=4" in result.stdout
+    assert (
+        result.stdout.startswith("small on cpu:8: 8 devices")
+        and "mesh data=2,model=4" in result.stdout
+    )
 
 
 SMALL_RUN = """
@@ -114,17 +119,29 @@ def run():
 def test_json(steps):
     result = plan(f"{steps}:good", "--target", "cpu:4", "--json")
     found = json.loads(result.stdout)
-    assert found["mesh"] == "data=4" and found["memory"]["kinds"]["parameters"] == 64 * 64 * 4 and found["fits"]
+    assert (
+        found["mesh"] == "data=4"
+        and found["memory"]["kinds"]["parameters"] == 64 * 64 * 4
+        and found["fits"]
+    )
 
 
 @pytest.mark.parametrize(
     "function, options, message",
     [
         ("good", ["--target", "tpu:v9:4x4"], "`tpu:v9:4x4` is no target"),
-        ("good", ["--target", "cpu:8", "--mesh", "data=4"], "`data=4` is 4 devices, and `cpu:8` has 8"),
+        (
+            "good",
+            ["--target", "cpu:8", "--mesh", "data=4"],
+            "`data=4` is 4 devices, and `cpu:8` has 8",
+        ),
         ("good", ["--target", "cpu:8", "--mesh", "data=8", "--dcn", "pod"], "no axis `pod`"),
         ("good", ["--target", "cpu:6"], "16 examples does not split over `data=6`"),
-        ("nothing", ["--target", "cpu:8"], "has no function and no run `nothing`; it has `step_for`"),
+        (
+            "nothing",
+            ["--target", "cpu:8"],
+            "has no function and no run `nothing`; it has `step_for`",
+        ),
         ("wrong", ["--target", "cpu:8"], "takes no mesh, so it must return a run"),
         ("choosing", ["--target", "cpu:8"], "needs values while it is traced"),
         ("failing", ["--target", "cpu:8"], "NameError: name 'undefined' is not defined"),
@@ -141,7 +158,10 @@ def test_mistakes_are_one_message(steps, function, options, message):
     if function == "failing":
         assert f"steps.py:{STEPS.splitlines().index('    return undefined') + 1}: NameError" in said
     if function == "choosing":
-        assert f"steps.py:{[line[:8] for line in STEPS.splitlines()].index('choosing') + 1}, and" in said
+        assert (
+            f"steps.py:{[line[:8] for line in STEPS.splitlines()].index('choosing') + 1}, and"
+            in said
+        )
     if function == "dying":
         assert "\n  F0000 check failed: the compiler's last words\n" in said
 
@@ -160,14 +180,18 @@ def test_no_function_and_no_file(steps):
 
 @pytest.mark.tpu_compiler
 def test_the_examples_for_a_tpu():
-    result = plan("examples/gpt.py:gpt2_124m", "--target", "tpu:v5e:2x4", "--mesh", "data=2,model=4", "--json")
+    result = plan(
+        "examples/gpt.py:gpt2_124m", "--target", "tpu:v5e:2x4", "--mesh", "data=2,model=4", "--json"
+    )
     found = json.loads(result.stdout)
     memory = found["memory"]
-    assert abs(memory["total_bytes"] / memory["stated_bytes"] - 1) < 0.01  # the compiler's own account
+    # The compiler's own account.
+    assert abs(memory["total_bytes"] / memory["stated_bytes"] - 1) < 0.01
     assert memory["kinds"]["unattributed"] < 0.05 * memory["total_bytes"]
     estimated, there = found["estimate"]["kinds"]["parameters"], memory["kinds"]["parameters"]
     assert estimated == pytest.approx(there, rel=0.03)  # biases are whole on every device
     kept = sum(memory["most"][kind] for kind in found["estimate"]["kinds"])
-    assert sum(found["estimate"]["kinds"].values()) == pytest.approx(kept, rel=0.05)  # as the docs say
+    # As the docs say.
+    assert sum(found["estimate"]["kinds"].values()) == pytest.approx(kept, rel=0.05)
     assert found["estimate"]["total_bytes"] == pytest.approx(memory["total_bytes"], rel=0.11)
     assert result.stderr.splitlines() == ["compiling for tpu:v5e:2x4 ..."]

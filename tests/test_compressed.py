@@ -27,7 +27,9 @@ def normal(*shape, seed=0):
 
 
 def on(mesh, function, *specs, out=WHOLE):
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -47,8 +49,12 @@ def test_a_code_is_as_long_as_it_says_and_comes_back_as_near_as_it_can(codec, sh
     if isinstance(codec, Signs):
         wide = rows.astype(np.float64)
         blocks = [wide[:, k : k + codec.block] for k in range(0, shape[1], codec.block)]
-        scales = [np.abs(x).mean(1) if codec.scale == "mean" else np.sqrt((x**2).mean(1)) for x in blocks]
-        scales = np.concatenate([np.broadcast_to(s[:, None], x.shape) for s, x in zip(scales, blocks, strict=True)], 1)
+        scales = [
+            np.abs(x).mean(1) if codec.scale == "mean" else np.sqrt((x**2).mean(1)) for x in blocks
+        ]
+        scales = np.concatenate(
+            [np.broadcast_to(s[:, None], x.shape) for s, x in zip(scales, blocks, strict=True)], 1
+        )
         if codec.scale == "mean" or scale == 1:  # squares of the others are no float32
             np.testing.assert_allclose(found, np.where(rows >= 0, 1, -1) * scales, rtol=1e-5)
     else:
@@ -56,22 +62,35 @@ def test_a_code_is_as_long_as_it_says_and_comes_back_as_near_as_it_can(codec, sh
         padded = np.pad(rows, ((0, 0), (0, -shape[1] % block))).reshape(shape[0], -1, block)
         step = np.abs(padded).max(2, keepdims=True) / (2 ** (codec.bits - 1) - 1)
         wrong = np.abs(padded.reshape(shape[0], -1)[:, : shape[1]] - found)
-        assert (wrong <= np.broadcast_to(step * 0.501, padded.shape).reshape(shape[0], -1)[:, : shape[1]]).all()
+        assert (
+            wrong
+            <= np.broadcast_to(step * 0.501, padded.shape).reshape(shape[0], -1)[:, : shape[1]]
+        ).all()
 
 
 def test_eight_signs_are_a_byte():
     rows = normal(3, 800)
     code = np.asarray(Signs().encode(jnp.asarray(rows)).code)
     assert code.shape == (3, 104)
-    bits = np.unpackbits(code[:, :100], axis=1, bitorder="little").reshape(3, 100, 8).swapaxes(1, 2).reshape(3, 800)
+    bits = (
+        np.unpackbits(code[:, :100], axis=1, bitorder="little")
+        .reshape(3, 100, 8)
+        .swapaxes(1, 2)
+        .reshape(3, 800)
+    )
     np.testing.assert_array_equal(bits, rows >= 0)
 
 
 def test_what_is_not_alive_counts_for_no_scale():
     rows, alive = jnp.array([[4.0, 7.0, -2.0, 9.0]]), jnp.array([[True, False, True, False]])
     assert Signs().decode(Signs().encode(rows, alive).code, 4)[0, ::2].tolist() == [3.0, -3.0]
-    assert Signs().decode(Signs().encode(rows, jnp.zeros((1, 4), bool)).code, 4).tolist() == [[0.0] * 4]
-    assert Integers(4).decode(Integers(4).encode(rows, alive).code, 4)[0].tolist()[1::2] == [0.0, 0.0]
+    assert Signs().decode(Signs().encode(rows, jnp.zeros((1, 4), bool)).code, 4).tolist() == [
+        [0.0] * 4
+    ]
+    assert Integers(4).decode(Integers(4).encode(rows, alive).code, 4)[0].tolist()[1::2] == [
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -87,7 +106,9 @@ def reference(arrays, errors, codec, shared=1):
     """`pmean`, an array of each worker at a time."""
     workers, size = arrays.shape[0], arrays[0].size
     elements = -(-size // (workers * shared))
-    pad = lambda x: np.pad(x.reshape(-1), (0, workers * shared * elements - size)).reshape(shared * workers, elements)
+    pad = lambda x: np.pad(x.reshape(-1), (0, workers * shared * elements - size)).reshape(
+        shared * workers, elements
+    )
     alive = pad(np.ones(size, bool))
 
     def coded(rows, alive):
@@ -97,12 +118,16 @@ def reference(arrays, errors, codec, shared=1):
     sent = np.stack([coded(rows, alive) for rows in sends])
     means = sent.mean(0) + errors[1]
     again = coded(means, alive)
-    return again.reshape(-1)[:size].reshape(arrays.shape[1:]), ((sends - sent) * alive, means - again)
+    return again.reshape(-1)[:size].reshape(arrays.shape[1:]), (
+        (sends - sent) * alive,
+        means - again,
+    )
 
 
 @pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
 @pytest.mark.parametrize(
-    ("axis", "shared"), [("a", ()), (("a", "b"), ()), (("b", "a"), ()), ("b", ("a",)), ("a", ("b", "c"))]
+    ("axis", "shared"),
+    [("a", ()), (("a", "b"), ()), (("b", "a"), ()), ("b", ("a",)), ("a", ("b", "c"))],
 )
 def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared):
     mesh = sl.make_mesh("a=2,b=4" if "c" not in shared else "a=2,b=2,c=2")
@@ -119,7 +144,9 @@ def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared
     step = on(mesh, mean, P(axes), P(every), out=(P(), P(every)))
     shape = (5, 7)
     elements = -(-35 // (workers * k))
-    errors = sl.collectives.Errors(np.zeros((8, workers, elements), "f"), np.zeros((8, elements), "f"))
+    errors = sl.collectives.Errors(
+        np.zeros((8, workers, elements), "f"), np.zeros((8, elements), "f")
+    )
     expected = np.zeros((workers, workers * k, elements)), np.zeros((workers * k, elements))
     owed = np.zeros(shape)
     for seed in range(3):
@@ -132,7 +159,11 @@ def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared
         np.testing.assert_allclose(found + now, arrays.mean(0) + owed, rtol=1e-5, atol=1e-5)
         owed = now
     repeats = 8 // (workers * k)
-    server = np.asarray(errors.server).reshape(k, workers, repeats, elements)[:, :, 0].reshape(-1, elements)
+    server = (
+        np.asarray(errors.server)
+        .reshape(k, workers, repeats, elements)[:, :, 0]
+        .reshape(-1, elements)
+    )
     np.testing.assert_allclose(server, of_servers, rtol=1e-4, atol=1e-5)
 
 
@@ -178,10 +209,19 @@ def test_gathers_and_scatters_are_their_exact_kin_about_and_in_derivative(axis, 
 
     weights = normal(16, 24, seed=1)
     of_gather = on(
-        mesh, jax.grad(lambda x, w: jnp.sum(sl.collectives.all_gather(x, axis, codec, dim) * w)), spec, P(), out=spec
+        mesh,
+        jax.grad(lambda x, w: jnp.sum(sl.collectives.all_gather(x, axis, codec, dim) * w)),
+        spec,
+        P(),
+        out=spec,
     )
     np.testing.assert_allclose(of_gather(x, weights), n * weights, rtol=1e-6)
-    of_sum = on(mesh, jax.grad(lambda x, w: jnp.sum(sl.collectives.psum_scatter(x, axis, codec, dim) * w)), P(), spec)
+    of_sum = on(
+        mesh,
+        jax.grad(lambda x, w: jnp.sum(sl.collectives.psum_scatter(x, axis, codec, dim) * w)),
+        P(),
+        spec,
+    )
     np.testing.assert_allclose(of_sum(x, weights), weights, rtol=1e-6)
 
 
@@ -193,7 +233,9 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
     both = ("pod", "data")
     programs = {
         c.pmean_bytes(elements, 8, codec): lambda x: c.pmean(x, both, codec)[0],
-        c.pmean_bytes(elements, 4, codec, shared=2): lambda x: c.pmean(x, "pod", codec, shared=("data",))[0],
+        c.pmean_bytes(elements, 4, codec, shared=2): lambda x: c.pmean(
+            x, "pod", codec, shared=("data",)
+        )[0],
         c.all_gather_bytes(elements, 4, codec): lambda x: c.all_gather(x, "pod", codec),
         c.psum_scatter_bytes(elements, 4, codec): lambda x: c.psum_scatter(x, "pod", codec),
     }
@@ -216,19 +258,24 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
         (lambda: Integers(4, block=7), "block=7.*even"),
         (
             lambda: on(
-                sl.make_mesh("data=8"), lambda x: sl.collectives.psum_scatter(x, "data", Signs()), P(), out=P("data")
+                sl.make_mesh("data=8"),
+                lambda x: sl.collectives.psum_scatter(x, "data", Signs()),
+                P(),
+                out=P("data"),
             )(jnp.ones(12)),
             "dim 0 of an array of shape .12,. does not divide into 8 parts",
         ),
         (
-            lambda: on(sl.make_mesh("data=8"), lambda x: sl.collectives.pmean(x, "data", Signs())[0], P())(
-                jnp.arange(8)
-            ),
+            lambda: on(
+                sl.make_mesh("data=8"), lambda x: sl.collectives.pmean(x, "data", Signs())[0], P()
+            )(jnp.arange(8)),
             "`pmean` compresses real numbers.*int32.8.",
         ),
         (
             lambda: on(
-                sl.make_mesh("data=8"), jax.grad(lambda x: jnp.sum(sl.collectives.pmean(x, "data", Signs())[0])), P()
+                sl.make_mesh("data=8"),
+                jax.grad(lambda x: jnp.sum(sl.collectives.pmean(x, "data", Signs())[0])),
+                P(),
             )(jnp.ones(8)),
             "no derivative",
         ),
@@ -237,8 +284,14 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
             "`pmean.axis='data'.` takes an axis of the surrounding",
         ),
         (lambda: sl.collectives.pmean_bytes(8, 8, Signs), "`pmean_bytes` takes a codec"),
-        (lambda: sl.collectives.pmean(jnp.ones(8), "data", Signs(), jnp.zeros(8)), "takes an axis of the surrounding"),
-        (lambda: sl.break_even(parameters=1e6, workers=2, bandwidth=1e9, codec="int8"), "`break_even` takes a codec"),
+        (
+            lambda: sl.collectives.pmean(jnp.ones(8), "data", Signs(), jnp.zeros(8)),
+            "takes an axis of the surrounding",
+        ),
+        (
+            lambda: sl.break_even(parameters=1e6, workers=2, bandwidth=1e9, codec="int8"),
+            "`break_even` takes a codec",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):

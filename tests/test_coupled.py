@@ -1,4 +1,6 @@
-"""Losses whose examples depend on each other are warned of, with the line; means over examples are not."""
+"""Losses whose examples depend on each other are warned of, with the line; means over examples are
+not.
+"""
 
 import inspect
 import warnings
@@ -45,7 +47,9 @@ def two_views(model, x, key):
 
 
 def sum_in_a_loop(model, x, key):
-    return lax.scan(lambda carry, row: (carry + jnp.sum(y(model, row)), None), 0.0, x)[0] / x.shape[0]
+    return (
+        lax.scan(lambda carry, row: (carry + jnp.sum(y(model, row)), None), 0.0, x)[0] / x.shape[0]
+    )
 
 
 def moving_average(model, x, key):
@@ -70,9 +74,13 @@ def counted_by_value(model, x, key):
 
 MEANS = {
     "a mean": lambda m, x, key: jnp.mean(y(m, x) ** 2),
-    "two sums": lambda m, x, key: sl.weighted_mean(jnp.sum(y(m, x) ** 2 * (x[:, :1] > 0)), jnp.sum(x[:, 0] > 0)),
+    "two sums": lambda m, x, key: sl.weighted_mean(
+        jnp.sum(y(m, x) ** 2 * (x[:, :1] > 0)), jnp.sum(x[:, 0] > 0)
+    ),
     "a mean and a penalty": lambda m, x, key: jnp.mean(y(m, x) ** 2) + 0.1 * jnp.sum(m["w"] ** 2),
-    "one after the other": lambda m, x, key: jnp.mean(lax.map(lambda row: jnp.sum(y(m, row) ** 2), x)),
+    "one after the other": lambda m, x, key: jnp.mean(
+        lax.map(lambda row: jnp.sum(y(m, row) ** 2), x)
+    ),
     "added up in a loop": sum_in_a_loop,
     "a recurrence": recurrent,
     "inner gradients of each": maml_of_each,
@@ -83,17 +91,28 @@ MEANS = {
     ),
     "groups of examples": lambda m, x, key: jnp.mean(y(m, x).reshape(2, -1, 3).mean(1)),
     "by einsum": lambda m, x, key: jnp.einsum("bi,bi->", y(m, x), x[:, :3]) / x.shape[0],
-    "scaled rows": lambda m, x, key: jnp.mean(y(m, x) / jnp.linalg.norm(y(m, x), axis=-1, keepdims=True)),
+    "scaled rows": lambda m, x, key: jnp.mean(
+        y(m, x) / jnp.linalg.norm(y(m, x), axis=-1, keepdims=True)
+    ),
     "batch statistics": lambda m, x, key: jnp.mean((y(m, x) - sl.batch_mean(y(m, x))) ** 2),
-    "a mean by hand": lambda m, x, key: jnp.mean((y(m, x) - lax.pmean(y(m, x).mean(0), "data")) ** 2),
-    "all pairs": lambda m, x, key: jnp.mean(jax.nn.logsumexp(y(m, x) @ sl.gather_batch(y(m, x)).T, -1)),
+    "a mean by hand": lambda m, x, key: jnp.mean(
+        (y(m, x) - lax.pmean(y(m, x).mean(0), "data")) ** 2
+    ),
+    "all pairs": lambda m, x, key: jnp.mean(
+        jax.nn.logsumexp(y(m, x) @ sl.gather_batch(y(m, x)).T, -1)
+    ),
     "labels": lambda m, x, key: jnp.mean(
         optax.softmax_cross_entropy_with_integer_labels(y(m, x), jnp.argmax(x[:, :3], -1))
     ),
     "labels of a sequence": lambda m, x, key: jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels(x[..., None] * m["w"], jnp.argsort(x, -1) % 3)
+        optax.softmax_cross_entropy_with_integer_labels(
+            x[..., None] * m["w"], jnp.argsort(x, -1) % 3
+        )
     ),
-    "a metric": lambda m, x, key: (jnp.mean(y(m, x)), {"right": jnp.mean(y(m, x).argmax(-1) == x.argmax(-1))}),
+    "a metric": lambda m, x, key: (
+        jnp.mean(y(m, x)),
+        {"right": jnp.mean(y(m, x).argmax(-1) == x.argmax(-1))},
+    ),
 }
 
 COUPLED = {
@@ -101,7 +120,9 @@ COUPLED = {
     "a variance": lambda m, x, key: jnp.mean(jnp.var(y(m, x), 0)),
     "a cumulative sum": lambda m, x, key: jnp.mean(jnp.cumsum(y(m, x), 0) ** 2),
     "inner gradients": maml,
-    "a branch": lambda m, x, key: jnp.mean(lax.cond(jnp.sum(x) > 0, lambda v: v**2, lambda v: 2 * v, y(m, x))),
+    "a branch": lambda m, x, key: jnp.mean(
+        lax.cond(jnp.sum(x) > 0, lambda v: v**2, lambda v: 2 * v, y(m, x))
+    ),
     "a while loop": counted_by_value,
     "a masked mean": lambda m, x, key: jnp.sum(y(m, x) * (x[:, :1] > 0)) / jnp.sum(x[:, 0] > 0),
     "a mean with where": lambda m, x, key: jnp.mean(y(m, x), where=x[:, :1] > 0),
@@ -115,8 +136,12 @@ COUPLED = {
     "a perplexity": lambda m, x, key: jnp.exp(jnp.mean(y(m, x))),
     "a mean of a part": lambda m, x, key: jnp.mean((y(m, x).reshape(-1) - y(m, x).mean()) ** 2),
     "a moving average": moving_average,
-    "a recomputed block": lambda m, x, key: jnp.mean(jax.checkpoint(lambda v: v - v.mean(0))(y(m, x)) ** 2),
-    "a guarded weight": lambda m, x, key: sl.weighted_mean(jnp.sum(y(m, x)), jnp.maximum(jnp.sum(x[:, 0] > 1.5), 1)),
+    "a recomputed block": lambda m, x, key: jnp.mean(
+        jax.checkpoint(lambda v: v - v.mean(0))(y(m, x)) ** 2
+    ),
+    "a guarded weight": lambda m, x, key: sl.weighted_mean(
+        jnp.sum(y(m, x)), jnp.maximum(jnp.sum(x[:, 0] > 1.5), 1)
+    ),
     "a metric": lambda m, x, key: (jnp.mean(y(m, x)), {"perplexity": jnp.exp(jnp.mean(y(m, x)))}),
 }
 
@@ -137,7 +162,10 @@ def whole(loss):
         out = loss(make(), x, jax.random.key(0))
         of_loss, metrics = out if isinstance(out, tuple) else (out, {})
         values = {"loss": of_loss, **metrics}
-        return {k: v.total / v.weight if isinstance(v, sl.WeightedMean) else v for k, v in values.items()}
+        return {
+            k: v.total / v.weight if isinstance(v, sl.WeightedMean) else v
+            for k, v in values.items()
+        }
 
     with sl.unsharded():
         return jax.vmap(alone, axis_name="data")(jnp.asarray(ROWS)[None])
@@ -145,7 +173,10 @@ def whole(loss):
 
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_a_mean_over_examples_is_not_warned_of_and_equals_one_device(loss):
-    for strategy in (DATA, sl.Strategy(mesh="data=4,fsdp=2", rules=sl.rules.data | sl.rules.fsdp, accumulate=2)):
+    for strategy in (
+        DATA,
+        sl.Strategy(mesh="data=4,fsdp=2", rules=sl.rules.data | sl.rules.fsdp, accumulate=2),
+    ):
         assert not traced(loss, strategy)
     step = sl.train_step(loss, DATA)
     metrics = step(sl.init(make, optax.sgd(0.1), DATA), ROWS)[1]
@@ -171,13 +202,18 @@ def test_what_is_warned_of_is_another_loss_and_right_without_manual_axes(loss):
     def found(strategy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", sl.ShardingWarning)
-            metrics = sl.train_step(loss, strategy)(sl.init(make, optax.sgd(0.1), strategy), ROWS)[1]
+            metrics = sl.train_step(loss, strategy)(sl.init(make, optax.sgd(0.1), strategy), ROWS)[
+                1
+            ]
         return {name: np.asarray(metrics[name]) for name in expected}
 
     for name, value in found(alone).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
     several = found(DATA)
-    assert any(not np.allclose(several[name], value, rtol=1e-3, atol=1e-4) for name, value in expected.items())
+    assert any(
+        not np.allclose(several[name], value, rtol=1e-3, atol=1e-4)
+        for name, value in expected.items()
+    )
 
 
 def test_one_example_to_a_device_and_microbatches_are_no_different():
@@ -188,7 +224,11 @@ def test_one_example_to_a_device_and_microbatches_are_no_different():
         assert not traced(MEANS["labels of a sequence"], strategy, ROWS[:8])
         assert traced(COUPLED["centred"], strategy, ROWS[:8])
         assert traced(COUPLED["a masked mean"], strategy, ROWS[:8])
-    microbatches = sl.Strategy(mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model"), accumulate=2)
+    microbatches = sl.Strategy(
+        mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model"), accumulate=2
+    )
     (said,) = traced(COUPLED["centred"], microbatches)
     assert "`accumulate=1`" in said
-    assert not traced(COUPLED["centred"], sl.Strategy(mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model")))
+    assert not traced(
+        COUPLED["centred"], sl.Strategy(mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model"))
+    )

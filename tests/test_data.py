@@ -1,4 +1,6 @@
-"""Data: every format and every way it can be wrong, stores that are made once, examples that are always the same."""
+"""Data: every format and every way it can be wrong, stores that are made once, examples that are
+always the same.
+"""
 
 import concurrent.futures
 import contextlib
@@ -79,11 +81,15 @@ def jsonl(texts, key="text"):
 
 
 def tokens_of(*lengths, vocab=1000):
-    """Documents of these lengths, end token included; ids count up so that every place is told from its neighbours."""
+    """Documents of these lengths, end token included; ids count up so that every place is told from
+    its neighbours.
+    """
     ends = np.cumsum(lengths)
     ids = (np.arange(ends[-1]) % (vocab - 1) + 1).astype(np.uint16)
     ids[ends - 1] = 0
-    return Tokens(ids, ends, vocab=vocab, end=0, bytes=int(ends[-1]) - len(lengths), fingerprint=str(lengths))
+    return Tokens(
+        ids, ends, vocab=vocab, end=0, bytes=int(ends[-1]) - len(lengths), fingerprint=str(lengths)
+    )
 
 
 # Formats
@@ -102,21 +108,27 @@ def test_text_files_are_documents(tmp_path):
     assert read(str(tmp_path / "**" / "*.[tm][xd]*"))[0] == expected
     assert read((tmp_path / "b" / "c.md", tmp_path / "a.txt"))[0] == expected[::-1]
     (tmp_path / "again.txt").symlink_to(tmp_path / "a.txt")
-    assert read((tmp_path / "b" / ".." / "a.txt", tmp_path / "*.txt"))[0] == expected[:1], "once, by whatever name"
+    assert read((tmp_path / "b" / ".." / "a.txt", tmp_path / "*.txt"))[0] == expected[:1], (
+        "once, by whatever name"
+    )
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
     assert read(tmp_path / "a.txt.gz")[0] == [TEXTS[1]]
 
 
 def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
     path = tmp_path / "stories.txt"
-    path.write_text("\n" + "\n<|endoftext|>\n".join(["one\nline", "", *TEXTS[:2]]) + "\n<|endoftext|>\n")
+    path.write_text(
+        "\n" + "\n<|endoftext|>\n".join(["one\nline", "", *TEXTS[:2]]) + "\n<|endoftext|>\n"
+    )
     for block in (1, 7, 1 << 20):  # a separator may lie across two blocks
         monkeypatch.setattr("shardlib.data._documents._BLOCK", block)
         documents, reading = read(path, separator="<|endoftext|>")
         assert documents == ["one\nline", *TEXTS[:2]] and reading.empty == 1
     marked = tmp_path / "marked.txt"
     marked.write_bytes(b"\xef\xbb\xbfone--two")
-    assert read(marked, separator="--")[0] == ["one", "two"], "without the mark that some editors begin a file with"
+    assert read(marked, separator="--")[0] == ["one", "two"], (
+        "without the mark that some editors begin a file with"
+    )
     path.write_bytes(b"fine\n--\n\nalso\nb\xffd\n--\nend")
     with pytest.raises(ValueError, match=r"stories.txt`, line 5: not UTF-8 \(byte 0xff"):
         read(path, separator="--")
@@ -125,7 +137,12 @@ def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"])
 def test_json_lines(tmp_path, suffix):
-    content = b"\xef\xbb\xbf" + jsonl(TEXTS).replace(b"\n", b"\r\n", 1) + b"\n  \n" + jsonl(["", "last"]).rstrip()
+    content = (
+        b"\xef\xbb\xbf"
+        + jsonl(TEXTS).replace(b"\n", b"\r\n", 1)
+        + b"\n  \n"
+        + jsonl(["", "last"]).rstrip()
+    )
     if suffix.endswith(".gz"):
         content = gzip.compress(content)
     if suffix.endswith(".zst"):
@@ -139,11 +156,17 @@ def test_json_lines(tmp_path, suffix):
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
 def test_parquet(tmp_path, kind):
-    of_type = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    of_type = (
+        pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    )
     texts = [text.encode() if kind == "binary" else text for text in TEXTS * 200]
     column = pa.array(texts, of_type.value_type if kind == "dictionary" else of_type)
     column = column.dictionary_encode() if kind == "dictionary" else column
-    pq.write_table(pa.table({"body": column, "n": list(range(800))}), tmp_path / "t.parquet", row_group_size=300)
+    pq.write_table(
+        pa.table({"body": column, "n": list(range(800))}),
+        tmp_path / "t.parquet",
+        row_group_size=300,
+    )
     assert read(tmp_path / "t.parquet", field="body")[0] == TEXTS * 200
 
 
@@ -189,7 +212,9 @@ def test_choices_are_checked(choices, message):
 
 def test_missing_files_are_named(tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
-    with pytest.raises(ValueError, match=r"no file or folder `.*corpus.json` .*; did you mean 'corpus.jsonl'"):
+    with pytest.raises(
+        ValueError, match=r"no file or folder `.*corpus.json` .*; did you mean 'corpus.jsonl'"
+    ):
         read(tmp_path / "corpus.json")
     with pytest.raises(ValueError, match=r"Nothing matches the pattern `.*\*.parquet`"):
         read(tmp_path / "*.parquet")
@@ -209,7 +234,9 @@ def test_missing_files_are_named(tmp_path):
 def test_choices_that_no_file_heeds(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     (tmp_path / "a.txt").write_text(TEXTS[0])
-    with pytest.raises(ValueError, match=r"`separator='--'` stands between .* are jsonl. Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"`separator='--'` stands between .* are jsonl. Leave it out"
+    ):
         read(tmp_path / "a.jsonl", separator="--")
     with pytest.raises(ValueError, match=r"`field='body'`: text files have no fields"):
         read(tmp_path / "a.txt", field="body")
@@ -257,7 +284,9 @@ def test_bad_parquet(tmp_path):
     assert documents == ["fine", "too"] and reading.skipped[path].count == 2
     with pytest.raises(ValueError, match=r"has no column `body`; it has `text`, `n`"):
         read(path, field="body")
-    with pytest.raises(ValueError, match=r"column `n` of .*t.parquet` holds int64, where text was expected"):
+    with pytest.raises(
+        ValueError, match=r"column `n` of .*t.parquet` holds int64, where text was expected"
+    ):
         read(path, field="n")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"t.parquet` cannot be read as Parquet"):
@@ -287,12 +316,18 @@ def test_bad_array_records(tmp_path):
     with pytest.raises(ValueError, match=r"a.array_record`, record \d+: Corrupted"):
         read(path)
     documents, reading = read(path, bad="skip")
-    assert len(documents) + reading.skipped[path].count == 2000 and 0 < reading.skipped[path].count < 100
+    assert (
+        len(documents) + reading.skipped[path].count == 2000
+        and 0 < reading.skipped[path].count < 100
+    )
 
 
 def test_compressed_files_that_end_early(tmp_path):
     content = jsonl([os.urandom(100).hex() for _ in range(500)])
-    for suffix, packed in ((".gz", gzip.compress(content)), (".zst", pa.compress(content, "zstd", asbytes=True))):
+    for suffix, packed in (
+        (".gz", gzip.compress(content)),
+        (".zst", pa.compress(content, "zstd", asbytes=True)),
+    ):
         path = tmp_path / f"a.jsonl{suffix}"
         path.write_bytes(packed[: len(packed) // 2])
         with pytest.raises(ValueError, match=r"a.jsonl.*(cannot be read|not JSON)"):
@@ -307,7 +342,9 @@ def test_empty_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"a.jsonl` is empty: it has no line"):
         read(tmp_path / "a.jsonl")
     (tmp_path / "a.txt").touch()
-    with pytest.raises(ValueError, match=r"a.txt` hold no document: 1 are empty and 0 were skipped"):
+    with pytest.raises(
+        ValueError, match=r"a.txt` hold no document: 1 are empty and 0 were skipped"
+    ):
         prepare(Corpus(tmp_path / "a.txt"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -315,7 +352,9 @@ def test_empty_files_are_named(tmp_path):
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r'Parquet needs the package `pyarrow`.*pip install "shardlib\[data\]"'):
+    with pytest.raises(
+        ImportError, match=r'Parquet needs the package `pyarrow`.*pip install "shardlib\[data\]"'
+    ):
         read(tmp_path / "a.parquet")
 
 
@@ -334,7 +373,9 @@ def bpe(tmp_path_factory):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(TEXTS * 10, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.enable_truncation(5)
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     tokenizer.save(str(path))
@@ -373,11 +414,16 @@ def test_tokenizers_that_are_none(tmp_path, bpe):
         load_tokenizer(str(bpe), "</s>")
     told = json.loads(bpe.read_text().replace("<|endoftext|>", "[EOD]"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="does not tell which token ends a document: say `end=...`"):
+    with pytest.raises(
+        ValueError, match="does not tell which token ends a document: say `end=...`"
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="with bytes, 256 ends a document"):
         load_tokenizer("bytes", "</s>")
-    with pytest.raises(ValueError, match=r"is learned from a corpus: `prepare\(Corpus\(..., tokenizer='bpe:300'\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"is learned from a corpus: `prepare\(Corpus\(..., tokenizer='bpe:300'\)\)",
+    ):
         load_tokenizer("bpe:300")
 
 
@@ -398,7 +444,10 @@ def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
     assert f"tokenizer learned from {train.documents} documents (" in str(prepared)
     # Its file makes the same tokens of any corpus.
     file = prepared.folder / "tokenizer.json"
-    assert prepare(dataclasses.replace(corpus, tokenizer=file), tmp_path).train.fingerprint == train.fingerprint
+    assert (
+        prepare(dataclasses.replace(corpus, tokenizer=file), tmp_path).train.fingerprint
+        == train.fingerprint
+    )
     assert prepare(corpus, tmp_path / "again").train.fingerprint == train.fingerprint
     assert prepare(dataclasses.replace(corpus, end="<end>"), tmp_path).tokenizer.decode([0]) == ""
     # Nothing is learned from what is held out.
@@ -409,9 +458,9 @@ def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
     os.utime(path, ns=(1, 1))
     sampled = prepare(corpus, tmp_path)
     assert 9_000 < sampled.learned_bytes <= 10_000 and sampled.learned_documents < train.documents
-    assert [text.decode() in texts for text in build_room._sample(corpus, find_files(corpus))] == [True] * (
-        sampled.learned_documents
-    )
+    assert [text.decode() in texts for text in build_room._sample(corpus, find_files(corpus))] == [
+        True
+    ] * (sampled.learned_documents)
 
 
 def test_a_learned_tokenizer_that_is_lost_is_learned_again(tmp_path, capsys):
@@ -445,7 +494,9 @@ def builds(monkeypatch):
 def documents_of(tokens, tokenizer):
     starts = [0, *tokens.ends[:-1]]
     assert (tokens.ids[tokens.ends - 1] == tokens.end).all() if len(tokens) else True
-    return [tokenizer.decode(tokens.ids[a : b - 1]) for a, b in zip(starts, tokens.ends, strict=True)]
+    return [
+        tokenizer.decode(tokens.ids[a : b - 1]) for a, b in zip(starts, tokens.ends, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -453,13 +504,20 @@ def test_a_store_holds_every_document_once(tmp_path, lines, bpe, name):
     corpus = Corpus(lines, tokenizer="bytes" if name == "bytes" else bpe, held_out=0.1)
     prepared = prepare(corpus, tmp_path / "cache")
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
-    train, held_out = (documents_of(part, prepared.tokenizer) for part in (prepared.train, prepared.held_out))
+    train, held_out = (
+        documents_of(part, prepared.tokenizer) for part in (prepared.train, prepared.held_out)
+    )
     assert sorted(train + held_out) == sorted(texts) and not set(train) & set(held_out)
     assert train == [text for text in texts if text in set(train)]  # in their order
     assert 0.07 < len(held_out) / len(texts) < 0.13
     assert prepared.train.bytes == sum(len(text.encode()) for text in train)
-    assert prepared.train.ids.dtype == np.uint16 and prepared.train.vocab == prepared.tokenizer.vocab
-    assert isinstance(prepared.train.ids._all, np.memmap) and len(prepared.train.ids) == prepared.train.ends[-1]
+    assert (
+        prepared.train.ids.dtype == np.uint16 and prepared.train.vocab == prepared.tokenizer.vocab
+    )
+    assert (
+        isinstance(prepared.train.ids._all, np.memmap)
+        and len(prepared.train.ids) == prepared.train.ends[-1]
+    )
     # What is held out does not depend on what else is there, nor on the tokenizer.
     lines.write_bytes(jsonl(texts[1000:2000]))
     fewer = prepare(dataclasses.replace(corpus, tokenizer="bytes"), tmp_path / "cache")
@@ -478,8 +536,9 @@ def test_it_is_described(tmp_path, capsys):
         "held out          0       0   0 B              -",
     ]
     assert lines[6] == "1 empty document left out"
-    assert lines[7].endswith("a.jsonl: 1 skipped, the first at line 4: not JSON (Expecting property name enclosed in double "
-                             "quotes: line 1 column 2 (char 1))")  # fmt: skip
+    assert lines[7].endswith("a.jsonl: 1 skipped, the first at line 4: not JSON (Expecting "
+                             "property name enclosed in double quotes: line 1 column 2 (char "
+                             "1))")  # fmt: skip
     assert "1 skipped, the first at line 4" in capsys.readouterr().err
     assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
 
@@ -506,11 +565,19 @@ def test_long_work_says_how_far_it_is(tmp_path, lines, monkeypatch, capsys):
 def test_a_store_is_made_once(tmp_path, lines, builds, bpe, monkeypatch):
     cache, corpus = tmp_path / "cache", Corpus(lines)
     first, second = prepare(corpus, cache), prepare(corpus, cache)
-    assert len(builds) == 1 and first.train.fingerprint == second.train.fingerprint != first.held_out.fingerprint
+    assert (
+        len(builds) == 1
+        and first.train.fingerprint == second.train.fingerprint != first.held_out.fingerprint
+    )
     assert [path.name for path in cache.iterdir()] == [first.folder.name]
     monkeypatch.chdir(tmp_path)
     assert prepare(Corpus("lines.jsonl"), "cache").folder == first.folder and len(builds) == 1
-    changes = [dict(held_out=0.5), dict(field="id", bad="skip"), dict(tokenizer=bpe), dict(tokenizer=bpe, end="<s>")]
+    changes = [
+        dict(held_out=0.5),
+        dict(field="id", bad="skip"),
+        dict(tokenizer=bpe),
+        dict(tokenizer=bpe, end="<s>"),
+    ]
     for count, change in enumerate(changes, 2):
         if "field" in change:
             with pytest.raises(ValueError, match="3002 were skipped"):
@@ -523,7 +590,8 @@ def test_a_store_is_made_once(tmp_path, lines, builds, bpe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("train.ids", 1000), ("held_out.ends", 8), ("meta.json", 30), ("train.ends", None)]
+    ("name", "size"),
+    [("train.ids", 1000), ("held_out.ends", 8), ("meta.json", 30), ("train.ends", None)],
 )
 def test_a_damaged_store_is_made_anew(tmp_path, lines, builds, capsys, name, size):
     corpus = Corpus(lines)
@@ -543,7 +611,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(build_room, "_write", full)
-    with pytest.raises(OSError, match=r"The disk of .*cache` is full; nothing is left.*2 bytes each"):
+    with pytest.raises(
+        OSError, match=r"The disk of .*cache` is full; nothing is left.*2 bytes each"
+    ):
         prepare(Corpus(lines), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -557,14 +627,18 @@ def test_folders_that_cannot_be_made(tmp_path, lines):
 
 def test_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
     write = build_room._write
-    monkeypatch.setattr(build_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1))))
+    monkeypatch.setattr(
+        build_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1)))
+    )
     with pytest.raises(ValueError, match="lines.jsonl` changed while it was read"):
         prepare(Corpus(lines), tmp_path / "cache")
 
 
 def test_nothing_left_to_train_on(tmp_path):
     (tmp_path / "a.txt").write_text("of one document all is held out")
-    with pytest.raises(ValueError, match="leaves nothing to train on: of 1 documents all are held out"):
+    with pytest.raises(
+        ValueError, match="leaves nothing to train on: of 1 documents all are held out"
+    ):
         prepare(Corpus(tmp_path / "a.txt", held_out=0.999999999), tmp_path)
 
 
@@ -591,7 +665,8 @@ def start(lines, cache, count, others):
     """A process that builds, or waits for who does; it has not built before as many have begun."""
     # The thread that beats must not be told from a main thread that works.
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count), str(others)],
+        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count),
+        str(others)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
 
@@ -657,7 +732,10 @@ def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
 
     monkeypatch.setattr(store_room, "build", overtaken)
     prepared = prepare(corpus, tmp_path / "cache")
-    assert prepared.folder == nested[1].folder and prepared.train.fingerprint == nested[1].train.fingerprint
+    assert (
+        prepared.folder == nested[1].folder
+        and prepared.train.fingerprint == nested[1].train.fingerprint
+    )
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [prepared.folder.name]
 
 
@@ -666,7 +744,9 @@ def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
 
 def slow_segments(tokens, start, stop):
     document = [
-        k for k, (a, b) in enumerate(zip([0, *tokens.ends[:-1]], tokens.ends, strict=True)) for _ in range(b - a)
+        k
+        for k, (a, b) in enumerate(zip([0, *tokens.ends[:-1]], tokens.ends, strict=True))
+        for _ in range(b - a)
     ]
     of_window = document[start:stop]
     return [d - of_window[0] for d in of_window]
@@ -689,7 +769,9 @@ def test_windows_are_the_documents_one_after_the_other(lengths, length):
     assert len(tokens) - 1 - used < length
     assert examples["tokens"][:, :-1].ravel().tolist() == tokens.ids[:used].tolist()
     assert examples["tokens"][:, -1].tolist() == tokens.ids[length : used + 1 : length].tolist()
-    for k, (segments, mask) in enumerate(zip(examples["segments"].tolist(), examples["mask"].tolist(), strict=True)):
+    for k, (segments, mask) in enumerate(
+        zip(examples["segments"].tolist(), examples["mask"].tolist(), strict=True)
+    ):
         assert segments == slow_segments(tokens, k * length, (k + 1) * length + 1)
         assert mask == [float(a == b) for a, b in itertools.pairwise(segments)]
 
@@ -697,7 +779,9 @@ def test_windows_are_the_documents_one_after_the_other(lengths, length):
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(1, 50))
 def test_whole_documents_are_packed_as_they_fit(lengths, length):
-    """Against the obvious: take documents in order, begin a new example where the next does not fit."""
+    """Against the obvious: take documents in order, begin a new example where the next does not
+    fit.
+    """
     tokens = tokens_of(*lengths)
     expected, room = [], 0
     for document, (a, b) in enumerate(zip([0, *tokens.ends[:-1]], tokens.ends, strict=True)):
@@ -716,7 +800,9 @@ def test_whole_documents_are_packed_as_they_fit(lengths, length):
         segments = [d - example[0][1] for _, d in example] + [-1] * padding
         assert examples["tokens"][k].tolist() == [id for id, _ in example] + [tokens.end] * padding
         assert examples["segments"][k].tolist() == segments
-        assert examples["mask"][k].tolist() == [float(a == b >= 0) for a, b in itertools.pairwise(segments)]
+        assert examples["mask"][k].tolist() == [
+            float(a == b >= 0) for a, b in itertools.pairwise(segments)
+        ]
     # Every token but the first of each document is a target once.
     assert examples["mask"].sum() == len(tokens) - len(lengths)
 
@@ -738,7 +824,10 @@ def test_every_epoch_is_another_permutation():
 
 def test_the_order_is_forever():
     """A run that goes on with another version of grain, or of this, must find its place."""
-    assert Sequences(tokens_of(*[7] * 10), 5, batch=1, seed=3)._indices(np.arange(20)).tolist() == FOREVER
+    assert (
+        Sequences(tokens_of(*[7] * 10), 5, batch=1, seed=3)._indices(np.arange(20)).tolist()
+        == FOREVER
+    )
 
 
 FOREVER = [5, 9, 8, 10, 12, 7, 0, 4, 11, 3, 6, 2, 1, 4, 11, 9, 1, 3, 7, 10]
@@ -750,7 +839,10 @@ def same(a, b):
 
 def batch_of(readers, steps):
     batches = [[next(reader) for _ in range(steps)] for reader in readers]
-    return [{k: np.concatenate([b[step][k] for b in batches]) for k in batches[0][0]} for step in range(steps)]
+    return [
+        {k: np.concatenate([b[step][k] for b in batches]) for k in batches[0][0]}
+        for step in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("documents", ["cut", "whole"])
@@ -763,10 +855,13 @@ def test_shares_make_the_batch(documents):
     for k, batch in enumerate(whole):
         assert same(batch, sequences.examples(np.arange(8 * k, 8 * k + 8)))
         assert [(name, one.shape, one.dtype) for name, one in batch.items()] == [
-            ("tokens", (8, 17), np.int32), ("segments", (8, 17), np.int32), ("mask", (8, 16), np.float32)
+            ("tokens", (8, 17), np.int32), ("segments", (8, 17), np.int32), ("mask", (8, 16),
+            np.float32)
         ]  # fmt: skip
     for shares in (2, 4, 8):
-        readers = [sequences.local(slice(8 // shares * k, 8 // shares * (k + 1))) for k in range(shares)]
+        readers = [
+            sequences.local(slice(8 // shares * k, 8 // shares * (k + 1))) for k in range(shares)
+        ]
         assert all(map(same, batch_of(readers, steps), whole))
         for reader in readers:
             reader.close()
@@ -807,7 +902,8 @@ def test_a_place_in_other_data_is_refused():
                   dataclasses.replace(sequences, documents="whole")):  # fmt: skip
         reader = other.local()
         with pytest.raises(
-            ValueError, match=r"a place in other data: `\w+` was .* and is .*set_state\(\{\"examples\": 0\}\)"
+            ValueError,
+            match=r"a place in other data: `\w+` was .* and is .*set_state\(\{\"examples\": 0\}\)",
         ):
             reader.set_state(state)
         reader.set_state({"examples": 4})
@@ -827,7 +923,9 @@ def test_once_is_every_example_once(documents, seed):
     assert {batch["tokens"].shape for batch in batches} == {(8, 17)}
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     count = len(sequences)
-    assert same({name: one[:count] for name, one in joined.items()}, sequences.examples(range(count)))
+    assert same(
+        {name: one[:count] for name, one in joined.items()}, sequences.examples(range(count))
+    )
     assert not joined["mask"][count:].any() and (joined["segments"][count:] == -1).all()
     halves = [list(sequences.once(slice(start, None, 2))) for start in (0, 1)]
     assert all(
@@ -848,7 +946,11 @@ def test_sequences_are_checked(tmp_path):
         (dict(seed="a"), "is a whole number, or None"),
         (dict(documents="half"), "choose 'cut' or 'whole'"),
         (dict(tokens="a"), "`Sequences` are of `Tokens`"),
-        (dict(length=100), "needs 101 tokens for one example, and there are 100 of 10 documents. A length up to 99"),
+        (
+            dict(length=100),
+            "needs 101 tokens for one example, and there are 100 of 10 documents. A "
+            "length up to 99",
+        ),
         (
             dict(tokens=Tokens(np.empty(0, "<u2"), np.empty(0, "<i8"), 257, 256, 0)),
             "0 of 0 documents.*held out is told",
@@ -858,7 +960,8 @@ def test_sequences_are_checked(tmp_path):
             Sequences(**{"tokens": tokens, "length": 9, "batch": 2, **change})
     few = Sequences(tokens, 30, batch=9)
     with pytest.raises(
-        ValueError, match="more than the 3 examples of length 30 .* a batch up to 3, a length up to 11, or"
+        ValueError,
+        match="more than the 3 examples of length 30 .* a batch up to 3, a length up to 11, or",
     ):
         few.local()
     for rows in ([9], [-1], [0.5], 3, [True]):
@@ -881,14 +984,19 @@ def test_errors_while_reading_ahead_arrive(tmp_path, monkeypatch):
 
 
 def test_bits_per_byte():
-    assert Tokens(np.zeros(10, np.uint16), np.array([10]), 257, 256, bytes=5).bits_per_byte(np.log(2)) == pytest.approx(
-        2
-    )
+    assert Tokens(np.zeros(10, np.uint16), np.array([10]), 257, 256, bytes=5).bits_per_byte(
+        np.log(2)
+    ) == pytest.approx(2)
 
 
 def test_packages_are_loaded_where_they_are_needed():
-    code = "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    code = (
+        "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in "
+        "sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip() == "False False"
 
 
@@ -904,13 +1012,23 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def learned(tmp_path, small_blocks):
-    """A store with every kind of file: tokens, ends and digests of both parts, what is told of them, a tokenizer."""
+    """A store with every kind of file: tokens, ends and digests of both parts, what is told of
+    them, a tokenizer.
+    """
     path = tmp_path / "lines.jsonl"
     path.write_bytes(jsonl([f"{k} {TEXTS[k % 3]}" for k in range(150)]))
     return prepare(Corpus(path, tokenizer="bpe:300", held_out=0.3), tmp_path / "cache")
 
 
-STORE = ["held_out.crc32", "held_out.ends", "held_out.ids", "meta.json", "sha256sums", "tokenizer.json", "train.crc32"]
+STORE = [
+    "held_out.crc32",
+    "held_out.ends",
+    "held_out.ids",
+    "meta.json",
+    "sha256sums",
+    "tokenizer.json",
+    "train.crc32",
+]
 STORE += ["train.ends", "train.ids"]
 
 
@@ -937,7 +1055,9 @@ def test_every_flipped_bit_is_noticed(learned, name):
             byte = bit // 8
             first = byte // 512 * 512
             where = f"block {byte // 512} of .*bytes {first} to {min(first + 512, len(whole))}"
-            with pytest.raises(ValueError, match=rf"{name}` is damaged: {where}.*Run again.*from a copy"):
+            with pytest.raises(
+                ValueError, match=rf"{name}` is damaged: {where}.*Run again.*from a copy"
+            ):
                 all_of(opened)
             (learned.folder / "suspect").unlink()
         else:
@@ -975,7 +1095,9 @@ def test_what_is_damaged_is_made_again(learned, name, damage, builds, capsys):
 
 def test_a_block_is_checked_once_and_others_stay_readable(learned, monkeypatch, builds):
     expected, read, pread = np.asarray(learned.train.ids).tolist(), [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, at: (read.append(at), pread(file, size, at))[1])
+    monkeypatch.setattr(
+        os, "pread", lambda file, size, at: (read.append(at), pread(file, size, at))[1]
+    )
     flip(learned.folder / "train.ids", 8 * 512)
     ids = prepare(learned.corpus, learned.folder.parent).train.ids
     for _ in range(2):
@@ -985,9 +1107,20 @@ def test_a_block_is_checked_once_and_others_stay_readable(learned, monkeypatch, 
             and ids[[255, 3]].tolist() == expected[255::-252]
         )
         assert ids[-1] == expected[-1] and ids[2 * 256 :].tolist() == expected[2 * 256 :]
-    assert sorted(read) == [start for start in range(0, ids.nbytes, 512) if start != 512], "each block once"
-    for index in (slice(200, 300), 256, [1, 511], slice(300, 100, -1), slice(None), np.arange(ids.size) == 300):
-        with pytest.raises(ValueError, match=r"block 1 of \d+ of `train.ids` \(bytes 512 to 1024\)"):
+    assert sorted(read) == [start for start in range(0, ids.nbytes, 512) if start != 512], (
+        "each block once"
+    )
+    for index in (
+        slice(200, 300),
+        256,
+        [1, 511],
+        slice(300, 100, -1),
+        slice(None),
+        np.arange(ids.size) == 300,
+    ):
+        with pytest.raises(
+            ValueError, match=r"block 1 of \d+ of `train.ids` \(bytes 512 to 1024\)"
+        ):
             ids[index]
     # It was only one machine's memory: nothing is made again, and the mark is gone.
     flip(learned.folder / "train.ids", 8 * 512)
@@ -1010,21 +1143,35 @@ def test_a_checked_array_is_indexed_as_arrays_are(size, dtype, data):
         array = blocks_room.CheckedArray(path, dtype, digests.finish())
         array = pickle.loads(pickle.dumps(array)) if data.draw(st.booleans()) else array
         ends = st.none() | st.integers(-50, 50)
-        index = slice(data.draw(ends), data.draw(ends), data.draw(st.none() | st.sampled_from([1, 2, -1, -3])))
+        index = slice(
+            data.draw(ends), data.draw(ends), data.draw(st.none() | st.sampled_from([1, 2, -1, -3]))
+        )
         assert array[index].tolist() == truth[index].tolist()
         if size:
             numbers = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, max_size=5))
-            assert array[numbers].tolist() == truth[numbers].tolist() and array[numbers[0]] == truth[numbers[0]]
+            assert (
+                array[numbers].tolist() == truth[numbers].tolist()
+                and array[numbers[0]] == truth[numbers[0]]
+            )
             for kind in (np.int8, np.int32, np.uint8, np.uint64):
                 some = np.array([abs(number) % size for number in numbers]).astype(kind)
                 assert array[some].tolist() == truth[some].tolist()
             starts = np.array([abs(number) % size for number in numbers])
             width = data.draw(st.integers(1, 12))
             assert (
-                blocks_room.windows(array, starts, width).tolist() == blocks_room.windows(truth, starts, width).tolist()
+                blocks_room.windows(array, starts, width).tolist()
+                == blocks_room.windows(truth, starts, width).tolist()
             )
-        assert array.shape == truth.shape and array.dtype == truth.dtype and np.array_equal(array, truth)
-        assert (array == truth).all() and (array + 1).tolist() == (truth + 1).tolist() and list(array) == list(truth)
+        assert (
+            array.shape == truth.shape
+            and array.dtype == truth.dtype
+            and np.array_equal(array, truth)
+        )
+        assert (
+            (array == truth).all()
+            and (array + 1).tolist() == (truth + 1).tolist()
+            and list(array) == list(truth)
+        )
         for wrong in (size, -size - 1):
             with pytest.raises(IndexError, match="has no element"):
                 array[wrong]
@@ -1047,7 +1194,9 @@ def test_threads_read_what_is_there(learned):
         ids = prepare(learned.corpus, learned.folder.parent).train.ids
         starts = np.random.default_rng(0).integers(0, len(expected) - 99, (32, 4))
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(blocks_room.windows, itertools.repeat(ids), starts, itertools.repeat(99)))
+            found = list(
+                pool.map(blocks_room.windows, itertools.repeat(ids), starts, itertools.repeat(99))
+            )
         for some, rows in zip(starts, found, strict=True):
             assert rows.tolist() == [expected[start : start + 99].tolist() for start in some]
 
@@ -1065,28 +1214,42 @@ def test_a_disk_that_cannot_be_read_is_named(learned, monkeypatch):
 
     ids = prepare(learned.corpus, learned.folder.parent).train.ids
     monkeypatch.setattr(os, "pread", failing)
-    with pytest.raises(ValueError, match=r"train.ids`: block 0 of .* cannot be read: Input/output error"):
+    with pytest.raises(
+        ValueError, match=r"train.ids`: block 0 of .* cannot be read: Input/output error"
+    ):
         ids[:3]
 
 
 def test_an_old_store_without_digests_is_made_again(learned, builds):
     for path in learned.folder.glob("*sums"):
         path.unlink()
-    assert prepare(learned.corpus, learned.folder.parent).train.fingerprint == learned.train.fingerprint
+    assert (
+        prepare(learned.corpus, learned.folder.parent).train.fingerprint
+        == learned.train.fingerprint
+    )
     assert len(builds) == 1
 
 
-def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(tmp_path, bpe, lines, monkeypatch):
+def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(
+    tmp_path, bpe, lines, monkeypatch
+):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(bpe.read_bytes())
     prepared = prepare(Corpus(lines, tokenizer=file), tmp_path / "cache")
     file.write_bytes(bpe.read_bytes() + b"\n")
-    with pytest.raises(ValueError, match=r"tokenizer.json` is not the tokenizer that the tokens in .* were made with"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer.json` is not the tokenizer that the tokens in .* were made with",
+    ):
         _ = prepared.tokenizer
     other = prepare(prepared.corpus, tmp_path / "cache")
     assert other.folder != prepared.folder and other.tokenizer.vocab == 300
     build = store_room.build
-    monkeypatch.setattr(store_room, "build", lambda *args: (file.write_bytes(bpe.read_bytes() + b"\n\n"), build(*args)))
+    monkeypatch.setattr(
+        store_room,
+        "build",
+        lambda *args: (file.write_bytes(bpe.read_bytes() + b"\n\n"), build(*args)),
+    )
     with pytest.raises(ValueError, match=r"tokenizer.json` changed while it was used"):
         prepare(dataclasses.replace(prepared.corpus, held_out=0.5), tmp_path / "cache")
 
@@ -1120,7 +1283,11 @@ def test_what_is_planted_in_the_cache_is_not_followed(learned, tmp_path, builds,
     assert "it is no folder" in capsys.readouterr().err
     lock = folder.with_suffix(".lock")
     shutil.rmtree(folder)
-    for plant in (lambda: lock.symlink_to(tmp_path / "nowhere"), lambda: os.mkfifo(lock), lock.mkdir):
+    for plant in (
+        lambda: lock.symlink_to(tmp_path / "nowhere"),
+        lambda: os.mkfifo(lock),
+        lock.mkdir,
+    ):
         plant()
         with pytest.raises(ValueError, match=r".lock` is no file, and no lock of ours: remove it"):
             prepare(learned.corpus, cache)
@@ -1139,7 +1306,8 @@ def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
     ids[17] = wrong
     assert sequences.examples([0, 1])["tokens"].max() == 3
     with pytest.raises(
-        ValueError, match=rf"vocab=10\)` have ids from .*{wrong}.* in these examples, and ids are from 0 to 9"
+        ValueError,
+        match=rf"vocab=10\)` have ids from .*{wrong}.* in these examples, and ids are from 0 to 9",
     ):
         sequences.examples(range(len(sequences)))
     with pytest.raises(ValueError, match="from 0 to 9"):
@@ -1148,7 +1316,9 @@ def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
 
 def test_a_tokenizer_that_contradicts_itself_makes_no_store(tmp_path, lines, bpe, monkeypatch):
     made = tokens_room.make_tokenizer
-    monkeypatch.setattr(tokens_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100))
+    monkeypatch.setattr(
+        tokens_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100)
+    )
     with pytest.raises(ValueError, match=r"gave the id \d+, and its vocabulary has 100 tokens"):
         prepare(Corpus(lines, tokenizer=bpe), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -1160,7 +1330,8 @@ def test_a_model_has_an_embedding_for_every_id():
         tokens.check_vocab(enough)
     for few in (299, 1, np.int32(257)):
         with pytest.raises(
-            ValueError, match=rf"ids below 300, and the model has {few} embeddings: it needs 300 or more"
+            ValueError,
+            match=rf"ids below 300, and the model has {few} embeddings: it needs 300 or more",
         ):
             tokens.check_vocab(few)
 
@@ -1170,10 +1341,22 @@ def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens
     file = save_tokenizer(tmp_path / "tokenizer.json", bpe_of())
     prepared = prepare(Corpus(tmp_path / "a.jsonl", tokenizer=file, held_out=0), tmp_path / "cache")
     for vocab, prompt, message in (
-        (prepared.train.vocab - 1, "bad", rf"has {len(LETTERS) + 1} tokens, and `model.vocab` is {len(LETTERS)}"),
+        (
+            prepared.train.vocab - 1,
+            "bad",
+            rf"has {len(LETTERS) + 1} tokens, and `model.vocab` is {len(LETTERS)}",
+        ),
         (prepared.train.vocab, "bad ü", r"`--prompt`: .* has no token for 'ü' \(1 times\)"),
     ):
-        chosen = ["tiny", "--data.tokenizer", str(file), "--model.vocab", str(vocab), "--prompt", prompt]
+        chosen = [
+            "tiny",
+            "--data.tokenizer",
+            str(file),
+            "--model.vocab",
+            str(vocab),
+            "--prompt",
+            prompt,
+        ]
         with pytest.raises(SystemExit, match=message):
             train_lm.check_tokens(from_command_line(chosen), prepared)
     train_lm.check_tokens(from_command_line([*chosen[:-1], "bad"]), prepared)
@@ -1182,7 +1365,10 @@ def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(ids=[1, 2]), r"`Tokens\(ids=\[1, 2\]\)` must be a numpy array of whole numbers, of one dim"),
+        (
+            dict(ids=[1, 2]),
+            r"`Tokens\(ids=\[1, 2\]\)` must be a numpy array of whole numbers, of one dim",
+        ),
         (dict(ids=np.zeros(4)), "must be a numpy array of whole numbers"),
         (dict(ids=np.zeros((2, 2), int)), "of one dim"),
         (dict(ends=np.array([4.0])), "must be a numpy array of whole numbers"),
@@ -1196,7 +1382,14 @@ def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens
     ],
 )
 def test_tokens_are_checked(change, message):
-    given = {"ids": np.array([1, 2, 3, 0]), "ends": np.array([4]), "vocab": 10, "end": 0, "bytes": 3, **change}
+    given = {
+        "ids": np.array([1, 2, 3, 0]),
+        "ends": np.array([4]),
+        "vocab": 10,
+        "end": 0,
+        "bytes": 3,
+        **change,
+    }
     with pytest.raises(ValueError, match=message):
         Tokens(**given)
 
@@ -1225,18 +1418,29 @@ def bpe_of(letters=None, merges=(), **options):
 
 
 def lacking_tokenizers():
-    """Models that would leave characters out or fail, by what they are; and what each says of `bad faces, ü`."""
+    """Models that would leave characters out or fail, by what they are; and what each says of
+    `bad faces, ü`.
+    """
     from tokenizers import models, normalizers, pre_tokenizers
 
     words = pre_tokenizers.Whitespace()
-    suffixed = {**{f"{letter}</w>": number for number, letter in enumerate("abcdefs")}, "a": 7, "b": 8, "c": 9, "e": 10}
+    suffixed = {
+        **{f"{letter}</w>": number for number, letter in enumerate("abcdefs")},
+        "a": 7,
+        "b": 8,
+        "c": 9,
+        "e": 10,
+    }
     half_of_bytes = {f"<0x{byte:02X}>": byte for byte in range(128)}
     marks = pre_tokenizers.ByteLevel(add_prefix_space=False)
     few_marks = {mark: number for number, mark in enumerate(sorted(marks.alphabet())[:150])}
     return {
         "letters": (bpe_of(), {}),
         "words": (bpe_of(), {"pre_tokenizer": words}),
-        "decomposed": (bpe_of({letter: k for k, letter in enumerate("abcdefsu ,")}), {"normalizer": normalizers.NFD()}),
+        "decomposed": (
+            bpe_of({letter: k for k, letter in enumerate("abcdefsu ,")}),
+            {"normalizer": normalizers.NFD()},
+        ),
         "suffixed": (bpe_of(suffixed, end_of_word_suffix="</w>"), {"pre_tokenizer": words}),
         "half the bytes": (bpe_of(half_of_bytes, byte_fallback=True), {}),
         "few marks": (bpe_of(few_marks), {"pre_tokenizer": marks}),
@@ -1248,7 +1452,10 @@ def lacking_tokenizers():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("letters", r"no token for .*'ü' \(1 times\).*would leave out 4 of the 12 characters of the 1 text"),
+        (
+            "letters",
+            r"no token for .*'ü' \(1 times\).*would leave out 4 of the 12 characters of the 1 text",
+        ),
         ("words", r"no token for .*'ü' \(1 times\).*would leave out 4 of the 12"),
         ("decomposed", r"no token for '̈' \(1 times\).*would leave out 1 of the 13"),
         ("suffixed", r"no token for .*'f' .*would leave out"),
@@ -1262,10 +1469,14 @@ def test_characters_that_a_tokenizer_lacks_are_refused(tmp_path, name, message):
     model, parts = lacking_tokenizers()[name]
     file = save_tokenizer(tmp_path / "tokenizer.json", model, **parts)
     (tmp_path / "a.jsonl").write_bytes(
-        jsonl(["bad", "bad faces, ü"][name != "letters" :] if name != "letters" else ["bad faces, ü"])
+        jsonl(
+            ["bad", "bad faces, ü"][name != "letters" :] if name != "letters" else ["bad faces, ü"]
+        )
     )
     corpus = Corpus(tmp_path / "a.jsonl", tokenizer=file, held_out=0)
-    with pytest.raises(ValueError, match=rf"(?s)tokenizer.json` .*{message}.*\"bytes\".*unknown=\"<unk>\""):
+    with pytest.raises(
+        ValueError, match=rf"(?s)tokenizer.json` .*{message}.*\"bytes\".*unknown=\"<unk>\""
+    ):
         prepare(corpus, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -1281,7 +1492,9 @@ def test_a_token_for_what_is_unknown(tmp_path):
     assert ids == [LETTERS[letter] for letter in "bad <<" + " <"] and prepared.unknown == 3
     assert "3 tokens stand for characters that the tokenizer lacks" in str(prepared)
     assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
-    assert load_tokenizer(tmp_path / "tokenizer.json", unknown="<").encode_batch(["x"])[0].tolist() == [LETTERS["<"]]
+    assert load_tokenizer(tmp_path / "tokenizer.json", unknown="<").encode_batch(["x"])[
+        0
+    ].tolist() == [LETTERS["<"]]
     with pytest.raises(ValueError, match=r"`unknown='nosuch'` is no token of the vocabulary"):
         prepare(dataclasses.replace(corpus, unknown="nosuch"), tmp_path / "cache")
     # A file with a token of its own for what is unknown has chosen.
@@ -1289,18 +1502,24 @@ def test_a_token_for_what_is_unknown(tmp_path):
     assert prepare(corpus, tmp_path / "cache").train.fingerprint == prepared.train.fingerprint
     words = {"pre_tokenizer": pre_tokenizers.Whitespace()}
     save_tokenizer(tmp_path / "tokenizer.json", models.WordLevel({"bad": 0, "?": 1}), **words)
-    assert prepare(dataclasses.replace(corpus, unknown="?"), tmp_path / "cache").train.ids[:5].tolist() == [
+    assert prepare(dataclasses.replace(corpus, unknown="?"), tmp_path / "cache").train.ids[
+        :5
+    ].tolist() == [
         0,
         2,
         0,
         1,
         1,
     ]
-    save_tokenizer(tmp_path / "tokenizer.json", models.Unigram([(letter, -1.0) for letter in "abcde "]))
+    save_tokenizer(
+        tmp_path / "tokenizer.json", models.Unigram([(letter, -1.0) for letter in "abcde "])
+    )
     with pytest.raises(ValueError, match="Unigram, has its own token for what is unknown, or none"):
         prepare(dataclasses.replace(corpus, unknown="a"), tmp_path / "cache")
     for tokenizer in ("bytes", "bpe:300"):
-        with pytest.raises(ValueError, match=r"`Corpus\(unknown='<unk>'\)` is a token of a tokenizer's file"):
+        with pytest.raises(
+            ValueError, match=r"`Corpus\(unknown='<unk>'\)` is a token of a tokenizer's file"
+        ):
             dataclasses.replace(corpus, tokenizer=tokenizer, unknown="<unk>")
 
 
@@ -1321,7 +1540,9 @@ def test_tokenizers_that_lack_nothing_take_any_text(tmp_path, bpe):
         assert len(ids) >= 8 and tokenizer.alphabet is None
     # What is split away on purpose, such as spaces between words, is not lacking.
     words = save_tokenizer(
-        tmp_path / "c.json", bpe_of({"a": 0, "b": 1}), pre_tokenizer=pre_tokenizers.WhitespaceSplit()
+        tmp_path / "c.json",
+        bpe_of({"a": 0, "b": 1}),
+        pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
     )
     assert load_tokenizer(words).encode_batch(["a b\n\tab"])[0].tolist() == [0, 1, 0, 1]
     # Nor does a merge of a letter with itself hide it.
@@ -1331,7 +1552,14 @@ def test_tokenizers_that_lack_nothing_take_any_text(tmp_path, bpe):
 
 @pytest.mark.parametrize("run", ["letters", "spaces", "newlines", "marks", "digits", "accents"])
 def test_a_run_without_end_is_cut_before_it_is_learned_from(run):
-    unit = {"letters": "ab", "spaces": " ", "newlines": "\n", "marks": "=-", "digits": "12", "accents": "éü"}[run]
+    unit = {
+        "letters": "ab",
+        "spaces": " ",
+        "newlines": "\n",
+        "marks": "=-",
+        "digits": "12",
+        "accents": "éü",
+    }[run]
     text = "word " + unit * 200_000 + " word"
     inner = learn_tokenizer(300, [text])
     words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text[:5000])]
@@ -1342,10 +1570,15 @@ def test_a_run_without_end_is_cut_before_it_is_learned_from(run):
 
 def test_ordinary_words_are_learned_whole():
     inner = learn_tokenizer(
-        400, [CODE.format(k=k) for k in range(99)] + ["x" * 64 + " Donaudampfschiffahrtsgesellschaft"] * 9
+        400,
+        [CODE.format(k=k) for k in range(99)]
+        + ["x" * 64 + " Donaudampfschiffahrtsgesellschaft"] * 9,
     )
     words = [
-        word for word, _ in inner.pre_tokenizer.pre_tokenize_str(" Donaudampfschiffahrtsgesellschaft" + " " + "x" * 64)
+        word
+        for word, _ in inner.pre_tokenizer.pre_tokenize_str(
+            " Donaudampfschiffahrtsgesellschaft" + " " + "x" * 64
+        )
     ]
     assert len(words) == 2
     assert len(inner.encode(" Donaudampfschiffahrtsgesellschaft").ids) == 1
@@ -1389,7 +1622,9 @@ def test_files_are_listed_once(tmp_path):
                   (tmp_path / "in", f"{tmp_path}/in/")):  # fmt: skip
         with pytest.raises(ValueError, match=r"lists `.*` twice, as .* and as .*list it once"):
             read(twice)
-    assert read((tmp_path / "in" / "c.txt", tmp_path))[0] == ["two", "one"], "a folder is no second listing"
+    assert read((tmp_path / "in" / "c.txt", tmp_path))[0] == ["two", "one"], (
+        "a folder is no second listing"
+    )
 
 
 def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
@@ -1405,7 +1640,8 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refused)
     for files in (tmp_path, tmp_path / "in"):
         with pytest.raises(
-            ValueError, match=r"The folder `.*in` of `Corpus\(files=...\)` cannot be read: Permission denied"
+            ValueError,
+            match=r"The folder `.*in` of `Corpus\(files=...\)` cannot be read: Permission denied",
         ):
             read(files)
     with pytest.raises(ValueError, match="cannot be read: File name too long"):
@@ -1422,7 +1658,8 @@ def test_pipes_and_devices_are_refused(tmp_path, format):
         listening.bind(str(tmp_path / "socket.txt"))
         for name, kind in (("pipe", "a pipe"), ("zero", "a device"), ("socket", "a socket")):
             with pytest.raises(
-                ValueError, match=rf"{name}.txt` of `Corpus\(files=...\)` is {kind}, where a file was expected"
+                ValueError,
+                match=rf"{name}.txt` of `Corpus\(files=...\)` is {kind}, where a file was expected",
             ):
                 read(tmp_path / f"{name}.txt", format=format)
     with pytest.raises(ValueError, match="There is no tokenizer at"):
@@ -1435,9 +1672,12 @@ def test_a_file_that_grows_as_it_is_read_has_an_end(tmp_path, suffix):
     content = b"".join(jsonl([f"line {k}"]) for k in range(3000))
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     corpus = Corpus(path, separator="\n" if ".txt" in suffix else None)
-    sources = tuple(dataclasses.replace(source, size=source.size // 2) for source in find_files(corpus))
+    sources = tuple(
+        dataclasses.replace(source, size=source.size // 2) for source in find_files(corpus)
+    )
     with pytest.raises(
-        ValueError, match=r"has more than the [\d,]+ bytes it had when it was found: it grows, or has no end"
+        ValueError,
+        match=r"has more than the [\d,]+ bytes it had when it was found: it grows, or has no end",
     ):
         for _ in read_documents(sources, corpus, Reading()):
             pass
@@ -1457,7 +1697,9 @@ def test_documents_are_bounded(tmp_path, monkeypatch, block):
              ("c.txt", None, "line 1", "say what separates documents", [], 1),
              ("d.txt.gz", None, "line 1", "say what separates documents", [], 1)]  # fmt: skip
     for name, separator, where, way_out, expected, count in cases:
-        with pytest.raises(ValueError, match=rf"{name}`, {where}: a document of more than 100 B; .*{way_out}"):
+        with pytest.raises(
+            ValueError, match=rf"{name}`, {where}: a document of more than 100 B; .*{way_out}"
+        ):
             read(tmp_path / name, separator=separator)
         documents, reading = read(tmp_path / name, separator=separator, bad="skip")
         assert documents == expected and reading.skipped[tmp_path / name].count == count
@@ -1468,11 +1710,17 @@ def test_documents_are_bounded(tmp_path, monkeypatch, block):
 
 @pytest.mark.parametrize("kind", ["parquet", "arrayrecord"])
 def test_damaged_files_of_records_are_named(tmp_path, kind):
-    """Any flipped bit is an error that names the file, or changes nothing, where the format has digests."""
+    """Any flipped bit is an error that names the file, or changes nothing, where the format has
+    digests.
+    """
     path, texts = tmp_path / f"a.{kind}", [f"{k} a text of some words" for k in range(300)]
     if kind == "parquet":
         pq.write_table(
-            pa.table({"text": texts}), path, row_group_size=100, write_page_checksum=True, compression="none"
+            pa.table({"text": texts}),
+            path,
+            row_group_size=100,
+            write_page_checksum=True,
+            compression="none",
         )
     else:
         write_records(path, [text.encode() for text in texts])
@@ -1513,12 +1761,17 @@ class PathLike:
 
 
 ANY = [
-    None, True, False, 0, -1, 3.5, float("nan"), float("inf"), 10**12, 10**30, 10**5000, -(10**30), 1j, "", " ", "\0", "\ud800",
-    "a" * 10_000, "/" * 10_000, "a/" * 4000, "~nosuch/x", "*" * 3000, "[", "bpe:1", "nofile", b"x", [], (), {}, [None],
-    ["a", "a"], ("",), (3,), [1, [2]], {"examples": "x"}, {1: 2}, [10**30], set(), iter([1, 2]), range(3),
+    None, True, False, 0, -1, 3.5, float("nan"), float("inf"), 10**12, 10**30, 10**5000, -(10**30),
+    1j, "", " ", "\0", "\ud800",
+    "a" * 10_000, "/" * 10_000, "a/" * 4000, "~nosuch/x", "*" * 3000, "[", "bpe:1", "nofile", b"x",
+    [], (), {}, [None],
+    ["a", "a"], ("",), (3,), [1, [2]], {"examples": "x"}, {1: 2}, [10**30], set(), iter([1, 2]),
+    range(3),
     slice(None, None, 0), slice("a"),
-    np.zeros(3), np.array(3), np.array(["a"]), np.array([[1]]), np.array([2**63], np.uint64), np.float32(2), np.bool_(True),
-    object(), int, print, Unprintable(), PathLike(b"x"), PathLike(3), PathLike(""), Path("/dev/zero"),
+    np.zeros(3), np.array(3), np.array(["a"]), np.array([[1]]), np.array([2**63], np.uint64),
+    np.float32(2), np.bool_(True),
+    object(), int, print, Unprintable(), PathLike(b"x"), PathLike(3), PathLike(""),
+    Path("/dev/zero"),
 ]  # fmt: skip
 
 
@@ -1526,7 +1779,10 @@ def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["To be", "or not"] * 30))
     corpus = Corpus("a.jsonl", held_out=0.2)
-    prepared, learned = prepare(corpus, "cache"), prepare(dataclasses.replace(corpus, tokenizer="bpe:300"), "cache")
+    prepared, learned = (
+        prepare(corpus, "cache"),
+        prepare(dataclasses.replace(corpus, tokenizer="bpe:300"), "cache"),
+    )
     sequences = Sequences(prepared.train, 8, 2)
     told = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(prepared)}
     calls = [
@@ -1538,10 +1794,23 @@ def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monke
         (prepare, {"corpus": corpus, "cache": "cache"}),
         (cache_folder, {"cache": "cache"}),
         (load_tokenizer, {"tokenizer": "bytes", "end": None, "unknown": None}),
-        (Tokens, {"ids": np.array([1, 0]), "ends": np.array([2]), "vocab": 3, "end": 0, "bytes": 2, "fingerprint": ""}),
+        (
+            Tokens,
+            {
+                "ids": np.array([1, 0]),
+                "ends": np.array([2]),
+                "vocab": 3,
+                "end": 0,
+                "bytes": 2,
+                "fingerprint": "",
+            },
+        ),
         (prepared.train.bits_per_byte, {"loss": 1.0}),
         (prepared.train.check_vocab, {"embeddings": 300}),
-        (Sequences, {"tokens": prepared.train, "length": 8, "batch": 2, "seed": 0, "documents": "cut"}),
+        (
+            Sequences,
+            {"tokens": prepared.train, "length": 8, "batch": 2, "seed": 0, "documents": "cut"},
+        ),
         (sequences.examples, {"positions": [0]}),
         (sequences.local, {"rows": slice(None), "threads": 1, "ahead": 1}),
         (lambda rows: next(sequences.once(rows)), {"rows": [0]}),
@@ -1573,5 +1842,7 @@ def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monke
 
 def test_a_measure_of_no_text_is_refused():
     empty = Tokens(np.empty(0, np.uint16), np.empty(0, np.int64), 257, 256, bytes=0)
-    with pytest.raises(ValueError, match=r"Tokens\(0 of 0 documents, vocab=257\) are of a text of 0 bytes"):
+    with pytest.raises(
+        ValueError, match=r"Tokens\(0 of 0 documents, vocab=257\) are of a text of 0 bytes"
+    ):
         empty.bits_per_byte(1.0)

@@ -1,5 +1,5 @@
-"""Pages that tell the truth: every `python` block of the README and the docs runs, in order, on its page, and prints what is
-shown after it; every command is one that its program takes.
+"""Pages that tell the truth: every `python` block of the README and the docs runs, in order, on its
+page, and prints what is shown after it; every command is one that its program takes.
 """
 
 import inspect
@@ -36,9 +36,9 @@ FIRST_RUN = ROOT / "docs" / "how-to" / "first-run.md"
 
 # The first run of the docs, of a model and a length that a test can wait for.
 SMALL = (
-    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 --batch 8 --loop.steps 4 "
-    "--optimizer.warmup 1 --loop.log_every 1 --loop.evaluate_every 2 --loop.save_every 2 --loop.profile 2,1 "
-    "--evaluation_batches 1 --tensorboard true"
+    "--model.layers 1 --model.width 16 --model.heads 2 --model.context 64 --model.hidden 32 "
+    "--batch 8 --loop.steps 4 --optimizer.warmup 1 --loop.log_every 1 --loop.evaluate_every 2 "
+    "--loop.save_every 2 --loop.profile 2,1 --evaluation_batches 1 --tensorboard true"
 )
 
 
@@ -60,7 +60,9 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=called)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=called
+)
 def test_the_blocks_of_a_page_run_and_print_what_is_shown(page, elsewhere, capsys):
     if page == FIRST_RUN:
         take_the_first_run(elsewhere)
@@ -81,7 +83,9 @@ def take_the_first_run(folder):
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     (listing,) = re.findall(r"```text\nruns/tiny/\n(.*?)```", FIRST_RUN.read_text(), re.DOTALL)
     listed = re.findall(r"^  (\w\S*)", listing, re.MULTILINE)
-    assert sorted(one.name for one in (folder / "runs/tiny").iterdir()) == sorted(name.rstrip("/") for name in listed)
+    assert sorted(one.name for one in (folder / "runs/tiny").iterdir()) == sorted(
+        name.rstrip("/") for name in listed
+    )
 
 
 @pytest.mark.parametrize("page", [ROOT / "examples" / "train_lm.py", *PAGES, *LAUNCH], ids=called)
@@ -112,13 +116,17 @@ def test_every_command_is_one_that_its_program_takes(page, elsewhere):
 def test_every_extra_that_is_to_be_installed_exists():
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
-        for extras in re.findall(r"pip install (?:-e )?\"(?:\.|shardlib)\[([\w,-]+)\]", page.read_text()):
+        for extras in re.findall(
+            r"pip install (?:-e )?\"(?:\.|shardlib)\[([\w,-]+)\]", page.read_text()
+        ):
             assert set(extras.split(",")) <= set(known), f"{called(page)}: [{extras}]"
 
 
 def test_first_pages_install_jax_for_accelerators():
     """JAX alone comes for the CPU, and a run on it would look like one on the accelerator."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for extra, jax_extra in (("gpu", "jax[cuda13]"), ("tpu", "jax[tpu]")):
         assert any(one.startswith(jax_extra) for one in extras[extra])
         for page in (PAGES[0], FIRST_RUN, ROOT / "docs" / "how-to" / "many-machines.md"):
@@ -134,7 +142,9 @@ def test_the_first_pages_lead_to_every_page():
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=called)
 def test_pictures_are_readable_in_the_dark(picture):
-    """Each has the colours of both; what stands on the paper has one for each, and no paper is left white."""
+    """Each has the colours of both; what stands on the paper has one for each, and no paper is left
+    white.
+    """
     text = picture.read_text()
     assert text.splitlines()[1] == DARK
     paper = next(one for one in xml.etree.ElementTree.fromstring(text) if one.tag.endswith("rect"))
@@ -146,12 +156,16 @@ def test_pictures_are_readable_in_the_dark(picture):
 
 
 def test_examples_of_the_reference_are_code():
-    """Markdown takes `>>>` for three quotes within each other, and runs the lines of an example together."""
+    """Markdown takes `>>>` for three quotes within each other, and runs the lines of an example
+    together.
+    """
     griffe = pytest.importorskip("griffe")
     extensions = griffe.load_extensions(str(ROOT / "docs" / "_doctests.py"))
     package = griffe.load("shardlib", search_paths=[str(ROOT)], extensions=extensions)
     examples = 0
-    for name in re.findall(r"^::: shardlib\.(\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
+    for name in re.findall(
+        r"^::: shardlib\.(\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE
+    ):
         found = package[name]
         within = [found, *(found.members.values() if found.is_class else ())]
         for text in (one.docstring.value for one in within if one.docstring):

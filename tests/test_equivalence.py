@@ -1,4 +1,6 @@
-"""One device's loss, gradients, optimizer state and randomness, on machines and for models that hypothesis draws."""
+"""One device's loss, gradients, optimizer state and randomness, on machines and for models that
+hypothesis draws.
+"""
 
 import functools
 
@@ -45,7 +47,14 @@ def check(make_model, loss, batch, rules, draw):
     shape = draw(st.sampled_from(testing.mesh_shapes(rules.axes)), "mesh")
     accumulate = draw(st.sampled_from([1, 2]), "accumulate")
     testing.check_step(
-        make_model, optax.adam(1e-2), loss, batch, rules, meshes=[shape], accumulate=[accumulate], steps=1
+        make_model,
+        optax.adam(1e-2),
+        loss,
+        batch,
+        rules,
+        meshes=[shape],
+        accumulate=[accumulate],
+        steps=1,
     )
 
 
@@ -53,7 +62,9 @@ def check(make_model, loss, batch, rules, draw):
 @given(data=st.data())
 def test_an_mlp_under_any_rules(data):
     draw = data.draw
-    mlp = draw(st.sampled_from([None, "model", "other", ["model", None], ["other", "model", None]]), "mlp")
+    mlp = draw(
+        st.sampled_from([None, "model", "other", ["model", None], ["other", "model", None]]), "mlp"
+    )
     rules = sl.AxisRules(
         batch=draw(st.sampled_from(["data", ("data", "pod")]), "batch"),
         seq=None,
@@ -63,10 +74,17 @@ def test_an_mlp_under_any_rules(data):
         act_mlp=draw(st.sampled_from([None, ["model", None]]), "act_mlp"),
     )
     loss = draw(st.sampled_from([masked, plain]), "loss")
-    check(functools.partial(MLP, draw(st.sampled_from([0.0, 0.3]), "dropout")), loss, FLOATS, rules, draw)
+    check(
+        functools.partial(MLP, draw(st.sampled_from([0.0, 0.3]), "dropout")),
+        loss,
+        FLOATS,
+        rules,
+        draw,
+    )
 
 
-# A device holds at least one head of queries; keys and values with fewer heads are whole where they do not divide.
+# A device holds at least one head of queries; keys and values with fewer heads are whole where they
+# do not divide.
 FEWER_HEADS = sl.AxisRules(kv_heads=["model", None], act_kv_heads=["model", None])
 PRESETS = {
     "data": sl.rules.data,

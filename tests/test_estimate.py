@@ -1,4 +1,6 @@
-"""The formulas: the papers' own figures, the worked example that tutorials repeat, and a compiled program."""
+"""The formulas: the papers' own figures, the worked example that tutorials repeat, and a compiled
+program.
+"""
 
 import re
 import types
@@ -20,7 +22,9 @@ GPT1 = gpt.gpt1().decoder
 def test_parameters_are_those_of_the_model(make):
     config = make()
     model = nnx.eval_shape(lambda: _unsharded(config))
-    assert config.decoder.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert config.decoder.parameters == sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))
+    )
 
 
 def _unsharded(config):
@@ -29,14 +33,20 @@ def _unsharded(config):
 
 
 def test_the_worked_example_of_every_tutorial():
-    """GPT-1 with an untied head: 147,674,112 parameters, 349,175,808 bytes of activations per sequence in 16 bits."""
+    """GPT-1 with an untied head: 147,674,112 parameters, 349,175,808 bytes of activations per
+    sequence in 16 bits.
+    """
     assert GPT1.parameters == 147_674_112
     assert GPT1.megatron_activation_bytes() == 349_175_808
-    # The tutorials' 20 bytes per parameter hold the 32-bit master twice: as parameters and in the optimizer's 12.
+    # The tutorials' 20 bytes per parameter hold the 32-bit master twice: as parameters and in the
+    # optimizer's 12.
     assert 20 * GPT1.parameters == 2_953_482_240
     assert sl.zero_bytes(GPT1.parameters) == 16 * GPT1.parameters == 2_362_785_792
     ours = sl.estimate(GPT1, examples=1)
-    assert sum(ours.kinds[kind] for kind in ("parameters", "optimizer state", "gradients")) == 16 * GPT1.parameters
+    assert (
+        sum(ours.kinds[kind] for kind in ("parameters", "optimizer state", "gradients"))
+        == 16 * GPT1.parameters
+    )
 
 
 def test_zero_is_the_papers():
@@ -53,8 +63,14 @@ def test_megatron_is_the_papers():
     unit, scores = 2048 * 1024, 5 * 16 * 2048 / 1024
     assert one.megatron_activation_bytes() == (34 + scores) * unit
     assert one.megatron_activation_bytes(tensor=8) == (10 + 24 / 8 + scores / 8) * unit
-    assert one.megatron_activation_bytes(tensor=8, sequence_parallel=True) == (34 / 8 + scores / 8) * unit
-    assert one.megatron_activation_bytes(tensor=8, sequence_parallel=True, recompute="selective") == 34 / 8 * unit
+    assert (
+        one.megatron_activation_bytes(tensor=8, sequence_parallel=True)
+        == (34 / 8 + scores / 8) * unit
+    )
+    assert (
+        one.megatron_activation_bytes(tensor=8, sequence_parallel=True, recompute="selective")
+        == 34 / 8 * unit
+    )
     assert one.megatron_activation_bytes(recompute="full") == 2 * unit
 
 
@@ -67,22 +83,34 @@ def test_what_is_split_is_divided():
         found = sl.estimate(GPT1, examples=2, devices=8, zero=stage, weight_itemsize=2).kinds
         assert found["parameters"] == whole["parameters"] // 8
         assert found["copies of parameters"] == 2 * GPT1.parameters
-        assert found["gradients"] == (2 * GPT1.parameters if stage == 1 else 4 * GPT1.parameters // 8)
+        assert found["gradients"] == (
+            2 * GPT1.parameters if stage == 1 else 4 * GPT1.parameters // 8
+        )
     assert sharded["activations"] == whole["activations"]
     parted = sl.estimate(GPT1, examples=2, tensor=4).kinds
-    assert parted["parameters"] == whole["parameters"] // 4 and parted["activations"] < whole["activations"]
+    assert (
+        parted["parameters"] == whole["parameters"] // 4
+        and parted["activations"] < whole["activations"]
+    )
     summed = sl.estimate(GPT1, examples=2, accumulate=2, weight_itemsize=2).kinds
     assert summed["gradients"] == 4 * GPT1.parameters
     full = sl.estimate(GPT1, examples=2, recompute="full").kinds
     some = sl.estimate(GPT1, examples=2, recompute="selective").kinds
     assert full["activations"] < some["activations"] < whole["activations"]
     reading = sl.estimate(GPT1, examples=2, training=False)
-    assert list(reading.kinds) == ["parameters"] and reading.total_bytes < sl.estimate(GPT1, examples=2).total_bytes
+    assert (
+        list(reading.kinds) == ["parameters"]
+        and reading.total_bytes < sl.estimate(GPT1, examples=2).total_bytes
+    )
 
 
 def test_modules_have_their_flops_and_shapes():
     found = {module.name: module for module in GPT1.modules(examples=3)}
-    assert found["head"].flops == 2 * 3 * 512 * 768 * 40_512 and found["head"].output == (3, 512, 40_512)
+    assert found["head"].flops == 2 * 3 * 512 * 768 * 40_512 and found["head"].output == (
+        3,
+        512,
+        40_512,
+    )
     assert found["mlp"].flops == 2 * 2 * 3 * 512 * 768 * 3072 and found["mlp"].count == 12
     total = sl.estimate(GPT1, examples=3)
     assert total.largest_module.name in ("embedding", "head")
@@ -93,8 +121,9 @@ def test_modules_have_their_flops_and_shapes():
     assert "the largest module is" in str(total)
 
 
-# `python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16 --json`, the README's example,
-# compiled by libtpu 0.0.42 under JAX 0.10.2: two minutes of two cores, and so not compiled here again. The most of each kind.
+# `python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16
+# --json`, the README's example, compiled by libtpu 0.0.42 under JAX 0.10.2: two minutes of two
+# cores, and so not compiled here again. The most of each kind.
 README_COMPILED = {
     "parameters": 105_350_144, "optimizer state": 210_700_800, "copies of parameters": 66_060_288,
     "gradients": 104_259_584, "activations": 1_906_311_168,
@@ -103,15 +132,21 @@ README_COMPILED_TOTAL = 7_451_458_150
 
 
 def test_the_readmes_example_is_within_what_the_docs_say(monkeypatch):
-    """The estimate that `examples/gpt.py` makes for it, from the same arguments; only the machine is left out."""
+    """The estimate that `examples/gpt.py` makes for it, from the same arguments; only the machine
+    is left out.
+    """
     mesh = types.SimpleNamespace(shape={"data": 16, "model": 16})
-    strategy = sl.Strategy(mesh="data=16,model=16", rules=sl.rules.data | sl.rules.tensor_sequence, remat="full")
+    strategy = sl.Strategy(
+        mesh="data=16,model=16", rules=sl.rules.data | sl.rules.tensor_sequence, remat="full"
+    )
     monkeypatch.setattr(sl, "Strategy", lambda **options: strategy)
     monkeypatch.setattr(sl, "init", lambda *arguments, **options: None)
     monkeypatch.setattr(sl, "train_step", lambda *arguments: None)
     *_, guess = examples.gpt.llama2_7b(mesh)
     page = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
-    of_kept, of_whole = (int(re.search(rf"^\| {row} \|.*\| (\d+)% \|$", page, re.M)[1]) / 100 for row in ROWS)
+    of_kept, of_whole = (
+        int(re.search(rf"^\| {row} \|.*\| (\d+)% \|$", page, re.M)[1]) / 100 for row in ROWS
+    )
     assert sum(guess.kinds.values()) == pytest.approx(sum(README_COMPILED.values()), rel=of_kept)
     assert guess.total_bytes == pytest.approx(README_COMPILED_TOTAL, rel=of_whole)
     assert of_kept <= 0.05 and of_whole <= 0.11
@@ -125,7 +160,9 @@ def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequ
     stream = 2 * decoder.sequence * decoder.width * 2  # of two examples in 16 bits
     for recompute, gathered in (("none", 2 * decoder.layers + 1), ("full", 1)):
         whole, split = (
-            sl.estimate(decoder, examples=2, tensor=16, sequence_parallel=sequence, recompute=recompute)
+            sl.estimate(
+                decoder, examples=2, tensor=16, sequence_parallel=sequence, recompute=recompute
+            )
             for sequence in (False, True)
         )
         norms = (2 * decoder.layers + 1 if recompute == "none" else 1) * stream // 2 * 12
@@ -147,14 +184,17 @@ def test_the_estimate_is_near_the_compiled_program(remat):
     target = sl.Target("tpu:v5e:1x1")
     config = gpt.gpt1(dtype="bfloat16")
     strategy = sl.Strategy(mesh=target.mesh("data=1"), rules=sl.rules.data, remat=remat)
-    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True
+    )
     batch = {"tokens": jax.ShapeDtypeStruct((8, 513), "int32")}
     guess = sl.estimate(config.decoder, examples=8, recompute=remat)
     found = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, target, estimate=guess)
     kept = sum(found.memory.most[kind] for kind in guess.kinds)
     print(
         f"20 bytes per parameter: {20 * GPT1.parameters:,}; ZeRO's 16: {16 * GPT1.parameters:,}; "
-        f"compiled at its fullest, with the activations of 8 sequences: {found.memory.total_bytes:,}"
+        "compiled at its fullest, with the activations of 8 sequences: "
+        f"{found.memory.total_bytes:,}"
     )
     assert sum(guess.kinds.values()) == pytest.approx(kept, rel=0.10)
     assert guess.total_bytes == pytest.approx(found.memory.total_bytes, rel=0.25)

@@ -15,7 +15,9 @@ def shown_by(*command):
     """What an example prints, in a process of its own whose JAX has seen no device yet."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": ""}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -24,7 +26,9 @@ def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample
     quickstart.main(steps=30)
     shown = capsys.readouterr().out
     assert "data=2,model=4 on 8 cpu devices" in shown
-    assert re.search(r"blocks/mlp/up/kernel +2x256x64 +float32 +layers, mlp, embed +-, model, - +32.0 KiB", shown)
+    assert re.search(
+        r"blocks/mlp/up/kernel +2x256x64 +float32 +layers, mlp, embed +-, model, - +32.0 KiB", shown
+    )
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+) ", shown)]
     assert losses[0] > losses[2] + 1, "the loss falls"
     (here, there) = re.findall(r"    loss   (.*)   on ", shown)
@@ -33,11 +37,18 @@ def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample
 
 
 def test_experts_beside_a_dense_model_and_the_picture_of_their_load(tmp_path):
-    shown = shown_by("examples/experts.py", "--steps", "10", "--picture", str(tmp_path / "load.svg"))
-    assert re.search(r"The experts' loss is \d\.\d+ of the dense model's; \d+\.\d% of choices", shown)
+    shown = shown_by(
+        "examples/experts.py", "--steps", "10", "--picture", str(tmp_path / "load.svg")
+    )
+    assert re.search(
+        r"The experts' loss is \d\.\d+ of the dense model's; \d+\.\d% of choices", shown
+    )
     assert (tmp_path / "load.svg").read_text().count("<polyline") == 8
 
 
 def test_a_small_gshard_begins_to_translate():
     shown = shown_by("examples/translate.py", "--steps", "10")
-    assert re.search(r"\d+ of 128 sentences it has never seen are right", shown) and shown.count(" -> ") == 5
+    assert (
+        re.search(r"\d+ of 128 sentences it has never seen are right", shown)
+        and shown.count(" -> ") == 5
+    )

@@ -1,4 +1,6 @@
-"""Experts: each router's rule by hand, two forms of dispatch alike, the layer on many meshes as on one device."""
+"""Experts: each router's rule by hand, two forms of dispatch alike, the layer on many meshes as on
+one device.
+"""
 
 import math
 from dataclasses import replace
@@ -23,7 +25,14 @@ from shardlib.experts._dispatch import dispatch
 from shardlib.experts._moe import _logits
 from shardlib.experts._routing import _largest, places, z_loss
 
-ROUTERS = [Top2(), Top2(capacity=0.5), Switch(), Switch(capacity=0.5), TopK(2), TopK(3, capacity=1.0)]
+ROUTERS = [
+    Top2(),
+    Top2(capacity=0.5),
+    Switch(),
+    Switch(capacity=0.5),
+    TopK(2),
+    TopK(3, capacity=1.0),
+]
 
 
 def logits(*shape, seed=0):
@@ -39,7 +48,9 @@ def softmax(x):
 
 
 def algorithm_1(gates, capacity, drawn):
-    """GShard's paper, line by line, for one group: the weight of each token at each expert, and the auxiliary loss."""
+    """GShard's paper, line by line, for one group: the weight of each token at each expert, and the
+    auxiliary loss.
+    """
     tokens, experts = gates.shape
     weight, count = np.zeros((tokens, experts)), np.zeros(experts, int)
     first, second = np.argsort(-gates, 1, kind="stable")[:, :2].T
@@ -61,7 +72,10 @@ def algorithm_1(gates, capacity, drawn):
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
 def test_top2_is_algorithm_1(form, capacity):
     router, tokens, experts = Top2(capacity), 24, 5
-    given, drawn = logits(3, tokens, experts), np.random.default_rng(1).random((3, tokens)).astype(np.float32)
+    given, drawn = (
+        logits(3, tokens, experts),
+        np.random.default_rng(1).random((3, tokens)).astype(np.float32),
+    )
     choices = router.choose(given, drawn)
     room = places(router, tokens, experts)
     sent = dispatch(choices, experts, room, form)
@@ -70,7 +84,8 @@ def test_top2_is_algorithm_1(form, capacity):
     for g in range(3):
         weight, _ = algorithm_1(softmax(given[g].astype(np.float64)), room, drawn[g])
         of_expert = [
-            sent.from_experts(identity.at[:, :e].set(0).at[:, e + 1 :].set(0))[g].diagonal() for e in range(experts)
+            sent.from_experts(identity.at[:, :e].set(0).at[:, e + 1 :].set(0))[g].diagonal()
+            for e in range(experts)
         ]
         np.testing.assert_allclose(np.stack(of_expert, 1), weight, atol=1e-6)
         np.testing.assert_array_equal(np.asarray(identity[g].sum((1, 2))) > 0, [True] * experts)
@@ -79,33 +94,56 @@ def test_top2_is_algorithm_1(form, capacity):
 
 @partial(jax.jit, static_argnames=("router", "group", "form"))
 def run(router, given, *, key=None, real=None, group=None, form="scatter"):
-    """The layer whose gate gives these logits, and experts that multiply by their number and one."""
+    """The layer whose gate gives these logits, and experts that multiply by their number and
+    one.
+    """
     count = given.shape[-1]
     x = jnp.concatenate([given, jnp.ones((*given.shape[:2], 1))], -1)
     options = {"gate": jnp.eye(count + 1, count), "weights": jnp.arange(1.0, count + 1)}
     with sl.unsharded():
-        return moe(x, router, lambda w, x: w[:, None, None] * x, **options, key=key, real=real, group=group, form=form)
+        return moe(
+            x,
+            router,
+            lambda w, x: w[:, None, None] * x,
+            **options,
+            key=key,
+            real=real,
+            group=group,
+            form=form,
+        )
 
 
 def test_losses_by_hand():
     given = logits(2, 16, 4)
     _, told = run(Top2(), given)
     by_hand = [algorithm_1(softmax(g), 8, np.zeros(16))[1] for g in given]
-    np.testing.assert_allclose(told.balance.total / told.balance.weight, np.mean(by_hand), rtol=1e-6)
+    np.testing.assert_allclose(
+        told.balance.total / told.balance.weight, np.mean(by_hand), rtol=1e-6
+    )
 
     _, told = run(Switch(), given)
     probability = softmax(given)
     share = np.stack([(given.argmax(-1) == e).mean(1) for e in range(4)], 1)
-    np.testing.assert_allclose(told.balance.total / 2, (4 * (share * probability.mean(1)).sum(1)).mean(), rtol=1e-6)
-    np.testing.assert_allclose(told.z.total / told.z.weight, (np.log(np.exp(given).sum(-1)) ** 2).mean(), rtol=1e-5)
-    np.testing.assert_allclose(told.entropy.total / 32, -(probability * np.log(probability)).sum(-1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        told.balance.total / 2, (4 * (share * probability.mean(1)).sum(1)).mean(), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        told.z.total / told.z.weight, (np.log(np.exp(given).sum(-1)) ** 2).mean(), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        told.entropy.total / 32, -(probability * np.log(probability)).sum(-1).mean(), rtol=1e-5
+    )
     np.testing.assert_allclose(told.load.total / told.load.weight, 4 * share.mean(0), rtol=1e-6)
-    assert float(told.nonfinite.total) == 0 and float(z_loss(jnp.zeros(4))) == pytest.approx(math.log(4) ** 2)
+    assert float(told.nonfinite.total) == 0 and float(z_loss(jnp.zeros(4))) == pytest.approx(
+        math.log(4) ** 2
+    )
 
     _, told = run(TopK(2), given)
     top = np.argsort(-given, -1)[..., :2]
     share = np.stack([(top == e).sum((1, 2)) for e in range(4)], 1) / 32
-    np.testing.assert_allclose(told.balance.total / 2, (4 * (share * probability.mean(1)).sum(1)).mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        told.balance.total / 2, (4 * (share * probability.mean(1)).sum(1)).mean(), rtol=1e-6
+    )
 
 
 def test_switch_weighs_by_the_probability_among_all():
@@ -126,7 +164,9 @@ def test_top_k_without_a_limit_is_the_weighted_sum(renormalize):
 
 
 def test_who_finds_a_place():
-    """Every token wants expert 0: the first four have it, the others nothing but what they bring."""
+    """Every token wants expert 0: the first four have it, the others nothing but what they
+    bring.
+    """
     given = np.zeros((1, 8, 4), np.float32)
     given[..., 0] = 5
     y, told = run(Switch(capacity=2.0), given)
@@ -138,7 +178,10 @@ def test_who_finds_a_place():
 def test_the_second_expert_is_taken_as_often_as_it_weighs():
     """Of weight w it is taken for numbers below 2 w; without a key always."""
     given = np.broadcast_to(np.log(np.array([0.75, 0.25, 1e-9, 1e-9], np.float32)), (64, 32, 4))
-    taken = [run(Top2(capacity=None), given, key=key)[0][..., -1] > 0.76 for key in (jax.random.key(0), None)]
+    taken = [
+        run(Top2(capacity=None), given, key=key)[0][..., -1] > 0.76
+        for key in (jax.random.key(0), None)
+    ]
     assert 0.45 < taken[0].mean() < 0.55 and taken[1].all()
 
 
@@ -146,7 +189,9 @@ def test_jitter_moves_what_the_gate_sees_and_nothing_else():
     given = logits(4, 16, 4)
     still, told = run(Switch(jitter=0.5, capacity=None), given)
     moved, other = run(Switch(jitter=0.5, capacity=None), given, key=jax.random.key(0))
-    assert 0.3 < float(other.entropy.total / told.entropy.total) < 3 and not np.allclose(still, moved)
+    assert 0.3 < float(other.entropy.total / told.entropy.total) < 3 and not np.allclose(
+        still, moved
+    )
     calm, _ = run(Switch(jitter=0.0, capacity=None), given, key=jax.random.key(0))
     np.testing.assert_array_equal(still, calm)
 
@@ -161,7 +206,11 @@ def test_padding_goes_nowhere_and_counts_for_nothing(form):
     alone, of_real = run(Top2(), real_groups, form=form)
     np.testing.assert_allclose(np.concatenate([y[0, :6], y[1]]), alone.reshape(18, -1), rtol=1e-5)
     for name in ("entropy", "balance", "load", "dropped", "z"):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), getattr(told, name), getattr(of_real, name))
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-5),
+            getattr(told, name),
+            getattr(of_real, name),
+        )
     assert float(told.entropy.weight) == 18
 
 
@@ -178,7 +227,14 @@ def test_both_forms_are_equal(router):
     def total(form, x, gate, weights):
         with sl.unsharded():
             y, told = moe(
-                x, router, lambda w, x: jnp.tanh(x @ w), gate=gate, weights=weights, key=key, group=8, form=form
+                x,
+                router,
+                lambda w, x: jnp.tanh(x @ w),
+                gate=gate,
+                weights=weights,
+                key=key,
+                group=8,
+                form=form,
             )
         return (y * jnp.arange(6)).sum() + told.balance.total, (y, told)
 
@@ -191,14 +247,23 @@ def test_both_forms_are_equal(router):
 
 @pytest.mark.parametrize("count", [3, 300, 768])
 def test_logits_of_any_number_of_experts(count):
-    """Of many a few columns at a time; and the choice among equals is the first, as a sort has it."""
+    """Of many a few columns at a time; and the choice among equals is the first, as a sort has
+    it.
+    """
     x, gate = logits(2, 5, 16), logits(16, count, seed=1)
     found = _logits(jnp.asarray(x), jnp.asarray(gate))
     np.testing.assert_allclose(found, x @ gate, rtol=1e-5, atol=1e-5)
-    by = lambda of: jax.grad(lambda x, gate: jnp.sin(of(x, gate)).sum(), (0, 1))(jnp.asarray(x), jnp.asarray(gate))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), by(_logits), by(jnp.matmul))
-    coarse = jnp.round(found).at[0, 0, 1:].set(-jnp.inf)  # with many equals, and fewer than are wanted
-    jax.tree.map(np.testing.assert_array_equal, _largest(coarse, 3), tuple(jax.lax.top_k(coarse, 3)))
+    by = lambda of: jax.grad(lambda x, gate: jnp.sin(of(x, gate)).sum(), (0, 1))(
+        jnp.asarray(x), jnp.asarray(gate)
+    )
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), by(_logits), by(jnp.matmul)
+    )
+    # With many equals, and fewer than are wanted.
+    coarse = jnp.round(found).at[0, 0, 1:].set(-jnp.inf)
+    jax.tree.map(
+        np.testing.assert_array_equal, _largest(coarse, 3), tuple(jax.lax.top_k(coarse, 3))
+    )
     slope = lambda of: jax.grad(lambda x: (of(x, 3)[0] * jnp.arange(3)).sum())(coarse)
     np.testing.assert_array_equal(slope(_largest), slope(jax.lax.top_k))
 
@@ -228,7 +293,8 @@ MESHES = {
     "one axis, automatic": ("data=8", sl.rules.experts, ()),
     "two experts each": ("data=4,model=2", sl.rules.experts | sl.rules.tensor, None),
     "with tensor, automatic": ("data=4,model=2", sl.rules.experts | sl.rules.tensor, ()),
-    "an axis of their own": ("data=2,expert=4", sl.rules.data | sl.AxisRules(experts="expert"), None),
+    "an axis of their own": ("data=2,expert=4", sl.rules.data | sl.AxisRules(experts="expert"),
+    None),
     "apart, of the batch too": ("data=2,expert=4", BOTH | sl.AxisRules(experts="expert"), None),
     "both axes": ("data=2,expert=4", BOTH | sl.AxisRules(experts=("data", "expert")), None),
     "sequence, too": ("data=4,model=2", sl.rules.experts | sl.rules.tensor_sequence, None),
@@ -259,7 +325,10 @@ def on_one_device():
 
 def check_mesh(on_one_device, mesh, config, **options):
     found, state = after_a_step(config, *MESHES[mesh], **options)
-    found[1].pop("first_nonfinite"), (expected := on_one_device(config))[1].pop("first_nonfinite", None)
+    (
+        found[1].pop("first_nonfinite"),
+        (expected := on_one_device(config))[1].pop("first_nonfinite", None),
+    )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
     return state
 
@@ -274,21 +343,27 @@ def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
     state = check_mesh(on_one_device, mesh, replace(CONFIG, router=router, form=form))
     up, rules = state.params["blocks"]["expert"]["mlp"]["up"], MESHES[mesh][1]
     expected = P(None, rules["experts"][0], None, rules["mlp"][0])
-    assert up.sharding.is_equivalent_to(jax.sharding.NamedSharding(up.sharding.mesh, expected), up.ndim)
+    assert up.sharding.is_equivalent_to(
+        jax.sharding.NamedSharding(up.sharding.mesh, expected), up.ndim
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_beside_experts(on_one_device, stage):
     """Weights that are no experts' are split over the same axis; experts are already."""
     zero = sl.Zero(stage, small=1)
-    state = check_mesh(on_one_device, "two experts each", replace(CONFIG, router=PAIRS[0][0]), zero=zero)
+    state = check_mesh(
+        on_one_device, "two experts each", replace(CONFIG, router=PAIRS[0][0]), zero=zero
+    )
     blocks = state.params["blocks"]["expert"]
     assert "data" in str(blocks["attention"]["query"]["kernel"].sharding.spec)
     assert blocks["mlp"]["up"].sharding.spec[1] == "data"
 
 
 def test_microbatches():
-    """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of the balance."""
+    """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of
+    the balance.
+    """
     config = replace(CONFIG, router=Top2(), balance=0.0)
     whole = after_a_step(config, *MESHES["one axis"])[0]
     parts = after_a_step(config, *MESHES["one axis"], accumulate=2)[0]
@@ -301,7 +376,8 @@ def test_microbatches():
 
 def layer(**changes):
     options = {
-        "x": jnp.ones((4, 6, 8)), "router": TopK(2), "experts": lambda w, x: x @ w, "gate": jnp.ones((8, 4)),
+        "x": jnp.ones((4, 6, 8)), "router": TopK(2), "experts": lambda w, x: x @ w,
+        "gate": jnp.ones((8, 4)),
         "weights": {"up": jnp.ones((4, 8, 8))}, **changes,
     }  # fmt: skip
     x, router, experts = (options.pop(name) for name in ("x", "router", "experts"))
@@ -312,7 +388,11 @@ def layer(**changes):
 
 class Beyond(TopK):
     def choose(self, logits, drawn):
-        return super().choose(logits, drawn)._replace(expert=jnp.full((*logits.shape[:-1], self.choices), 7))
+        return (
+            super()
+            .choose(logits, drawn)
+            ._replace(expert=jnp.full((*logits.shape[:-1], self.choices), 7))
+        )
 
 
 @pytest.mark.parametrize(
@@ -324,8 +404,10 @@ class Beyond(TopK):
         ({"weights": {"up": jnp.ones((3, 8, 8))}}, r"`up` of shape \(3, 8, 8\) should have 4 experts along dim 0"),
         ({"weights": {}}, "holds no arrays"),
         ({"form": "sort"}, "form='sort'.. takes one of 'scatter', 'einsum'"),
-        ({"gate": jnp.full((8, 4), jnp.nan)}, "logits are not finite for 24 of 24 tokens, the first being token 0 of group 0"),
-        ({"router": Beyond(2)}, "A router chose expert 7, and there are 4, counted from 0: 48 of 48 choices"),
+        ({"gate": jnp.full((8, 4), jnp.nan)}, "logits are not finite for 24 of 24 tokens, the "
+                                              "first being token 0 of group 0"),
+        ({"router": Beyond(2)}, "A router chose expert 7, and there are 4, counted from 0: 48 of "
+                                "48 choices"),
         ({"real": jnp.ones((4, 5), bool)}, r"shape \(4, 6\), true or false; got \(4, 5\)"),
         ({"experts": lambda w, x: x[:, :1]}, r"was given tokens of shape \(4, 24, 8\).*made \(4, 1, 8\)"),
         ({"names": ("batch", "act_embed")}, "a name for each dim"),
@@ -354,7 +436,9 @@ def test_values_that_are_refused(make, said):
 
 
 def test_under_jit_what_is_wrong_becomes_nan():
-    """Where an error is no longer possible: the loop counts the step as not finite, and the metric says why."""
+    """Where an error is no longer possible: the loop counts the step as not finite, and the metric
+    says why.
+    """
     with sl.unsharded():
         run = jax.jit(lambda gate, router: layer(gate=gate, router=router), static_argnums=1)
     y, told = run(jnp.full((8, 4), jnp.nan), TopK(2))
@@ -365,7 +449,8 @@ def test_under_jit_what_is_wrong_becomes_nan():
 @pytest.mark.parametrize("experts", [4, 12])
 def test_experts_that_the_axis_does_not_divide(experts):
     with pytest.raises(
-        ValueError, match=rf"`experts`={experts}, of .*`data`=8 does not divide {experts}.*multiple of 8"
+        ValueError,
+        match=rf"`experts`={experts}, of .*`data`=8 does not divide {experts}.*multiple of 8",
     ):
         after_a_step(replace(CONFIG, experts=experts), *MESHES["one axis"])
 
@@ -381,7 +466,9 @@ def test_experts_that_the_axis_does_not_divide(experts):
 )  # fmt: skip
 def test_experts_over_axes_of_which_the_step_has_some_are_refused(mesh, rules, manual):
     strategy = sl.Strategy(mesh=mesh, rules=rules, manual=manual)
-    state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True)
+    state = sl.init(
+        lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True
+    )
     with pytest.raises(ValueError, match=r"of which the step is manual over \('\w+',\) alone"):
         sl.train_step(decoder.loss, strategy).trace(state, TOKENS)
     automatic = replace(strategy, manual=())
@@ -391,7 +478,9 @@ def test_experts_over_axes_of_which_the_step_has_some_are_refused(mesh, rules, m
 
 
 def test_weights_that_are_not_split_are_refused():
-    """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a layer without it."""
+    """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a
+    layer without it.
+    """
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
     make = lambda: {"gate": jnp.ones((4, 8)), "up": jnp.ones((8, 4, 4))}
     x = jnp.ones((8, 2, 4))
@@ -401,14 +490,20 @@ def test_weights_that_are_not_split_are_refused():
         return jnp.mean(y)
 
     def trace(names, strategy):
-        state = sl.init(lambda: sl.annotate(make(), {"up": names}), optax.sgd(0.1), strategy, abstract=True)
+        state = sl.init(
+            lambda: sl.annotate(make(), {"up": names}), optax.sgd(0.1), strategy, abstract=True
+        )
         sl.train_step(loss, strategy).trace(state, x)
 
     whole, automatic = (None, None, None), replace(strategy, manual=())
-    with pytest.raises(ValueError, match="should have 1 experts along dim 0.*All of them are here: name .* `experts`"):
+    with pytest.raises(
+        ValueError,
+        match="should have 1 experts along dim 0.*All of them are here: name .* `experts`",
+    ):
         trace(whole, strategy)
     with pytest.raises(
-        ValueError, match="which the rule `experts` splits over `data`, and no parameter has a dim of that"
+        ValueError,
+        match="which the rule `experts` splits over `data`, and no parameter has a dim of that",
     ):
         trace(whole, automatic)  # where the layer sees all of them in any case
     trace(("experts", None, None), strategy)
@@ -418,7 +513,9 @@ def test_weights_that_are_not_split_are_refused():
 
 
 def test_weights_that_are_not_split_are_refused_by_every_step():
-    """Also where the layer is inside a `jax.jit`, which is not traced again where nothing has changed."""
+    """Also where the layer is inside a `jax.jit`, which is not traced again where nothing has
+    changed.
+    """
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts, manual=())
 
     @jax.jit
@@ -441,8 +538,11 @@ def test_a_linen_module_may_have_such_a_layer():
         def __call__(self, x):
             init = nn.initializers.normal(0.5)
             gate = self.param("gate", init, (4, 8))
-            shape = sl.experts.local_experts(8), 4, 4  # all where the model is made, and in the step this device's
-            up = self.param("up", nn.with_logical_partitioning(init, ("experts", None, None)), shape)
+            # All where the model is made, and in the step this device's.
+            shape = sl.experts.local_experts(8), 4, 4
+            up = self.param(
+                "up", nn.with_logical_partitioning(init, ("experts", None, None)), shape
+            )
             return moe(x, Top2(), lambda w, x: jnp.tanh(x @ w), gate=gate, weights=up)
 
     x = np.random.default_rng(0).normal(size=(16, 6, 4)).astype(np.float32)
@@ -454,12 +554,16 @@ def test_a_linen_module_may_have_such_a_layer():
 
     def after(mesh):
         strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts)
-        state = sl.init(lambda: Layer().init(jax.random.key(0), jnp.ones((8, 6, 4))), OPTIMIZER, strategy)
+        state = sl.init(
+            lambda: Layer().init(jax.random.key(0), jnp.ones((8, 6, 4))), OPTIMIZER, strategy
+        )
         state, metrics = sl.train_step(loss, strategy)(state, x)
         return jax.device_get((state.params, metrics["loss"]))
 
     one = sl.make_mesh("data=1", devices=jax.devices()[:1])
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one)
+    )
 
 
 # The compiled program
@@ -475,11 +579,17 @@ MACHINES = [
 @pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 def test_programs_have_the_papers_collectives(machine, manual, form):
-    """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and each weight's sum."""
+    """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and
+    each weight's sum.
+    """
     mesh = mesh_on(machine, "data=8")
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts, manual=manual)
-    config = replace(CONFIG, width=128, hidden=256, heads=2, context=64, vocab=128, router=Top2(), form=form)
-    state = sl.init(lambda: decoder.MoE(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True)
+    config = replace(
+        CONFIG, width=128, hidden=256, heads=2, context=64, vocab=128, router=Top2(), form=form
+    )
+    state = sl.init(
+        lambda: decoder.MoE(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True
+    )
     batch = {"tokens": jax.ShapeDtypeStruct((16, 65), "int32")}
     with jax.default_matmul_precision("highest"):
         lowered = sl.train_step(decoder.loss, strategy).lower(state, batch)
@@ -501,14 +611,17 @@ def test_parameters_of_published_models():
     def count(make):
         with sl.unsharded():
             return sum(
-                math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda: nnx.state(make(), nnx.Param)))
+                math.prod(x.shape)
+                for x in jax.tree.leaves(jax.eval_shape(lambda: nnx.state(make(), nnx.Param)))
             )
 
     assert count(lambda: decoder.MoE(decoder.mixtral_8x7b(), rngs=nnx.Rngs(0))) == 46_702_792_704
     sizes = {128: 37e9, 512: 150e9, 2048: 600e9}
     for experts, paper in sizes.items():
         config = translation.gshard(36, experts)
-        assert 1 < count(lambda c=config: translation.Translation(c, rngs=nnx.Rngs(0))) / paper < 1.07
+        assert (
+            1 < count(lambda c=config: translation.Translation(c, rngs=nnx.Rngs(0))) / paper < 1.07
+        )
 
 
 # Translation
@@ -522,11 +635,16 @@ def test_padding_changes_no_translation():
         aware = jax.jit(lambda source, target, real: model.translated(source, target, real)[0])
         source, target = np.random.default_rng(0).integers(1, 32, (2, 3, 6))
         padded = np.pad(source, ((0, 0), (0, 4)))
-        alone, beside = aware(source, target, np.ones(source.shape, bool)), aware(padded, target, padded != 0)
+        alone, beside = (
+            aware(source, target, np.ones(source.shape, bool)),
+            aware(padded, target, padded != 0),
+        )
         np.testing.assert_allclose(alone, beside, atol=1e-5)
         later, other = target.copy(), source.copy()
         later[:, 3:] = 5  # the decoder is causal
-        np.testing.assert_allclose(plain(source, later)[:, :3], plain(source, target)[:, :3], atol=1e-5)
+        np.testing.assert_allclose(
+            plain(source, later)[:, :3], plain(source, target)[:, :3], atol=1e-5
+        )
         other[:, -1] = (source[:, -1] + 1) % 32  # and the encoder is not
         assert not np.allclose(plain(other, target)[:, 0], plain(source, target)[:, 0])
 
@@ -542,21 +660,30 @@ def test_translation_on_eight_devices_is_as_on_one():
 
     def after(mesh):
         strategy = sl.Strategy(mesh=mesh, rules=sl.rules.experts)
-        state = sl.init(lambda: translation.Translation(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy)
-        state, metrics = sl.train_step(translation.loss, strategy)(state, jax.tree.map(np.int32, batch))
+        state = sl.init(
+            lambda: translation.Translation(config, rngs=nnx.Rngs(0)), OPTIMIZER, strategy
+        )
+        state, metrics = sl.train_step(translation.loss, strategy)(
+            state, jax.tree.map(np.int32, batch)
+        )
         return jax.device_get((state.params, metrics["loss"], metrics["load"]))
 
     one = sl.make_mesh("data=1", devices=jax.devices()[:1])
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after("data=8"), after(one)
+    )
 
 
 # Optimizers that see one at a time
 
 
-@pytest.mark.parametrize("optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"]
+)
 def test_each_member_of_a_stack_as_if_alone(optimizer):
     random = np.random.default_rng(0)
-    shape = (2, 256, 130, 128)  # whose longest dim, that of the experts, Adafactor would factor over
+    # Whose longest dim, that of the experts, Adafactor would factor over.
+    shape = (2, 256, 130, 128)
     params, gradients = ({"stack": random.normal(size=shape).astype("f")} for _ in range(2))
     whole = sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 2)
     updates, state = jax.jit(whole.update)(gradients, whole.init(params), params)
@@ -565,15 +692,25 @@ def test_each_member_of_a_stack_as_if_alone(optimizer):
         alone, _ = optimizer.update(g, optimizer.init(p), p)
         np.testing.assert_allclose(updates["stack"][layer, expert], alone, rtol=2e-5, atol=1e-6)
     assert all(leaf.shape[:2] == (2, 256) for leaf in jax.tree.leaves(state))
-    with pytest.raises(ValueError, match=r"`stack` of shape \(2, 256, 130, 128\) cannot have 5 leading dims"):
+    with pytest.raises(
+        ValueError, match=r"`stack` of shape \(2, 256, 130, 128\) cannot have 5 leading dims"
+    ):
         sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 5).init(params)
 
 
 def test_its_state_lies_as_the_experts_do():
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
-    optimizer = sl.optimizers.per_layer_and_expert(optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked)
-    state = sl.init(lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
-    found = {path: leaf.sharding.spec for path, leaf in named_leaves(state.opt_state) if "expert/mlp/up" in path}
+    optimizer = sl.optimizers.per_layer_and_expert(
+        optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked
+    )
+    state = sl.init(
+        lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True
+    )
+    found = {
+        path: leaf.sharding.spec
+        for path, leaf in named_leaves(state.opt_state)
+        if "expert/mlp/up" in path
+    }
     assert found and all(spec[1] == "data" for spec in found.values()), found
 
 
@@ -583,8 +720,14 @@ def test_a_fused_loss_is_the_same_loss(model, kind):
     batch = {"tokens": tokens} if kind == "MoE" else {"source": tokens, "target": tokens}
 
     def of(**changes):
-        config = model.tiny(width=16, heads=2, context=12, vocab=30, vocab_multiple=8, hidden=24, **changes)
-        loss = lambda: model.loss(getattr(model, kind)(config, rngs=nnx.Rngs(0)), batch)[1]["cross_entropy"].total
+        config = model.tiny(
+            width=16, heads=2, context=12, vocab=30, vocab_multiple=8, hidden=24, **changes
+        )
+        loss = lambda: (
+            model.loss(getattr(model, kind)(config, rngs=nnx.Rngs(0)), batch)[1][
+                "cross_entropy"
+            ].total
+        )
         with sl.unsharded():
             called = [call.op for call in sl.kernels.explain(loss).calls]
             return jax.jit(loss)(), called

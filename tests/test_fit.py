@@ -44,12 +44,15 @@ def _start(strategy, **options):
 
 def start(strategy=STRATEGY, **options):
     """A new state: of one optimizer, for which one step is compiled once."""
-    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, _start(strategy, **options))
+    return jax.tree.map(
+        lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, _start(strategy, **options)
+    )
 
 
 def bits(state):
     words = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(state)
     ]
     return [np.asarray(x).tobytes() for x in words]
 
@@ -64,15 +67,28 @@ MEASURE = sl.evaluation(held_out, STRATEGY)
 def fit(folder, source=None, loop=LOOP, step=STEP, **options):
     """A run whose records come back beside its state."""
     records = []
-    options = {"evaluate": lambda state: MEASURE(state, text(2, seed=1)), "unit": "tokens", **options}
-    state = sl.fit(step, start(step.strategy), source or text(), loop, folder=folder, sinks=[records.append], **options)
+    options = {
+        "evaluate": lambda state: MEASURE(state, text(2, seed=1)),
+        "unit": "tokens",
+        **options,
+    }
+    state = sl.fit(
+        step,
+        start(step.strategy),
+        source or text(),
+        loop,
+        folder=folder,
+        sinks=[records.append],
+        **options,
+    )
     return state, records
 
 
 def numbers(records):
     """What must be the same in every attempt: all but speeds and notes."""
     told = (
-        {n: v for n, v in record.items() if not n.endswith(("_per_second", "_left", "crc32"))} for record in records
+        {n: v for n, v in record.items() if not n.endswith(("_per_second", "_left", "crc32"))}
+        for record in records
     )
     return [record for record in told if "note" not in record]
 
@@ -130,8 +146,13 @@ def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path,
     state, records = fit(tmp_path, source)
     assert bits(state) == undisturbed[1]
     resumed = records[0]["step"]
-    assert records[0]["note"] == f"resumed from the checkpoint of step {resumed}" and resumed in (4, 8)
-    assert numbers(records) == [record for record in numbers(undisturbed[2]) if record["step"] > resumed]
+    assert records[0]["note"] == f"resumed from the checkpoint of step {resumed}" and resumed in (
+        4,
+        8,
+    )
+    assert numbers(records) == [
+        record for record in numbers(undisturbed[2]) if record["step"] > resumed
+    ]
 
 
 @pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
@@ -141,7 +162,9 @@ def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
     fit(tmp_path, loop=dataclasses.replace(LOOP, steps=4), evaluate=None)
     _, records = fit(tmp_path, step=sl.train_step(gpt.loss, strategy), evaluate=None)
     for mine, theirs in zip(
-        numbers(records), [r for r in numbers(undisturbed[2]) if "loss" in r and r["step"] > 4], strict=True
+        numbers(records),
+        [r for r in numbers(undisturbed[2]) if "loss" in r and r["step"] > 4],
+        strict=True,
     ):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
@@ -157,7 +180,9 @@ def test_sigterm_saves_and_returns_and_the_run_goes_on(undisturbed, tmp_path):
     state, records = fit(tmp_path, interrupted(text()))
     stopped = int(state.step)
     assert (
-        stopped < 12 and records[-1]["note"] == f"asked to end: stopped after step {stopped} of 12; the state is saved"
+        stopped < 12
+        and records[-1]["note"]
+        == f"asked to end: stopped after step {stopped} of 12; the state is saved"
     )
     assert signal.getsignal(signal.SIGTERM) == before
     state, _ = fit(tmp_path)
@@ -174,7 +199,9 @@ def test_a_finished_run_says_so(undisturbed):
 def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
-        return sl.weighted_mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
+        return sl.weighted_mean(
+            jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight
+        )
 
     strategy = dataclasses.replace(STRATEGY, nonfinite="skip")
     source = text()
@@ -187,7 +214,12 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
         match=r"3 steps in a row, up to step 7.*that of `.*` among them.*checkpoint is that of step 4",
     ):
         sl.fit(
-            sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append]
+            sl.train_step(poisoned, strategy),
+            start(strategy),
+            source,
+            loop,
+            folder=tmp_path,
+            sinks=[records.append],
         )
     told = [record["note"] for record in records if "finite" in record.get("note", "")]
     assert len(told) == 4 and all(
@@ -204,7 +236,9 @@ def test_data_that_ends_is_told_with_the_way_out():
         fit(None, text(3))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(undisturbed, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(
+    undisturbed, tmp_path, monkeypatch
+):
     import shutil
 
     usage, asked = shutil.disk_usage(tmp_path), []
@@ -217,7 +251,9 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(undisturb
     state, records = fit(tmp_path)
     assert bits(state) == undisturbed[1]
     assert any(
-        re.search(r"step 4 could not be saved.*0 B are free.*there is none before it", r.get("note", ""))
+        re.search(
+            r"step 4 could not be saved.*0 B are free.*there is none before it", r.get("note", "")
+        )
         for r in records
     )
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -227,7 +263,9 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(undisturb
 def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, tmp_path):
     state = sl.fit(STEP, start(abstract=True), text(), LOOP, folder=undisturbed[0], sinks=[])
     assert bits(state) == undisturbed[1]
-    with pytest.raises(ValueError, match="The state is abstract, and there is no checkpoint to fill it from"):
+    with pytest.raises(
+        ValueError, match="The state is abstract, and there is no checkpoint to fill it from"
+    ):
         sl.fit(STEP, start(abstract=True), text(), LOOP, folder=tmp_path, sinks=[])
 
 
@@ -235,7 +273,9 @@ def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, t
 def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
-        return sl.weighted_mean(jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight)
+        return sl.weighted_mean(
+            jnp.where(batch["tokens"][0, 0] == 31, jnp.nan, 1.0) * mean.total, mean.weight
+        )
 
     strategy = dataclasses.replace(STRATEGY, nonfinite="count")
     source = text()
@@ -244,7 +284,12 @@ def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
     loop, records = dataclasses.replace(LOOP, save_every=2, nonfinite=5), []
     with pytest.raises(FloatingPointError, match=r"up to step 9.*checkpoint is that of step 4"):
         sl.fit(
-            sl.train_step(poisoned, strategy), start(strategy), source, loop, folder=tmp_path, sinks=[records.append]
+            sl.train_step(poisoned, strategy),
+            start(strategy),
+            source,
+            loop,
+            folder=tmp_path,
+            sinks=[records.append],
         )
     assert sum("not saved" in record.get("note", "") for record in records) >= 1
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -281,7 +326,9 @@ def short_fit(folder, source, policy="skip", **loop):
 
 
 def saved_steps(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
+    return sorted(
+        int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()
+    )
 
 
 def test_by_default_one_bad_batch_poisons_nothing(tmp_path):
@@ -293,9 +340,15 @@ def test_by_default_one_bad_batch_poisons_nothing(tmp_path):
 def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
     _, records, _ = short_fit(tmp_path, rows(4, bad=[2]))
     (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
-    assert "the gradient of `w`, at least, is not finite, and the loss is nan; the step is skipped" in told
+    assert (
+        "the gradient of `w`, at least, is not finite, and the loss is nan; the step is skipped"
+        in told
+    )
     device = line_fit("skip").strategy.device_mesh.devices.flat[3].id
-    assert f"; the loss is not finite in the examples on device {device} of process 0; the batch" in told
+    assert (
+        f"; the loss is not finite in the examples on device {device} of process 0; the batch"
+        in told
+    )
     assert told.endswith(f"; the batch is not finite in example 3, device {device} of process 0")
 
 
@@ -303,19 +356,28 @@ def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
 @pytest.mark.parametrize("example", [0, 3, 9, 14])
 def test_a_loss_that_is_not_finite_for_a_batch_that_is_names_device_and_microbatch(mesh, example):
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, accumulate=2)
-    step, records = sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x) * model["w"]), strategy), []
+    step, records = (
+        sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x) * model["w"]), strategy),
+        [],
+    )
     state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, strategy)
     good = np.ones((16, 4), np.float32)
     bad = good.copy()
     bad[example, 1] = -1
     sl.fit(step, state, [good, bad, -good, good], sl.Loop(steps=4), sinks=[records.append])
-    one, all_of_them = (record["note"] for record in records if "at least" in record.get("note", ""))
+    one, all_of_them = (
+        record["note"] for record in records if "at least" in record.get("note", "")
+    )
     worker, microbatch = example // 4, example % 4 % 2
     devices = strategy.device_mesh.devices
     devices = devices[worker] if mesh.startswith("data") else devices[:, worker]
     listed = ", ".join(str(device.id) for device in devices)
-    assert one.endswith(f"; the loss is not finite in microbatch {microbatch} on devices {listed} of process 0")
-    assert all_of_them.endswith("; the loss is not finite in 8 of the 8 microbatches of all devices")
+    assert one.endswith(
+        f"; the loss is not finite in microbatch {microbatch} on devices {listed} of process 0"
+    )
+    assert all_of_them.endswith(
+        "; the loss is not finite in 8 of the 8 microbatches of all devices"
+    )
 
 
 def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
@@ -325,7 +387,9 @@ def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
     batches = [np.zeros((8, 4), np.float32), np.ones((8, 4), np.float32)]
     sl.fit(step, state, batches, sl.Loop(steps=2), sinks=[records.append])
     (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
-    assert told.endswith("the loss is 0; the step is skipped; the loss itself is finite on all devices")
+    assert told.endswith(
+        "the loss is 0; the step is skipped; the loss itself is finite on all devices"
+    )
 
 
 def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):
@@ -337,7 +401,9 @@ def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):
 @pytest.mark.parametrize(
     ("nonfinite", "bad"), [("skip", [12]), ("skip", [10, 11, 12]), ("count", [12]), ("count", [9])]
 )
-def test_a_run_that_ends_with_gradients_that_are_not_finite_does_not_end_well(tmp_path, nonfinite, bad):
+def test_a_run_that_ends_with_gradients_that_are_not_finite_does_not_end_well(
+    tmp_path, nonfinite, bad
+):
     _, _, failure = short_fit(tmp_path, rows(12, bad), nonfinite)
     assert "The run ended badly" in failure and "They are not saved" in failure
     last = max(step for step in (2, 4, 6, 8, 10) if step < bad[0])
@@ -393,7 +459,9 @@ def test_failures_that_are_damaged_are_left_out_of_account(tmp_path, capfd):
     assert (_folder.count_failures(tmp_path, 6), _folder.count_failures(tmp_path, 4)) == (2, 0)
     content = path.read_bytes()
     for byte in range(len(content)):
-        path.write_bytes(content[:byte] + bytes([content[byte] ^ 1 << byte % 8]) + content[byte + 1 :])
+        path.write_bytes(
+            content[:byte] + bytes([content[byte] ^ 1 << byte % 8]) + content[byte + 1 :]
+        )
         assert _folder.count_failures(tmp_path, 6) in (0, 2)
         assert "cannot be used" in capfd.readouterr().err
 
@@ -403,7 +471,11 @@ def test_an_evaluation_that_fails_costs_no_step(tmp_path):
         raise RuntimeError("no such file")
 
     with pytest.raises(RuntimeError, match="no such file"):
-        fit(tmp_path, loop=dataclasses.replace(LOOP, save_every=100, evaluate_every=100), evaluate=failing)
+        fit(
+            tmp_path,
+            loop=dataclasses.replace(LOOP, save_every=100, evaluate_every=100),
+            evaluate=failing,
+        )
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert checkpoints.latest() == 12
 
@@ -413,7 +485,10 @@ def test_a_record_that_cannot_be_written_costs_no_run(capsys):
         raise OSError(28, "No space left on device")
 
     state = sl.fit(STEP, start(), text(), LOOP, sinks=[full])
-    assert int(state.step) == 12 and "a record of step 2 could not be written" in capsys.readouterr().err
+    assert (
+        int(state.step) == 12
+        and "a record of step 2 could not be written" in capsys.readouterr().err
+    )
 
 
 def test_a_given_state_is_kept_where_the_checkpoint_is_of_another_model(undisturbed):
@@ -457,7 +532,10 @@ def test_what_could_only_fail_later_is_refused_at_once(options, message, tmp_pat
 
 def test_what_is_watched_is_that_of_the_step_before_it_is_taken(tmp_path):
     _, records = fit(
-        None, loop=dataclasses.replace(LOOP, steps=2, log_every=1), evaluate=None, watch={"rate": lambda n: 10 * n}
+        None,
+        loop=dataclasses.replace(LOOP, steps=2, log_every=1),
+        evaluate=None,
+        watch={"rate": lambda n: 10 * n},
     )
     assert [record["rate"] for record in records if "rate" in record] == [0.0, 10.0]
 
@@ -470,7 +548,14 @@ def test_some_steps_are_profiled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("steps", 0), ("log_every", 1.5), ("save_every", None), ("profile", (3,)), ("nonfinite", True)]
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("log_every", 1.5),
+        ("save_every", None),
+        ("profile", (3,)),
+        ("nonfinite", True),
+    ],
 )
 def test_a_loop_that_makes_no_sense_is_refused(field, value):
     with pytest.raises(ValueError, match=rf"`Loop\({field}="):
@@ -501,7 +586,9 @@ def test_an_evaluation_is_the_loss_of_all_batches_as_one_device_has_it(mesh, opt
     strategy = sl.Strategy(mesh=mesh, rules=rules, **options)
     batches = text(3, seed=2)
     for number, batch in enumerate(batches):  # of which each weighs otherwise
-        batch["mask"] = (np.arange(8) < 3 * number + 1).astype(np.float32) * np.ones((8, 1), np.float32)
+        batch["mask"] = (np.arange(8) < 3 * number + 1).astype(np.float32) * np.ones(
+            (8, 1), np.float32
+        )
     found = sl.evaluation(held_out, strategy)(start(strategy), iter(batches))["loss"]
     with sl.unsharded():
         model = nnx.view(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), deterministic=True)
@@ -535,7 +622,12 @@ def test_lines_of_json_survive_a_line_that_was_cut_and_steps_taken_again(tmp_pat
     again({"step": 4, "note": "resumed from the checkpoint of step 4"})
     again({"step": 6, "loss": 6.5})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], line.get("loss")) for line in lines] == [(2, 2.0), (4, 4.0), (4, None), (6, 6.5)]
+    assert [(line["step"], line.get("loss")) for line in lines] == [
+        (2, 2.0),
+        (4, 4.0),
+        (4, None),
+        (6, 6.5),
+    ]
 
 
 @pytest.mark.parametrize("half", [b'{"step": 4, "lo', b"\xff\xfe", b'{"step": "4"}', b"[]"])
@@ -572,7 +664,9 @@ def test_a_damaged_record_is_left_out_and_a_foreign_one_is_kept(tmp_path, capsys
     path = tmp_path / "metrics.jsonl"
     for step in (2, 4):
         sl.JsonLines(path)({"step": step, "loss": 0.5})
-    path.write_text(path.read_text().replace('"loss": 0.5', '"loss": 0.7', 1) + '{"step": 6, "mine": 1}\n')
+    path.write_text(
+        path.read_text().replace('"loss": 0.5', '"loss": 0.7', 1) + '{"step": 6, "mine": 1}\n'
+    )
     sl.JsonLines(path)({"step": 8, "loss": 0.25})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [4, 6, 8]
     said = capsys.readouterr().err
@@ -586,8 +680,16 @@ def test_the_metrics_of_a_run_in_parts_are_those_of_one(undisturbed, tmp_path):
     lines = {}
     for name, parts in {"whole": [12], "parts": [6, 12]}.items():
         for steps in parts:
-            sl.fit(STEP, start(), text(), dataclasses.replace(LOOP, steps=steps, save_every=6), folder=tmp_path / name)
-        lines[name] = numbers(map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()))
+            sl.fit(
+                STEP,
+                start(),
+                text(),
+                dataclasses.replace(LOOP, steps=steps, save_every=6),
+                folder=tmp_path / name,
+            )
+        lines[name] = numbers(
+            map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        )
     assert lines["whole"] == lines["parts"] and len(lines["whole"]) == 6
 
 
@@ -644,7 +746,9 @@ class Step:
 @pytest.mark.parametrize("each", [1, 3, 7])
 @pytest.mark.parametrize("ahead", [False, True], ids=["blocking", "ahead"])
 def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
-    """Ten seconds to compile, then two a step, counted `each` at a time; whether a call returns before its step has ended."""
+    """Ten seconds to compile, then two a step, counted `each` at a time; whether a call returns
+    before its step has ended.
+    """
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     speed, told, waiting = Speed("tokens", None, STRATEGY), [], []
@@ -660,7 +764,9 @@ def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
                 told.append(speed.read(10))
             waiting = []
     told = [record for record in told if record]
-    assert len(told) >= 14 and all(record == {"tokens_per_second": 25.0, "seconds_left": 20.0} for record in told)
+    assert len(told) >= 14 and all(
+        record == {"tokens_per_second": 25.0, "seconds_left": 20.0} for record in told
+    )
 
 
 def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
@@ -684,7 +790,11 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
     speed.peak = 1000.0
     speed.count(50)  # compiling
     speed.count(50), speed.count(50)
-    assert speed.read(4) == {"tokens_per_second": 100 / 3, "mfu": pytest.approx(1 / 3), "seconds_left": 6.0}
+    assert speed.read(4) == {
+        "tokens_per_second": 100 / 3,
+        "mfu": pytest.approx(1 / 3),
+        "seconds_left": 6.0,
+    }
     speed.pause()
     speed.count(50)
     assert speed.read(3) == {}
@@ -694,7 +804,9 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
 
 def test_fewer_steps_than_were_taken(tmp_path):
     fit(tmp_path, evaluate=None)
-    with pytest.raises(ValueError, match=r"has taken 12 steps already, more than `Loop\(steps=8\)`"):
+    with pytest.raises(
+        ValueError, match=r"has taken 12 steps already, more than `Loop\(steps=8\)`"
+    ):
         fit(tmp_path, loop=dataclasses.replace(LOOP, steps=8))
 
 
@@ -704,9 +816,13 @@ def test_fewer_steps_than_were_taken(tmp_path):
 def test_a_folder_in_which_a_run_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "BEAT_SECONDS", 0.1)
     with _lock.hold(tmp_path / "occupied.json"):
-        with pytest.raises(ValueError, match=rf"A run is under way in .*: process {os.getpid()} on .*Let it end"):
+        with pytest.raises(
+            ValueError, match=rf"A run is under way in .*: process {os.getpid()} on .*Let it end"
+        ):
             fit(tmp_path, about={"run": "another"})
-        assert [path.name for path in tmp_path.iterdir()] == ["occupied.json"], "run.json is the first one's"
+        assert [path.name for path in tmp_path.iterdir()] == ["occupied.json"], (
+            "run.json is the first one's"
+        )
 
 
 def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):
@@ -742,18 +858,26 @@ def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(tmp_path):
     state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
     tables = sl.TensorBoard(tmp_path / "tensorboard")
     sinks = [sl.JsonLines(tmp_path / "metrics.jsonl"), tables]
-    with pytest.raises(TakenError, match=r"occupied.json is no longer held by this process.*writes nothing more"):
+    with pytest.raises(
+        TakenError, match=r"occupied.json is no longer held by this process.*writes nothing more"
+    ):
         loop = sl.Loop(steps=12, log_every=1, save_every=3)
         sl.fit(step, state, taken(), loop, folder=tmp_path, about={"run": "first"}, sinks=sinks)
-    recorded = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    recorded = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(recorded) < 8 and set(saved_steps(tmp_path)) <= {3, 6}
-    assert (tmp_path / "occupied.json").read_text() == "another's" and others.is_dir(), "what is another's stays"
+    assert (tmp_path / "occupied.json").read_text() == "another's" and others.is_dir(), (
+        "what is another's stays"
+    )
 
 
 def test_a_run_that_is_there_and_does_nothing_is_not_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "_DEAD_SECONDS", 0.5)
     holder = _lock._sealed({**_lock._this_process(), "nonce": "aa"})
     (tmp_path / "occupied.json").write_text(holder)
-    with pytest.raises(ValueError, match=rf"no sign of life.*process {os.getpid()} on .*`kill -CONT`"):
+    with pytest.raises(
+        ValueError, match=rf"no sign of life.*process {os.getpid()} on .*`kill -CONT`"
+    ):
         short_fit(tmp_path, rows(2))
     assert (tmp_path / "occupied.json").read_text() == holder

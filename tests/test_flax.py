@@ -38,7 +38,10 @@ def params_specs(make_model, strategy=STRATEGY, **kwargs):
 
 def test_named_nnx_modules_build_with_and_without_a_mesh():
     assert Block(nnx.Rngs(0)).linear.kernel.out_sharding == ("embed", "mlp")
-    assert params_specs(lambda: Block(nnx.Rngs(0)))["linear"] == {"kernel": P(None, "model"), "bias": P()}
+    assert params_specs(lambda: Block(nnx.Rngs(0)))["linear"] == {
+        "kernel": P(None, "model"),
+        "bias": P(),
+    }
 
 
 def test_stacked_layers_keep_names_in_line():
@@ -48,7 +51,10 @@ def test_stacked_layers_keep_names_in_line():
 
 def test_stacking_without_naming_the_new_dim_is_an_error_that_says_how():
     unnamed = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Block(rngs), in_axes=0, out_axes=0))
-    with pytest.raises(ValueError, match="`linear/kernel` of shape .3, 8, 8. has 3 dims and 2 names.*PARTITION_NAME"):
+    with pytest.raises(
+        ValueError,
+        match="`linear/kernel` of shape .3, 8, 8. has 3 dims and 2 names.*PARTITION_NAME",
+    ):
         params_specs(lambda: unnamed(nnx.Rngs(0)))
 
 
@@ -73,7 +79,8 @@ def test_unknown_names_are_all_listed_with_their_parameters():
     ):
         params_specs(
             lambda: sl.annotate(
-                {k: {"w": jnp.ones((4, 4))} for k in "ab"}, {"a/w": ("embed", "mlp"), "b/w": ("embed", None)}
+                {k: {"w": jnp.ones((4, 4))} for k in "ab"},
+                {"a/w": ("embed", "mlp"), "b/w": ("embed", None)},
             ),
             sl.Strategy(mesh="data=8", rules=rules),
         )
@@ -83,7 +90,11 @@ def test_annotate_names_what_cannot_be_edited():
     def make():
         model = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
         return sl.annotate(
-            model, {r"(query|key|value)/kernel": ("embed", None, "mlp"), "out/kernel": (None, "mlp", "embed")}
+            model,
+            {
+                r"(query|key|value)/kernel": ("embed", None, "mlp"),
+                "out/kernel": (None, "mlp", "embed"),
+            },
         )
 
     specs = params_specs(make)
@@ -99,7 +110,10 @@ def test_annotate_names_what_cannot_be_edited():
             {".*/kernle": ("embed", "mlp")},
             "pattern `.*/kernle` matches no parameter. The paths are: linear/bias, linear/kernel",
         ),
-        ({"linear/kernel": ("embed",)}, "`linear/kernel` of shape .8, 8. has 2 dims and was given 1 names"),
+        (
+            {"linear/kernel": ("embed",)},
+            "`linear/kernel` of shape .8, 8. has 2 dims and was given 1 names",
+        ),
         (
             {"linear/kernel": ("embed", "mlp"), "linear/k.*": ("mlp", "embed")},
             "`linear/kernel` is named .* by one pattern",
@@ -120,7 +134,9 @@ class LinenMLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.lecun_normal()
-        x = nn.Dense(16, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")), use_bias=False)(x)
+        x = nn.Dense(
+            16, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")), use_bias=False
+        )(x)
         x = nn.BatchNorm(use_running_average=False, axis_name="data")(x)
         return nn.Dense(4, kernel_init=nn.with_partitioning(init, ("model", None)))(x)
 
@@ -142,11 +158,19 @@ def make_linen():
 
 def test_trainable_can_be_chosen():
     is_up = lambda path, leaf: path == "up"
-    state = sl.init(lambda: {"up": jnp.ones(4), "down": jnp.ones(4)}, optax.sgd(0.1), STRATEGY, trainable=is_up)
+    state = sl.init(
+        lambda: {"up": jnp.ones(4), "down": jnp.ones(4)}, optax.sgd(0.1), STRATEGY, trainable=is_up
+    )
     assert state.params["down"] is None
     assert state.rest["up"] is None
     assert state.model["down"].shape == (4,)
-    kernels = sl.init(lambda: Plain(), optax.sgd(0.1), STRATEGY, trainable=nnx.PathContains("kernel"), abstract=True)
+    kernels = sl.init(
+        lambda: Plain(),
+        optax.sgd(0.1),
+        STRATEGY,
+        trainable=nnx.PathContains("kernel"),
+        abstract=True,
+    )
     assert list(kernels.params["linear"]) == ["kernel"]
 
 
@@ -155,7 +179,9 @@ def test_specs_of_a_model_serve_a_plain_jit():
     specs = sl.specs(model, RULES, STRATEGY.device_mesh)
     assert specs == {"linear": {"kernel": P(None, "model"), "bias": P()}}
     with STRATEGY.scope():
-        build = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Block(nnx.Rngs(0)), nnx.Param)), out_shardings=specs)
+        build = jax.jit(
+            lambda: nnx.to_pure_dict(nnx.state(Block(nnx.Rngs(0)), nnx.Param)), out_shardings=specs
+        )
         assert build()["linear"]["kernel"].sharding.spec == P(None, "model")
     with pytest.raises(ValueError, match="needs the rules and the mesh"):
         sl.specs(model)
@@ -163,7 +189,9 @@ def test_specs_of_a_model_serve_a_plain_jit():
 
 def test_a_model_born_sharded_equals_one_born_whole():
     state = sl.init(lambda: stacked(nnx.Rngs(0), ("embed", "mlp")), optax.adam(1e-3), STRATEGY)
-    whole = nnx.to_pure_dict(nnx.state(jax.jit(lambda: nnx.state(stacked(nnx.Rngs(0), ("embed", "mlp")), nnx.Param))()))
+    whole = nnx.to_pure_dict(
+        nnx.state(jax.jit(lambda: nnx.state(stacked(nnx.Rngs(0), ("embed", "mlp")), nnx.Param))())
+    )
     np.testing.assert_array_equal(state.params["linear"]["kernel"], whole["linear"]["kernel"])
     kernel = state.params["linear"]["kernel"]
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(3, 8, 2)}
@@ -172,13 +200,17 @@ def test_a_model_born_sharded_equals_one_born_whole():
 
 def test_policies_for_parameters():
     make = lambda: sl.annotate({"w": jnp.ones((8, 6))}, {"w": ("embed", "mlp")})
-    with pytest.raises(ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model`=4 does not divide 6"):
+    with pytest.raises(
+        ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model`=4 does not divide 6"
+    ):
         params_specs(make)
     strategy = sl.Strategy(mesh="data=2,model=4", rules=RULES.indivisible(mlp="replicate"))
     with pytest.warns(sl.ShardingWarning, match="`mlp`=6, of `w`.*replicated"):
         state = sl.init(make, optax.sgd(0.1), strategy)
     assert "does not divide 6; replicated" in str(sl.describe(state))
-    with pytest.raises(ValueError, match="`w` of shape .8, 6. is a stored parameter, and `pad` would.*shape .8, 8."):
+    with pytest.raises(
+        ValueError, match="`w` of shape .8, 6. is a stored parameter, and `pad` would.*shape .8, 8."
+    ):
         params_specs(make, sl.Strategy(mesh="data=2,model=4", rules=RULES.indivisible(mlp="pad")))
 
 
@@ -194,10 +226,16 @@ def test_describe_says_which_candidate_won():
 def test_modules_inside_a_plain_tree_are_refused():
     linear = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     strategy = sl.Strategy(mesh="data=8", rules=sl.AxisRules(batch="data"))
-    for make, where in ((lambda: {"l": linear()}, "`l`"), (lambda: [nnx.Param(jnp.ones(3))], "`0`")):
+    for make, where in (
+        (lambda: {"l": linear()}, "`l`"),
+        (lambda: [nnx.Param(jnp.ones(3))], "`0`"),
+    ):
         with pytest.raises(ValueError, match=f"at {where}. Make it a module, `nnx.Dict"):
             sl.init(make, None, strategy)
-    assert sl.init(lambda: nnx.Dict(l=linear()), None, strategy).params["l"]["kernel"].shape == (8, 8)
+    assert sl.init(lambda: nnx.Dict(l=linear()), None, strategy).params["l"]["kernel"].shape == (
+        8,
+        8,
+    )
 
 
 def test_attributes_that_cannot_be_part_of_a_definition_are_named():
@@ -219,17 +257,22 @@ def test_names_are_checked_where_they_are_given():
     with pytest.raises(ValueError, match="`w` has None"):
         sl.annotate({"w": jnp.ones(3)}, {"w": None})
     with pytest.raises(ValueError, match="Two leaves of the model are called `a/b`"):
-        sl.specs({"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, sl.AxisRules(), sl.make_mesh("data=8"))
+        sl.specs(
+            {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, sl.AxisRules(), sl.make_mesh("data=8")
+        )
 
 
 def test_optimizer_state_of_a_single_array_lies_as_the_array():
-    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model"))
+    strategy = sl.Strategy(
+        mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model")
+    )
     make = lambda: sl.annotate(jnp.ones((8, 4)), {"": ("embed", "mlp")})
     state = sl.init(make, optax.adam(0.1), strategy)
     assert state.opt_state[0].mu.sharding.spec == state.params.sharding.spec == P(None, "model")
 
 
-# Names fewer than dims, which Flax's attention and `DenseGeneral` have by their own nature: google/flax#3892, google/flax#3676.
+# Names fewer than dims, which Flax's attention and `DenseGeneral` have by their own nature:
+# google/flax#3892, google/flax#3676.
 
 
 ATTENTION = sl.AxisRules(batch="data", embed="model", kv=None, layers=None, heads=None)
@@ -246,7 +289,9 @@ def nnx_attention(init, rngs):
     return nnx.MultiHeadAttention(2, 8, decode=False, kernel_init=init, rngs=rngs)
 
 
-@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+@pytest.mark.parametrize(
+    "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
+)
 def test_dims_without_a_name_are_whole_in_nnx(of):
     make = lambda: nnx_attention(of(LECUN, "embed", "kv"), nnx.Rngs(0))
     specs = params_specs(make, ON_TWO)
@@ -258,7 +303,9 @@ def test_dims_without_a_name_are_whole_in_nnx(of):
     assert sl.specs(make, ATTENTION, ON_TWO.device_mesh) == specs, "of the function that makes it"
     with sl.unsharded():
         made = make()
-    with pytest.raises(ValueError, match="`key/kernel` of shape .8, 2, 4. has 3 dims and 2 names.*`sl.annotate"):
+    with pytest.raises(
+        ValueError, match="`key/kernel` of shape .8, 2, 4. has 3 dims and 2 names.*`sl.annotate"
+    ):
         sl.specs(made, ATTENTION, ON_TWO.device_mesh)
 
 
@@ -269,7 +316,9 @@ def test_dims_without_a_name_are_whole_in_linen():
     assert specs["query"]["kernel"] == P("model", None, None)
 
 
-@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+@pytest.mark.parametrize(
+    "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
+)
 def test_stacked_attention_needs_the_name_of_the_new_dim(of):
     """Lost when the axis has no name, and then one dim off: google/flax#5112."""
     build = lambda rngs: nnx_attention(of(LECUN, "embed", "kv"), rngs)
@@ -279,13 +328,20 @@ def test_stacked_attention_needs_the_name_of_the_new_dim(of):
     assert specs["query"]["kernel"] == P(None, "model", None, None)
     specs = params_specs(lambda: stack(**named, out_axes=1), ON_TWO)
     assert specs["query"]["kernel"] == P("model", None, None, None)
-    with pytest.raises(ValueError, match="`key/kernel` of shape .3, 8, 2, 4. has 4 dims and 2 names.*PARTITION_NAME"):
+    with pytest.raises(
+        ValueError,
+        match="`key/kernel` of shape .3, 8, 2, 4. has 4 dims and 2 names.*PARTITION_NAME",
+    ):
         params_specs(stack, ON_TWO)
 
 
 def test_optimizer_state_of_stacked_layers_follows_their_names():
-    """Where `nnx.Optimizer` loses the dim that a transform added: google/flax#5112, google/flax#5172."""
-    state = sl.init(lambda: stacked(nnx.Rngs(0), ("embed", "mlp")), optax.adam(1e-3), STRATEGY, abstract=True)
+    """Where `nnx.Optimizer` loses the dim that a transform added: google/flax#5112,
+    google/flax#5172.
+    """
+    state = sl.init(
+        lambda: stacked(nnx.Rngs(0), ("embed", "mlp")), optax.adam(1e-3), STRATEGY, abstract=True
+    )
     assert sl.specs(state).opt_state[0].nu["linear"]["kernel"] == P(None, None, "model")
 
 
@@ -297,13 +353,17 @@ def linen_dense(**options):
 def test_linen_stacks_keep_names_in_line_or_refuse():
     """google/flax#3870: without a name for the new axis, Flax itself refuses."""
     rng, x = jax.random.split(jax.random.key(0), 3), jnp.ones((3, 1, 8))
-    lifted = lambda **how: nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, **how)
+    lifted = lambda **how: nn.vmap(
+        nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, **how
+    )
     named = lifted(metadata_params={nn.PARTITION_NAME: "layers"})
     kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     specs = params_specs(lambda: named(8, kernel_init=kernel_init).init(rng[0], x))
     assert specs["params"]["kernel"] == P(None, None, "model")
     by_hand = lambda: jax.vmap(linen_dense().init)(rng, x)  # which Flax's boxes do not notice
-    with pytest.raises(ValueError, match="`params/kernel` of shape .3, 8, 8. has 3 dims and 2 names"):
+    with pytest.raises(
+        ValueError, match="`params/kernel` of shape .3, 8, 8. has 3 dims and 2 names"
+    ):
         params_specs(by_hand)
 
 
@@ -311,27 +371,46 @@ def test_nnx_modules_inside_linen_keep_their_names():
     """Linen's transforms leave the names of such variables alone: google/flax#5589."""
     bridged = nnx.bridge.to_linen(nnx.Linear, 8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp"))
     x = jnp.ones((1, 8))
-    assert params_specs(lambda: bridged.init(jax.random.key(0), x))["params"]["kernel"] == P(None, "model")
+    assert params_specs(lambda: bridged.init(jax.random.key(0), x))["params"]["kernel"] == P(
+        None, "model"
+    )
     state = sl.init(lambda: bridged.init(jax.random.key(0), x), optax.sgd(0.1), STRATEGY)
-    step = sl.train_step(lambda variables, x, rng: jnp.mean(bridged.apply(variables, x) ** 2), STRATEGY)
+    step = sl.train_step(
+        lambda variables, x, rng: jnp.mean(bridged.apply(variables, x) ** 2), STRATEGY
+    )
     assert np.isfinite(step(state, np.ones((4, 8), "f"))[1]["loss"])
 
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
             how = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
-            layers = nn.scan(lambda layer, x, _: (layer(x), None), **how, metadata_params={nn.PARTITION_NAME: "layers"})
-            return layers(nnx.bridge.to_linen(nnx.Linear, 8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp")), x, None)
+            layers = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                **how,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            return layers(
+                nnx.bridge.to_linen(
+                    nnx.Linear, 8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp")
+                ),
+                x,
+                None,
+            )
 
     with pytest.raises(ValueError, match=r"kernel` of shape .2, 8, 8. has 3 dims and 2 names"):
         params_specs(lambda: Twice().init(jax.random.key(0), x))
 
 
 def test_more_names_than_dims_are_refused():
-    of_nnx = lambda: nnx.Linear(8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp", None), rngs=nnx.Rngs(0))
+    of_nnx = lambda: nnx.Linear(
+        8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp", None), rngs=nnx.Rngs(0)
+    )
     of_linen = lambda: {"kernel": nn.LogicallyPartitioned(jnp.ones(3), ("embed", "mlp"))}
     for make in (of_nnx, of_linen):
-        with pytest.raises(ValueError, match="`kernel` of shape .* dims and [23] names .*overridden by `sl.annotate"):
+        with pytest.raises(
+            ValueError,
+            match="`kernel` of shape .* dims and [23] names .*overridden by `sl.annotate",
+        ):
             params_specs(make)
 
 
@@ -339,19 +418,24 @@ def test_more_names_than_dims_are_refused():
 
 
 def linear_with(names, **metadata):
-    return lambda: nnx.Linear(8, 8, kernel_init=nnx.with_partitioning(LECUN, names, **metadata), rngs=nnx.Rngs(0))
+    return lambda: nnx.Linear(
+        8, 8, kernel_init=nnx.with_partitioning(LECUN, names, **metadata), rngs=nnx.Rngs(0)
+    )
 
 
 def linen_with(names, **more):
     kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names, **more)
-    return lambda: nn.Dense(8, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    return lambda: nn.Dense(8, kernel_init=kernel_init).init(jax.random.key(0), jnp.ones((1, 8)))[
+        "params"
+    ]
 
 
 OWN = (("ffn", "model"),)
 
 
 @pytest.mark.parametrize(
-    "make", [linear_with(("embed", "ffn"), sharding_rules=OWN), linen_with(("embed", "ffn"), rules=OWN)]
+    "make",
+    [linear_with(("embed", "ffn"), sharding_rules=OWN), linen_with(("embed", "ffn"), rules=OWN)],
 )
 def test_rules_of_a_variables_own_are_kept_or_refused(make):
     assert params_specs(make)["kernel"] == P(None, "model")
@@ -359,7 +443,9 @@ def test_rules_of_a_variables_own_are_kept_or_refused(make):
     assert params_specs(make, same)["kernel"] == P(None, "model")
     for other in (None, ["model", None]):
         another = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn=other))
-        with pytest.raises(ValueError, match="`kernel` has a rule of its own, `ffn='model'` .*rules say `ffn="):
+        with pytest.raises(
+            ValueError, match="`kernel` has a rule of its own, `ffn='model'` .*rules say `ffn="
+        ):
             params_specs(make, another)
 
 
@@ -368,10 +454,14 @@ def test_rules_of_variables_that_disagree_or_name_no_axis_are_refused():
         *(linear_with(("embed", "ffn"), sharding_rules=(("ffn", axis),))() for axis in own)
     )
     with pytest.raises(
-        ValueError, match="`layers/1/kernel` has a rule of its own, `ffn=None` .*another variable is `ffn='model'`"
+        ValueError,
+        match="`layers/1/kernel` has a rule of its own, `ffn=None` .*another variable "
+        "is `ffn='model'`",
     ):
         params_specs(lambda: make("model", None))
-    with pytest.raises(ValueError, match="rule for `ffn` uses the mesh axis `nosuch`; the mesh has"):
+    with pytest.raises(
+        ValueError, match="rule for `ffn` uses the mesh axis `nosuch`; the mesh has"
+    ):
         params_specs(lambda: make("nosuch"))
 
 
@@ -380,7 +470,8 @@ def test_the_mesh_of_a_variable_is_the_strategys():
     mesh, other = STRATEGY.device_mesh, sl.make_mesh("data=4,model=2")
     assert params_specs(linear_with((None, "model"), mesh=mesh))["kernel"] == P(None, "model")
     with pytest.raises(
-        ValueError, match="`kernel` was made for the mesh .*'model': 2.* and is to be laid out on .*'model': 4"
+        ValueError,
+        match="`kernel` was made for the mesh .*'model': 2.* and is to be laid out on .*'model': 4",
     ):
         params_specs(linear_with((None, "model"), mesh=other))
     sharding = jax.sharding.NamedSharding(mesh, P(None, "model"))
@@ -400,14 +491,20 @@ def test_names_that_are_mesh_axes_are_these():
 # Models that are built outside `init`.
 
 
-@pytest.mark.parametrize("of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"])
+@pytest.mark.parametrize(
+    "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
+)
 def test_models_built_under_rules_are_born_as_these_say(of):
     build = lambda: nnx.Linear(8, 8, kernel_init=of(LECUN, "embed", "mlp"), rngs=nnx.Rngs(0))
     with sl.use(RULES, STRATEGY.device_mesh):
         model = build()
         assert model.kernel.sharding.spec == P(None, "model")
         assert nnx.jit(build)().kernel.sharding.spec == P(None, "model")
-        assert sl.Layers([build(), build()]).stacked.kernel.out_sharding == ("layers", "embed", "mlp")
+        assert sl.Layers([build(), build()]).stacked.kernel.out_sharding == (
+            "layers",
+            "embed",
+            "mlp",
+        )
         vmapped = nnx.split_rngs(splits=2)(
             nnx.vmap(
                 lambda rngs: nnx.Linear(8, 8, kernel_init=of(LECUN, "embed", "mlp"), rngs=rngs),
@@ -421,7 +518,10 @@ def test_models_built_under_rules_are_born_as_these_say(of):
         with whole:
             np.testing.assert_array_equal(build().kernel, model.kernel)
     with jax.set_mesh(STRATEGY.device_mesh):  # a mesh alone says nothing of names
-        assert sl.logical(LECUN, "embed", "mlp")(jax.random.key(0), (8, 8)).metadata["eager_sharding"] is False
+        assert (
+            sl.logical(LECUN, "embed", "mlp")(jax.random.key(0), (8, 8)).metadata["eager_sharding"]
+            is False
+        )
 
 
 def test_specs_of_an_nnx_state_fit_it():
@@ -435,12 +535,16 @@ def test_specs_of_an_nnx_state_fit_it():
     assert nnx.merge(graph, again).linear.kernel.sharding.spec == P(None, "model")
     some = nnx.state(model, nnx.Param)
     assert list(sl.specs(some, RULES, STRATEGY.device_mesh)) == ["linear"]
-    with pytest.raises(ValueError, match="Parameters carry names that no rule knows: `embed` on `linear/kernel`"):
+    with pytest.raises(
+        ValueError, match="Parameters carry names that no rule knows: `embed` on `linear/kernel`"
+    ):
         sl.specs(state, sl.AxisRules(batch="data"), STRATEGY.device_mesh)
 
 
 def test_a_model_without_arrays_is_said_to_have_none():
-    with pytest.raises(ValueError, match="nothing to move.* `make_model` returned a model without arrays"):
+    with pytest.raises(
+        ValueError, match="nothing to move.* `make_model` returned a model without arrays"
+    ):
         sl.init(dict, optax.sgd(0.1), STRATEGY)
     with pytest.raises(ValueError, match="nothing to move.* There are: counts"):
         sl.init(lambda: {"counts": jnp.arange(3)}, optax.sgd(0.1), STRATEGY)

@@ -1,4 +1,6 @@
-"""Flax's published examples on many meshes against one device, as they are; their structure is in `flax_examples`."""
+"""Flax's published examples on many meshes against one device, as they are; their structure is in
+`flax_examples`.
+"""
 
 import flax_examples as examples
 import jax
@@ -72,7 +74,16 @@ def test_gemma_by_its_own_specs_and_constraints():
 def test_resnet_equals_one_device():
     make = lambda: examples.ResNet().init(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
     rules = sl.AxisRules(batch=("pod", "data"))
-    check_step(make, SGD, resnet_loss, IMAGES, rules, meshes=["pod=2,data=2"], steps=2, zero=sl.Zero(2, small=0))
+    check_step(
+        make,
+        SGD,
+        resnet_loss,
+        IMAGES,
+        rules,
+        meshes=["pod=2,data=2"],
+        steps=2,
+        zero=sl.Zero(2, small=0),
+    )
 
 
 def test_the_layouts_that_the_examples_ask_for():

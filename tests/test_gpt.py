@@ -1,4 +1,6 @@
-"""The decoder against a second one, written in numpy from the definitions, and against itself on a mesh."""
+"""The decoder against a second one, written in numpy from the definitions, and against itself on a
+mesh.
+"""
 
 import functools
 import math
@@ -20,7 +22,16 @@ from models import gpt
 from shardlib._traffic import collectives, summary
 
 SMALL = gpt.tiny(width=32, heads=8, context=16, vocab=40)
-LLAMA = replace(SMALL, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, hidden=96, kv_heads=4)
+LLAMA = replace(
+    SMALL,
+    norm="rms",
+    positions="rotary",
+    mlp="swiglu",
+    bias=False,
+    tied=False,
+    hidden=96,
+    kv_heads=4,
+)
 VARIANTS = {
     "gpt1": replace(SMALL, norm_first=False, tied=False),
     "gpt2": SMALL,
@@ -31,7 +42,10 @@ VARIANTS = {
     "no_bias": replace(SMALL, bias=False),
     "post_norm_rotary": replace(LLAMA, norm_first=False),
 }
-RULES = {"tensor": sl.rules.data | sl.rules.tensor, "tensor_sequence": sl.rules.data | sl.rules.tensor_sequence}
+RULES = {
+    "tensor": sl.rules.data | sl.rules.tensor,
+    "tensor_sequence": sl.rules.data | sl.rules.tensor_sequence,
+}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -72,7 +86,10 @@ loss = nnx.jit(gpt.loss)
 
 
 def reference(model, tokens):
-    config, params = model.config, jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    config, params = (
+        model.config,
+        jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model, nnx.Param))),
+    )
     return np.stack([reference_row(config, params, row) for row in tokens])
 
 
@@ -83,7 +100,10 @@ def reference_row(config, params, row):
     for layer in range(config.layers):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         halves = (
-            (block["attention_norm"], lambda h, block=block: reference_attention(config, block["attention"], h)),
+            (
+                block["attention_norm"],
+                lambda h, block=block: reference_attention(config, block["attention"], h),
+            ),
             (block["mlp_norm"], lambda h, block=block: reference_mlp(config, block["mlp"], h)),
         )
         for norm, half in halves:
@@ -98,7 +118,11 @@ def reference_row(config, params, row):
 def reference_norm(config, params, x):
     if config.norm == "rms":
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * params["scale"]
-    y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_epsilon) * params["scale"]
+    y = (
+        (x - x.mean(-1, keepdims=True))
+        / np.sqrt(x.var(-1, keepdims=True) + config.norm_epsilon)
+        * params["scale"]
+    )
     return y + params["bias"] if config.bias else y
 
 
@@ -109,7 +133,10 @@ def reference_attention(config, params, x):
         of = {"query": head, "key": head // heads_per_kv_head, "value": head // heads_per_kv_head}
         q, k, v = (x @ params[name]["kernel"][at].T for name, at in of.items())
         if config.bias:
-            q, k, v = (y + params[name]["bias"][at] for y, (name, at) in zip((q, k, v), of.items(), strict=True))
+            q, k, v = (
+                y + params[name]["bias"][at]
+                for y, (name, at) in zip((q, k, v), of.items(), strict=True)
+            )
         if config.positions == "rotary":
             q, k = reference_rotary(config, q), reference_rotary(config, k)
         for i in range(length):
@@ -125,7 +152,9 @@ def reference_rotary(config, x):
     for position in range(len(x)):
         for pair in range(size // 2):
             angle = position * config.rope_theta ** (-2 * pair / size)
-            z = complex(x[position, pair], x[position, pair + size // 2]) * complex(math.cos(angle), math.sin(angle))
+            z = complex(x[position, pair], x[position, pair + size // 2]) * complex(
+                math.cos(angle), math.sin(angle)
+            )
             turned[position, pair], turned[position, pair + size // 2] = z.real, z.imag
     return turned
 
@@ -166,7 +195,9 @@ def test_logits_equal_the_definitions(config):
     model, tokens = make(config), tokens_of(config)
     with sl.unsharded():
         logits = call(model, tokens)
-    np.testing.assert_allclose(logits[..., : config.vocab], reference(model, tokens), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        logits[..., : config.vocab], reference(model, tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
@@ -181,13 +212,16 @@ def test_a_token_changes_nothing_before_it(config):
 
 
 def test_a_segment_is_as_if_it_were_alone():
-    config = replace(LLAMA, context=12)  # whose positions are relative, so that it matters not where a segment begins
+    # Whose positions are relative, so that it matters not where a segment begins.
+    config = replace(LLAMA, context=12)
     model, tokens = make(config), np.arange(24).reshape(2, 12) % config.vocab
     segments = np.array([[0] * 5 + [1] * 7, [0] * 12], np.int32)
     with sl.unsharded():
         packed = model(tokens, segments)
         alone = [model(tokens[:1, :5]), model(tokens[:1, 5:]), model(tokens[1:])]
-    np.testing.assert_allclose(packed[0], np.concatenate([alone[0][0], alone[1][0]]), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        packed[0], np.concatenate([alone[0][0], alone[1][0]]), rtol=2e-4, atol=2e-4
+    )
     np.testing.assert_allclose(packed[1], alone[2][0], rtol=2e-4, atol=2e-4)
     assert not np.allclose(model_without_segments(model, tokens)[0], packed[0], atol=1e-2)
 
@@ -201,14 +235,19 @@ def model_without_segments(model, tokens):
 def test_attention_by_xla_is_the_default(config):
     tokens = tokens_of(config)
     with sl.unsharded():
-        named, default = (call(make(replace(config, attention=name)), tokens) for name in ("xla", None))
+        named, default = (
+            call(make(replace(config, attention=name)), tokens) for name in ("xla", None)
+        )
     np.testing.assert_array_equal(named, default)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_attention_by_cudnn_is_refused_on_a_cpu(dtype):
     config = replace(SMALL, attention="cudnn", dtype=dtype)
-    with sl.unsharded(), pytest.raises(ValueError, match=r'attention="cudnn".* is for NVIDIA\'s GPUs, and .* cpu'):
+    with (
+        sl.unsharded(),
+        pytest.raises(ValueError, match=r'attention="cudnn".* is for NVIDIA\'s GPUs, and .* cpu'),
+    ):
         call(make(config), tokens_of(config))
 
 
@@ -220,12 +259,16 @@ def test_attention_by_cudnn_is_two_calls_without_a_mask(config):
 
     def lowered(config, shape="data=8"):
         strategy = sl.Strategy(mesh=mesh_on("h200:1x1x8", shape), rules=sl.rules.data)
-        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True)
+        state = sl.init(
+            lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+        )
         return sl.train_step(gpt.loss, strategy).lower(state, batch)
 
     text = compile_for(mesh_on("h200:1x1x8", "data=8"), lowered(config)).as_text()
     assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax"', text)) == 1, "forward"
-    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 1, "backward"
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmhaSoftmaxBackward"', text)) == 1, (
+        "backward"
+    )
     assert text.count("__cudnn$fmha") == 2, "nothing with a mask or a bias"
     with pytest.raises(ValueError, match="attends in bfloat16 or float16; got float32"):
         lowered(replace(config, dtype=jnp.float32))
@@ -236,7 +279,9 @@ def test_attention_by_cudnn_is_two_calls_without_a_mask(config):
 def test_the_flops_of_training_are_six_a_weight_and_what_attention_takes():
     config = gpt.gpt2(vocab_multiple=128)
     weights = 12 * 12 * 768**2 + config.dims["vocab"] * 768
-    assert config.training_flops_per_token == pytest.approx(6 * weights + 12 * 12 * 768 * 1024, rel=0.01)
+    assert config.training_flops_per_token == pytest.approx(
+        6 * weights + 12 * 12 * 768 * 1024, rel=0.01
+    )
 
 
 def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
@@ -245,7 +290,9 @@ def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
     assert model.embedding.shape[0] == 40
     with sl.unsharded():
         assert (jax.nn.softmax(call(model, batch["tokens"][:, :-1]))[..., 37:] == 0).all()
-        gradient = nnx.jit(nnx.grad(lambda model: gpt.loss(model, batch).total))(model)["embedding"][...]
+        gradient = nnx.jit(nnx.grad(lambda model: gpt.loss(model, batch).total))(model)[
+            "embedding"
+        ][...]
     assert (gradient[37:] == 0).all()
     assert (gradient[:37] != 0).any(1).all()
 
@@ -273,9 +320,13 @@ def test_scanned_blocks_equal_a_loop_over_layers(config):
         if config.positions == "rotary":
             rotation = gpt.rotations(16, config.dims["head_dim"], config.rope_theta)
         for layer in range(3):
-            block = nnx.merge(structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params))
+            block = nnx.merge(
+                structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params)
+            )
             x, _ = nnx.jit(gpt.Block.__call__)(block, x, None, gpt.Seen(rotation))
-        np.testing.assert_allclose(call(model, tokens), model.logits(model.norm(x)), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            call(model, tokens), model.logits(model.norm(x)), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("config", [SMALL, VARIANTS["padded"]], ids=["gpt2", "padded"])
@@ -285,7 +336,10 @@ def test_loss_equals_optax(config):
     with sl.unsharded():
         logits = call(model, tokens[:, :-1])[..., : config.vocab]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        whole, masked = loss(model, {"tokens": tokens}), loss(model, {"tokens": tokens, "mask": mask})
+        whole, masked = (
+            loss(model, {"tokens": tokens}),
+            loss(model, {"tokens": tokens, "mask": mask}),
+        )
     np.testing.assert_allclose(whole.total, losses.sum(), rtol=1e-5)
     np.testing.assert_allclose(masked.total, (losses * mask).sum(), rtol=1e-5)
     assert (whole.weight, masked.weight) == (64, mask.sum())
@@ -310,7 +364,9 @@ def test_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
         np.testing.assert_array_equal(once, again)
         assert (once != other).any()
         plain = call(make(SMALL), tokens)
-        assert "random_bits" not in str(jax.make_jaxpr(lambda key: make(SMALL)(tokens, key=key))(key))
+        assert "random_bits" not in str(
+            jax.make_jaxpr(lambda key: make(SMALL)(tokens, key=key))(key)
+        )
         assert "random_bits" in str(jax.make_jaxpr(lambda key: make(config)(tokens, key=key))(key))
         model.eval()
         np.testing.assert_array_equal(call(model, tokens), plain)
@@ -373,7 +429,10 @@ def test_wrong_configurations_are_refused(changes, message):
 
 
 def test_a_sequence_longer_than_the_context_is_refused():
-    with sl.unsharded(), pytest.raises(ValueError, match=r"17 tokens does not fit `GPTConfig\(context=16\)`"):
+    with (
+        sl.unsharded(),
+        pytest.raises(ValueError, match=r"17 tokens does not fit `GPTConfig\(context=16\)`"),
+    ):
         make(SMALL)(tokens_of(SMALL, length=17))
 
 
@@ -404,12 +463,18 @@ def test_loss_and_gradients_on_a_mesh_equal_those_without(config, kernels):
     structure, params = abstract(config)[0], nnx.to_pure_dict(nnx.state(model))
     with sl.unsharded():
         expected = jax.jit(functools.partial(value_and_grad, structure))(params, batch)
-    compute = jax.jit(functools.partial(value_and_grad, abstract(replace(config, kernels=kernels))[0]))
+    compute = jax.jit(
+        functools.partial(value_and_grad, abstract(replace(config, kernels=kernels))[0])
+    )
     for rules in RULES.values():
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sl.specs(model, rules, mesh))
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), sl.specs(model, rules, mesh)
+        )
         with sl.use(rules, mesh):
             found = compute(jax.device_put(params, shardings), batch)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected
+        )
 
 
 @every_variant
@@ -443,11 +508,15 @@ STREAM = (4, 128, 256)
 def big(preset, **changes):
     if preset is gpt.llama3_8b:
         changes |= {"kv_heads": 4, "hidden": 512}
-    return preset(layers=3, width=256, heads=8, context=128, vocab=1000, vocab_multiple=128, **changes)
+    return preset(
+        layers=3, width=256, heads=8, context=128, vocab=1000, vocab_multiple=128, **changes
+    )
 
 
 def compiled_collectives(config, rules, kind):
-    """Of loss and gradients on each device's examples: as in the train step, manual over `data` alone."""
+    """Of loss and gradients on each device's examples: as in the train step, manual over `data`
+    alone.
+    """
     (structure, shapes), mesh = abstract(config), mesh_on(kind, "data=2,model=4")
     specs = sl.specs(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), rules, mesh)
 
@@ -456,42 +525,61 @@ def compiled_collectives(config, rules, kind):
         return jax.tree.map(lambda leaf: leaf[None], jax.value_and_grad(total)(params))
 
     def program(params, tokens):
-        manual = {"in_specs": (P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
+        manual = {
+            "in_specs": (P(), P("data")),
+            "out_specs": P("data"),
+            "axis_names": {"data"},
+            "check_vma": False,
+        }
         return jax.shard_map(local, **manual)(params, tokens)
 
     place = functools.partial(NamedSharding, mesh)
-    params = jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(spec)), shapes, specs)
+    params = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(spec)), shapes, specs
+    )
     tokens = jax.ShapeDtypeStruct((8, 129), jnp.int32, sharding=place(P("data")))
     out = place(P("data")), jax.tree.map(lambda spec: place(P("data", *spec)), specs)
     with sl.use(rules, mesh):
-        return collectives(jax.jit(program, out_shardings=out).lower(params, tokens).compile(), mesh)
+        return collectives(
+            jax.jit(program, out_shardings=out).lower(params, tokens).compile(), mesh
+        )
 
 
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler)])
 def test_tensor_parallelism_is_megatrons(preset, kind):
-    """Two all-reduces per layer and direction; one each for the embedding and the head; three numbers per token."""
+    """Two all-reduces per layer and direction; one each for the embedding and the head; three
+    numbers per token.
+    """
     found = compiled_collectives(big(preset), RULES["tensor"], kind)
     assert {(one.kind, one.axes) for one in found} == {("all-reduce", ("model",))}, summary(found)
-    assert sorted(one.times for one in found if STREAM in one.shapes) == [1, 1, 3, 3, 3, 3], summary(found)
+    assert sorted(one.times for one in found if STREAM in one.shapes) == [1, 1, 3, 3, 3, 3], (
+        summary(found)
+    )
     per_token = [shape for one in found for shape in one.shapes if shape != STREAM]
     assert per_token == [(4, 128)] * 3, summary(found)
-    if kind != "cpu":  # a CPU adds up the gradients through query, key and value only after it has reduced each
+    # A CPU adds up the gradients through query, key and value only after it has reduced each.
+    if kind != "cpu":
         assert all(one.shapes.count(STREAM) <= 1 for one in found), summary(found)
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 def test_sequence_parallelism_is_megatrons(preset):
-    """Each of those all-reduces is a reduce-scatter where it was, and an all-gather on the way back."""
-    found = compiled_collectives(big(preset, dtype=jnp.bfloat16), RULES["tensor_sequence"], "v5e:2x4")
+    """Each of those all-reduces is a reduce-scatter where it was, and an all-gather on the way
+    back.
+    """
+    found = compiled_collectives(
+        big(preset, dtype=jnp.bfloat16), RULES["tensor_sequence"], "v5e:2x4"
+    )
     assert {one.axes for one in found} == {("model",)}, summary(found)
     scatters = [one for one in found if one.kind == "reduce-scatter" and one.shapes == (STREAM,)]
     gathers = [one for one in found if one.kind == "all-gather" and one.shapes == ((4, 32, 256),)]
     for expected in (scatters, gathers):
         assert sorted(one.times for one in expected) == [1, 1, 3, 3, 3, 3], summary(found)
-    # Beside them: three numbers per token; the gradients of norms and biases, which are applied to parts of the
-    # sequence, summed once for all layers; those of positions, of which each device has made a part, gathered.
+    # Beside them: three numbers per token; the gradients of norms and biases, which are applied to
+    # parts of the sequence, summed once for all layers; those of positions, of which each device
+    # has made a part, gathered.
     for other in set(found) - {*scatters, *gathers}:
         assert other.times == 1 and other.kind in ("all-reduce", "all-gather"), summary(found)
         assert all(math.prod(shape) < 128 * 256 for shape in other.shapes), summary(found)

@@ -29,7 +29,11 @@ def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypat
     wanted = derived(plain_head, arrays, options, cotangent)
     batch = None if over == "data" else "data"
     rules = sl.AxisRules(batch=batch, vocab=over)
-    options |= {"names": ("batch", None, None), "vocab_name": "vocab", "implementation": implementation}
+    options |= {
+        "names": ("batch", None, None),
+        "vocab_name": "vocab",
+        "implementation": implementation,
+    }
     specs = {"x": P(batch), "kernel": P(over), "targets": P(batch)}
     axes = {"automatic": set(), "in a step": {"data"}}.get(where, {"data", "model"})
 
@@ -45,7 +49,11 @@ def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypat
         out = (inside["targets"], {name: inside[name] for name in ("x", "kernel")})
         checked = where == "own, checked"
         run = jax.shard_map(
-            run, in_specs=(inside, inside["targets"]), out_specs=out, axis_names=axes, check_vma=checked
+            run,
+            in_specs=(inside, inside["targets"]),
+            out_specs=out,
+            axis_names=axes,
+            check_vma=checked,
         )
     with sl.use(rules, sl.make_mesh("data=2,model=4")):
         if implementation != "reference" and where == "own, checked":
@@ -58,14 +66,20 @@ def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])
 def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
-    """One block of rows, two, and three, for three and four blocks of the vocabulary, by one core and by two."""
+    """One block of rows, two, and three, for three and four blocks of the vocabulary, by one core
+    and by two.
+    """
     from shardlib.kernels._linear_cross_entropy import _tpu
 
     monkeypatch.setattr(_tpu, "cores", lambda: cores)
     monkeypatch.setattr(_tpu, "SOME", 8)
     for blocks in ("_forward_blocks", "_backward_blocks"):
-        monkeypatch.setattr(_tpu, blocks, lambda x, kernel: iter([_tpu.Blocks(min(rows, 256), 128, 0)]))
-    arrays = make({"x": (rows, 20), "kernel": (350 if cores == 1 else 500, 20), "targets": (rows,)}, "float32")
+        monkeypatch.setattr(
+            _tpu, blocks, lambda x, kernel: iter([_tpu.Blocks(min(rows, 256), 128, 0)])
+        )
+    arrays = make(
+        {"x": (rows, 20), "kernel": (350 if cores == 1 else 500, 20), "targets": (rows,)}, "float32"
+    )
     arrays["kernel"] = arrays["kernel"].astype(dtype)
     found = derived(head, arrays, {"implementation": "tpu_simulated", "cap": 9.0})
     near(found, true_of(arrays, found, {"cap": 9.0}), 2e-6 if dtype == "float32" else 2**-8)
@@ -78,7 +92,12 @@ def test_a_part_of_the_vocabulary_that_counts_for_nothing_counts_for_nothing(mon
     arrays = make({"x": (5, 8), "kernel": (300, 8), "targets": (5,)}, "float32")
     with sl.use(sl.AxisRules(vocab="model"), sl.make_mesh("data=4,model=2")):
         for implementation in ("reference", "tpu_simulated"):
-            options = {"names": (None, None), "vocab_name": "vocab", "implementation": implementation, "vocab": 20}
+            options = {
+                "names": (None, None),
+                "vocab_name": "vocab",
+                "implementation": implementation,
+                "vocab": 20,
+            }
             found = jax.jit(lambda arrays, options=options: derived(head, arrays, options))(arrays)
             near(found, true_of(arrays, found, {"vocab": 20}), 2e-6)
 
@@ -110,9 +129,13 @@ def of_head_in_chunks(target, implementation, *shape):
 
 
 @pytest.mark.parametrize("generation", ["hopper", "blackwell"])
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.12 simulates matrix units of GPUs")
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.12 simulates matrix units of GPUs"
+)
 def test_tiles_of_both_generations_of_gpus(generation, monkeypatch):
-    """More steps than are on their way at once, tiles and chunks of the vocabulary that are not full, two warpgroups' rows."""
+    """More steps than are on their way at once, tiles and chunks of the vocabulary that are not
+    full, two warpgroups' rows.
+    """
     from shardlib.kernels import _gpu_tiles
     from shardlib.kernels._linear_cross_entropy import _gpu
 
@@ -121,7 +144,9 @@ def test_tiles_of_both_generations_of_gpus(generation, monkeypatch):
     options = {"z_loss": 0.1, "smoothing": 0.1, "cap": 3.0, "vocab": 290}
     for dtype in ("float32", "bfloat16"):
         arrays = make({"x": (300, 300), "kernel": (300, 300), "targets": (300,)}, dtype)
-        found = jax.jit(lambda arrays: derived(head, arrays, options | {"implementation": "gpu_simulated"}))(arrays)
+        found = jax.jit(
+            lambda arrays: derived(head, arrays, options | {"implementation": "gpu_simulated"})
+        )(arrays)
         near(found, true_of(arrays, found, options), 2e-6 if dtype == "float32" else 2**-7)
 
 
@@ -134,7 +159,9 @@ def test_a_target_that_is_no_token_makes_its_loss_nan():
 def test_targets_of_few_bits_are_as_any():
     x, kernel = jnp.eye(4, 8), jnp.arange(2400.0).reshape(300, 8)
     whole = kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255]))
-    np.testing.assert_array_equal(kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255], "uint8")), whole)
+    np.testing.assert_array_equal(
+        kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255], "uint8")), whole
+    )
 
 
 def test_products_of_float32_are_no_less_exact_than_was_asked():
@@ -142,7 +169,8 @@ def test_products_of_float32_are_no_less_exact_than_was_asked():
     with (
         jax.default_matmul_precision("highest"),
         pytest.raises(
-            ValueError, match="TF32 alone, on Hopper, if `jax_default_matmul_precision` allows that; it is 'hi"
+            ValueError,
+            match="TF32 alone, on Hopper, if `jax_default_matmul_precision` allows that; it is 'hi",
         ),
     ):
         kernels.linear_cross_entropy(x, x, jnp.zeros(8, int), implementation="gpu_simulated")
@@ -151,7 +179,9 @@ def test_products_of_float32_are_no_less_exact_than_was_asked():
 def test_backward_is_the_references_where_fast_memory_is_small(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _tpu
 
-    monkeypatch.setattr(_tpu, "_backward_blocks", lambda x, kernel: iter([_tpu.Blocks(256, 512, 2**40)]))
+    monkeypatch.setattr(
+        _tpu, "_backward_blocks", lambda x, kernel: iter([_tpu.Blocks(256, 512, 2**40)])
+    )
     arrays = make({"x": (100, 20), "kernel": (350, 20), "targets": (100,)}, "float32")
     found = derived(head, arrays, {"implementation": "tpu_simulated"})
     near(found, true_of(arrays, found, {}), 2e-6)

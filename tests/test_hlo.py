@@ -39,12 +39,14 @@ ENTRY %main (p: (f32[4], (f32[8,2], s32[]))) -> f32[8,2] {
 metadata={op_name="jit(f)/psum" stack_frame_id=4}
 }
 """
-# The same stack, as versions write it: parents by the number of their frame, and by that number and one.
+# The same stack, as versions write it: parents by the number of their frame, and by that number and
+# one.
 FRAMES = {
-    "plain": "1 {file_location_id=4}\n2 {file_location_id=1 parent_frame_id=1}\n3 {file_location_id=3 parent_frame_id=2}\n"
-    "4 {file_location_id=2 parent_frame_id=3}",
-    "shifted": "1 {file_location_id=4 parent_frame_id=1}\n2 {file_location_id=1 parent_frame_id=2}\n"
-    "3 {file_location_id=3 parent_frame_id=3}\n4 {file_location_id=2 parent_frame_id=4}",
+    "plain": "1 {file_location_id=4}\n2 {file_location_id=1 parent_frame_id=1}\n3 "
+    "{file_location_id=3 parent_frame_id=2}\n4 {file_location_id=2 parent_frame_id=3}",
+    "shifted": "1 {file_location_id=4 parent_frame_id=1}\n2 {file_location_id=1 "
+    "parent_frame_id=2}\n3 {file_location_id=3 parent_frame_id=3}\n4 "
+    "{file_location_id=2 parent_frame_id=4}",
 }
 
 
@@ -54,7 +56,11 @@ def test_parts_of_tuples_and_lines_of_users(frames):
     program = Program(text)
     assert program.computations["main"]["p#1#0"].result == "f32[8,2]{1,0}"
     [found] = collectives(text)
-    assert (found.shapes, found.operand_bytes, found.sources) == (((8, 2),), 64, ("/home/me/train.py:7",))
+    assert (found.shapes, found.operand_bytes, found.sources) == (
+        ((8, 2),),
+        64,
+        ("/home/me/train.py:7",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,10 @@ def test_parts_of_tuples_and_lines_of_users(frames):
     [
         (["/me/model.py:1", "/me/main.py:2"], "/me/model.py:1"),
         ([f"{PACKAGE}/_annotate.py:1", "/me/model.py:2"], "/me/model.py:2"),
-        (["/x/site-packages/flax/a.py:1", "/me/model.py:2", f"{PACKAGE}/train/_step.py:3"], "/me/model.py:2"),
+        (
+            ["/x/site-packages/flax/a.py:1", "/me/model.py:2", f"{PACKAGE}/train/_step.py:3"],
+            "/me/model.py:2",
+        ),
         # What the step does of itself is not the fault of whoever called it.
         (
             [f"{PACKAGE}/train/_exchange.py:1", f"{PACKAGE}/train/_step.py:2", "/me/main.py:3"],

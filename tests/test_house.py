@@ -48,21 +48,38 @@ ORDER = [
         "_remat",
     ),
     *("_random", "_batch", "_flax", "_layers", "_precision"),
-    *(f"kernels.{name}" for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_rows", "_gpu_tiles")),
+    *(
+        f"kernels.{name}"
+        for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_rows", "_gpu_tiles")
+    ),
     *(
         f"kernels.{op}{name}"
         for op in ("_softmax", "_norm", "_linear_cross_entropy")
         for name in ("._reference", "._tpu", "._gpu", *["._tokamax"] * (op == "_norm"), "")
     ),
     "kernels",
-    *(f"collectives.{name}" for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")),
+    *(
+        f"collectives.{name}"
+        for name in ("_sums", "_codecs", "_compressed", "_exact", "_exchanges")
+    ),
     *("collectives", "_zero"),
     *("optimizers._stacked", "optimizers._local", "optimizers._onebit_adam", "optimizers"),
     *(
         f"pipeline.{name}"
-        for name in ("_table", "_simulate", "_search", "_rounds", "_weave", "_schedule", "_schedules")
+        for name in (
+            "_table",
+            "_simulate",
+            "_search",
+            "_rounds",
+            "_weave",
+            "_schedule",
+            "_schedules",
+        )
     ),
-    *(f"pipeline.{name}" for name in ("_program", "_loop", "_cut", "_layer", "_execute", "_draw", "_command")),
+    *(
+        f"pipeline.{name}"
+        for name in ("_program", "_loop", "_cut", "_layer", "_execute", "_draw", "_command")
+    ),
     "pipeline",
     *("experts._routing", "experts._dispatch", "experts._moe", "experts"),
     *(
@@ -110,8 +127,14 @@ ORDER = [
     *("testing._traces", "testing._assert", "testing._compare", "testing"),
 ]
 
-MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
-ALLOWED = {"flax": {"_flax_rules", "_flax", "_layers"}, "orbax": {"train._checkpoint"}, "chex": set()}
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
+)
+ALLOWED = {
+    "flax": {"_flax_rules", "_flax", "_layers"},
+    "orbax": {"train._checkpoint"},
+    "chex": set(),
+}
 
 
 def imports(module):
@@ -133,11 +156,19 @@ def test_imports_go_up(module):
     for line, name in imports(module):
         parts = name.split(".")
         if parts[0] == "shardlib":
-            target = next(r for r in (".".join(parts[1:k]) for k in range(len(parts), 0, -1)) if r in ORDER)
-            assert ORDER.index(target) < here, f"shardlib/{module}:{line} imports {name}, which lies below it"
-        assert not name.startswith("jax._src"), f"shardlib/{module}:{line} imports {name}, which is private"
+            target = next(
+                r for r in (".".join(parts[1:k]) for k in range(len(parts), 0, -1)) if r in ORDER
+            )
+            assert ORDER.index(target) < here, (
+                f"shardlib/{module}:{line} imports {name}, which lies below it"
+            )
+        assert not name.startswith("jax._src"), (
+            f"shardlib/{module}:{line} imports {name}, which is private"
+        )
         assert module in ALLOWED.get(parts[0], {module}), f"shardlib/{module}:{line} imports {name}"
-        assert parts[0] not in ("models", "examples", "tests", "benchmarks"), f"shardlib/{module}:{line} imports {name}"
+        assert parts[0] not in ("models", "examples", "tests", "benchmarks"), (
+            f"shardlib/{module}:{line} imports {name}"
+        )
 
 
 def test_the_surface_is_reexports_alone():
@@ -148,23 +179,29 @@ def test_the_surface_is_reexports_alone():
 def test_import_loads_what_annotations_need_and_no_more():
     heavy = ("orbax", "grain", "tensorstore", "chex", "hypothesis")
     code = f"import sys, shardlib; print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip() == "[]"
 
 
 def test_import_sets_nothing():
     code = (
-        "import jax; a = dict(jax.config.values); import os; e = dict(os.environ); import shardlib; "
-        "print(a == dict(jax.config.values) and e == dict(os.environ))"
+        "import jax; a = dict(jax.config.values); import os; e = dict(os.environ); import "
+        "shardlib; print(a == dict(jax.config.values) and e == dict(os.environ))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert result.stdout.strip() == "True"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples(module):
     name = ".".join(["shardlib", *room(module).split(".")]).rstrip(".")
-    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    result = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert result.failed == 0
 
 
@@ -174,6 +211,9 @@ def test_every_public_name_is_documented_by_an_example_or_a_docstring():
     import shardlib.testing
 
     public = [
-        getattr(m, n) for m in (shardlib, shardlib.data, shardlib.testing) for n in vars(m) if not n.startswith("_")
+        getattr(m, n)
+        for m in (shardlib, shardlib.data, shardlib.testing)
+        for n in vars(m)
+        if not n.startswith("_")
     ]
     assert [thing for thing in public if not (thing.__doc__ or "").strip()] == []

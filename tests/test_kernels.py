@@ -12,7 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_ops import OPS, ROUNDING, RULES, derived, every, every_op, make, near, needs_tokamax, rounding, some, true
+from kernel_ops import (
+    OPS,
+    ROUNDING,
+    RULES,
+    derived,
+    every,
+    every_op,
+    make,
+    near,
+    needs_tokamax,
+    rounding,
+    some,
+    true,
+)
 from kernel_programs import CASES, GPUS, OF_GPUS, TPUS, in_a_checked_shard_map, of_case, of_tokamax
 from machines import on_its_own
 
@@ -33,16 +46,22 @@ def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
         pytest.skip("refused, as is tested below")
 
     @given(st.data())
-    @settings(deadline=None, max_examples=2 if "simulated" in implementation else 8, derandomize=True)
+    @settings(
+        deadline=None, max_examples=2 if "simulated" in implementation else 8, derandomize=True
+    )
     def check(data):
-        few = st.integers(1, 9) | st.integers(128, 300)  # a simulator takes short rows number by number
+        # A simulator takes short rows number by number.
+        few = st.integers(1, 9) | st.integers(128, 300)
         row = data.draw(few if implementation == "gpu_simulated" else st.integers(1, 300))
         shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 19)), row)
         options = {name: data.draw(st.sampled_from(values)) for name, values in op.options.items()}
         arrays = make(op.arrays(shape, data.draw), dtype, seed=data.draw(st.integers(0, 9)))
-        function = jax.jit(lambda arrays: derived(op.call, arrays, {**options, "implementation": implementation}))
+        function = jax.jit(
+            lambda arrays: derived(op.call, arrays, {**options, "implementation": implementation})
+        )
         found = function(arrays)
-        # Gradients, and a loss, are differences of numbers about one, and may be near zero themselves.
+        # Gradients, and a loss, are differences of numbers about one, and may be near zero
+        # themselves.
         wanted, difference = true(op, arrays, options, some(found[0])), op.name == "head"
         near(found[0], wanted[0], 6 * rounding(op, dtype), difference or 1e-30)
         near(found[1], wanted[1], 6 * rounding(op, dtype), 1 if difference else 0.1)
@@ -58,14 +77,18 @@ LENGTHS = [
 
 
 @every_op
-@pytest.mark.parametrize(("implementation", "row"), [on_gpu(*one) if one[0] == "gpu" else one for one in LENGTHS])
+@pytest.mark.parametrize(
+    ("implementation", "row"), [on_gpu(*one) if one[0] == "gpu" else one for one in LENGTHS]
+)
 def test_a_row_may_be_of_any_length(op, implementation, row):
     shapes = {
         "softmax": {"x": (2, 3, row), "where": (1, 3, row)},
         "norm": {"x": (2, 3, row), "scale": (row,), "bias": (row,)},
     }
     arrays = make(shapes[op.name], "float32")
-    found = jax.jit(lambda arrays: derived(op.call, arrays, {"implementation": implementation}))(arrays)
+    found = jax.jit(lambda arrays: derived(op.call, arrays, {"implementation": implementation}))(
+        arrays
+    )
     wanted = true(op, arrays, {}, some(found[0]))
     near(found[0], wanted[0], 6 * ROUNDING["float32"])
     near(found[1], wanted[1], 6 * ROUNDING["float32"], 0.1)
@@ -103,7 +126,11 @@ def test_vmap_and_scan_are_loops(op, implementation):
     near(found, jax.tree.map(lambda *each: np.stack(each), *each), tolerance)
 
 
-NAMES = [("batch", "heads", None, None), ("batch", None, "seq", None), ("batch", None, None, "width")]
+NAMES = [
+    ("batch", "heads", None, None),
+    ("batch", None, "seq", None),
+    ("batch", None, None, "width"),
+]
 
 
 @every_op
@@ -111,7 +138,10 @@ NAMES = [("batch", "heads", None, None), ("batch", None, "seq", None), ("batch",
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
 def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
-    shapes = {"softmax": {"x": (2, 4, 8, 64), "where": (2, 1, 8, 64)}, "norm": {"x": (2, 4, 8, 64), "scale": (64,)}}
+    shapes = {
+        "softmax": {"x": (2, 4, 8, 64), "where": (2, 1, 8, 64)},
+        "norm": {"x": (2, 4, 8, 64), "scale": (64,)},
+    }
     arrays = make(shapes[op.name], "float32")
     cotangent = np.asarray(make({"x": (2, 4, 8, 64)}, "float32", 1)["x"])
     wanted = derived(op.call, arrays, {}, cotangent)
@@ -124,9 +154,14 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
 
     def run(arrays, cotangent):
         out, gradients = derived(op.call, arrays, options, cotangent)
-        if "scale" in gradients and where != "own, checked":  # there JAX itself adds up what is the same on devices
-            over = tuple(axis for axis in axes if axis not in jax.tree.leaves(tuple(specs["scale"])))
-            gradients["scale"] = jax.lax.psum(gradients["scale"], over) if over else gradients["scale"]
+        # There JAX itself adds up what is the same on devices.
+        if "scale" in gradients and where != "own, checked":
+            over = tuple(
+                axis for axis in axes if axis not in jax.tree.leaves(tuple(specs["scale"]))
+            )
+            gradients["scale"] = (
+                jax.lax.psum(gradients["scale"], over) if over else gradients["scale"]
+            )
         return out, gradients
 
     if axes:
@@ -134,16 +169,23 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
         inside = jax.tree.map(keep, specs)
         out = (inside["x"], {name: one for name, one in inside.items() if name != "where"})
         run = jax.shard_map(
-            run, in_specs=(inside, inside["x"]), out_specs=out, axis_names=axes, check_vma=where == "own, checked"
+            run,
+            in_specs=(inside, inside["x"]),
+            out_specs=out,
+            axis_names=axes,
+            check_vma=where == "own, checked",
         )
     with sl.use(RULES, mesh):
         if implementation != "reference" and names[-1]:
-            with pytest.raises(ValueError, match="the last dim is split over `model`. Here `reference` can"):
+            with pytest.raises(
+                ValueError, match="the last dim is split over `model`. Here `reference` can"
+            ):
                 jax.jit(run)(arrays, cotangent)
             return
         if implementation != "reference" and where == "own, checked":
             with pytest.raises(
-                ValueError, match=r"in a `shard_map\(..., check_vma=False\)`; here `float32.* over `data"
+                ValueError,
+                match=r"in a `shard_map\(..., check_vma=False\)`; here `float32.* over `data",
             ):
                 jax.jit(run)(arrays, cotangent)
             return
@@ -155,7 +197,10 @@ def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
 
 def cases(targets, *of):
     """Each of the cases of ops for each target."""
-    numbers = {op: range(sum(len(one[op]) for one in of[:-1]), sum(len(one[op]) for one in of)) for op in of[0]}
+    numbers = {
+        op: range(sum(len(one[op]) for one in of[:-1]), sum(len(one[op]) for one in of))
+        for op in of[0]
+    }
     return [
         pytest.param(*target.values, op, k, marks=target.marks, id=f"{target.values[0]}-{op}-{k}")
         for target in targets
@@ -164,7 +209,9 @@ def cases(targets, *of):
     ]
 
 
-@pytest.mark.parametrize(("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS))
+@pytest.mark.parametrize(
+    ("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS)
+)
 def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
     found = on_its_own(target, of_case, op, case)
     assert set(found.kinds) <= {"all-reduce"}, "gradients of what rows share, and nothing else"
@@ -198,13 +245,20 @@ def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
 
     plain = tokamax.layer_norm  # its own reference, as no GPU is there
     monkeypatch.setattr(
-        tokamax, "layer_norm", lambda *given, implementation, **how: plain(*given, implementation="xla", **how)
+        tokamax,
+        "layer_norm",
+        lambda *given, implementation, **how: plain(*given, implementation="xla", **how),
     )
     row = {"scale": (130,), **({"bias": (130,)} if centred else {})}
-    arrays = make({"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "of_h": (3, 5, 130), **row}, "float32")
+    arrays = make(
+        {"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "of_h": (3, 5, 130), **row},
+        "float32",
+    )
     x, residual, scale, bias = (arrays.get(name) for name in ("x", "residual", "scale", "bias"))
     options = {"epsilon": 0.1, "centred": centred}
-    found, wanted = (one.forward(x, residual, scale, bias, **options) for one in (_tokamax, _reference))
+    found, wanted = (
+        one.forward(x, residual, scale, bias, **options) for one in (_tokamax, _reference)
+    )
     near(found, wanted, 1e-6)
     given, biased = (wanted[1], scale, arrays["g"], arrays["of_h"]), bias is not None
     near(*(one.backward(*given, biased=biased, **options) for one in (_tokamax, _reference)), 1e-6)
@@ -220,7 +274,10 @@ X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
             lambda: kernels.softmax(X, implementation="tpu"),
             "`tpu` is a kernel for TPUs, and this is traced for cpu.*`reference` can",
         ),
-        (lambda: kernels.softmax(X, implementation="triton"), "there are `reference`, `tpu`, `gpu`, `tpu_simulated`"),
+        (
+            lambda: kernels.softmax(X, implementation="triton"),
+            "there are `reference`, `tpu`, `gpu`, `tpu_simulated`",
+        ),
         (lambda: kernels.softmax(X, implementation="reference_simulated"), "there are `reference`"),
         (
             lambda: kernels.softmax(X.astype("float16"), implementation="tpu_simulated"),
@@ -234,22 +291,37 @@ X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
             lambda: kernels.rms_norm(X, implementation="tokamax_simulated"),
             "there are .* `tokamax`, `tpu_simulated`, `gpu_sim",
         ),
-        (lambda: kernels.softmax(jnp.zeros((1, 100_000)), implementation="tpu_simulated"), "a row may be of 45875"),
+        (
+            lambda: kernels.softmax(jnp.zeros((1, 100_000)), implementation="tpu_simulated"),
+            "a row may be of 45875",
+        ),
         (lambda: kernels.softmax(X.astype(int)), "int32.8, 128.: give it floats"),
         (lambda: kernels.softmax(X, causal=True), "8 queries and 128 keys"),
         (lambda: kernels.softmax(X, scale=jnp.ones(())), "a Python number"),
         (lambda: kernels.softmax(X, where=X), "bools, true where"),
         (lambda: kernels.softmax(X, where=X[0, :5] > 0), "does not broadcast"),
         (lambda: kernels.softmax(X, names=("batch", None)), "outside any rules"),
-        (lambda: kernels.rms_norm(X, X), "`scale` is float32.8, 128.; it has a float for each of the 128"),
+        (
+            lambda: kernels.rms_norm(X, X),
+            "`scale` is float32.8, 128.; it has a float for each of the 128",
+        ),
         (
             lambda: kernels.rms_norm(X, residual=X.astype("bfloat16")),
             "`residual` is bfloat16.8, 128. and `x` is float32",
         ),
         (lambda: kernels.layer_norm(X, epsilon=-1), "finite and at least 0"),
-        (lambda: kernels.linear_cross_entropy(X, X[:, :5], T), "`kernel` float32.8, 5.; they are floats"),
-        (lambda: kernels.linear_cross_entropy(X, X, T[:3]), "an integer for each of the rows .8. of `x`"),
-        (lambda: kernels.linear_cross_entropy(X, X, T, vocab=9), "kernel's rows, of which there are 8"),
+        (
+            lambda: kernels.linear_cross_entropy(X, X[:, :5], T),
+            "`kernel` float32.8, 5.; they are floats",
+        ),
+        (
+            lambda: kernels.linear_cross_entropy(X, X, T[:3]),
+            "an integer for each of the rows .8. of `x`",
+        ),
+        (
+            lambda: kernels.linear_cross_entropy(X, X, T, vocab=9),
+            "kernel's rows, of which there are 8",
+        ),
         (lambda: kernels.linear_cross_entropy(X, X, T, smoothing=1.0), "at least 0 and below 1"),
         (lambda: kernels.linear_cross_entropy(X, X, T, cap=0.0), "above 0, or None"),
         (lambda: kernels.linear_cross_entropy(X, X, T, ignored=3), "is a token of the 8"),
@@ -277,15 +349,33 @@ def test_names_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match="XLA cannot take a kernel apart. Name the dims"):
             jax.jit(functools.partial(kernels.softmax, implementation="tpu_simulated"))(X)
     rules = RULES | sl.AxisRules(width=["model", None])
-    with sl.use(rules, sl.make_mesh("data=2,model=4")), pytest.raises(ValueError, match="Give the rule one candidate"):
-        jax.shard_map(lambda x: kernels.softmax(x, names=("batch", "width")), in_specs=P(), out_specs=P())(X)
+    with (
+        sl.use(rules, sl.make_mesh("data=2,model=4")),
+        pytest.raises(ValueError, match="Give the rule one candidate"),
+    ):
+        jax.shard_map(
+            lambda x: kernels.softmax(x, names=("batch", "width")), in_specs=P(), out_specs=P()
+        )(X)
 
 
-@pytest.mark.parametrize("changes", [{"kernels": "fastest", "fused_loss": True}, {"kernels": "tpu_simulated"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"kernels": "fastest", "fused_loss": True}, {"kernels": "tpu_simulated"}], ids=str
+)
 def test_a_step_takes_them_by_configuration(changes):
     def after(**changes):
-        config = gpt.tiny(width=16, heads=4, vocab=30, vocab_multiple=8, context=8, layers=2, norm="rms", **changes)
-        strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0))
+        config = gpt.tiny(
+            width=16,
+            heads=4,
+            vocab=30,
+            vocab_multiple=8,
+            context=8,
+            layers=2,
+            norm="rms",
+            **changes,
+        )
+        strategy = sl.Strategy(
+            mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(3, small=0)
+        )
         state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
         tokens = np.random.default_rng(0).integers(0, 30, (4, 9))
         state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
@@ -298,8 +388,12 @@ def test_a_step_takes_them_by_configuration(changes):
 @pytest.mark.gpu
 def test_a_gpu_takes_a_step_with_all_of_them():
     def after(**changes):
-        config = gpt.tiny(width=128, head_dim=64, heads=2, vocab=300, norm="rms", dtype=jnp.bfloat16, **changes)
-        strategy = sl.Strategy(mesh=sl.make_mesh("data=1", devices=jax.devices()[:1]), rules=sl.rules.data)
+        config = gpt.tiny(
+            width=128, head_dim=64, heads=2, vocab=300, norm="rms", dtype=jnp.bfloat16, **changes
+        )
+        strategy = sl.Strategy(
+            mesh=sl.make_mesh("data=1", devices=jax.devices()[:1]), rules=sl.rules.data
+        )
         state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
         tokens = np.random.default_rng(0).integers(0, 300, (4, 65))
         state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
@@ -317,7 +411,8 @@ def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
     with sl.use(RULES, sl.make_mesh("data=8,model=1")):
         said = kernels.explain(model, X)
     assert [(call.op, call.runs, call.task) for call in said.calls] == [
-        ("softmax", "reference", "x: float32[1, 128]"), ("rms_norm", "reference", "x: float32[8, 128]")
+        ("softmax", "reference", "x: float32[1, 128]"), ("rms_norm", "reference",
+        "x: float32[8, 128]")
     ]  # fmt: skip
     assert "is a kernel for TPUs, and this is traced for cpu" in str(said)
     assert str(kernels.explain(jnp.sin, X)) == "No op of `shardlib.kernels` was called."
@@ -338,13 +433,19 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
             {("tpu", 512): 1.0, ("reference", 512): 2.0},
         )
         times |= {("tpu", 8192): 4.0, ("reference", 8192): 3.0}
-        table = [{**line, "implementation": name, "row": row, "time": time} for (name, row), time in times.items()]
+        table = [
+            {**line, "implementation": name, "row": row, "time": time}
+            for (name, row), time in times.items()
+        ]
         monkeypatch.setattr(_choice, "measurements", lambda: tuple(table))
         assert kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0].runs == "tpu"
         long = jax.ShapeDtypeStruct((8, 4096), "float32")
         said = kernels.explain(kernels.softmax, long, names=("batch", None)).calls[0]
         assert said.runs == "reference" and dict(said.others)["tpu"] == "can; measured slower here"
-        assert kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs == "reference"
+        assert (
+            kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs
+            == "reference"
+        )
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
 
 
@@ -354,7 +455,8 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(_norm, "device_here", lambda: _choice.Device("gpu", "NVIDIA H200"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r'not installed: `pip install "shardlib\[tokamax\]"`. Here `reference` and `gpu` can'
+        ValueError,
+        match=r'not installed: `pip install "shardlib\[tokamax\]"`. Here `reference` and `gpu` can',
     ):
         kernels.layer_norm(X, implementation="tokamax")
 
@@ -368,11 +470,14 @@ def test_a_race_in_a_kernel_would_be_found(capsys):
 
     run = pl.pallas_call(
         reads_before_it_is_there, out_shape=X, in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA], interpret=interpreted(True, X),
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+        interpret=interpreted(True, X),
     )  # fmt: skip
     try:
         jax.block_until_ready(run(X))
-    except jax.errors.JaxRuntimeError as error:  # from JAX 0.12; before, it is printed, which the fixture reads
+    except (
+        jax.errors.JaxRuntimeError
+    ) as error:  # from JAX 0.12; before, it is printed, which the fixture reads
         assert "RACE DETECTED" in str(error)
     else:
         assert "RACE DETECTED" in capsys.readouterr().out

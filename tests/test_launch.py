@@ -1,4 +1,6 @@
-"""`python -m shardlib.launch`: what it forwards, whom it names, how it ends. The scripts of the first tests know no JAX."""
+"""`python -m shardlib.launch`: what it forwards, whom it names, how it ends. The scripts of the
+first tests know no JAX.
+"""
 
 import argparse
 import os
@@ -86,9 +88,13 @@ except ValueError as error:
     code, shown = run(capsys, "-n", "2", "--", *script(tmp_path, text))
     assert code == 1
     said = shown.err[shown.err.index("shardlib.launch:") :]
-    assert said.startswith("shardlib.launch: process 1 died with exit code 1:\n    Traceback (most recent call last):")
+    assert said.startswith(
+        "shardlib.launch: process 1 died with exit code 1:\n    Traceback (most recent call last):"
+    )
     assert "int('seven')" in said or 'int("seven")' in said
-    assert "direct cause of the following" in said and said.endswith("RuntimeError: no number\n    of that name\n")
+    assert "direct cause of the following" in said and said.endswith(
+        "RuntimeError: no number\n    of that name\n"
+    )
     assert "a line of the past" not in said
 
 
@@ -111,10 +117,12 @@ while True:
 
 
 HEARTBEAT_OF_0 = (
-    "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.CoordinationService/Heartbeat"
+    "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: "
+    "/xla.coordination.CoordinationService/Heartbeat"
 )
 FATAL = (
-    "F1 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most likely"
+    "F1 client.h:80] Terminating process because the JAX distributed service detected fatal "
+    "errors. This most likely"
 )
 SAYING = f"""
 def silent(*tasks):
@@ -136,14 +144,18 @@ open(sys.argv[1] + me, "w").close()
 @pytest.mark.parametrize(
     "text, named, ended_because",
     [
-        # A worker is stopped, and the first process, which is told to by the coordination service, aborts.
-        ("if me == '1': os.kill(os.getpid(), signal.SIGSTOP)\nif me == '0': silent(1); abort('1')", {"1": True}, "0"),
+        # A worker is stopped, and the first process, which is told to by the coordination service,
+        # aborts.
+        ("if me == '1': os.kill(os.getpid(), signal.SIGSTOP)\nif me == '0': silent(1); "
+         "abort('1')", {"1": True}, "0"),
         # It goes on again, or was cut off from the network.
         ("if me == '0': silent(1); abort('1')", {"1": False}, "0"),
         ("if me == '0': silent(1, 2); abort('1', '2')", {"1": False, "2": False}, "0"),
         ("if me == '0': silent('/job:jax_worker/replica:0/task:2'); abort('2')", {"2": False}, "0"),
-        # The first process is silent, which nobody is left to say of but the others, by the call that failed.
-        (f"if me == '1': print({HEARTBEAT_OF_0!r}, file=sys.stderr); abort('0')", {"0": False}, "1"),
+        # The first process is silent, which nobody is left to say of but the others, by the call
+        # that failed.
+        (f"if me == '1': print({HEARTBEAT_OF_0!r}, file=sys.stderr); "
+         "abort('0')", {"0": False}, "1"),
         (
             f"if me == '0': os.kill(os.getpid(), signal.SIGSTOP)\n"
             f"if me == '2': print({HEARTBEAT_OF_0!r}, file=sys.stderr); abort('0')",
@@ -151,7 +163,8 @@ open(sys.argv[1] + me, "w").close()
             "2",
         ),
         # Who ended first cannot say who was silent, and another can.
-        ("if me == '0': silent(1); open(sys.argv[1] + 'said', 'w').close()\nif me == '2': abort('1', 'said')", {"1": False}, "2"),
+        ("if me == '0': silent(1); open(sys.argv[1] + 'said', 'w').close()\nif me == '2': "
+         "abort('1', 'said')", {"1": False}, "2"),
     ],
 )  # fmt: skip
 def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
@@ -169,9 +182,16 @@ def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
             if stopped and sys.platform == "linux"
             else ""
         )
-        expected.append(f"process {process} sent no heartbeats{state}. It said last:\n    last words of {process}\n")
-    assert said.startswith("".join(expected) + f"Process {ended_because} was killed by SIGABRT because of that")
-    assert "`sl.initialize_distributed(heartbeat_timeout=...)` or `SHARDLIB_HEARTBEAT_TIMEOUT`" in said
+        expected.append(
+            f"process {process} sent no heartbeats{state}. It said last:\n    last "
+            f"words of {process}\n"
+        )
+    assert said.startswith(
+        "".join(expected) + f"Process {ended_because} was killed by SIGABRT because of that"
+    )
+    assert (
+        "`sl.initialize_distributed(heartbeat_timeout=...)` or `SHARDLIB_HEARTBEAT_TIMEOUT`" in said
+    )
 
 
 def test_who_died_is_named_though_another_was_stopped(tmp_path, capsys, monkeypatch):
@@ -185,17 +205,22 @@ if me == "1":
     raise KeyError("the batch")
 time.sleep(1000)
 """
-    code, shown = run(capsys, "-n", "3", "--", *script(tmp_path, SAYING + text), str(tmp_path / "said by "))
+    code, shown = run(
+        capsys, "-n", "3", "--", *script(tmp_path, SAYING + text), str(tmp_path / "said by ")
+    )
     assert code == 1
     said = shown.err[shown.err.index("shardlib.launch: ") :]
     assert said.startswith("shardlib.launch: process 1 died with exit code 1:\n    Traceback")
     if sys.platform == "linux":
         assert said.endswith(
-            "KeyError: 'the batch'\nProcess 0 was stopped at that time (state T: by SIGSTOP, Ctrl-Z or a debugger).\n"
+            "KeyError: 'the batch'\nProcess 0 was stopped at that time (state T: by SIGSTOP, "
+            "Ctrl-Z or a debugger).\n"
         )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="whether a process is stopped is read from /proc"
+)
 @pytest.mark.parametrize("stopped, how", [(0, "environment"), (1, "argument")])
 def test_of_processes_that_train_the_one_that_was_stopped_is_named(stopped, how, tmp_path):
     path = tmp_path / "train.py"
@@ -211,7 +236,8 @@ if jax.process_index() == {stopped}:
 time.sleep(90)  # longer than the tests wait, and shorter than the default would let it
 """)
     result = subprocess.run(
-        [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--", sys.executable, str(path)],
+        [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--",
+        sys.executable, str(path)],
         capture_output=True, text=True, timeout=80, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | ({"SHARDLIB_HEARTBEAT_TIMEOUT": "6"} if how == "environment" else {}),
     )  # fmt: skip
@@ -223,11 +249,19 @@ time.sleep(90)  # longer than the tests wait, and shorter than the default would
 
 def test_the_environment():
     arguments = argparse.Namespace(n=4, devices=2, gpus=None)
-    given = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8 --b", "JAX_PLATFORMS": "tpu", "HOME": "/home"}
+    given = {
+        "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8 --b",
+        "JAX_PLATFORMS": "tpu",
+        "HOME": "/home",
+    }
     made = launch.environment_of(3, arguments, "127.0.0.1:7", given)
     assert made["XLA_FLAGS"] == "--a=1 --b --xla_force_host_platform_device_count=2"
     assert made["JAX_PLATFORMS"] == "cpu" and made["HOME"] == "/home"
-    assert [made[f"SHARDLIB_{name}"] for name in ("COORDINATOR", "PROCESSES", "PROCESS")] == ["127.0.0.1:7", "4", "3"]
+    assert [made[f"SHARDLIB_{name}"] for name in ("COORDINATOR", "PROCESSES", "PROCESS")] == [
+        "127.0.0.1:7",
+        "4",
+        "3",
+    ]
     arguments = argparse.Namespace(n=4, devices=None, gpus=2)
     made = launch.environment_of(3, arguments, "127.0.0.1:7", given)
     assert made["JAX_LOCAL_DEVICE_IDS"] == "6,7" and made["JAX_PLATFORMS"] == "tpu"
@@ -255,16 +289,31 @@ def test_mistakes_have_a_way_out(argv, message, capsys):
 def test_two_processes_train_and_sigterm_to_the_launcher_stops_both_after_the_same_step(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
-    command = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "2", "--", sys.executable, str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "shardlib.launch",
+        "-n",
+        "2",
+        "--devices",
+        "2",
+        "--",
+        sys.executable,
+        str(path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as one:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as one:
         timer = threading.Timer(180, one.kill)
         timer.start()
         assert one.stdout is not None
         lines = []
         for line in one.stdout:
             lines.append(line.rstrip())
-            if lines.count("[0] training") + lines.count("[1] training") == 2 and line.endswith("training\n"):
+            if lines.count("[0] training") + lines.count("[1] training") == 2 and line.endswith(
+                "training\n"
+            ):
                 one.send_signal(signal.SIGTERM)
         code = one.wait()
         timer.cancel()
@@ -282,7 +331,9 @@ def test_shell_files_are_shell(path):
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.name)
 def test_job_files_start_the_example(path):
     job = yaml.safe_load(path.read_text())
-    ((name, spec),) = [(one["name"], one["template"]["spec"]) for one in job["spec"]["replicatedJobs"]]
+    ((name, spec),) = [
+        (one["name"], one["template"]["spec"]) for one in job["spec"]["replicatedJobs"]
+    ]
     (container,) = spec["template"]["spec"]["containers"]
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
     environment = {one["name"]: one.get("value") for one in container.get("env", [])}
@@ -299,7 +350,9 @@ def test_every_launch_file_runs_a_configuration_that_exists():
         assert (ROOT / "examples" / "configs" / f"{configuration}.py").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, which elsewhere has no such call")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel is asked, which elsewhere has no such call"
+)
 def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
     command = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(1000)\n")
     launcher = subprocess.Popen(

@@ -18,7 +18,10 @@ WIDTH = 8
 class Block(nnx.Module):
     def __init__(self, rngs, hidden=16, dropout=0.0, number=1):
         self.up = nnx.Linear(
-            WIDTH, hidden, kernel_init=sl.logical(nnx.initializers.lecun_normal(), "embed", "mlp"), rngs=rngs
+            WIDTH,
+            hidden,
+            kernel_init=sl.logical(nnx.initializers.lecun_normal(), "embed", "mlp"),
+            rngs=rngs,
         )
         self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(()))
@@ -44,7 +47,9 @@ def test_it_is_its_layers_one_after_the_other(dropout):
         expected = block(expected, 0.1)
     np.testing.assert_allclose(layers(X, 0.1), expected, rtol=1e-5, atol=1e-5)
     assert len(layers) == 4 and layers.stacked.up.kernel.out_sharding == ("layers", "embed", "mlp")
-    assert layers.stacked.scale.out_sharding == ("layers",) and layers.stacked.down.bias.out_sharding == (
+    assert layers.stacked.scale.out_sharding == (
+        "layers",
+    ) and layers.stacked.down.bias.out_sharding == (
         "layers",
         None,
     )
@@ -78,17 +83,25 @@ def stepped(make, strategy, steps=1):
     for _ in range(steps):
         state, _ = step(state, X)
     state = reordered(state, natural=True)
-    streams = [x for x in jax.tree.leaves(state.streams) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    streams = [
+        x
+        for x in jax.tree.leaves(state.streams)
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
     return jax.device_get((state.params["blocks"], streams))
 
 
 RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
-STAGES = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=sl.pipeline.OneFOneB(2, 4), remat="full")
+STAGES = sl.Strategy(
+    mesh="stage=2,data=2,model=2", rules=RULES, pipeline=sl.pipeline.OneFOneB(2, 4), remat="full"
+)
 ALONE = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4)
 
 
 def assert_alike(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
 
 
 def test_a_pipeline_of_a_list_of_layers_steps_as_the_list_does():
@@ -105,7 +118,9 @@ def test_layers_with_streams_of_their_own_draw_the_same_in_a_pipeline():
 class Laid(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(
-            jnp.ones((2, 2)), out_sharding=jax.sharding.PartitionSpec(None, "model"), eager_sharding=False
+            jnp.ones((2, 2)),
+            out_sharding=jax.sharding.PartitionSpec(None, "model"),
+            eager_sharding=False,
         )
 
 
@@ -114,7 +129,10 @@ def test_what_cannot_be_one_loop_is_refused():
     for layers, words in [
         ([], ["at least one"]),
         ([jnp.ones(2)], ["NNX modules", "ArrayImpl", "jax.lax.scan"]),
-        ([first, *blocks(1, hidden=4)], ["`down/kernel`", "float32[16, 8]", "float32[4, 8]", "layer 1"]),
+        (
+            [first, *blocks(1, hidden=4)],
+            ["`down/kernel`", "float32[16, 8]", "float32[4, 8]", "layer 1"],
+        ),
         ([first, nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))], ["missing", "take turns"]),
         ([first, *blocks(1, dropout=0.5)], ["layer 1 is of another kind", "settings"]),
         ([first, first], ["layers 0 and 1 share", "layers(x, shared)"]),

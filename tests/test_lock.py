@@ -44,7 +44,12 @@ ELSEWHERE = {
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("where", ["here", *ELSEWHERE])
 def test_a_number_that_no_process_has_says_something_on_the_same_machine_alone(lock, where):
-    holder = {**_lock._this_process(), "process": ended(), "nonce": "aa", **ELSEWHERE.get(where, {})}
+    holder = {
+        **_lock._this_process(),
+        "process": ended(),
+        "nonce": "aa",
+        **ELSEWHERE.get(where, {}),
+    }
     lock.write_text(_lock._sealed(holder))
     assert Other(lock).look(patience=60) == ("dead" if where == "here" else "unknown")
 
@@ -61,7 +66,12 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life(lock):
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
 def test_a_process_that_ended_and_was_not_asked_for_is_dead(lock):
     process = subprocess.Popen(["sleep", "60"])
-    holder = {**_lock._this_process(), "process": process.pid, "started": _lock._started(process.pid), "nonce": "aa"}
+    holder = {
+        **_lock._this_process(),
+        "process": process.pid,
+        "started": _lock._started(process.pid),
+        "nonce": "aa",
+    }
     lock.write_text(_lock._sealed(holder))
     assert Other(lock).look(patience=60) == "unknown"
     process.kill()
@@ -125,13 +135,19 @@ def test_who_lost_a_lock_is_told(lock, change):
             lock.unlink()
         elif change == "another's":
             lock.unlink()
-            lock.write_text(_lock._sealed({**_lock._this_process(), "process": 7, "host": "elsewhere", "nonce": "aa"}))
+            lock.write_text(
+                _lock._sealed(
+                    {**_lock._this_process(), "process": 7, "host": "elsewhere", "nonce": "aa"}
+                )
+            )
         elif change == "damaged":
             flip(lock, 20)
         else:
             lock.write_text("")
         said = {"gone": "it was taken away", "another's": "process 7 on elsewhere holds it now"}
-        with pytest.raises(TakenError, match=said.get(change, "does not say what this process wrote")):
+        with pytest.raises(
+            TakenError, match=said.get(change, "does not say what this process wrote")
+        ):
             claim.check()
         assert claim.seen_taken
     assert lock.exists() == (change != "gone"), "what is another's is not taken away"
@@ -177,7 +193,9 @@ def test_two_that_look_at_once_do_not_both_take_it(lock, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", late)
     assert not slow.take_away()
-    assert lock.read_text() == "another's" and [path.name for path in lock.parent.iterdir()] == [lock.name]
+    assert lock.read_text() == "another's" and [path.name for path in lock.parent.iterdir()] == [
+        lock.name
+    ]
 
 
 def test_a_full_disk_leaves_no_empty_lock(lock, monkeypatch):
@@ -232,12 +250,16 @@ def test_of_several_processes_all_end_when_the_folder_is_lost(tmp_path):
     launch = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--"]
     run = subprocess.run(
         [*launch, sys.executable, str(script), str(folder)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=240, check=False,
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=240,
+        check=False,
     )  # fmt: skip
     assert run.returncode == 1
     for process in (0, 1):
         assert f"[{process}] shardlib._lock.TakenError: " in run.stderr, run.stderr
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert max(record["step"] for record in records) <= 10
-    assert {path.name for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()} <= {"5", "10"}
+    assert {path.name for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()} <= {
+        "5",
+        "10",
+    }
     assert (folder / "occupied.json").read_text() == "another's"

@@ -1,7 +1,8 @@
-"""Lookups by index beside three and four axes: they run, equal one device, and compile for machines that are not there.
+"""Lookups by index beside three and four axes: they run, equal one device, and compile for machines
+that are not there.
 
-XLA's partitioner aborts the process on lookups in a manual region that leaves several axes automatic, so each of these
-tests ended its whole process before lookups were rewritten.
+XLA's partitioner aborts the process on lookups in a manual region that leaves several axes
+automatic, so each of these tests ended its whole process before lookups were rewritten.
 """
 
 import os
@@ -24,10 +25,16 @@ from shardlib._traffic import collectives
 
 VOCAB, EMBED, MLP, ROWS, SEQ = 32, 16, 32, 16, 4
 RANDOM = np.random.default_rng(0)
-NAMES = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "head": ("embed", "vocab"), "position": ("seq", "embed")}
+NAMES = {
+    "table": ("vocab", "embed"),
+    "up": ("embed", "mlp"),
+    "head": ("embed", "vocab"),
+    "position": ("seq", "embed"),
+}
 SIZES = {"vocab": VOCAB, "embed": EMBED, "mlp": MLP, "seq": SEQ}
 WEIGHTS = {
-    path: RANDOM.normal(size=[SIZES[name] for name in names]).astype(np.float32) for path, names in NAMES.items()
+    path: RANDOM.normal(size=[SIZES[name] for name in names]).astype(np.float32)
+    for path, names in NAMES.items()
 }
 IDS = RANDOM.integers(0, VOCAB, (ROWS, SEQ)).astype(np.int32)
 PRESETS = sl.rules.data | sl.rules.fsdp | sl.rules.tensor
@@ -91,7 +98,9 @@ def scatters(model, ids, key):
             model["table"].at[jnp.arange(3)].add(1.0)[ids],
             jnp.sort(y, -1) * jnp.arange(VOCAB),
             jax.lax.top_k(y, 2)[0],
-            jax.vmap(lambda number, row: jax.ops.segment_sum(row, number, num_segments=4))(ids % 4, y),
+            jax.vmap(lambda number, row: jax.ops.segment_sum(row, number, num_segments=4))(
+                ids % 4, y
+            ),
         )
     )
 
@@ -101,18 +110,26 @@ def within(model, ids, key):
 
     @jax.checkpoint
     def block(carry, number):
-        return jnp.tanh(carry + jnp.take(model["table"], number, axis=0)), jnp.take(model["table"], number, axis=0)
+        return jnp.tanh(carry + jnp.take(model["table"], number, axis=0)), jnp.take(
+            model["table"], number, axis=0
+        )
 
     start = jnp.zeros((ids.shape[0], EMBED))
     last, stacked = jax.lax.scan(block, start, ids.T)
-    branch = jax.lax.cond(model["table"][0, 0] > 0, lambda t: t[ids] * 2, lambda t: t[ids + 1], model["table"])
+    branch = jax.lax.cond(
+        model["table"][0, 0] > 0, lambda t: t[ids] * 2, lambda t: t[ids + 1], model["table"]
+    )
     return jnp.mean(last**2) + jnp.mean(stacked**2) + jnp.mean(branch**2)
 
 
 LOSSES = (language_model, gathers, scatters, within)
 SEVERAL = {
     "presets": (PRESETS, THREE, {}),
-    "sequence": (sl.rules.data | sl.rules.fsdp | sl.rules.tensor_sequence, THREE, {"zero": 1, "accumulate": 2}),
+    "sequence": (
+        sl.rules.data | sl.rules.fsdp | sl.rules.tensor_sequence,
+        THREE,
+        {"zero": 1, "accumulate": 2},
+    ),
     "vocab over fsdp": (
         PRESETS | sl.AxisRules(vocab="fsdp", embed="model", mlp=None, act_mlp=None),
         THREE,
@@ -124,13 +141,19 @@ SEVERAL = {
         "data=2,context=2,model=2",
         {"zero": 2},
     ),
-    "two axes of data": (PRESETS | sl.AxisRules(batch=("pod", "data", "fsdp")), "pod=2,data=1,fsdp=2,model=2", {}),
+    "two axes of data": (
+        PRESETS | sl.AxisRules(batch=("pod", "data", "fsdp")),
+        "pod=2,data=1,fsdp=2,model=2",
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_lookup_beside_three_axes_equals_one_device(loss):
-    testing.check_step(make, optax.adam(0.1), loss, IDS, PRESETS, meshes=[THREE], zero=sl.Zero(3, small=16))
+    testing.check_step(
+        make, optax.adam(0.1), loss, IDS, PRESETS, meshes=[THREE], zero=sl.Zero(3, small=16)
+    )
 
 
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
@@ -138,7 +161,16 @@ def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mes
     if "zero" in options:
         options = {**options, "zero": sl.Zero(options["zero"], small=16)}
     counts = [options.pop("accumulate", 1)]
-    testing.check_step(make, optax.sgd(0.1), language_model, IDS, rules, meshes=[mesh], accumulate=counts, **options)
+    testing.check_step(
+        make,
+        optax.sgd(0.1),
+        language_model,
+        IDS,
+        rules,
+        meshes=[mesh],
+        accumulate=counts,
+        **options,
+    )
 
 
 def test_an_evaluation_beside_three_axes_equals_one_device():
@@ -146,7 +178,9 @@ def test_an_evaluation_beside_three_axes_equals_one_device():
     state = sl.init(make, optax.sgd(0.1), strategy)
     found = sl.evaluation(language_model, strategy)(state, [IDS])["loss"]
     with sl.unsharded():
-        expected = language_model({path: jnp.asarray(leaf) for path, leaf in WEIGHTS.items()}, IDS, None)
+        expected = language_model(
+            {path: jnp.asarray(leaf) for path, leaf in WEIGHTS.items()}, IDS, None
+        )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -155,11 +189,15 @@ def test_gradients_of_rows_are_added_up_in_float32_beside_three_axes():
     same = np.zeros((64, 16), np.int32)
 
     def loss(model, ids, key):
-        return sl.weighted_mean(jnp.sum(jnp.take(model["table"], ids, axis=0).astype(jnp.float32)), 1)
+        return sl.weighted_mean(
+            jnp.sum(jnp.take(model["table"], ids, axis=0).astype(jnp.float32)), 1
+        )
 
     strategy = sl.Strategy(mesh=THREE, rules=PRESETS, precision="bf16")
     state = sl.init(
-        lambda: sl.annotate({"table": jnp.zeros((VOCAB, EMBED))}, {"table": NAMES["table"]}), optax.sgd(1.0), strategy
+        lambda: sl.annotate({"table": jnp.zeros((VOCAB, EMBED))}, {"table": NAMES["table"]}),
+        optax.sgd(1.0),
+        strategy,
     )
     after, _ = sl.train_step(loss, strategy)(state, same)
     np.testing.assert_array_equal(after.params["table"][0], np.full(EMBED, -same.size / 2))
@@ -208,7 +246,8 @@ def test_experts_beside_three_axes_equal_one_device():
     config = moe.tiny(layers=1, every=1, width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4)
     rules = PRESETS | sl.rules.experts | sl.AxisRules(batch=("data", "fsdp"))
     testing.check_step(
-        lambda: moe.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), moe.loss, TOKENS, rules, meshes=[THREE],
+        lambda: moe.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), moe.loss, TOKENS, rules,
+        meshes=[THREE],
         zero=sl.Zero(1, small=16), steps=1,
     )  # fmt: skip
 
@@ -222,7 +261,16 @@ FOUR = {
 def on_four_axes():
     """Run by a process of its own, which has sixteen devices."""
     for (mesh, rules), loss in zip(FOUR.items(), (gathers, language_model), strict=True):
-        testing.check_step(make, optax.sgd(0.1), loss, IDS, rules, meshes=[mesh], zero=sl.Zero(3, small=16), steps=1)
+        testing.check_step(
+            make,
+            optax.sgd(0.1),
+            loss,
+            IDS,
+            rules,
+            meshes=[mesh],
+            zero=sl.Zero(3, small=16),
+            steps=1,
+        )
     print("four axes are equal to one device")
 
 
@@ -230,7 +278,8 @@ def test_four_axes_equal_one_device():
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     ran = subprocess.run(
         [sys.executable, "-c", "import test_lookups; test_lookups.on_four_axes()"],
-        cwd=Path(__file__).parent, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True,
+        cwd=Path(__file__).parent, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True,
+        text=True,
     )  # fmt: skip
     assert "four axes are equal to one device" in ran.stdout, ran.stderr[-2000:]
 
@@ -246,13 +295,19 @@ TARGETS = [
 
 @pytest.mark.parametrize("machine, mesh, rules", TARGETS)
 def test_lookups_compile_for_every_machine_and_never_gather_the_vocabulary(machine, mesh, rules):
-    devices = sl.make_mesh(mesh, devices=devices_of(machine), dcn="pod" if machine == "h200:2x1x8" else "")
+    devices = sl.make_mesh(
+        mesh, devices=devices_of(machine), dcn="pod" if machine == "h200:2x1x8" else ""
+    )
     strategy = sl.Strategy(mesh=devices, rules=rules, zero=sl.Zero(1, small=16))
     state = sl.init(make, optax.adam(0.1), strategy, abstract=True)
     for loss in (language_model, scatters):
         step = sl.train_step(loss, strategy)
-        compiled = compile_for(devices, step.lower(state, jax.ShapeDtypeStruct((2 * devices.size, SEQ), jnp.int32)))
+        compiled = compile_for(
+            devices, step.lower(state, jax.ShapeDtypeStruct((2 * devices.size, SEQ), jnp.int32))
+        )
         if loss is language_model:
             # The vocabulary is split over `model`: no table and no logits are made whole along it.
-            gathers_of = [one.axes or () for one in collectives(compiled, devices) if one.kind == "all-gather"]
+            gathers_of = [
+                one.axes or () for one in collectives(compiled, devices) if one.kind == "all-gather"
+            ]
             assert gathers_of and not [axes for axes in gathers_of if "model" in axes]

@@ -1,4 +1,6 @@
-"""Meshes: what is read, what is refused, and where devices end up, on simulated devices and on absent TPUs."""
+"""Meshes: what is read, what is refused, and where devices end up, on simulated devices and on
+absent TPUs.
+"""
 
 import doctest
 import itertools
@@ -73,7 +75,11 @@ def test_parse_axes_refuses(text, parts):
         parse_axes(text)
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), st.integers(1, 10**6), max_size=5))
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), st.integers(1, 10**6), max_size=5
+    )
+)
 def test_parse_axes_reads_what_is_written(axes):
     text = ",".join(f"{name}={size}" for name, size in axes.items())
     assert list(parse_axes(text).items()) == list(axes.items())
@@ -109,13 +115,20 @@ def test_axes_are_automatic_unless_asked():
 def test_chosen_devices_in_their_order():
     devices = jax.devices()[4:6] + jax.devices()[:2]
     assert ids(make_mesh("data=2,model=2", devices=devices)).tolist() == [[4, 5], [0, 1]]
-    assert ids(make_mesh("data=-1", devices=np.array(devices).reshape(2, 2))).tolist() == [4, 5, 0, 1]
+    assert ids(make_mesh("data=-1", devices=np.array(devices).reshape(2, 2))).tolist() == [
+        4,
+        5,
+        0,
+        1,
+    ]
 
 
 @st.composite
 def hybrid_meshes(draw):
     """Sizes whose product is 8, and a factor of each that crosses the slow network."""
-    exponents = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(lambda e: sum(e) <= 3))
+    exponents = draw(
+        st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(lambda e: sum(e) <= 3)
+    )
     exponents[draw(st.integers(0, len(exponents) - 1))] += 3 - sum(exponents)
     sizes = {f"axis{k}": 2**e for k, e in enumerate(exponents)}
     return sizes, {f"axis{k}": 2 ** draw(st.integers(0, e)) for k, e in enumerate(exponents)}
@@ -130,7 +143,8 @@ def test_blocks_of_simulated_devices_stand_for_slices(case):
     per_slice = 8 // math.prod(outer.values())
     blocks = ids(mesh) // per_slice
     assert sorted(ids(mesh).flat) == list(range(8))
-    # The outer part of a device's place alone tells its block, the inner part its place there; both in axis order.
+    # The outer part of a device's place alone tells its block, the inner part its place there; both
+    # in axis order.
     inner = [size // factor for size, factor in zip(sizes.values(), outer.values(), strict=True)]
     for place in itertools.product(*map(range, mesh.devices.shape)):
         block, within = np.divmod(place, inner)
@@ -141,7 +155,12 @@ def test_blocks_of_simulated_devices_stand_for_slices(case):
 @pytest.mark.parametrize(
     ("shape", "dcn", "spelt", "expected"),
     [
-        ("pod=2,data=2,model=2", "pod", "pod=2,data=2,model=2", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (
+            "pod=2,data=2,model=2",
+            "pod",
+            "pod=2,data=2,model=2",
+            [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
+        ),
         ("data=-1,model=4", "data=2", "data=2,model=4", [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ("model=4,data=2", {"model": 2}, "model=4,data=2", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("a=4,b=2", "a=2,b", "a=4,b=2", [[0, 2], [1, 3], [4, 6], [5, 7]]),
@@ -161,11 +180,24 @@ def test_hybrid_order(shape, dcn, spelt, expected):
         (
             "data=4",
             {},
-            ["all of its devices", "`data=4` is 4 of 8", "-1", "`sl.make_mesh(..., devices=jax.devices()[:4])`"],
+            [
+                "all of its devices",
+                "`data=4` is 4 of 8",
+                "-1",
+                "`sl.make_mesh(..., devices=jax.devices()[:4])`",
+            ],
         ),
-        ("data=4,model=4", {}, ["too few devices", "`data=4,model=4`", "16", "8", "-1", "device_count=16"]),
+        (
+            "data=4,model=4",
+            {},
+            ["too few devices", "`data=4,model=4`", "16", "8", "-1", "device_count=16"],
+        ),
         ("data=-1,model=3", {}, ["`data=-1,model=3`", "take 3 devices", "does not divide the 8"]),
-        ("data=2,model=4", {"data": 2}, ["each axis once", "`data`", "both in the shape", "keyword"]),
+        (
+            "data=2,model=4",
+            {"data": 2},
+            ["each axis once", "`data`", "both in the shape", "keyword"],
+        ),
         ("data=-1", {"model": -1}, ["One axis", "`data=-1,model=-1`"]),
         ("data=2,model=4", {"dcn": "pod"}, ["`dcn`", "`data=2,model=4`", "no axis `pod`"]),
         ("data=2,model=4", {"dcn": "model=3"}, ["`dcn`", "divide", "`model=3` for `model=4`"]),
@@ -185,12 +217,20 @@ def test_make_mesh_refuses(shape, options, parts):
 
 
 def stand_ins(platform, processes, slices=None):
-    """Devices as `mesh_utils` sees them, one for each process named; without `slices` they do not know theirs."""
+    """Devices as `mesh_utils` sees them, one for each process named; without `slices` they do not
+    know theirs.
+    """
     kind = {"gpu": "NVIDIA H200", "cpu": "cpu"}[platform]
     devices = []
     for k, process in enumerate(processes):
         known = {} if slices is None else {"slice_index": slices[k]}
-        attributes = {"id": k, "platform": platform, "device_kind": kind, "process_index": process, **known}
+        attributes = {
+            "id": k,
+            "platform": platform,
+            "device_kind": kind,
+            "process_index": process,
+            **known,
+        }
         devices.append(type("StandIn", (), attributes)())
     return devices
 
@@ -202,7 +242,9 @@ CPUS_BY_PROCESS = stand_ins("cpu", processes=[0, 0, 1, 1])
 
 @pytest.mark.parametrize("devices", [GPUS_BY_SLICE, GPUS_BY_PROCESS, CPUS_BY_PROCESS])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
-@pytest.mark.parametrize(("shape", "dcn", "slow"), [("a=2,b=2", "a", ("a",)), ("a=2,b=2", "b", ("b",))])
+@pytest.mark.parametrize(
+    ("shape", "dcn", "slow"), [("a=2,b=2", "a", ("a",)), ("a=2,b=2", "b", ("b",))]
+)
 def test_slices_before_processes(devices, order, shape, dcn, slow):
     mesh = make_mesh(shape, dcn=dcn, devices=[devices[k] for k in order])
     assert slow_axes(mesh) == slow
@@ -305,14 +347,18 @@ def slices_of(mesh):
 )
 def test_only_dcn_axes_leave_the_slice(topology, shape, dcn, slow):
     mesh = make_mesh(shape, dcn=dcn, devices=devices_of(topology, num_slices=2))
-    assert mesh.devices.size == len(set(mesh.devices.flat)) == len(devices_of(topology, num_slices=2))
+    assert (
+        mesh.devices.size == len(set(mesh.devices.flat)) == len(devices_of(topology, num_slices=2))
+    )
     assert slow_axes(mesh) == tuple(slow)
     for axis, (name, size) in enumerate(mesh.shape.items()):
         lines = np.moveaxis(slices_of(mesh), axis, -1).reshape(-1, size)
         for line in lines:
             # Outer factor slow: a run of neighbours inside one slice, then the next slice.
             assert len(set(line)) == slow.get(name, 1)
-            assert len([k for k in range(1, size) if line[k] != line[k - 1]]) == slow.get(name, 1) - 1
+            assert (
+                len([k for k in range(1, size) if line[k] != line[k - 1]]) == slow.get(name, 1) - 1
+            )
 
 
 @pytest.mark.tpu_compiler
@@ -341,7 +387,9 @@ def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
     mesh = make_mesh(shape, devices=devices)
     plan = mesh_utils.create_device_mesh(mesh.devices.shape, devices)
     assert (mesh.devices == plan).all()
-    torus = np.array([device.coords for device in mesh.devices.flat]).reshape(*mesh.devices.shape, 3)
+    torus = np.array([device.coords for device in mesh.devices.flat]).reshape(
+        *mesh.devices.shape, 3
+    )
     for axis, size in enumerate(mesh.devices.shape):
         steps = np.diff(torus, axis=axis).reshape(-1, 3)
         assert (np.abs(steps).sum(axis=-1) == 1).all()
@@ -350,13 +398,18 @@ def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
-    ("topology", "shape"), [("v5e:4x4", "a=2,b=8"), ("v6e:16x16", "a=64,b=4"), ("v5p:4x4x4", "a=8,b=8")]
+    ("topology", "shape"),
+    [("v5e:4x4", "a=2,b=8"), ("v6e:16x16", "a=64,b=4"), ("v5p:4x4x4", "a=8,b=8")],
 )
 def test_axes_that_share_a_dimension_of_the_torus(topology, shape):
     mesh = make_mesh(shape, devices=devices_of(topology))
-    plan = mesh_utils.create_device_mesh(mesh.devices.shape, devices_of(topology), allow_split_physical_axes=True)
+    plan = mesh_utils.create_device_mesh(
+        mesh.devices.shape, devices_of(topology), allow_split_physical_axes=True
+    )
     assert (mesh.devices == plan).all()
-    with refuses(f"`{shape}`", "share a dimension of the torus", "`allow_split_physical_axes=True`"):
+    with refuses(
+        f"`{shape}`", "share a dimension of the torus", "`allow_split_physical_axes=True`"
+    ):
         make_mesh(shape, devices=devices_of(topology), allow_split_physical_axes=False)
 
 
@@ -374,7 +427,9 @@ def test_sizes_that_some_versions_of_jax_cannot_split(shape):
 
 @pytest.mark.tpu_compiler
 def test_devices_that_are_no_torus_are_refused():
-    with refuses("`data=32`", "32 TPU v4 devices", "one device per chip", '`chip_config_name="megacore"`'):
+    with refuses(
+        "`data=32`", "32 TPU v4 devices", "one device per chip", '`chip_config_name="megacore"`'
+    ):
         make_mesh("data=-1", devices=devices_of("v4:2x2x4"))
     with refuses("`data=6`", "fill a box of the torus"):
         make_mesh("data=6", devices=devices_of("v5e:4x4")[:6])
@@ -388,10 +443,14 @@ def test_description_of_tpus():
     assert "x×16 y×2" in large
     assert "…" in large
     assert "│" not in large
-    hybrid = describe_mesh(make_mesh("data=4,model=2", dcn="data=2", devices=devices_of("v5e:2x2", num_slices=2)))
+    hybrid = describe_mesh(
+        make_mesh("data=4,model=2", dcn="data=2", devices=devices_of("v5e:2x2", num_slices=2))
+    )
     assert "in 2 slices" in hybrid
     assert "slow ×2, fast ×2  x×2 y×2" in hybrid
-    four = make_mesh("data=4,model=4", dcn="data=2,model=2", devices=devices_of("v5e:2x2", num_slices=4))
+    four = make_mesh(
+        "data=4,model=4", dcn="data=2,model=2", devices=devices_of("v5e:2x2", num_slices=4)
+    )
     assert slices_of(four)[::2, ::2].tolist() == [[0, 1], [2, 3]]
     assert slow_axes(four) == ("data", "model")
     assert describe_mesh(four).count("╬") == 1

@@ -27,7 +27,9 @@ def test_what_is_elementwise_is_read_once_and_written_once():
 
 def test_a_loop_counts_as_often_as_it_runs():
     def of(steps):
-        return moved(lambda x: jax.lax.fori_loop(0, steps, lambda _, x: jnp.sin(x), x), FLOATS).total
+        return moved(
+            lambda x: jax.lax.fori_loop(0, steps, lambda _, x: jnp.sin(x), x), FLOATS
+        ).total
 
     assert of(6) - of(4) == pytest.approx(2 * 2 * BYTES, rel=1e-4)  # and its counter
 

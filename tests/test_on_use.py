@@ -1,4 +1,6 @@
-"""Weights in the form they are stored in, whole where they are used, whatever a loss does with them."""
+"""Weights in the form they are stored in, whole where they are used, whatever a loss does with
+them.
+"""
 
 from functools import cache, partial
 
@@ -32,7 +34,9 @@ def dense(x, w):
 
 def by_rows(x, m, rng):
     """Of which each row chooses its weight: devices differ."""
-    return lax.map(lambda row: lax.cond(row[0] > 0, lambda: dense(row, m["a"]), lambda: dense(row, m["b"])), x)
+    return lax.map(
+        lambda row: lax.cond(row[0] > 0, lambda: dense(row, m["a"]), lambda: dense(row, m["b"])), x
+    )
 
 
 @jax.custom_vjp
@@ -84,18 +88,22 @@ def in_two_loops_converted(x, m, rng):
 
 def marked_of_a_converted_stack(x, m, rng):
     block = sl.zero3_layer(lambda x, w: dense(x, w.real))
-    return lax.scan(lambda x, w: (block(x, w) + x @ w.real.T, None), x, m["stack"].astype(jnp.complex64))[0]
+    return lax.scan(
+        lambda x, w: (block(x, w) + x @ w.real.T, None), x, m["stack"].astype(jnp.complex64)
+    )[0]
 
 
 def picked_and_kept(x, m, rng):
-    layer, one = jax.jit(lambda w: (lambda first: (lax.squeeze(first, (0,)), first))(lax.slice_in_dim(w, 0, 1)))(
-        m["stack"]
-    )
+    layer, one = jax.jit(
+        lambda w: (lambda first: (lax.squeeze(first, (0,)), first))(lax.slice_in_dim(w, 0, 1))
+    )(m["stack"])
     return dense(dense(x, layer), one[0])
 
 
 USES = {
-    "in a marked layer": lambda x, m, rng: sl.zero3_layer(lambda x, w, n: dense(x, w) / n)(x, m["a"], 2),
+    "in a marked layer": lambda x, m, rng: sl.zero3_layer(lambda x, w, n: dense(x, w) / n)(
+        x, m["a"], 2
+    ),
     "in a jit": lambda x, m, rng: jax.jit(dense)(x, m["a"]),
     "in a checkpoint": lambda x, m, rng: jax.checkpoint(dense)(x, m["a"]),
     "in a scan in a checkpoint": kept,
@@ -104,29 +112,48 @@ USES = {
     ),
     "in either branch by row": by_rows,
     "in a loop of unknown length": spectral,
-    "in every iteration": lambda x, m, rng: lax.scan(lambda x, _: (dense(x, m["a"]), None), x, None, length=3)[0],
-    "as what a loop carries": lambda x, m, rng: dense(x, lax.fori_loop(0, 2, lambda _, w: w @ m["b"], m["a"])),
-    "by number": lambda x, m, rng: dense(dense(dense(x, m["stack"][0]), m["stack"][2]), m["stack"][-1]),
-    "by a number that is computed": lambda x, m, rng: lax.fori_loop(0, 3, lambda i, x: dense(x, m["stack"][i]), x),
-    "in a slice": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"][1:])[0],
-    "backwards": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"], reverse=True)[0],
+    "in every iteration": lambda x, m, rng: lax.scan(
+        lambda x, _: (dense(x, m["a"]), None), x, None, length=3
+    )[0],
+    "as what a loop carries": lambda x, m, rng: dense(
+        x, lax.fori_loop(0, 2, lambda _, w: w @ m["b"], m["a"])
+    ),
+    "by number": lambda x, m, rng: dense(
+        dense(dense(x, m["stack"][0]), m["stack"][2]), m["stack"][-1]
+    ),
+    "by a number that is computed": lambda x, m, rng: lax.fori_loop(
+        0, 3, lambda i, x: dense(x, m["stack"][i]), x
+    ),
+    "in a slice": lambda x, m, rng: lax.scan(lambda x, w: (dense(x, w), None), x, m["stack"][1:])[
+        0
+    ],
+    "backwards": lambda x, m, rng: lax.scan(
+        lambda x, w: (dense(x, w), None), x, m["stack"], reverse=True
+    )[0],
     "stacked side by side": lambda x, m, rng: jnp.sum(jax.vmap(dense, (None, 0))(x, m["stack"]), 0),
     "in two loops": in_two_loops,
     "in two loops, converted": in_two_loops_converted,
     "in a marked layer of a converted stack": marked_of_a_converted_stack,
     "by number, and as it was picked": picked_and_kept,
     "with a derivative of its own": lambda x, m, rng: straight_through(x, m["a"]),
-    "transposed, twice": lambda x, m, rng: dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16],
+    "transposed, twice": lambda x, m, rng: (
+        dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16]
+    ),
     "layer by layer": of_layers,
     "beside randomness": drawn,
-    "as a derivative": lambda x, m, rng: jax.grad(lambda x: jnp.sum(dense(dense(x, m["a"]), m["b"])))(x),
+    "as a derivative": lambda x, m, rng: jax.grad(
+        lambda x: jnp.sum(dense(dense(x, m["a"]), m["b"]))
+    )(x),
 }
 
 
 def fit_uses(model, x, rng):
     assert all(m["a"].shape == (16, 16) for m in model.values())
     errors = {use: jnp.mean((USES[use](x, m, rng) - x) ** 2) for use, m in model.items()}
-    return sum(errors.values()), {**errors, "itself": jnp.mean(jnp.stack([m["a"][0, 0] for m in model.values()]))}
+    return sum(errors.values()), {
+        **errors,
+        "itself": jnp.mean(jnp.stack([m["a"][0, 0] for m in model.values()])),
+    }
 
 
 ALONE = sl.Zero(0), 1, False, sl.make_mesh("data=1", devices=jax.devices()[:1])
@@ -136,7 +163,9 @@ ALONE = sl.Zero(0), 1, False, sl.make_mesh("data=1", devices=jax.devices()[:1])
 def gradients(zero, accumulate, overlap, mesh="data=8"):
     """The gradients of all uses at once, each of weights of its own, and the metrics."""
     exchange = sl.Exact(overlap=overlap)
-    strategy = sl.Strategy(mesh=mesh, rules=DATA, zero=zero, accumulate=accumulate, exchange=exchange)
+    strategy = sl.Strategy(
+        mesh=mesh, rules=DATA, zero=zero, accumulate=accumulate, exchange=exchange
+    )
     state = sl.init(lambda: {use: weights() for use in USES}, optax.trace(0.0), strategy)
     state, metrics = sl.train_step(fit_uses, strategy)(state, X)
     return state.opt_state.trace, metrics
@@ -155,7 +184,8 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
         (sl.Zero(3, small=0, layers=r".*layers/\d+"), 1, False),
     ],
     ids=[
-        "sums", "overlapped", "overlapped sums", "stage 2", "stage 2 sums", "stage 3", "stage 3 sums", "layers by path",
+        "sums", "overlapped", "overlapped sums", "stage 2", "stage 2 "
+                                                            "sums", "stage 3", "stage 3 sums", "layers by path",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use", USES)
@@ -164,7 +194,9 @@ def test_weights_are_whole_where_they_are_used(use, zero, accumulate, overlap):
     for name in (use, "itself"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(theirs[use]))
-    for (path, mine), (_, alone) in zip(named_leaves(ours[use]), named_leaves(theirs[use]), strict=True):
+    for (path, mine), (_, alone) in zip(
+        named_leaves(ours[use]), named_leaves(theirs[use]), strict=True
+    ):
         assert mine.sharding.is_fully_replicated == (zero.stage == 0)
         scale = max(np.abs(alone).max(), 1e-2 * largest)  # as `check_step` has it
         np.testing.assert_allclose(mine, alone, rtol=0, atol=1e-5 * scale, err_msg=path)
@@ -178,8 +210,13 @@ def test_state_made_of_a_weight_and_complex_weights_are_as_on_one_device(stage):
         model["average"] = 0.9 * model["average"] + 0.1 * w
         return jnp.mean(jnp.abs(x @ w - 1) ** 2)
 
-    make = lambda: {"params": {"w": normal(0, 16, 16) * (1 + 1j)}, "average": jnp.zeros((16, 16), jnp.complex64)}
-    testing.check_step(make, optax.sgd(0.1), loss, X, DATA, meshes=["data=8"], zero=sl.Zero(stage, small=0))
+    make = lambda: {
+        "params": {"w": normal(0, 16, 16) * (1 + 1j)},
+        "average": jnp.zeros((16, 16), jnp.complex64),
+    }
+    testing.check_step(
+        make, optax.sgd(0.1), loss, X, DATA, meshes=["data=8"], zero=sl.Zero(stage, small=0)
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -214,11 +251,18 @@ def lowered(make, loss, zero, width):
 
 def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
     depth, width = 8, 256
-    make = lambda: sl.annotate({"w": jnp.zeros((depth, width, width))}, {"w": ("layers", "embed", "mlp")})
-    loss = lambda model, x, rng: jnp.mean(lax.scan(lambda x, w: (dense(x, w), None), x, model["w"])[0])
+    make = lambda: sl.annotate(
+        {"w": jnp.zeros((depth, width, width))}, {"w": ("layers", "embed", "mlp")}
+    )
+    loss = lambda model, x, rng: jnp.mean(
+        lax.scan(lambda x, w: (dense(x, w), None), x, model["w"])[0]
+    )
     layer = width * width * 4
     stage_2, stage_3 = (
-        lowered(make, loss, sl.Zero(stage, small=0), width).compile().memory_analysis().temp_size_in_bytes
+        lowered(make, loss, sl.Zero(stage, small=0), width)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
         for stage in (2, 3)
     )
     assert stage_2 > depth * layer

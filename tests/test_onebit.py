@@ -1,4 +1,6 @@
-"""1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while, wherever it lies."""
+"""1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while,
+wherever it lies.
+"""
 
 import functools
 
@@ -17,7 +19,12 @@ from shardlib.train._errors import saved
 from shardlib.train._exchange import _sketch
 
 RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", rows=None)
-NAMES = {"table": ("rows", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed"), "bias": (None,)}
+NAMES = {
+    "table": ("rows", "embed"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "bias": (None,),
+}
 B1, B2 = 0.9, 0.99
 
 
@@ -25,7 +32,11 @@ def make():
     shapes = {"table": (12, 8), "up": (8, 16), "down": (16, 8), "bias": (5,)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return sl.annotate(
-        {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}, NAMES
+        {
+            name: jax.random.normal(key, shape)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        },
+        NAMES,
     )
 
 
@@ -63,7 +74,9 @@ def run(optimizer, steps, strategy, state=None, first=0):
 @functools.cache
 def two_steps_of_adam(clip):
     alone = sl.make_mesh("pod=1,data=1,model=1", devices=jax.devices()[:1])
-    state, _ = run(optax.adam(1e-2, b1=B1, b2=B2), 2, sl.Strategy(mesh=alone, rules=RULES, clip=clip))
+    state, _ = run(
+        optax.adam(1e-2, b1=B1, b2=B2), 2, sl.Strategy(mesh=alone, rules=RULES, clip=clip)
+    )
     return jax.device_get(state.params)
 
 
@@ -75,9 +88,15 @@ STRATEGIES = {
     "every device a worker": dict(mesh="pod=1,data=8,model=1", exchange=OneBit("data")),
     "pods": dict(mesh=PODS, exchange=OneBit("pod")),
     "pods, stage 1": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(1, small=0)),
-    "pods, stage 2, accumulated": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(2, small=0), accumulate=2),
+    "pods, stage 2, accumulated": dict(
+        mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(2, small=0), accumulate=2
+    ),
     "both axes, clipped": dict(mesh=PODS, exchange=OneBit(("pod", "data"), scale="rms"), clip=0.5),
-    "integers": dict(mesh=PODS, exchange=Quantised("pod", bits=4, block=8, feedback=True), zero=sl.Zero(3, small=0)),
+    "integers": dict(
+        mesh=PODS,
+        exchange=Quantised("pod", bits=4, block=8, feedback=True),
+        zero=sl.Zero(3, small=0),
+    ),
     "one pod": dict(mesh="pod=1,data=4,model=2", exchange=OneBit("pod")),
 }
 
@@ -98,7 +117,11 @@ def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
         norm = float(optax.tree.norm(gradient))
         state, told = step(state, batch(seed))
         assert bool(told["compressed"]) and told["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        clip = 1.0 if strategy.clip is None else strategy.clip / max(strategy.clip, float(told["grad_norm"]))
+        clip = (
+            1.0
+            if strategy.clip is None
+            else strategy.clip / max(strategy.clip, float(told["grad_norm"]))
+        )
         after = jax.device_get((state.params, state.opt_state))
         chex.assert_trees_all_equal(after[1].nu, frozen)
         for path, sent in after[1].mu.items():
@@ -106,20 +129,30 @@ def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
             wanted[frozen[path] == 0] = 0
             found = sent + owed(state)[path]
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
-            # And it moves by the momentum that was sent, over the root of the variance that was frozen.
+            # And it moves by the momentum that was sent, over the root of the variance that was
+            # frozen.
             scale = np.sqrt(frozen[path] / (1 - B2**2)) + 1e-8
             moved = -1e-2 * sent / (1 - B1 ** (seed + 1)) / scale
-            np.testing.assert_allclose(after[0][path] - before[0][path], moved, rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(state.params["table"][9:], expected["table"][9:])  # rows that are never used
+            np.testing.assert_allclose(
+                after[0][path] - before[0][path], moved, rtol=1e-4, atol=1e-6
+            )
+    # Rows that are never used.
+    np.testing.assert_array_equal(state.params["table"][9:], expected["table"][9:])
     if name == "one pod":  # there is nobody to send to, and nothing is left over
         assert all(not np.any(x) for x in owed(state).values())
     elif isinstance(strategy.exchange, OneBit):
         # One bit: on each of eight devices a part with one scale, on both sides of zero.
-        assert np.unique(np.abs(np.asarray(state.opt_state.mu["up"]))).size <= 8 < state.opt_state.mu["up"].size
+        assert (
+            np.unique(np.abs(np.asarray(state.opt_state.mu["up"]))).size
+            <= 8
+            < state.opt_state.mu["up"].size
+        )
 
 
 def test_what_is_summed_exactly_stays_adams():
-    strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*")))
+    strategy = sl.Strategy(
+        rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*"))
+    )
     state, _ = run(adam(1), 1, strategy)
     assert set(state.errors) == {"down", "bias"}
     before = jax.device_get((state.params, state.opt_state))
@@ -128,10 +161,16 @@ def test_what_is_summed_exactly_stays_adams():
     assert told[0]["compressed"]
     for path in ("table", "up"):
         np.testing.assert_allclose(
-            state.opt_state.mu[path], B1 * before[1].mu[path] + (1 - B1) * gradient[path], rtol=1e-4, atol=1e-6
+            state.opt_state.mu[path],
+            B1 * before[1].mu[path] + (1 - B1) * gradient[path],
+            rtol=1e-4,
+            atol=1e-6,
         )
         np.testing.assert_allclose(
-            state.opt_state.nu[path], B2 * before[1].nu[path] + (1 - B2) * gradient[path] ** 2, rtol=1e-4, atol=1e-7
+            state.opt_state.nu[path],
+            B2 * before[1].nu[path] + (1 - B2) * gradient[path] ** 2,
+            rtol=1e-4,
+            atol=1e-7,
         )
 
 
@@ -140,14 +179,17 @@ def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises(r
     rate = optax.linear_schedule(1e-3, 2e-3, rises) if rises else 1e-3
     optimizer, gradient = onebit_adam(rate, freeze="auto", b2=0.9), {"w": jnp.arange(1.0, 9)}
     update = jax.jit(
-        lambda state, scale: optimizer.update({"w": gradient["w"] * scale}, state, gradient, sent={"w": True})[1]
+        lambda state, scale: optimizer.update(
+            {"w": gradient["w"] * scale}, state, gradient, sent={"w": True}
+        )[1]
     )
     state = optimizer.init(gradient)
     for count in range(1, 90):
         state = update(state, 1.2 if count < 15 else 1.0)
         if optimizer.sends(state):
             break
-    # Compared every ten steps, with what it was ten steps before: 1.26, 1.09, 1.03, 1.01 of what it comes to.
+    # Compared every ten steps, with what it was ten steps before: 1.26, 1.09, 1.03, 1.01 of what it
+    # comes to.
     assert count == frozen
 
 
@@ -172,16 +214,23 @@ def test_errors_are_not_poisoned():
     poisoned["y"][3] = np.inf
     state, told = step(state, poisoned)
     assert told["first_nonfinite"] >= 0 and int(state.nonfinite) == 1
-    chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state, state.errors)), before)
+    chex.assert_trees_all_equal(
+        jax.device_get((state.params, state.opt_state, state.errors)), before
+    )
     state, _ = step(state, batch(3))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get((state.params, state.errors))))
+    assert all(
+        np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get((state.params, state.errors)))
+    )
 
 
 @pytest.mark.parametrize(
-    ("exchange", "optimizer"), [(OneBit("data"), optax.sgd(0.1)), (OneBit("data", feedback=False), optax.sign_sgd(0.1))]
+    ("exchange", "optimizer"),
+    [(OneBit("data"), optax.sgd(0.1)), (OneBit("data", feedback=False), optax.sign_sgd(0.1))],
 )
 def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, optimizer):
-    """Worker by worker, in numpy; the bias has five elements on eight workers, of which three serve none."""
+    """Worker by worker, in numpy; the bias has five elements on eight workers, of which three serve
+    none.
+    """
     strategy = sl.Strategy(rules=RULES, mesh="pod=1,data=8,model=1", exchange=exchange)
     state = sl.init(make, optimizer, strategy)
     params = jax.device_get(state.params)
@@ -195,7 +244,9 @@ def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, op
         for path, p in params.items():
             sends = np.stack([g[path].reshape(-1) for g in own]) + worker[path]
             parts = [slice(k, k + -(-p.size // 8)) for k in range(0, p.size, -(-p.size // 8))]
-            sent = np.concatenate([np.stack([coded(one) for one in sends[:, part]]) for part in parts], 1)
+            sent = np.concatenate(
+                [np.stack([coded(one) for one in sends[:, part]]) for part in parts], 1
+            )
             mean = sent.mean(0) + server[path]
             again = np.concatenate([coded(mean[part]) for part in parts])
             if exchange.feedback:
@@ -215,7 +266,12 @@ def test_it_goes_on_bit_for_bit_and_for_other_workers_as_much_is_owed(tmp_path):
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
-        for mesh in ("pod=4,data=2,model=1", "pod=4,data=1,model=2", "pod=2,data=2,model=1", "pod=1,data=2,model=2"):
+        for mesh in (
+            "pod=4,data=2,model=1",
+            "pod=4,data=1,model=2",
+            "pod=2,data=2,model=1",
+            "pod=1,data=2,model=2",
+        ):
             sizes = [int(part.partition("=")[2]) for part in mesh.split(",")]
             on = sl.make_mesh(mesh, devices=jax.devices()[: int(np.prod(sizes))])
             strategy = eight if mesh == eight.mesh else sl.Strategy(mesh=on, **common)
@@ -224,8 +280,12 @@ def test_it_goes_on_bit_for_bit_and_for_other_workers_as_much_is_owed(tmp_path):
             if sizes[0] == 4:  # as many workers
                 chex.assert_trees_all_equal(now, owes)
             chex.assert_trees_all_close(now, owes, rtol=1e-5, atol=1e-9)
-    never_stopped, again = (run(None, 2, eight, one, first=4)[0] for one in (state, read[eight.mesh]))
-    chex.assert_trees_all_equal(*(jax.device_get((s.params, s.opt_state, s.errors)) for s in (never_stopped, again)))
+    never_stopped, again = (
+        run(None, 2, eight, one, first=4)[0] for one in (state, read[eight.mesh])
+    )
+    chex.assert_trees_all_equal(
+        *(jax.device_get((s.params, s.opt_state, s.errors)) for s in (never_stopped, again))
+    )
     half = read["pod=2,data=2,model=1"]
     half, told = run(None, 1, half.layout.strategy, half, first=4)
     assert told[0]["compressed"] and all(np.isfinite(x).all() for x in owed(half).values())
@@ -247,17 +307,25 @@ def test_between_pods_there_are_bits_alone(platform):
         {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
     )
     total = lambda model, x, rng: jnp.mean((x + jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
-    strategy = sl.Strategy(mesh=mesh_on(platform, PODS), rules=RULES, zero=sl.Zero(1), exchange=OneBit("pod"), clip=1.0)
+    strategy = sl.Strategy(
+        mesh=mesh_on(platform, PODS), rules=RULES, zero=sl.Zero(1), exchange=OneBit("pod"), clip=1.0
+    )
     state = sl.init(make, adam(10), strategy, abstract=True)
-    plan = sl.plan(sl.train_step(total, strategy), state, jax.ShapeDtypeStruct((16, width), "float32"))
-    crossing = [one for one in plan.collectives if "pod" in (one.axes or ()) and one.sent_bytes > 1000]
+    plan = sl.plan(
+        sl.train_step(total, strategy), state, jax.ShapeDtypeStruct((16, width), "float32")
+    )
+    crossing = [
+        one for one in plan.collectives if "pod" in (one.axes or ()) and one.sent_bytes > 1000
+    ]
     shard = 2 * width * hidden // 4
     codes = [one for one in crossing if set(one.dtypes) == {"u8"}]
     assert {one.kind for one in codes} == {"all-to-all", "all-gather"}
     formula = 2 * sl.collectives.pmean_bytes(shard // 2, 2, sl.collectives.Signs())
     assert sum(one.total_bytes for one in codes) == formula
     others = sorted(one.total_bytes for one in crossing if one not in codes)
-    assert others == [4 * 2039, 4 * shard], "sums from which the norm is told, and before the freeze one of shards"
+    assert others == [4 * 2039, 4 * shard], (
+        "sums from which the norm is told, and before the freeze one of shards"
+    )
 
 
 def with_exchange(exchange, optimizer=None, **options):
@@ -278,24 +346,57 @@ def with_exchange(exchange, optimizer=None, **options):
         (lambda: OneBit("pod", exact=("(",)), "no regular expression"),
         (lambda: OneBit("pod", scale="max"), "scale='max'"),
         (lambda: Quantised("pod", bits=2), "bits=2"),
-        (lambda: with_exchange(OneBit(("pod", "data")), zero=1), "takes all axes of data, and none is left for ZeRO"),
-        (lambda: with_exchange(OneBit("pod"), zero=sl.Zero(1, axes=("pod",))), "split parameters over `pod` too"),
-        (lambda: with_exchange(sl.Exact()), "of each worker's own gradient.*averaged ones alone.*OneBit"),
-        (lambda: with_exchange(OneBit("pod"), clip=optax.clip(1.0)), "looks at the averaged gradient"),
-        (lambda: with_exchange(OneBit("pod"), optax.chain(optax.clip(1.0), adam(1))), "not in `optax.chain`"),
+        (
+            lambda: with_exchange(OneBit(("pod", "data")), zero=1),
+            "takes all axes of data, and none is left for ZeRO",
+        ),
+        (
+            lambda: with_exchange(OneBit("pod"), zero=sl.Zero(1, axes=("pod",))),
+            "split parameters over `pod` too",
+        ),
+        (
+            lambda: with_exchange(sl.Exact()),
+            "of each worker's own gradient.*averaged ones alone.*OneBit",
+        ),
+        (
+            lambda: with_exchange(OneBit("pod"), clip=optax.clip(1.0)),
+            "looks at the averaged gradient",
+        ),
+        (
+            lambda: with_exchange(OneBit("pod"), optax.chain(optax.clip(1.0), adam(1))),
+            "not in `optax.chain`",
+        ),
         (lambda: adam(2).update({}, None), "averaged already"),
-        (lambda: with_exchange(OneBit("pod"), adam(0.2)), "freeze=0.2.* is a part of the run.*steps=10_000"),
+        (
+            lambda: with_exchange(OneBit("pod"), adam(0.2)),
+            "freeze=0.2.* is a part of the run.*steps=10_000",
+        ),
         (lambda: onebit_adam(0.1, freeze=0), "freeze=0.*takes a step"),
         (lambda: onebit_adam(0.1, freeze=1.5), "freeze=1.5.*takes a step"),
-        (lambda: onebit_adam(0.1, freeze=100, steps=100), "freeze=100.* lies beyond the run, which has 100 steps"),
+        (
+            lambda: onebit_adam(0.1, freeze=100, steps=100),
+            "freeze=100.* lies beyond the run, which has 100 steps",
+        ),
         (lambda: onebit_adam(0.1, freeze=1, b1=1.0), "b1=1.0"),
-        (lambda: onebit_adam(0.1, freeze=0.99, steps=10), "lies beyond the run, which has 10 steps"),
-        (lambda: with_exchange(OneBit("pod"), optax.inject_hyperparams(onebit_adam)(0.1, freeze=1)), "not go into"),
-        (lambda: with_exchange(OneBit("pod", exact=("tabel",))), "the pattern `tabel` matches no parameter"),
+        (
+            lambda: onebit_adam(0.1, freeze=0.99, steps=10),
+            "lies beyond the run, which has 10 steps",
+        ),
+        (
+            lambda: with_exchange(
+                OneBit("pod"), optax.inject_hyperparams(onebit_adam)(0.1, freeze=1)
+            ),
+            "not go into",
+        ),
+        (
+            lambda: with_exchange(OneBit("pod", exact=("tabel",))),
+            "the pattern `tabel` matches no parameter",
+        ),
         (lambda: with_exchange(OneBit("pod", exact=(".*",))), "takes the gradient of no parameter"),
         (
             lambda: with_exchange(
-                OneBit("data"), rules=sl.AxisRules(batch=("pod", "data"), embed="data", mlp="model", rows=None)
+                OneBit("data"),
+                rules=sl.AxisRules(batch=("pod", "data"), embed="data", mlp="model", rows=None),
             ),
             "`data` splits weights too",
         ),
@@ -324,21 +425,32 @@ def test_a_run_says_how_long_it_is(tmp_path):
     source = (batch(seed) for seed in range(10))
     loop = sl.Loop(steps=8, log_every=1)
     state = sl.fit(step, sl.init(make, adam(0.5), strategy), source, loop, sinks=[records.append])
-    assert [record["compressed"] for record in records if "loss" in record] == [False] * 4 + [True] * 4
+    assert [record["compressed"] for record in records if "loss" in record] == [False] * 4 + [
+        True
+    ] * 4
     with pytest.raises(ValueError, match="beyond the run, which has 8 steps"):
         sl.fit(step, sl.init(make, adam(8), strategy), source, loop, sinks=[])
-    again = sl.fit(step, jax.tree.map(jnp.copy, state), (batch(seed) for seed in range(4)), sl.Loop(steps=10), sinks=[])
+    again = sl.fit(
+        step,
+        jax.tree.map(jnp.copy, state),
+        (batch(seed) for seed in range(4)),
+        sl.Loop(steps=10),
+        sinks=[],
+    )
     assert int(again.step) == 10  # longer than it was said to be
     other = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("data"))
     with pytest.raises(
-        ValueError, match="made for another exchange than the step's: `exchange` is OneBit.axis='pod'.*'data'"
+        ValueError,
+        match="made for another exchange than the step's: `exchange` is OneBit.axis='pod'.*'data'",
     ):
         sl.train_step(loss, other)(state, batch())
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
         plain = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", feedback=False))
-        with pytest.raises(ValueError, match="`errors/bias/worker` is there alone.*under the same exchange"):
+        with pytest.raises(
+            ValueError, match="`errors/bias/worker` is there alone.*under the same exchange"
+        ):
             checkpoints.restore(sl.init(make, adam(4), plain, abstract=True))
     with sl.Checkpoints(tmp_path / "without") as checkpoints:
         checkpoints.save(run(adam(4), 1, plain)[0])

@@ -1,4 +1,6 @@
-"""Schedules as tables: closed formulas and published figures to the last decimal, and tables that are refused."""
+"""Schedules as tables: closed formulas and published figures to the last decimal, and tables that
+are refused.
+"""
 
 import itertools
 import subprocess
@@ -86,17 +88,37 @@ def test_zb_v_never_waits_and_dualpipe_v_half_as_long_as_a_forward_pass(stages):
     for times in (2, 3):
         rule = DualPipeV(stages, times * stages)
         timeline = simulate(rule.table())
-        assert timeline.gap == pytest.approx(rule.gap(UNIT)) and set(timeline.live) == {stages + 0.5}
+        assert timeline.gap == pytest.approx(rule.gap(UNIT)) and set(timeline.live) == {
+            stages + 0.5
+        }
     uneven = Costs(1.0, 1.2, 0.7, send=0.1)
     made = ZBV(stages, 3 * stages, uneven)
-    assert simulate(made.table(), uneven).bubble <= simulate(OneFOneB(stages, 3 * stages).table(), uneven).bubble
+    assert (
+        simulate(made.table(), uneven).bubble
+        <= simulate(OneFOneB(stages, 3 * stages).table(), uneven).bubble
+    )
     assert max(simulate(made.table(), uneven).live) <= stages
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pictures_and_numbers_from_the_command_line(name, tmp_path, capsys):
     picture = tmp_path / "out.svg"
-    assert main(["pipeline", "--schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "pipeline",
+                "--schedule",
+                name,
+                "--stages",
+                "4",
+                "--microbatches",
+                "8",
+                "--svg",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert shown.count(" | ") == 4 and f"\n{name} " in shown and "at its fullest" in shown
     drawn = xml.etree.ElementTree.parse(picture).getroot()
@@ -139,11 +161,15 @@ def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_schedule_is_whole_and_packs_into_ticks(data):
-    schedule = data.draw(st.sampled_from([GPipe, OneFOneB, Eager1F1B, ZBH1, ZBH2, VMin, VHalf, ZBV, ZeroBubble]))
+    schedule = data.draw(
+        st.sampled_from([GPipe, OneFOneB, Eager1F1B, ZBH1, ZBH2, VMin, VHalf, ZBV, ZeroBubble])
+    )
     limit = {"limit": data.draw(st.floats(1, 9))} if schedule is ZeroBubble else {}
     stages, microbatches = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 17))
     rule = schedule(stages, max(microbatches, stages) if schedule is ZBV else microbatches, **limit)
-    costs = Costs(*(data.draw(st.floats(0.1, 3)) for _ in range(3)), send=data.draw(st.floats(0, 1)))
+    costs = Costs(
+        *(data.draw(st.floats(0.1, 3)) for _ in range(3)), send=data.draw(st.floats(0, 1))
+    )
     table = rule.table()
     timeline = simulate(table, costs)
     for op, start in timeline.start.items():
@@ -165,7 +191,9 @@ def test_any_schedule_is_whole_and_packs_into_ticks(data):
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 16), (4, 8), (8, 32)])
 def test_ticks(stages, microbatches):
-    """A forward and a backward pass in each: M + 2 (S - 1) of them, in which the lockstep is as long as free stages take."""
+    """A forward and a backward pass in each: M + 2 (S - 1) of them, in which the lockstep is as
+    long as free stages take.
+    """
     eager = Eager1F1B(stages, microbatches)
     ticks = pack(eager.table(), eager.paired)
     assert len(ticks.rows) == microbatches + 2 * (stages - 1)
@@ -180,9 +208,15 @@ def test_costs_of_each_part():
     assert simulate(table, Costs((1,) * 4, (2,) * 4, (1,) * 4)).end == even.end
     slow = simulate(table, Costs((1, 1, 1, 5), (2,) * 4, (1,) * 4))
     assert slow.work == even.work + 4 * 4 and slow.makespan > even.makespan
-    assert simulate(table, Costs(0, 0, 0)).bubble == pack(table, paired=False).bubble(Costs(0, 0, 0)) == 0
+    assert (
+        simulate(table, Costs(0, 0, 0)).bubble
+        == pack(table, paired=False).bubble(Costs(0, 0, 0))
+        == 0
+    )
     assert hash(Costs([1, 1], 1, 1)) == hash(Costs((1.0, 1.0), 1, 1))
-    with pytest.raises(ValueError, match=r"Costs\(forward=...\)` has 3 numbers, and the table has 4 parts"):
+    with pytest.raises(
+        ValueError, match=r"Costs\(forward=...\)` has 3 numbers, and the table has 4 parts"
+    ):
         simulate(table, Costs(forward=(1, 1, 1)))
 
 
@@ -191,7 +225,11 @@ def test_costs_of_each_part():
     [
         ("F0 . B0 | F1\n\nF0 B0 F1 B1", None, r"`B1@0` is missing: stage 0 never does it"),
         ("F0 B0 F0\nF0 B0", None, r"`F0@0` is done twice: op 0 of stage 0, and op 2 of stage 0"),
-        ("F0 B0 W0\nF0 B0", None, r"`W0@1` is missing: stage 1 never does it, and every part does F, B, W"),
+        (
+            "F0 B0 W0\nF0 B0",
+            None,
+            r"`W0@1` is missing: stage 1 never does it, and every part does F, B, W",
+        ),
         ("F0 X0\nF0 B0", None, r"`X0`, op 1 of stage 0: an op is `F3`, `B3` or `W3`"),
         ("F0@1 B0@1\nF0@0 B0@0", None, r"`F0@1`, op 0 of stage 0: part 1 is on stage 1"),
         (
@@ -209,10 +247,15 @@ def test_tables_that_are_refused(text, placement, said):
 
 
 def test_a_table_that_comes_to_a_halt_names_stage_and_op():
-    with pytest.raises(ValueError, match=r"Stage 1 does `B0@1`, its op 0, before `F0@1`, which that needs"):
+    with pytest.raises(
+        ValueError, match=r"Stage 1 does `B0@1`, its op 0, before `F0@1`, which that needs"
+    ):
         simulate(Table.parse("F0 B0\nB0 F0"))
     crossed = Table.parse("F0 B0 F1 B1\nF1 B1 F0 B0")
-    said = "stage 1 cannot do `F1@1`, its op 0, before `F1@0`, which is op 2 of stage 0; .* waits at its op 1, `B0@0`"
+    said = (
+        "stage 1 cannot do `F1@1`, its op 0, before `F1@0`, which is op 2 of stage 0; .* waits at "
+        "its op 1, `B0@0`"
+    )
     with pytest.raises(ValueError, match=said):
         simulate(crossed)
 
@@ -227,17 +270,26 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
             r"at least 4, a multiple of 4: its microbatches go in groups as many as there are stages",
         ),
         (lambda: Interleaved(4, 8, chunks=0), r"Interleaved\(chunks=0\)`"),
-        (lambda: ZeroBubble(4, 8, limit=0.5), r"ZeroBubble\(limit=0.5\)` takes .* that a stage holds, at least 1"),
+        (
+            lambda: ZeroBubble(4, 8, limit=0.5),
+            r"ZeroBubble\(limit=0.5\)` takes .* that a stage holds, at least 1",
+        ),
         (lambda: Costs(forward=-1), r"Costs\(forward=-1\)` takes a cost, .* at least 0"),
         (lambda: Costs(kept=2), r"Costs\(kept=2\)` takes a share, at least 0 and at most 1"),
         (lambda: Costs(send=float("inf")), "takes a cost, finite and at least 0"),
         (lambda: Costs(weights="much"), r"Costs\(weights='much'\)` takes a cost"),
         (lambda: ZBH1(4, 3).gap(UNIT), "M at least S"),
         (lambda: ZBH2(4, 6).gap(UNIT), "M at least 2 S - 1"),
-        (lambda: ZBV(4, 3), r"ZBV\(stages=4, microbatches=3\)`: at least 4, as many as there are stages"),
+        (
+            lambda: ZBV(4, 3),
+            r"ZBV\(stages=4, microbatches=3\)`: at least 4, as many as there are stages",
+        ),
         (lambda: ZBV(4, 6).gap(UNIT), "M = S and for M at least 2 S"),
         (lambda: DualPipeV(4, 7), "at least 8, twice as many as there are stages"),
-        (lambda: ZBH1(4, 8).gap(Costs(1, 2, 1.5)), "closed formula is for W at most F, and M at least S; got"),
+        (
+            lambda: ZBH1(4, 8).gap(Costs(1, 2, 1.5)),
+            "closed formula is for W at most F, and M at least S; got",
+        ),
         (lambda: VHalf(4, 8).gap(Costs(1, 2, 1)), "closed formula is for F = B = W; got"),
         (
             lambda: simulate(GPipe(2, 2)),
@@ -255,7 +307,11 @@ def test_numbers_that_are_refused(make, said):
 def test_numbers_that_no_pipeline_has_are_refused_before_anything_is_listed(name, capsys):
     huge = 10**30
     for stages, microbatches, said in [
-        (4, huge, r"microbatches=10+\)` takes a number of microbatches, at least 1 and at most 65,536"),
+        (
+            4,
+            huge,
+            r"microbatches=10+\)` takes a number of microbatches, at least 1 and at most 65,536",
+        ),
         (4, 10**5000, r"microbatches=.*at most 65,536"),
         (huge, huge, r"stages=10+\)` takes a number of stages, at least 1 and at most 256"),
         (257, 514, r"stages=257\)` takes a number of stages"),
@@ -286,8 +342,11 @@ def test_the_comparison_of_all_schedules_refuses_such_numbers_too(capsys):
 def test_tables_are_made_without_jax():
     """The files import nothing but each other and the standard library."""
     code = (
-        "import sys, types; package = types.ModuleType('shardlib'); package.__path__ = ['shardlib']; "
-        "sys.modules['shardlib'] = package; import shardlib.pipeline; print('jax' in sys.modules)"
+        "import sys, types; package = types.ModuleType('shardlib'); package.__path__ = "
+        "['shardlib']; sys.modules['shardlib'] = package; import shardlib.pipeline; print('jax' in "
+        "sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False" and Op("F", 1, 2) == ("F", 1, 2)

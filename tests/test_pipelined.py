@@ -1,4 +1,6 @@
-"""Pipelines run: every schedule against one stage, in the step, in evaluation, in checkpoints; what is refused; programs."""
+"""Pipelines run: every schedule against one stage, in the step, in evaluation, in checkpoints; what
+is refused; programs.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,14 +22,15 @@ from shardlib.train._order import reordered
 
 RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
 ALL = [
-    pipeline.GPipe, pipeline.OneFOneB, pipeline.Eager1F1B, pipeline.Interleaved, pipeline.ZBH1, pipeline.ZBH2, pipeline.ZBV,
+    pipeline.GPipe, pipeline.OneFOneB, pipeline.Eager1F1B, pipeline.Interleaved, pipeline.ZBH1,
+    pipeline.ZBH2, pipeline.ZBV,
     pipeline.VHalf, pipeline.VMin, pipeline.DualPipeV, pipeline.ZeroBubble,
 ]  # fmt: skip
 WIDTH, LAYERS, ROWS = 8, 8, 32
 
 
-# A toy whose layers hand on a tree, see something made of weights and examples outside them, share a weight, number
-# themselves, and tell something.
+# A toy whose layers hand on a tree, see something made of weights and examples outside them, share
+# a weight, number themselves, and tell something.
 
 
 def make(layers=LAYERS):
@@ -58,19 +61,28 @@ def loss(model, batch, rng):
     def layer(carry, scanned):
         w, number = scanned
         h = sl.shard(carry["x"] @ w["up"], "batch", "act_mlp")
-        y = carry["x"] + gain * (jnp.tanh(h + 0.1 * number.astype(h.dtype)) @ w["down"]) + 0.1 * seen
+        y = (
+            carry["x"]
+            + gain * (jnp.tanh(h + 0.1 * number.astype(h.dtype)) @ w["down"])
+            + 0.1 * seen
+        )
         return {"x": y, "count": carry["count"] + 1}, jnp.mean(jnp.square(y), -1)
 
     start = {"x": x @ model["enter"], "count": jnp.zeros((x.shape[0],), jnp.int32)}
     end, told = jax.lax.scan(layer, start, (stack, jnp.arange(stack["up"].shape[0])))
     y = end["x"] @ model["enter"].T + 0.1 * x  # tied, and what came before the layers
     total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0)))
-    return sl.weighted_mean(total, weight.sum()), {"count": sl.weighted_mean(end["count"].sum(), x.shape[0])}
+    return sl.weighted_mean(total, weight.sum()), {
+        "count": sl.weighted_mean(end["count"].sum(), x.shape[0])
+    }
 
 
 def batch(rows=ROWS):
     random = np.random.default_rng(1)
-    return {"x": random.normal(size=(rows, WIDTH)).astype("f"), "weight": random.uniform(size=rows).astype("f")}
+    return {
+        "x": random.normal(size=(rows, WIDTH)).astype("f"),
+        "weight": random.uniform(size=rows).astype("f"),
+    }
 
 
 def stepped(strategy, make=make, loss=loss, given=None, optimizer=None):
@@ -101,7 +113,9 @@ def test_every_schedule_makes_the_step_of_one_stage(schedule, mesh, alone):
 
 
 def test_the_microbatch_whose_loss_is_not_finite_is_numbered():
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8))
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8)
+    )
     given = batch()
     given["weight"][21] = np.nan  # the sixth example of the second worker
     _, metrics = stepped(strategy, given=given)
@@ -112,7 +126,9 @@ def test_eight_stages_and_one_alone(alone):
     assert_alike(
         stepped(
             sl.Strategy(
-                mesh="stage=8", rules=sl.rules.pipeline | sl.AxisRules(batch=None), pipeline=pipeline.OneFOneB(8, 8)
+                mesh="stage=8",
+                rules=sl.rules.pipeline | sl.AxisRules(batch=None),
+                pipeline=pipeline.OneFOneB(8, 8),
             )
         ),
         alone,
@@ -123,15 +139,23 @@ def test_eight_stages_and_one_alone(alone):
 
 @pytest.mark.parametrize(
     "schedule",
-    [pipeline.GPipe(2, 8), pipeline.Interleaved(2, 8), pipeline.ZBV(2, 8), pipeline.DualPipeV(2, 8)],
+    [
+        pipeline.GPipe(2, 8),
+        pipeline.Interleaved(2, 8),
+        pipeline.ZBV(2, 8),
+        pipeline.DualPipeV(2, 8),
+    ],
     ids=str,
 )
 def test_stages_that_keep_what_is_sent_to_them_alone(schedule, alone):
     mesh = "stage=2,data=2,model=2"
-    assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule, remat="stage")), alone)
+    assert_alike(
+        stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule, remat="stage")), alone
+    )
 
 
-# An encoder and a decoder: two loops, of which the second sees what the first made, and what the first told is used at the end.
+# An encoder and a decoder: two loops, of which the second sees what the first made, and what the
+# first told is used at the end.
 
 
 def make_both():
@@ -140,8 +164,14 @@ def make_both():
     model = {
         "enter": normal(keys[0], WIDTH, WIDTH),
         "between": normal(keys[1], WIDTH, WIDTH),
-        "encoder": {"up": normal(keys[2], 4, WIDTH, 2 * WIDTH), "down": normal(keys[3], 4, 2 * WIDTH, WIDTH)},
-        "decoder": {"up": normal(keys[4], 8, WIDTH, 2 * WIDTH), "down": normal(keys[5], 8, 2 * WIDTH, WIDTH)},
+        "encoder": {
+            "up": normal(keys[2], 4, WIDTH, 2 * WIDTH),
+            "down": normal(keys[3], 4, 2 * WIDTH, WIDTH),
+        },
+        "decoder": {
+            "up": normal(keys[4], 8, WIDTH, 2 * WIDTH),
+            "down": normal(keys[5], 8, 2 * WIDTH, WIDTH),
+        },
     }
     return sl.annotate(
         model,
@@ -165,7 +195,9 @@ def loss_of_both(model, batch, rng):
         y = block(carry[0], w)
         return (y, carry[1] + 1), jnp.mean(jnp.square(y), -1)
 
-    (memory, count), told = jax.lax.scan(encode, (x @ model["enter"], jnp.int32(0)), model["encoder"])
+    (memory, count), told = jax.lax.scan(
+        encode, (x @ model["enter"], jnp.int32(0)), model["encoder"]
+    )
     seen = jnp.tanh(memory @ model["between"]) + count
 
     def decode(y, w):
@@ -174,12 +206,18 @@ def loss_of_both(model, batch, rng):
     end, also = jax.lax.scan(decode, x[:, ::-1] @ model["enter"], model["decoder"])
     y = end @ model["enter"].T + 0.1 * memory
     total = jnp.sum(weight * (jnp.mean(y * y, -1) + 0.1 * told.mean(0) + 0.1 * also.mean(0)))
-    return sl.weighted_mean(total, weight.sum()), {"count": sl.weighted_mean(count * x.shape[0], x.shape[0])}
+    return sl.weighted_mean(total, weight.sum()), {
+        "count": sl.weighted_mean(count * x.shape[0], x.shape[0])
+    }
 
 
 @pytest.fixture(scope="module")
 def both_alone():
-    return stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8), make_both, loss_of_both)
+    return stepped(
+        sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8),
+        make_both,
+        loss_of_both,
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,18 +232,28 @@ def both_alone():
     ids=str,
 )
 def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule, remat=remat)
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule, remat=remat
+    )
     assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
 
 
 def test_the_layers_of_an_encoder_and_a_decoder_lie_by_stages():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.ZBV(2, 4))
-    state, other = sl.init(make_both, optax.adam(0.1), strategy), sl.init(make_both, optax.adam(0.1), alone)
-    measured = [sl.evaluation(loss_of_both, s.layout.strategy)(s, [batch(), batch(16)]) for s in (state, other)]
+    state, other = (
+        sl.init(make_both, optax.adam(0.1), strategy),
+        sl.init(make_both, optax.adam(0.1), alone),
+    )
+    measured = [
+        sl.evaluation(loss_of_both, s.layout.strategy)(s, [batch(), batch(16)])
+        for s in (state, other)
+    ]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
     for one, order in (("encoder", [0, 1, 2, 3]), ("decoder", [4, 5, 6, 7, 0, 1, 2, 3])):
-        np.testing.assert_array_equal(state.params[one]["up"], np.asarray(other.params[one]["up"])[order])
+        np.testing.assert_array_equal(
+            state.params[one]["up"], np.asarray(other.params[one]["up"])[order]
+        )
         np.testing.assert_array_equal(state.model[one]["up"], other.model[one]["up"])
 
 
@@ -213,7 +261,9 @@ def test_a_table_written_by_hand(alone):
     first = "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"
     second = " ".join(f"F{k} B{k}" for k in range(8))
     schedule = pipeline.Custom(pipeline.Table.parse(f"{first}\n{second}"))
-    assert_alike(stepped(sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)), alone)
+    assert_alike(
+        stepped(sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)), alone
+    )
 
 
 def test_the_oracle_holds_a_pipeline_to_one_device():
@@ -233,7 +283,11 @@ TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
     ("schedule", "changes", "options"),
     [
         (pipeline.OneFOneB, {"dropout": 0.2}, {}),
-        (pipeline.ZBH1, {"tied": False, "positions": "rotary", "mlp": "swiglu"}, {"zero": sl.Zero(1, small=16)}),
+        (
+            pipeline.ZBH1,
+            {"tied": False, "positions": "rotary", "mlp": "swiglu"},
+            {"zero": sl.Zero(1, small=16)},
+        ),
         (pipeline.ZBH1, {}, {"remat": "full", "clip": 0.1, "frozen": ("positions",)}),
     ],
 )
@@ -241,9 +295,14 @@ def test_gpt_with_dropout_zero_and_recomputed_blocks(schedule, changes, options)
     config = replace(CONFIG, **changes)
     make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
     expected = stepped(
-        sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4, **options), make, gpt.loss, TOKENS
+        sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4, **options),
+        make,
+        gpt.loss,
+        TOKENS,
     )
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule(2, 4), **options)
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule(2, 4), **options
+    )
     assert_alike(stepped(strategy, make, gpt.loss, TOKENS), expected)
 
 
@@ -253,7 +312,10 @@ EXPERTS = RULES | sl.AxisRules(experts="data")
 @pytest.fixture(scope="module")
 def experts_alone():
     return stepped(
-        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4), make_experts, moe.loss, TOKENS
+        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4),
+        make_experts,
+        moe.loss,
+        TOKENS,
     )
 
 
@@ -262,7 +324,9 @@ def make_experts():
     return moe.MoE(config, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__)
+@pytest.mark.parametrize(
+    "schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__
+)
 def test_experts_over_the_data_in_stages(schedule, experts_alone):
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=schedule(2, 4))
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
@@ -279,18 +343,31 @@ def test_gshards_translation_in_stages():
     config = translation.tiny(layers=4, every=1, width=16, heads=4, context=8, vocab=64, experts=4)
     make = lambda: translation.Translation(config, rngs=nnx.Rngs(0))
     expected = stepped(
-        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4), make, translation.loss, given
+        sl.Strategy(mesh="stage=1,data=2,model=4", rules=EXPERTS, accumulate=4),
+        make,
+        translation.loss,
+        given,
     )
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=pipeline.ZBV(2, 4))
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=pipeline.ZBV(2, 4)
+    )
     assert_alike(stepped(strategy, make, translation.loss, given), expected)
 
 
 def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
-    two = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8), precision="bf16")
+    two = sl.Strategy(
+        mesh="stage=2,data=2,model=2",
+        rules=RULES,
+        pipeline=pipeline.OneFOneB(2, 8),
+        precision="bf16",
+    )
     one = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8, precision="bf16")
 
     def far(found):
-        return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found[0], alone[0])), strict=True))
+        return max(
+            float(np.abs(a - b).max())
+            for a, b in zip(*map(jax.tree.leaves, (found[0], alone[0])), strict=True)
+        )
 
     assert 0 < far(stepped(two)) <= 2 * far(stepped(one))
 
@@ -302,12 +379,16 @@ def test_layers_lie_by_stages_and_are_read_as_the_model_has_them(schedule, tmp_p
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)
     state, other = sl.init(make, optax.adam(0.1), strategy), sl.init(make, optax.adam(0.1), alone)
-    measured = [sl.evaluation(loss, s.layout.strategy)(s, [batch(), batch(16)]) for s in (state, other)]
+    measured = [
+        sl.evaluation(loss, s.layout.strategy)(s, [batch(), batch(16)]) for s in (state, other)
+    ]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
     np.testing.assert_array_equal(state.model["up"], other.model["up"])
     in_order = isinstance(schedule, pipeline.OneFOneB)
     assert np.array_equal(state.params["up"], other.params["up"]) == in_order
-    assert ("`layers` lie stage after stage, not as the model has them: 0" in str(sl.describe(state))) != in_order
+    assert (
+        "`layers` lie stage after stage, not as the model has them: 0" in str(sl.describe(state))
+    ) != in_order
     given = jax.tree.map(lambda x: 2 * np.asarray(x), other.params)
     jax.tree.map(np.testing.assert_array_equal, state.with_weights(given).model, given)
     with pytest.raises(ValueError, match=r"`up` is of shape \(8, 8, 16\).*\(8, 16\)"):
@@ -323,7 +404,9 @@ def test_layers_lie_by_stages_and_are_read_as_the_model_has_them(schedule, tmp_p
     there = checkpoints.restore(sl.init(make, optax.adam(0.1), alone, abstract=True)).state
     for found, expected in ((here, state), (there, reordered(state, natural=True))):
         jax.tree.map(
-            np.testing.assert_array_equal, (found.params, found.opt_state), (expected.params, expected.opt_state)
+            np.testing.assert_array_equal,
+            (found.params, found.opt_state),
+            (expected.params, expected.opt_state),
         )
 
 
@@ -331,7 +414,8 @@ def square(layers=8):
     keys = jax.random.split(jax.random.key(0), layers)
     made = jax.vmap(lambda key: jax.random.normal(key, (16, 16)) / 4)(keys)
     return sl.annotate(
-        {"square": made, "out": jnp.eye(16)}, {"square": ("layers", "embed", None), "out": ("embed", None)}
+        {"square": made, "out": jnp.eye(16)},
+        {"square": ("layers", "embed", None), "out": ("embed", None)},
     )
 
 
@@ -344,13 +428,19 @@ def test_moments_factored_over_squares_follow_their_layers():
     x = np.random.default_rng(0).normal(size=(16, 16)).astype("f")
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4)
-    strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.Interleaved(2, 4))
+    strategy = sl.Strategy(
+        mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.Interleaved(2, 4)
+    )
     found, expected = (
-        reordered(sl.train_step(loss_of_squares, s)(sl.init(square, optimizer, s), x)[0], natural=True)
+        reordered(
+            sl.train_step(loss_of_squares, s)(sl.init(square, optimizer, s), x)[0], natural=True
+        )
         for s in (strategy, alone)
     )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.opt_state, expected.opt_state
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        found.opt_state,
+        expected.opt_state,
     )
     with pytest.raises(ValueError, match=r"v_row/square.*cannot be told.*which dim of it counts"):
         sl.init(lambda: square(16), optimizer, strategy)
@@ -365,7 +455,8 @@ def test_buffers_hold_what_the_schedule_promises(schedule, stages):
     made = schedule(stages, 3 * stages)
     found = program_of(made)
     timeline = pipeline.simulate(found.table)
-    paired = made.paired  # a tick goes forward first, so that it holds one microbatch's part more for as long
+    # A tick goes forward first, so that it holds one microbatch's part more for as long.
+    paired = made.paired
     of_stage = found.table.parts // found.table.stages
     assert found.slots["kept"][0] <= max(timeline.live) * of_stage + paired
     assert (found.slots["left"][0] > 0) == found.table.splits
@@ -379,7 +470,9 @@ def test_what_is_sent_goes_to_neighbours_alone():
     far = lambda schedule: {kind: sorted(of) for kind, of in program_of(schedule).channels.items()}
     assert far(pipeline.OneFOneB(4, 8)) == {"F": [1], "B": [-1]}
     assert far(pipeline.VHalf(4, 8)) == {"F": [-1, 0, 1], "B": [-1, 0, 1]}
-    assert program_of(pipeline.Interleaved(4, 8)).channels["F"] == {1: ((0, 1), (1, 2), (2, 3), (3, 0))}
+    assert program_of(pipeline.Interleaved(4, 8)).channels["F"] == {
+        1: ((0, 1), (1, 2), (2, 3), (3, 0))
+    }
     assert far(pipeline.OneFOneB(2, 8)) == {"F": [1], "B": [-1]}
 
 
@@ -395,7 +488,10 @@ def test_slots_are_read_after_they_are_written_and_before_they_are_again():
                 for kind in "FBW":
                     if not rows[kind][tick, stage]:
                         continue
-                    of = int(rows[f"{kind}.microbatch"][tick, stage]), int(rows[f"{kind}.part"][tick, stage])
+                    of = (
+                        int(rows[f"{kind}.microbatch"][tick, stage]),
+                        int(rows[f"{kind}.part"][tick, stage]),
+                    )
                     numbers = {name: int(of_ticks[tick, stage]) for name, of_ticks in rows.items()}
                     slot = lambda buffer, kind=kind, numbers=numbers: numbers[f"{kind}.{buffer}"]
                     if kind == "F":
@@ -415,7 +511,10 @@ def test_slots_are_read_after_they_are_written_and_before_they_are_again():
                         else:
                             assert lies[stage]["left"][slot("left")] == of
             for kind, stage, of in sent:
-                there, buffer = table.placement[of[1]], "activations" if kind == "F" else "gradients"
+                there, buffer = (
+                    table.placement[of[1]],
+                    "activations" if kind == "F" else "gradients",
+                )
                 far = next(d for d, pairs in made.channels[kind].items() if (stage, there) in pairs)
                 slot = int(rows[f"{kind}{far:+d}"][tick, there])
                 assert slot < made.slots[buffer][0]
@@ -438,7 +537,9 @@ def lowered(platform, microbatches, schedule=pipeline.OneFOneB):
         pipeline=schedule(4, microbatches),
     )
     config = gpt.tiny(layers=4, width=256, heads=4, context=128, vocab=512)
-    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True
+    )
     tokens = jax.ShapeDtypeStruct((4 * microbatches, 129), "int32")
     return strategy.device_mesh, sl.train_step(gpt.loss, strategy).lower(state, {"tokens": tokens})
 
@@ -450,15 +551,25 @@ def test_one_loop_a_permute_each_way_and_memory_flat_in_the_microbatches(platfor
         mesh, step = lowered(platform, microbatches)
         compiled = compile_for(mesh, step)
         found = collectives(compiled, mesh)
-        permutes = [one for one in found if one.kind == "collective-permute" and one.operand_bytes > 1024]
-        assert [one.axes for one in permutes] == [("stage",)] * 2 and not any(one.conditional for one in permutes)
+        permutes = [
+            one for one in found if one.kind == "collective-permute" and one.operand_bytes > 1024
+        ]
+        assert [one.axes for one in permutes] == [("stage",)] * 2 and not any(
+            one.conditional for one in permutes
+        )
         ticks = program_of(pipeline.OneFOneB(4, microbatches)).ticks
-        assert {one.times for one in permutes} == {ticks} and {one.shapes for one in permutes} == {((2, 128, 256),)}
+        assert {one.times for one in permutes} == {ticks} and {one.shapes for one in permutes} == {
+            ((2, 128, 256),)
+        }
         over_stages = [
-            one for one in found if one.axes == ("stage",) and one not in permutes and one.operand_bytes > 1024
+            one
+            for one in found
+            if one.axes == ("stage",) and one not in permutes and one.operand_bytes > 1024
         ]
         assert {one.kind for one in over_stages} <= {"all-gather", "reduce-scatter", "all-reduce"}
-        assert all(one.times == 1 for one in over_stages), "what is outside the stages is gathered and scattered once"
+        assert all(one.times == 1 for one in over_stages), (
+            "what is outside the stages is gathered and scattered once"
+        )
         memory[microbatches] = compiled.memory_analysis().temp_size_in_bytes
     # The numbers of the ticks, and the batch itself, grow; activations do not.
     assert memory[32] / memory[8] <= 1.02, memory
@@ -468,7 +579,11 @@ def test_one_loop_a_permute_each_way_and_memory_flat_in_the_microbatches(platfor
 
 
 def strategy(**changes):
-    given = {"mesh": "stage=2,data=2,model=2", "rules": RULES, "pipeline": pipeline.OneFOneB(2, 8)} | changes
+    given = {
+        "mesh": "stage=2,data=2,model=2",
+        "rules": RULES,
+        "pipeline": pipeline.OneFOneB(2, 8),
+    } | changes
     return sl.Strategy(**given)
 
 
@@ -528,11 +643,15 @@ def test_a_state_in_the_order_of_another_schedule():
     with pytest.raises(ValueError, match=r"Interleaved.*`pipeline=None`.*state.layout.strategy"):
         sl.evaluation(loss, strategy(pipeline=None))(state, [batch()])
     state = sl.init(make, optax.sgd(0.1), strategy())
-    assert sl.evaluation(loss, strategy(pipeline=None))(state, [batch()])["loss"] > 0, "stage by stage is in order"
+    assert sl.evaluation(loss, strategy(pipeline=None))(state, [batch()])["loss"] > 0, (
+        "stage by stage is in order"
+    )
 
 
 def test_layers_that_do_not_split_over_the_parts():
-    with pytest.raises(ValueError, match="stacks 6 layers.*4 parts.*2 on each stage.*multiple of 4"):
+    with pytest.raises(
+        ValueError, match="stacks 6 layers.*4 parts.*2 on each stage.*multiple of 4"
+    ):
         sl.init(lambda: make(6), optax.sgd(0.1), strategy(pipeline=pipeline.VHalf(2, 8)))
     with pytest.raises(ValueError, match="stacks 1 layers.*2 parts.*or fewer stages"):
         sl.init(lambda: make(1), optax.sgd(0.1), strategy())
@@ -564,10 +683,15 @@ def stack_of(model):
 
 
 def test_losses_that_cannot_be_cut():
-    refused(lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"][0]) ** 2), ["no `jax.lax.scan`", "`up`"])
+    refused(
+        lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"][0]) ** 2),
+        ["no `jax.lax.scan`", "`up`"],
+    )
 
     def twice(model, batch, rng):
-        return over_layers(model, batch, plain, stack_of(model)) + over_layers(model, batch, plain, stack_of(model))
+        return over_layers(model, batch, plain, stack_of(model)) + over_layers(
+            model, batch, plain, stack_of(model)
+        )
 
     refused(twice, ["goes through 2 loops over layers", "test_pipelined.py", "used again"])
 
@@ -629,7 +753,9 @@ def test_state_that_changes_with_the_microbatches():
         def __init__(self):
             stacked = {nnx.PARTITION_NAME: "layers"}
             self.weights = nnx.vmap(
-                lambda key: nnx.Param(sl.logical(nnx.initializers.normal(), "embed", None)(key, (WIDTH, WIDTH))),
+                lambda key: nnx.Param(
+                    sl.logical(nnx.initializers.normal(), "embed", None)(key, (WIDTH, WIDTH))
+                ),
                 transform_metadata=stacked,
             )(jax.random.split(jax.random.key(0), 2))
             self.seen = nnx.BatchStat(jnp.zeros(()))

@@ -1,4 +1,6 @@
-"""The plan of a step: every byte has a kind, every collective a line, whatever machine it is for."""
+"""The plan of a step: every byte has a kind, every collective a line, whatever machine it is
+for.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -48,16 +50,25 @@ def loss_of_layers(model, x, rng):
 def layers_step(mesh, **options):
     """Layers of one matrix each, trained by Adam over `data`."""
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, nonfinite="count", **options)
-    state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy, abstract=True
+    )
     batch = jax.ShapeDtypeStruct((strategy.device_mesh.size * ROWS, WIDTH), "float32")
     return sl.train_step(loss_of_layers, strategy), state, batch
 
 
 def decoder_step(mesh, rules, **options):
-    # Where a step may be skipped, the CPU's compiler copies the optimizer's state and has gradients in its place.
+    # Where a step may be skipped, the CPU's compiler copies the optimizer's state and has gradients
+    # in its place.
     strategy = sl.Strategy(mesh=mesh, rules=rules, nonfinite="count", **options)
-    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True)
-    return sl.train_step(gpt.loss, strategy), state, {"tokens": jax.ShapeDtypeStruct((32, 257), "int32")}
+    state = sl.init(
+        lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy, abstract=True
+    )
+    return (
+        sl.train_step(gpt.loss, strategy),
+        state,
+        {"tokens": jax.ShapeDtypeStruct((32, 257), "int32")},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +102,33 @@ def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
     if target.startswith("tpu") and accumulate == 1:
         pytest.skip("a minute's compilation: microbatches and recomputation are the harder case")
     mesh = sl.Target(target).mesh("data=2,model=4")
-    step, state, batch = decoder_step(mesh, sl.rules.data | sl.rules.tensor, accumulate=accumulate, remat=remat)
+    step, state, batch = decoder_step(
+        mesh, sl.rules.data | sl.rules.tensor, accumulate=accumulate, remat=remat
+    )
     found = sl.plan(step, state, batch, target)
     memory = found.memory
-    analysis = step.lower(state, batch).compile(compiler_options=sl.Target(target).compiler_options).memory_analysis()
-    total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    analysis = (
+        step.lower(state, batch)
+        .compile(compiler_options=sl.Target(target).compiler_options)
+        .memory_analysis()
+    )
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
     if target.startswith("tpu"):  # whose temporaries count fragmentation twice
-        assert total + memory.heap_bytes + memory.kinds["program"] == pytest.approx(memory.total_bytes, rel=1e-3)
+        assert total + memory.heap_bytes + memory.kinds["program"] == pytest.approx(
+            memory.total_bytes, rel=1e-3
+        )
         assert memory.heap_bytes <= analysis.temp_size_in_bytes + 2**20
     else:
         assert total + analysis.temp_size_in_bytes == pytest.approx(memory.total_bytes, rel=1e-3)
         assert memory.stated_bytes == total + analysis.temp_size_in_bytes
     assert memory.unattributed < 0.05
-    parameters = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params))
+    parameters = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
+    )
     assert parameters <= memory.kinds["parameters"] < 1.02 * parameters  # tiles of a TPU are padded
     assert memory.most["gradients"] <= (1 + accumulate) * 1.1 * parameters + 2**20
     if not target.startswith("tpu"):  # on whose chips some of this fits, beside the memory
@@ -116,7 +141,9 @@ def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("step", HAND_WRITTEN, ids=lambda step: step.name)
 def test_steps_by_hand_send_what_theory_says(target, step):
-    """The benchmark holds all to theory at sizes that fill memory; here those that every compiler compiles at once."""
+    """The benchmark holds all to theory at sizes that fill memory; here those that every compiler
+    compiles at once.
+    """
     if target.startswith("tpu") and step.name not in ("accumulation", "nested_loops"):
         pytest.skip("the benchmark compiles it")
     if step.dcn and target.startswith("gpu"):
@@ -124,7 +151,11 @@ def test_steps_by_hand_send_what_theory_says(target, step):
     mesh = sl.Target(target).mesh(step.mesh, dcn=step.dcn)
     with jax.default_matmul_precision("highest"):
         found = testing.assert_collectives(*step.build(mesh), sends=step.sends, target=target)
-    assert all(line.rpartition(":")[0].endswith("_steps.py") for one in found.collectives for line in one.sources)
+    assert all(
+        line.rpartition(":")[0].endswith("_steps.py")
+        for one in found.collectives
+        for line in one.sources
+    )
     assert found.memory.unattributed < 0.05
     slow = {one.axes for one in found.collectives if one.slow}
     assert slow == ({("pod",)} if step.dcn and target.startswith("gpu") else set())
@@ -136,9 +167,14 @@ def test_between_slices_is_slow_and_its_gradients_are_known():
     step = layers_step(sl.Target(target).mesh("pod=2,data=4", dcn="pod"))[0]
     rules = sl.rules.data | sl.AxisRules(batch=("pod", "data"))
     strategy = dataclasses.replace(step.strategy, rules=rules)
-    state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy, abstract=True
+    )
     found = sl.plan(
-        sl.train_step(loss_of_layers, strategy), state, jax.ShapeDtypeStruct((8 * ROWS, WIDTH), "float32"), target
+        sl.train_step(loss_of_layers, strategy),
+        state,
+        jax.ShapeDtypeStruct((8 * ROWS, WIDTH), "float32"),
+        target,
     )
     assert found.slow_axes == ("pod",)
     assert any(one.slow for one in found.collectives)
@@ -147,16 +183,21 @@ def test_between_slices_is_slow_and_its_gradients_are_known():
 
 def test_collectives_name_the_users_line(on_cpu):
     [exchange] = on_cpu.collectives
-    assert any("_exact.py" in line for line in exchange.sources)  # the step's own: no line of a user's asks for it
+    # The step's own: no line of a user's asks for it.
+    assert any("_exact.py" in line for line in exchange.sources)
     mesh = sl.Target("cpu:8").mesh("data=2,model=4")
     found = sl.plan(*decoder_step(mesh, sl.rules.data | sl.rules.tensor), "cpu:8")
-    of_model = [one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024]
+    of_model = [
+        one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024
+    ]
     lines = {line for one in of_model for line in one.sources}
     assert lines and all("models/gpt.py" in line for line in lines)
 
 
 def test_a_step_is_laid_out_on_another_machine():
-    """A step for the devices at hand, planned for others with the same axes; its state may be real."""
+    """A step for the devices at hand, planned for others with the same axes; its state may be
+    real.
+    """
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy)
     step = sl.train_step(loss_of_layers, strategy)
@@ -187,7 +228,12 @@ def test_layouts_that_the_partitioner_gave_up_on_are_remarked():
         y = lay_out(jnp.sin(x), "a", "b")
         return lay_out(jnp.concatenate([y, y[:, ::-1]], 1).reshape(48, 8), ("c", "a"))
 
-    found = sl.plan(step, {}, jax.ShapeDtypeStruct((16, 12), "float32", sharding=NamedSharding(mesh, P())), "cpu:8")
+    found = sl.plan(
+        step,
+        {},
+        jax.ShapeDtypeStruct((16, 12), "float32", sharding=NamedSharding(mesh, P())),
+        "cpu:8",
+    )
     assert any("gathered f32[8,6] whole" in remark and HERE in remark for remark in found.remarks)
     assert "what the compiler remarked" in str(found)
 
@@ -206,7 +252,10 @@ def test_plain_functions_are_planned():
     found = testing.assert_collectives(
         step, state, rows, target="cpu:8", sends={("all-reduce", "data"): MATRIX * 2 * 7 // 8}
     )
-    assert found.memory.kinds["parameters"] == MATRIX and found.memory.kinds["inputs"] == ROWS * WIDTH * 4
+    assert (
+        found.memory.kinds["parameters"] == MATRIX
+        and found.memory.kinds["inputs"] == ROWS * WIDTH * 4
+    )
     with pytest.raises(ValueError, match="do not lie on `cpu:4`"):
         sl.plan(step, state, rows, "cpu:4")
     with pytest.raises(ValueError, match=r"takes a step that can be traced.*got function"):
@@ -217,7 +266,10 @@ def plain(f, rows=ROWS, **state):
     """The plan of a plain function of a replicated state and split rows."""
     mesh = sl.Target("cpu:8").mesh("data=8")
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    state = {name: jax.ShapeDtypeStruct(shape, "float32", sharding=replicated) for name, shape in state.items()}
+    state = {
+        name: jax.ShapeDtypeStruct(shape, "float32", sharding=replicated)
+        for name, shape in state.items()
+    }
     batch = jax.ShapeDtypeStruct((8 * rows, WIDTH), "float32", sharding=split)
     return sl.plan(jax.jit(f), state, batch, "cpu:8")
 
@@ -230,35 +282,50 @@ def test_without_a_derivative_there_are_no_gradients():
         return jnp.mean(jax.lax.scan(layer, jnp.sort(x) * 2, state["params"])[0])
 
     found = plain(evaluate, params=(LAYERS, WIDTH, WIDTH)).memory
-    assert not found.kinds["gradients"] and not found.most["gradients"] and not found.most["activations"]
+    assert (
+        not found.kinds["gradients"]
+        and not found.most["gradients"]
+        and not found.most["activations"]
+    )
     assert found.kinds["temporaries"] >= ROWS * WIDTH * 4
 
 
 def test_what_comes_before_the_loss_is_no_gradient():
     def step(state, x):
         x = jnp.sort(x, axis=0)  # of the whole batch
-        return {"params": state["params"] - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["params"])}
+        return {
+            "params": state["params"] - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["params"])
+        }
 
     found = plain(step, rows=8 * ROWS, params=(WIDTH, WIDTH)).memory
     assert 0 < found.most["gradients"] <= 2 * MATRIX + 1024
 
 
 def test_arguments_are_told_apart_by_their_place():
-    def step(state, batch):  # of whose state nothing is used, and whose batch has names like a state's
+    # Of whose state nothing is used, and whose batch has names like a state's.
+    def step(state, batch):
         return state["opt_state"], jnp.sin(batch["params"]), batch["opt_state"]
 
     mesh = sl.Target("cpu:8").mesh("data=8")
     one = jax.ShapeDtypeStruct((WIDTH,), "float32", sharding=NamedSharding(mesh, P()))
     names = ("params", "opt_state", "other")
-    found = sl.plan(jax.jit(step), dict.fromkeys(names, one), dict.fromkeys(names, one), "cpu:8").memory.kinds
-    assert (found["parameters"], found["optimizer state"], found["inputs"]) == (0, WIDTH * 4, 2 * WIDTH * 4)
+    found = sl.plan(
+        jax.jit(step), dict.fromkeys(names, one), dict.fromkeys(names, one), "cpu:8"
+    ).memory.kinds
+    assert (found["parameters"], found["optimizer state"], found["inputs"]) == (
+        0,
+        WIDTH * 4,
+        2 * WIDTH * 4,
+    )
 
 
 def test_optimizers_with_branches():
     """A conditional whose branches take different operands, each of which is one branch's alone."""
     step, state, batch = layers_step("data=8")
     optimizer = optax.apply_if_finite(optax.adam(1e-3), 3)
-    state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optimizer, step.strategy, abstract=True)
+    state = sl.init(
+        lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optimizer, step.strategy, abstract=True
+    )
     found = sl.plan(step, state, batch).memory
     assert found.kinds["optimizer state"] >= 2 * LAYERS * MATRIX and not found.kinds["unattributed"]
     assert LAYERS * MATRIX <= found.most["gradients"] <= 2.1 * LAYERS * MATRIX
@@ -266,7 +333,14 @@ def test_optimizers_with_branches():
 
 def test_plans_in_threads_leave_standard_error_alone(capfd):
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda _: plain(lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH)), range(4)))
+        list(
+            pool.map(
+                lambda _: plain(
+                    lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH)
+                ),
+                range(4),
+            )
+        )
     os.write(2, b"still here")
     assert capfd.readouterr().err == "still here"
 
@@ -276,7 +350,10 @@ def test_a_program_in_jaxs_cache_is_compiled_all_the_same(tmp_path):
     for name, value in CACHE.items():
         jax.config.update(name, value if value is not None else str(tmp_path))
     try:
-        plans = [plain(lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH)) for _ in range(2)]
+        plans = [
+            plain(lambda state, x: jnp.mean(x @ state["params"]), params=(WIDTH, WIDTH))
+            for _ in range(2)
+        ]
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -302,13 +379,21 @@ def test_values_that_a_plan_does_not_have():
     step, state, batch = layers_step("data=8")
     with pytest.raises(ValueError, match="needs values while it is traced"):
         sl.plan(sl.train_step(choosing, step.strategy), state, batch)
-    with pytest.raises(ValueError, match=r"closes over concrete arrays, float32\[1024, 1024\] \(4.0 MiB\)"):
+    with pytest.raises(
+        ValueError, match=r"closes over concrete arrays, float32\[1024, 1024\] \(4.0 MiB\)"
+    ):
         sl.plan(sl.train_step(closing, step.strategy), state, batch)
     hidden = jax.jit(lambda x: jnp.mean(x) + jnp.sum(big))
     with pytest.raises(ValueError, match="closes over concrete arrays"):
-        sl.plan(sl.train_step(lambda model, x, rng: hidden(x @ model["w"][0]), step.strategy), state, batch)
+        sl.plan(
+            sl.train_step(lambda model, x, rng: hidden(x @ model["w"][0]), step.strategy),
+            state,
+            batch,
+        )
     with pytest.raises(ValueError, match=rf"{HERE}:\d+, and a plan has only shapes"):
-        sl.plan(sl.train_step(lambda model, x, rng: jnp.mean(x[x > 0]), step.strategy), state, batch)
+        sl.plan(
+            sl.train_step(lambda model, x, rng: jnp.mean(x[x > 0]), step.strategy), state, batch
+        )
     with pytest.raises(ValueError, match=r"takes a `sl.Target` or its text.*got 3"):
         sl.plan(step, state, batch, 3)
     with pytest.raises(ValueError, match="takes the `State` that `sl.init` makes; got dict"):
@@ -319,22 +404,34 @@ def test_values_that_a_plan_does_not_have():
 def test_what_does_not_fit_is_a_finished_report():
     target = sl.Target("tpu:v5e:1x1")
     strategy = sl.Strategy(mesh=target.mesh("data=1"), rules=sl.rules.data)
-    state = sl.init(lambda: {"w": jnp.zeros((4, 1024, 1024))}, optax.adam(1e-3), strategy, abstract=True)
+    state = sl.init(
+        lambda: {"w": jnp.zeros((4, 1024, 1024))}, optax.adam(1e-3), strategy, abstract=True
+    )
     found = sl.plan(
-        sl.train_step(loss_of_layers, strategy), state, jax.ShapeDtypeStruct((2**20, 1024), "float32"), target
+        sl.train_step(loss_of_layers, strategy),
+        state,
+        jax.ShapeDtypeStruct((2**20, 1024), "float32"),
+        target,
     )
     assert not found.fits and found.refusal and found.memory.total_bytes > found.chip.usable_bytes
     assert found.memory.unattributed < 0.05
     text = str(found)
     assert f"the compiler refuses it\n  {found.refusal.splitlines()[0]}\n" in text
     assert "hbm" in found.refusal.lower() and found.as_dict()["refusal"] == found.refusal
-    assert "DOES NOT FIT" in text and 'Strategy(remat="full")' in text and "too much" in text and HERE in text
+    assert (
+        "DOES NOT FIT" in text
+        and 'Strategy(remat="full")' in text
+        and "too much" in text
+        and HERE in text
+    )
     assert found.advice[1].startswith(("Take fewer examples", "Recompute"))
 
 
 @pytest.mark.tpu_compiler
 def test_a_program_that_the_compiler_refuses():
-    """A kernel that wants more of the chip's own memory than there is: no plan, and no question of fitting."""
+    """A kernel that wants more of the chip's own memory than there is: no plan, and no question of
+    fitting.
+    """
     from jax.experimental import pallas as pl
 
     target = sl.Target("tpu:v5e:1x1")
@@ -344,19 +441,27 @@ def test_a_program_that_the_compiler_refuses():
     def kernel(x_ref, o_ref):
         o_ref[...] = 2 * x_ref[...]
 
-    step = jax.jit(lambda state, x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x))
+    step = jax.jit(
+        lambda state, x: pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    )
     with pytest.raises(ValueError, match="The compiler refuses this program: .*vmem"):
         sl.plan(step, {}, rows, target)
 
 
 @pytest.mark.tpu_compiler
 def test_what_the_compiler_says_is_told_in_its_words(monkeypatch):
-    """XLA's own fusion that wants more of the chip's memory than there is: which, how much, the limit, and the line."""
+    """XLA's own fusion that wants more of the chip's memory than there is: which, how much, the
+    limit, and the line.
+    """
     target = sl.Target("tpu:v5e:1x1")
     monkeypatch.setattr(sl.Target, "compiler_options", {"xla_tpu_scoped_vmem_limit_kib": 128})
-    rows = jax.ShapeDtypeStruct((8, 1024, 1024), "float32", sharding=NamedSharding(target.mesh("data=1"), P()))
+    rows = jax.ShapeDtypeStruct(
+        (8, 1024, 1024), "float32", sharding=NamedSharding(target.mesh("data=1"), P())
+    )
     step = jax.jit(lambda state, x: jax.nn.softmax(x @ x))
-    with pytest.raises(ValueError, match="The compiler refuses this program: E1001: .*[Vv]mem") as refused:
+    with pytest.raises(
+        ValueError, match="The compiler refuses this program: E1001: .*[Vv]mem"
+    ) as refused:
         sl.plan(step, {}, rows, target)
     said = str(refused.value)
     assert re.search(r"f32\[8,1024,1024\].*limit 128.0K exceeded scoped vmem limit by", said)
@@ -378,7 +483,11 @@ def test_what_the_compiler_says_is_told_in_its_words(monkeypatch):
 def test_a_compilers_words_are_cleaned(error, words):
     assert _words(error) == words
     long = _words(error + "\n" + "buffer " * 10_000)
-    assert len(long) <= 1500 and long.endswith("...") and words.partition("\n")[0] in long + words * (not error)
+    assert (
+        len(long) <= 1500
+        and long.endswith("...")
+        and words.partition("\n")[0] in long + words * (not error)
+    )
 
 
 def advised(target_mesh="data=8", **options):
@@ -416,11 +525,19 @@ def test_a_plan_is_a_value_that_prints(on_cpu):
     with pytest.raises(dataclasses.FrozenInstanceError):
         on_cpu.name = "other"
     text = str(on_cpu)
-    for words in ("memory per device", "optimizer state", "communication per step", "all over data", "nothing was run"):
+    for words in (
+        "memory per device",
+        "optimizer state",
+        "communication per step",
+        "all over data",
+        "nothing was run",
+    ):
         assert words in text
     again = json.loads(json.dumps(on_cpu.as_dict()))
     assert again["memory"]["kinds"] == on_cpu.memory.kinds and again["usable_bytes"] is None
-    assert again["sent_bytes"] == [{"axes": ["data"], "slow": False, "bytes": on_cpu.sent_bytes[("data",), False]}]
+    assert again["sent_bytes"] == [
+        {"axes": ["data"], "slow": False, "bytes": on_cpu.sent_bytes[("data",), False]}
+    ]
 
 
 def test_failed_assertions_show_the_difference(on_cpu):
@@ -445,9 +562,16 @@ def test_host_memory_is_a_line_of_its_own():
     target = sl.Target("tpu:v5e:1x1")
     mesh = target.mesh("data=1")
     rows = jax.ShapeDtypeStruct((4096, 1024), "float32", sharding=NamedSharding(mesh, P()))
-    weights = {"params": jax.ShapeDtypeStruct((8, 1024, 1024), "float32", sharding=NamedSharding(mesh, P()))}
+    weights = {
+        "params": jax.ShapeDtypeStruct(
+            (8, 1024, 1024), "float32", sharding=NamedSharding(mesh, P())
+        )
+    }
     keep = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
     def loss(params, x):
@@ -456,7 +580,9 @@ def test_host_memory_is_a_line_of_its_own():
 
         return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=keep), x, params)[0])
 
-    step = jax.jit(lambda state, x: {"params": state["params"] - jax.grad(loss)(state["params"], x)})
+    step = jax.jit(
+        lambda state, x: {"params": state["params"] - jax.grad(loss)(state["params"], x)}
+    )
     found = sl.plan(step, weights, rows, target)
     assert found.memory.host_bytes >= 8 * 4096 * 1024 * 4
     assert "of the host's memory" in str(found)

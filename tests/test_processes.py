@@ -35,7 +35,11 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
-GPUS = {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+GPUS = {
+    "SLURM_GPUS_ON_NODE": "8",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
@@ -56,7 +60,9 @@ def launch(tmp_path, count, text):
         str(path),
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
     return result.returncode, result.stdout, result.stderr
 
 
@@ -65,13 +71,18 @@ def launch(tmp_path, count, text):
     [
         ({}, None),
         ({"SHARDLIB_PROCESSES": "1", **SLURM}, None),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),  # a batch script, without srun
+        # A batch script, without srun.
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of an allocation of four tasks
         (SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, {"num_processes": 4, "local_device_ids": None}),
         (SLURM | GPUS, {"num_processes": 4, "local_device_ids": [4, 5, 6, 7]}),
-        (SLURM | GPUS | {"JAX_LOCAL_DEVICE_IDS": "0"}, {"num_processes": 4, "local_device_ids": None}),
         (
-            SLURM | GPUS | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "3,1"},  # all that there are, for one
+            SLURM | GPUS | {"JAX_LOCAL_DEVICE_IDS": "0"},
+            {"num_processes": 4, "local_device_ids": None},
+        ),
+        (
+            # All that there are, for one.
+            SLURM | GPUS | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "3,1"},
             {"num_processes": 4, "local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]},
         ),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
@@ -99,10 +110,17 @@ TOLD = {"SHARDLIB_PROCESSES": "2", "SHARDLIB_PROCESS": "0"}
     ],
 )
 def test_the_coordinator_listens_on_the_address_given_unless_another_is_said(address, bind):
-    environment = TOLD | {"SHARDLIB_COORDINATOR": address} | ({"JAX_COORDINATOR_BIND_ADDRESS": bind} if bind else {})
+    environment = (
+        TOLD
+        | {"SHARDLIB_COORDINATOR": address}
+        | ({"JAX_COORDINATOR_BIND_ADDRESS": bind} if bind else {})
+    )
     how = how_to_join(environment)
     assert how is not None
-    assert (how["coordinator_address"], how["coordinator_bind_address"]) == (address, bind or address)
+    assert (how["coordinator_address"], how["coordinator_bind_address"]) == (
+        address,
+        bind or address,
+    )
 
 
 @pytest.mark.parametrize("variable", ["SHARDLIB_COORDINATOR", "JAX_COORDINATOR_BIND_ADDRESS"])
@@ -116,19 +134,25 @@ def test_an_address_is_a_host_and_a_port(variable, address):
 
 def names(*addresses):
     """What a resolver would say of any name."""
-    return lambda host, port, **_: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+    return lambda host, port, **_: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses
+    ]
 
 
 def listen(monkeypatch, coordinator):
     """Join as process 0 of two, but for JAX."""
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: pytest.fail("it was not refused"))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda **how: pytest.fail("it was not refused")
+    )
     for name, value in (TOLD | {"SHARDLIB_COORDINATOR": coordinator}).items():
         monkeypatch.setenv(name, value)
     initialize_distributed()
 
 
 def test_an_address_of_another_machine_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"cannot listen on `192\.0\.2\.1:29555`.*JAX_COORDINATOR_BIND_ADDRESS"):
+    with pytest.raises(
+        ValueError, match=r"cannot listen on `192\.0\.2\.1:29555`.*JAX_COORDINATOR_BIND_ADDRESS"
+    ):
         listen(monkeypatch, "192.0.2.1:29555")
 
 
@@ -136,14 +160,18 @@ def test_a_port_that_is_taken_is_refused(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ValueError, match=r"cannot listen on .* \(127\.0\.0\.1: Address already in use\)"):
+        with pytest.raises(
+            ValueError, match=r"cannot listen on .* \(127\.0\.0\.1: Address already in use\)"
+        ):
             listen(monkeypatch, f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("addresses", [("127.0.1.1",), ("127.0.0.1", "127.0.1.1")])
 def test_a_name_that_only_this_machine_reaches_is_refused(addresses, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", names(*addresses))
-    with pytest.raises(ValueError, match=r"`node1` is .*127\.0\.1\.1 on this machine .* write `localhost:29555`"):
+    with pytest.raises(
+        ValueError, match=r"`node1` is .*127\.0\.1\.1 on this machine .* write `localhost:29555`"
+    ):
         listen(monkeypatch, "node1:29555")
 
 
@@ -153,7 +181,10 @@ def test_a_name_that_nobody_knows_is_refused(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(_processes, "_SECONDS_TO_RESOLVE", 0)
-    with pytest.raises(ValueError, match=r"`node1:29555`, and .* no host of that name \(Name or service not known\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"`node1:29555`, and .* no host of that name \(Name or service not known\)",
+    ):
         listen(monkeypatch, "node1:29555")
 
 
@@ -170,18 +201,29 @@ def listening(port):
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel's table of sockets is read")
+@pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="the kernel's table of sockets is read"
+)
 def test_what_the_coordinator_listens_on():
-    cases = {"127.0.0.1": {"127.0.0.1"}, "localhost": {"127.0.0.1", "::1"}, "0.0.0.0": {"0.0.0.0", "::"}}
+    cases = {
+        "127.0.0.1": {"127.0.0.1"},
+        "localhost": {"127.0.0.1", "::1"},
+        "0.0.0.0": {"0.0.0.0", "::"},
+    }
     started = []
     try:
         for host, allowed in cases.items():
             with socket.socket() as one:
                 one.bind(("127.0.0.1", 0))
                 port = one.getsockname()[1]
-            environment = os.environ | TOLD | {"SHARDLIB_COORDINATOR": f"{host}:{port}", "PYTHONPATH": str(ROOT)}
+            environment = (
+                os.environ
+                | TOLD
+                | {"SHARDLIB_COORDINATOR": f"{host}:{port}", "PYTHONPATH": str(ROOT)}
+            )
             process = subprocess.Popen(
-                [sys.executable, "-c", "import shardlib; shardlib.initialize_distributed()"], env=environment
+                [sys.executable, "-c", "import shardlib; shardlib.initialize_distributed()"],
+                env=environment,
             )
             started.append((process, port, allowed))
         for process, port, allowed in started:
@@ -210,32 +252,50 @@ def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds,
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.update(how))
     monkeypatch.setattr(_processes, "_leave_when_failing", lambda: None)
     monkeypatch.setattr(_processes, "_initialized_with", [])
-    for name, value in (TOLD | environment | {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESS": "1"}).items():
+    for name, value in (
+        TOLD | environment | {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESS": "1"}
+    ).items():
         monkeypatch.setenv(name, value)
     initialize_distributed(heartbeat_timeout=argument)
     assert given["heartbeat_timeout_seconds"] == seconds
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     initialize_distributed()
     initialize_distributed(heartbeat_timeout=seconds)
-    with pytest.raises(ValueError, match=f"joined already, by `initialize_distributed` with {seconds} seconds"):
+    with pytest.raises(
+        ValueError, match=f"joined already, by `initialize_distributed` with {seconds} seconds"
+    ):
         initialize_distributed(heartbeat_timeout=seconds + 1 if seconds < 1_000_000 else 5)
 
 
 def test_the_default_is_that_of_jax():
-    default = inspect.signature(jax.distributed.initialize).parameters["heartbeat_timeout_seconds"].default
+    default = (
+        inspect.signature(jax.distributed.initialize)
+        .parameters["heartbeat_timeout_seconds"]
+        .default
+    )
     assert heartbeat_timeout_of(None, {}) == default
-    assert f"without that it is {default}" in " ".join((initialize_distributed.__doc__ or "").split())
+    assert f"without that it is {default}" in " ".join(
+        (initialize_distributed.__doc__ or "").split()
+    )
 
 
-@pytest.mark.parametrize("seconds", [0, 1, -5, 1_000_001, 2**40, 30.0, "30", True, float("nan"), None])
+@pytest.mark.parametrize(
+    "seconds", [0, 1, -5, 1_000_001, 2**40, 30.0, "30", True, float("nan"), None]
+)
 def test_a_timeout_is_a_number_of_seconds(seconds, monkeypatch):
     if seconds is not None:
-        with pytest.raises(ValueError, match=re.escape(f"`initialize_distributed(heartbeat_timeout={seconds!r})`: ")):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"`initialize_distributed(heartbeat_timeout={seconds!r})`: "),
+        ):
             initialize_distributed(heartbeat_timeout=seconds)
     if not isinstance(seconds, str):
         text = "" if seconds is None else str(seconds)
         monkeypatch.setenv("SHARDLIB_HEARTBEAT_TIMEOUT", text)
-        with pytest.raises(ValueError, match=re.escape(f"`SHARDLIB_HEARTBEAT_TIMEOUT={text}`: after how many seconds")):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"`SHARDLIB_HEARTBEAT_TIMEOUT={text}`: after how many seconds"),
+        ):
             initialize_distributed()
 
 
@@ -261,7 +321,9 @@ def test_joined_too_late(monkeypatch):
     jax.devices()
     for name, value in {"COORDINATOR": "localhost:1", "PROCESSES": "2", "PROCESS": "0"}.items():
         monkeypatch.setenv(f"SHARDLIB_{name}", value)
-    with pytest.raises(ValueError, match="`initialize_distributed` came too late.*at the top of the script"):
+    with pytest.raises(
+        ValueError, match="`initialize_distributed` came too late.*at the top of the script"
+    ):
         initialize_distributed()
 
 
@@ -320,7 +382,9 @@ require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 
         mine = [line[4:] for line in shown.splitlines() if line.startswith(f"[{process}] ")]
         at = next(k for k, line in enumerate(mine) if line.startswith("ValueError: "))
         assert mine[at].startswith("ValueError: Process 1 differs from processes 0, 2 in `batch`.")
-        assert {"-tokens: int32[8, 128]", "+tokens: int32[8, 64]", " mask: bool[8]"} <= set(mine[at + 1 :])
+        assert {"-tokens: int32[8, 128]", "+tokens: int32[8, 64]", " mask: bool[8]"} <= set(
+            mine[at + 1 :]
+        )
 
 
 def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
@@ -363,4 +427,7 @@ from shardlib._processes import require_agreement
 require_agreement({})
 """)  # fmt: skip
     assert code == 1
-    assert "ValueError: Processes have different numbers of devices: process 2 has 2; processes 0-1 have 1." in error
+    assert (
+        "ValueError: Processes have different numbers of devices: process 2 has 2; processes 0-1 "
+        "have 1." in error
+    )

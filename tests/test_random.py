@@ -16,7 +16,9 @@ PARTS = [(4, 0, 1), (4, 4, 1), (2, 0, 4), (4, 1, 2), (2, 3, 4)]  # rows, first e
 def both(f, rows, start, stride):
     """What f draws for all eight examples, cut to these, and what it draws for these alone."""
     whole = f(row_keys(KEY, 8, 0, 1), 8)
-    return np.asarray(whole)[start::stride][:rows], np.asarray(f(row_keys(KEY, rows, start, stride), rows))
+    return np.asarray(whole)[start::stride][:rows], np.asarray(
+        f(row_keys(KEY, rows, start, stride), rows)
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -25,9 +27,12 @@ def both(f, rows, start, stride):
     [
         lambda key, n: jax.random.bernoulli(key, 0.3, (n, 5, 3)),
         lambda key, n: jax.random.bits(jax.random.fold_in(key, 3), (n, 5)),
-        lambda key, n: jax.random.bits(jax.random.split(key)[1], (n, 5)),  # two streams, also where there are two rows
+        # Two streams, also where there are two rows.
+        lambda key, n: jax.random.bits(jax.random.split(key)[1], (n, 5)),
         lambda key, n: jax.vmap(jax.random.bits)(jax.random.split(key, n)),  # one key per example
-        lambda key, n: jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 1), (3,)))(jax.random.split(key, n)),
+        lambda key, n: jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, 1), (3,)))(
+            jax.random.split(key, n)
+        ),
         lambda key, n: jax.random.randint(key, (n,), 0, 100),
         lambda key, n: jnp.full(n, jax.random.bits(key)),
     ],
@@ -39,7 +44,8 @@ def test_examples_draw_the_same_wherever_they_are(draw, part):
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part[0] != 2])
 def test_what_has_no_row_per_example_is_the_same_everywhere(part):
-    # `permutation` splits its key in two: with two rows that would be taken for one key per example (see the module).
+    # `permutation` splits its key in two: with two rows that would be taken for one key per example
+    # (see the module).
     whole, here = both(lambda key, n: jax.random.permutation(key, 5)[None].repeat(n, 0), *part)
     np.testing.assert_array_equal(whole, here)
 
@@ -48,7 +54,12 @@ def test_different_examples_streams_and_splits_draw_differently():
     key = row_keys(KEY, 4, 0, 1)
     draws = [
         jax.random.normal(k, (4,))
-        for k in (key, jax.random.fold_in(key, 0), jax.random.fold_in(key, 1), *jax.random.split(key))
+        for k in (
+            key,
+            jax.random.fold_in(key, 0),
+            jax.random.fold_in(key, 1),
+            *jax.random.split(key),
+        )
     ]
     values = np.concatenate(draws)
     assert len(np.unique(values)) == values.size
@@ -68,7 +79,9 @@ def test_any_shape_of_keys_and_back():
         assert is_row_key(keys)
         assert not is_row_key(base)
         assert keys.shape == base.shape
-        np.testing.assert_array_equal(jax.random.key_data(plain_keys(keys)), jax.random.key_data(base))
+        np.testing.assert_array_equal(
+            jax.random.key_data(plain_keys(keys)), jax.random.key_data(base)
+        )
         assert row_keys(keys, 8, 0, 1).dtype == row_keys(base, 8, 0, 1).dtype
     assert plain_keys(KEY) is KEY
     assert jax.random.split(row_keys(KEY, 4, 0, 1), (2, 3)).shape == (2, 3)
@@ -100,7 +113,9 @@ X = np.ones((16, 4), np.float32)
 
 
 def drawn(draw, make_key, **options):
-    """What a loss draws with a key of the model: for the examples, and for what every device has."""
+    """What a loss draws with a key of the model: for the examples, and for what every device
+    has.
+    """
     strategy = sl.Strategy(mesh="data=8", rules=RULES, **options)
 
     def loss(model, x, rng):
@@ -118,17 +133,24 @@ def drawn(draw, make_key, **options):
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_draws_that_may_depend_on_the_mesh_still_differ_between_examples(impl):
-    state, metrics = drawn(jax.random.uniform, lambda: jax.random.key(0, impl=impl), draws="by_mesh")
+    state, metrics = drawn(
+        jax.random.uniform, lambda: jax.random.key(0, impl=impl), draws="by_mesh"
+    )
     assert jax.random.key_impl(state.rest["key"]) == impl
     rows = metrics["rows"] / 8  # each device gathered all of them
     assert len(np.unique(rows.round(5))) == rows.size == 64
-    assert len(np.unique(metrics["same"][:, 0])) == 1, "what is not for examples is the same everywhere"
+    assert len(np.unique(metrics["same"][:, 0])) == 1, (
+        "what is not for examples is the same everywhere"
+    )
 
 
 def test_the_key_of_a_step_is_of_the_default_implementation_where_draws_may_depend_on_the_mesh():
     with jax.default_prng_impl("rbg"):
         of = lambda draws: drawn(jax.random.uniform, lambda: KEY, draws=draws)[0].key
-        assert [str(jax.random.key_impl(of(draws))) for draws in ("same", "by_mesh")] == ["threefry2x32", "rbg"]
+        assert [str(jax.random.key_impl(of(draws))) for draws in ("same", "by_mesh")] == [
+            "threefry2x32",
+            "rbg",
+        ]
 
 
 def bernoulli(key, shape):
@@ -142,23 +164,31 @@ def bernoulli(key, shape):
         jax.jit(bernoulli, static_argnums=1),
         lambda key, shape: bernoulli(jax.random.split(key)[1], shape),
         lambda key, shape: bernoulli(jax.random.fold_in(key, 1), shape),
-        lambda key, shape: jax.vmap(lambda k: bernoulli(k, shape[1:]))(jax.random.split(key, shape[0])),
-        lambda key, shape: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], bernoulli(k, shape)), key, length=2)[1][
-            0
-        ],
+        lambda key, shape: jax.vmap(lambda k: bernoulli(k, shape[1:]))(
+            jax.random.split(key, shape[0])
+        ),
+        lambda key, shape: jax.lax.scan(
+            lambda k, _: (jax.random.split(k)[0], bernoulli(k, shape)), key, length=2
+        )[1][0],
         lambda key, shape: jax.lax.cond(
             shape[0] > 1, lambda k: bernoulli(k, shape), lambda k: bernoulli(k, shape), key
         ),
-        lambda key, shape: bernoulli(jax.lax.fori_loop(0, 2, lambda _, k: jax.random.split(k)[0], key), shape),
+        lambda key, shape: bernoulli(
+            jax.lax.fori_loop(0, 2, lambda _, k: jax.random.split(k)[0], key), shape
+        ),
     ],
 )
 def test_raw_keys_of_the_model_which_would_draw_alike_on_every_device_are_refused(draw):
-    with pytest.raises(ValueError, match="draws with old-style raw keys of the model, `key`.*wrap_key_data"):
+    with pytest.raises(
+        ValueError, match="draws with old-style raw keys of the model, `key`.*wrap_key_data"
+    ):
         drawn(draw, lambda: jax.random.PRNGKey(0))
 
 
 def test_raw_keys_are_taken_where_they_draw_for_the_whole_batch_or_not_at_all():
     drawn(bernoulli, lambda: jax.random.PRNGKey(0), manual=())
     drawn(bernoulli, lambda: jax.random.wrap_key_data(jax.random.PRNGKey(0)))
-    counts = lambda key, shape: jnp.full(shape, key[0], jnp.float32) + bernoulli(jax.random.fold_in(KEY, key[1]), shape)
+    counts = lambda key, shape: (
+        jnp.full(shape, key[0], jnp.float32) + bernoulli(jax.random.fold_in(KEY, key[1]), shape)
+    )
     drawn(counts, lambda: jnp.zeros(2, jnp.uint32))

@@ -1,4 +1,6 @@
-"""What each leaf of an optimizer's state follows: by hand for some, and for every optimizer that optax has."""
+"""What each leaf of an optimizer's state follows: by hand for some, and for every optimizer that
+optax has.
+"""
 
 import inspect
 import warnings
@@ -21,7 +23,9 @@ def shapes(dtype=jnp.float32, **params):
 def kinds(optimizer, params):
     """Of each leaf the kind alone, or with what it follows."""
     return {
-        path: (found.kind, found.parameter, found.dims) if found.parameter is not None else found.kind
+        path: (found.kind, found.parameter, found.dims)
+        if found.parameter is not None
+        else found.kind
         for path, found in relate(optimizer.init, params).items()
     }
 
@@ -83,7 +87,12 @@ CASES = {
     ),
     "sm3": (
         optax.scale_by_sm3(),
-        {"mu/w/0": ("part", "w", (0,)), "mu/w/1": ("part", "w", (1,)), "mu/b/0": same("b", 1), **copies("nu")},
+        {
+            "mu/w/0": ("part", "w", (0,)),
+            "mu/w/1": ("part", "w", (1,)),
+            "mu/b/0": same("b", 1),
+            **copies("nu"),
+        },
     ),
     "flattened": (optax.flatten(optax.trace(0.9)), {"trace": "none"}),
     "a history": (
@@ -127,7 +136,11 @@ UNCLEAR = ("ambiguous", "w", (None,))
         (256, 512): FACTORED,
         (512, 256): {"v": "scalar", "v_row": ("part", "w", (1,)), "v_col": ("part", "w", (0,))},
         (256, 257): FACTORED,
-        (3, 256, 512): {"v": "scalar", "v_row": ("part", "w", (0, 1)), "v_col": ("part", "w", (0, 2))},
+        (3, 256, 512): {
+            "v": "scalar",
+            "v_row": ("part", "w", (0, 1)),
+            "v_col": ("part", "w", (0, 2)),
+        },
         (256, 256): {"v": "scalar", "v_row": UNCLEAR, "v_col": UNCLEAR},  # either may be the rows
         (8, 16): UNFACTORED,
         (127, 4096): UNFACTORED,  # factored if it were one longer
@@ -137,21 +150,30 @@ UNCLEAR = ("ambiguous", "w", (None,))
 )
 def test_factored_moments(shape, expected):
     found = kinds(optax.scale_by_factored_rms(), shapes(w=shape))
-    assert found == {"count": "scalar", **{f"{of}/w": relation for of, relation in expected.items()}}
+    assert found == {
+        "count": "scalar",
+        **{f"{of}/w": relation for of, relation in expected.items()},
+    }
 
 
 def test_a_path_that_ends_as_another_does():
-    params = {"w": jnp.ones((4, 4)), "a": {"w": jnp.ones((4, 4))}, "b": {"a": {"w": jnp.ones((4, 4))}}}
-    found = relate(optax.scale_by_adam().init, params)
-    assert {path: relation.parameter for path, relation in found.items() if relation.kind == "same"} == {
-        f"{of}/{path}": path for of in ("mu", "nu") for path in ("w", "a/w", "b/a/w")
+    params = {
+        "w": jnp.ones((4, 4)),
+        "a": {"w": jnp.ones((4, 4))},
+        "b": {"a": {"w": jnp.ones((4, 4))}},
     }
+    found = relate(optax.scale_by_adam().init, params)
+    assert {
+        path: relation.parameter for path, relation in found.items() if relation.kind == "same"
+    } == {f"{of}/{path}": path for of in ("mu", "nu") for path in ("w", "a/w", "b/a/w")}
 
 
 def test_names_mean_nothing():
     """A state whose paths say the contrary of what it is."""
     params = shapes(w=(4, 8), b=(4, 8))
-    found = relate(lambda p: {"w": jnp.zeros_like(p["b"]), "b": p["w"].T, "x": jnp.zeros((4, 8))}, params)
+    found = relate(
+        lambda p: {"w": jnp.zeros_like(p["b"]), "b": p["w"].T, "x": jnp.zeros((4, 8))}, params
+    )
     assert found["w"] == Relation("same", "b", (0, 1))
     assert found["b"] == Relation("part", "w", (1, 0), "follows dim 1, 0 of `w`")
     assert found["x"] == Relation("none", None, (None, None), "follows no parameter")
@@ -240,7 +262,9 @@ def test_an_init_that_takes_one_shape_alone():
 
 def test_a_state_of_other_leaves_from_some_size_on():
     params = shapes(big=(64, 64), less=(63, 64))
-    large = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda p: p.shape[0] >= 64, tree))
+    large = optax.masked(
+        optax.trace(0.9), lambda tree: jax.tree.map(lambda p: p.shape[0] >= 64, tree)
+    )
     assert kinds(large, params) == {"inner_state/trace/big": same("big", 2)}
 
 
@@ -252,7 +276,11 @@ def test_dtypes_are_kept(dtype):
         seen.extend(p.dtype for p in jax.tree.leaves(params))
         return optax.scale_by_adam().init(params)
 
-    assert all(r.kind == "same" for path, r in relate(init, shapes(dtype, w=(4, 8), b=(8,))).items() if path != "count")
+    assert all(
+        r.kind == "same"
+        for path, r in relate(init, shapes(dtype, w=(4, 8), b=(8,))).items()
+        if path != "count"
+    )
     assert set(seen) == {jnp.dtype(dtype)}
 
 
@@ -265,7 +293,9 @@ def test_any_number_of_parameters(count):
         asked.append(len(params))
         return {f"of {i}": jnp.zeros_like(p) for i, p in params.items()}
 
-    assert kinds(optax.GradientTransformation(init, None), params) == {f"of {i}": same(i, 2) for i in params}
+    assert kinds(optax.GradientTransformation(init, None), params) == {
+        f"of {i}": same(i, 2) for i in params
+    }
     assert len(asked) <= 1 + 9 + 3
 
 
@@ -299,7 +329,8 @@ ARGUMENTS = {
     "measure": optax.tree.norm,
     "measures": {"norm": optax.measure_with_ema(optax.tree.norm, 0.9)},
     **dict.fromkeys(
-        ("inner", "opt", "optimizer", "base_optimizer", "fast_optimizer", "tx"), optax.sgd(0.1, momentum=0.9)
+        ("inner", "opt", "optimizer", "base_optimizer", "fast_optimizer", "tx"),
+        optax.sgd(0.1, momentum=0.9),
     ),
     "adv_optimizer": optax.sgd(0.05),
     "transforms": {"all": optax.adam(0.1)},
@@ -313,7 +344,9 @@ BY_HAND = {
     "chain": lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)),
     "freeze": lambda: optax.freeze(False),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
-    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(learning_rate=0.1),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(
+        learning_rate=0.1
+    ),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),
     "stateless": lambda: optax.stateless(lambda updates, params: updates),
@@ -323,7 +356,8 @@ BY_HAND = {
 # Public functions that are said to make one and are left out, and why.
 SKIPPED: dict[str, str] = {}
 
-# What makes a state of any parameters, but takes no step from them, their gradients and a loss alone; and why.
+# What makes a state of any parameters, but takes no step from them, their gradients and a loss
+# alone; and why.
 LOSS, EXAMPLES = "takes the loss as a function", "takes a gradient for each example"
 UNTRAINABLE = {
     "lbfgs": LOSS,
@@ -352,30 +386,45 @@ def makers():
 
 @cache
 def public_optimizers() -> dict[str, optax.GradientTransformation]:
-    """Every `GradientTransformation` that a public function of optax, or of its `contrib`, makes of generic arguments."""
+    """Every `GradientTransformation` that a public function of optax, or of its `contrib`, makes of
+    generic arguments.
+    """
     found = {}
     for name, make in makers():
         parameters = inspect.signature(make).parameters.values()
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
         if name not in SKIPPED and (name in BY_HAND or ARGUMENTS.keys() >= set(needed)):
-            with warnings.catch_warnings(action="ignore"):  # the deprecated are optimizers all the same
-                made = BY_HAND[name]() if name in BY_HAND else make(**{of: ARGUMENTS[of] for of in needed})
+            # The deprecated are optimizers all the same.
+            with warnings.catch_warnings(action="ignore"):
+                made = (
+                    BY_HAND[name]()
+                    if name in BY_HAND
+                    else make(**{of: ARGUMENTS[of] for of in needed})
+                )
             if isinstance(made, optax.GradientTransformation):
                 found[name] = made
     return found
 
 
 def updated(optimizer, params, gradients, state, value):
-    """One step, with what the optimizer takes besides gradients: the loss, and the gradients as they were."""
+    """One step, with what the optimizer takes besides gradients: the loss, and the gradients as
+    they were.
+    """
     takes = inspect.signature(optimizer.update).parameters.values()
-    more = {"value": value, "grad": gradients} if any(p.kind is p.VAR_KEYWORD for p in takes) else {}
+    more = (
+        {"value": value, "grad": gradients} if any(p.kind is p.VAR_KEYWORD for p in takes) else {}
+    )
     return optimizer.update(gradients, state, params, **more)
 
 
 def test_every_public_optimizer_is_found():
     assert len(public_optimizers()) >= 120
     said = {
-        name for name, make in makers() if "GradientTransformation" in str(inspect.signature(make).return_annotation)
+        name
+        for name, make in makers()
+        if "GradientTransformation" in str(inspect.signature(make).return_annotation)
     }
     assert said - public_optimizers().keys() == SKIPPED.keys()
     assert UNTRAINABLE.keys() <= public_optimizers().keys()
@@ -397,7 +446,10 @@ def test_every_relation_holds(name):
         assert (reason == "") == (kind in ("same", "scalar"))
         if kind in ("same", "part"):
             followed = EVERY[parameter].shape
-            assert all(dim is None or followed[dim] == size for dim, size in zip(dims, leaf.shape, strict=True))
+            assert all(
+                dim is None or followed[dim] == size
+                for dim, size in zip(dims, leaf.shape, strict=True)
+            )
             assert path.split("/").count(parameter) == 1  # as optax happens to call them
         if kind == "same":
             assert leaf.shape == followed
@@ -415,7 +467,9 @@ def test_what_steps_and_what_does_not(name):
 
     def steps():
         state = jax.eval_shape(optimizer.init, params)
-        updates, after = jax.eval_shape(partial(updated, optimizer), params, params, state, jnp.float32(1))
+        updates, after = jax.eval_shape(
+            partial(updated, optimizer), params, params, state, jnp.float32(1)
+        )
         return like(updates) == like(params) and like(after) == like(state)
 
     try:
@@ -424,9 +478,15 @@ def test_what_steps_and_what_does_not(name):
         assert name in UNTRAINABLE
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "adamax", "contrib.adopt", "contrib.schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name", ["adam", "adamw", "lamb", "adamax", "contrib.adopt", "contrib.schedule_free_adamw"]
+)
 def test_every_moment_is_found(name):
-    found = relate(public_optimizers()[name].init, {path: p for path, p in EVERY.items() if path != "s"})
-    moments = [relation.kind for path, relation in found.items() if {"mu", "nu"} & set(path.split("/"))]
+    found = relate(
+        public_optimizers()[name].init, {path: p for path, p in EVERY.items() if path != "s"}
+    )
+    moments = [
+        relation.kind for path, relation in found.items() if {"mu", "nu"} & set(path.split("/"))
+    ]
     assert Counter(moments) == {"same": len(moments)}
     assert moments

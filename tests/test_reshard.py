@@ -25,7 +25,11 @@ SIZES = {"x": 2, "y": 4}
 
 def mesh_of(sizes, kind=AxisType.Auto, devices=None):
     devices = jax.devices()[: math.prod(sizes.values())] if devices is None else devices
-    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(kind,) * len(sizes))
+    return Mesh(
+        np.array(devices).reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=(kind,) * len(sizes),
+    )
 
 
 MESH = mesh_of(SIZES)
@@ -71,7 +75,11 @@ def received(one):
 
 
 def planned(source, to, sizes, shape):
-    return [(step.kind, step.received) for step in plan(source, to, sizes, shape) if step.kind != "slice"]
+    return [
+        (step.kind, step.received)
+        for step in plan(source, to, sizes, shape)
+        if step.kind != "slice"
+    ]
 
 
 def compiled(mesh, source, to, shape):
@@ -87,7 +95,9 @@ def check_pair(mesh, source, to, shape):
     y = program(jax.device_put(x, NamedSharding(mesh, source)))
     np.testing.assert_array_equal(y, x)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, to), y.ndim)
-    assert traffic(program, mesh) == planned(source, to, dict(mesh.shape), shape), f"{source} to {to}"
+    assert traffic(program, mesh) == planned(source, to, dict(mesh.shape), shape), (
+        f"{source} to {to}"
+    )
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
@@ -110,11 +120,13 @@ def test_gradient_of_every_pair(source):
     with jax.set_mesh(MESH):
         found = gradients(jax.device_put(x, source), weights)
     for to, weight, gradient in zip(LAYOUTS, weights, found, strict=True):
-        np.testing.assert_allclose(gradient, weight * np.cos(x), rtol=1e-5, atol=1e-3, err_msg=f"{source} to {to}")
+        np.testing.assert_allclose(
+            gradient, weight * np.cos(x), rtol=1e-5, atol=1e-3, err_msg=f"{source} to {to}"
+        )
 
 
-# The rows of the docstring's table: the only collective, the axes it runs over, and what a device receives of an array
-# of 64 elements.
+# The rows of the docstring's table: the only collective, the axes it runs over, and what a device
+# receives of an array of 64 elements.
 THEORY = {
     "slice": (P(), P("x", "y"), None, (), 0),
     "slice a split dim": (P("x"), P(("x", "y")), None, (), 0),
@@ -124,8 +136,20 @@ THEORY = {
     "gather two dims": (P("x", "y"), P(), "all-gather", ("x", "y"), 64 * 7 / 8),
     "slice and gather": (P("x"), P(None, "y"), "all-gather", ("x",), 16 * 1 / 2),
     "all-to-all": (P("y"), P(None, "y"), "all-to-all", ("y",), 16 * 3 / 4),
-    "all-to-all of two axes": (P(("x", "y")), P(None, ("x", "y")), "all-to-all", ("x", "y"), 8 * 7 / 8),
-    "all-to-all that turns them": (P(("x", "y")), P(None, ("y", "x")), "all-to-all", ("x", "y"), 8 * 7 / 8),
+    "all-to-all of two axes": (
+        P(("x", "y")),
+        P(None, ("x", "y")),
+        "all-to-all",
+        ("x", "y"),
+        8 * 7 / 8,
+    ),
+    "all-to-all that turns them": (
+        P(("x", "y")),
+        P(None, ("y", "x")),
+        "all-to-all",
+        ("x", "y"),
+        8 * 7 / 8,
+    ),
     "all-to-all of the minor axis": (P(("x", "y")), P("x", "y"), "all-to-all", ("y",), 8 * 3 / 4),
     "turn two axes": (P(("x", "y")), P(("y", "x")), "collective-permute", ("x", "y"), 8),
     "slice and permute": (P("x"), P("y"), "collective-permute", ("x", "y"), 16),
@@ -136,17 +160,24 @@ THEORY = {
 def test_one_collective_where_one_is_enough(case):
     source, to, kind, axes, elements = THEORY[case]
     found = collectives(compiled(MESH, source, to, (8, 8)), MESH)
-    assert [(one.kind, one.axes, received(one) / 4) for one in found] == ([(kind, axes, elements)] if kind else [])
+    assert [(one.kind, one.axes, received(one) / 4) for one in found] == (
+        [(kind, axes, elements)] if kind else []
+    )
 
 
 def test_never_more_bytes_than_the_partitioner():
     struct = jax.ShapeDtypeStruct((8, 8), np.float32)
     less = 0
     for source, to in itertools.product(LAYOUTS, repeat=2):
-        shardings = {"in_shardings": NamedSharding(MESH, source), "out_shardings": NamedSharding(MESH, to)}
+        shardings = {
+            "in_shardings": NamedSharding(MESH, source),
+            "out_shardings": NamedSharding(MESH, to),
+        }
         automatic = jax.jit(lambda x: x, **shardings).lower(struct).compile()
         ours, theirs = planned(source, to, SIZES, (8, 8)), traffic(automatic, MESH)
-        assert sum(n for _, n in ours) <= sum(n for _, n in theirs), f"{source} to {to}: {ours} against {theirs}"
+        assert sum(n for _, n in ours) <= sum(n for _, n in theirs), (
+            f"{source} to {to}: {ours} against {theirs}"
+        )
         less += sum(n for _, n in ours) < sum(n for _, n in theirs)
     assert less >= 20
 
@@ -161,16 +192,26 @@ def test_three_axes(ndim):
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
-    [({"x": 2, "y": 3}, (6, 12)), ({"x": 2, "y": 4}, (2, 8)), ({"x": 2, "y": 4}, (4, 4)), ({"x": 1, "y": 8}, (8, 16))],
+    [
+        ({"x": 2, "y": 3}, (6, 12)),
+        ({"x": 2, "y": 4}, (2, 8)),
+        ({"x": 2, "y": 4}, (4, 4)),
+        ({"x": 1, "y": 8}, (8, 16)),
+    ],
     ids=str,
 )
 def test_sizes_that_do_not_match(sizes, shape):
-    """Dims that no further axis divides, axes of which neither divides the other, an axis of one device."""
+    """Dims that no further axis divides, axes of which neither divides the other, an axis of one
+    device.
+    """
     mesh = mesh_of(sizes)
     fitting = [
         spec
         for spec in layouts("xy", 2)
-        if all(size % math.prod(sizes[a] for a in as_tuple(e)) == 0 for size, e in zip(shape, spec, strict=True))
+        if all(
+            size % math.prod(sizes[a] for a in as_tuple(e)) == 0
+            for size, e in zip(shape, spec, strict=True)
+        )
     ]
     pairs = list(itertools.product(fitting, repeat=2))
     for source, to in random.Random(0).sample(pairs, 16):
@@ -178,7 +219,9 @@ def test_sizes_that_do_not_match(sizes, shape):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ndim"), [({"x": 2, "y": 4}, 2), ({"x": 2, "y": 2, "z": 2}, 3), ({"x": 2, "y": 4, "z": 2}, 2)], ids=str
+    ("sizes", "ndim"),
+    [({"x": 2, "y": 4}, 2), ({"x": 2, "y": 2, "z": 2}, 3), ({"x": 2, "y": 4, "z": 2}, 2)],
+    ids=str,
 )
 def test_nothing_is_larger_than_before_or_after(sizes, ndim):
     pairs = list(itertools.product(layouts("".join(sizes), ndim), repeat=2))
@@ -186,7 +229,9 @@ def test_nothing_is_larger_than_before_or_after(sizes, ndim):
         steps = plan(source, to, sizes, (16,) * ndim)
         if steps:
             held = [split(steps[0].before), *(split(step.after) for step in steps)]
-            assert min(held) == min(held[0], held[-1]), f"{source} to {to}: {[step.kind for step in steps]}"
+            assert min(held) == min(held[0], held[-1]), (
+                f"{source} to {to}: {[step.kind for step in steps]}"
+            )
 
 
 def split(layout):
@@ -204,13 +249,16 @@ def test_every_process_plans_alike():
     """)
     command = [sys.executable, "-c", program]
     plans = {
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
         for seed in ("1", "2")
     }
     assert len(plans) == 1
 
 
-# Partial sums: the layout to come to, and kind, axes and received elements of the collectives of an array of 64.
+# Partial sums: the layout to come to, and kind, axes and received elements of the collectives of an
+# array of 64.
 PARTIAL = {
     "whole": (P(), {"y"}, [("all-reduce", ("y",), 2 * 64 * 3 / 4)]),
     "split": (P("y"), {"y"}, [("reduce-scatter", ("y",), 64 * 3 / 4)]),
@@ -239,11 +287,17 @@ def test_partial_sums(case):
     to, axes, expected = PARTIAL[case]
     (a, b), shardings = factors(EXPLICIT, axes)
     with jax.set_mesh(EXPLICIT):
-        program = jax.jit(lambda a, b: product_of(a, b, axes, to)).lower(*jax.device_put((a, b), shardings)).compile()
+        program = (
+            jax.jit(lambda a, b: product_of(a, b, axes, to))
+            .lower(*jax.device_put((a, b), shardings))
+            .compile()
+        )
         y = program(*jax.device_put((a, b), shardings))
     np.testing.assert_allclose(y, a @ b, rtol=1e-5, atol=1e-5)
     assert y.sharding.is_equivalent_to(NamedSharding(EXPLICIT, to), 2)
-    assert [(one.kind, one.axes, received(one) / 4) for one in collectives(program, EXPLICIT)] == expected
+    assert [
+        (one.kind, one.axes, received(one) / 4) for one in collectives(program, EXPLICIT)
+    ] == expected
 
 
 @pytest.mark.parametrize("case", PARTIAL)
@@ -260,7 +314,9 @@ def test_gradients_of_partial_sums(case):
     with jax.set_mesh(EXPLICIT):
         program = gradient.lower(jax.device_put((a, b), shardings)).compile()
         found = program(jax.device_put((a, b), shardings))
-    for value, expected, sharding in zip(found, (weight @ b.T, a.T @ weight), shardings, strict=True):
+    for value, expected, sharding in zip(
+        found, (weight @ b.T, a.T @ weight), shardings, strict=True
+    ):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-3)
         assert value.sharding.is_equivalent_to(sharding, 2)
     assert {one.kind for one in collectives(program, EXPLICIT)} <= {"all-gather"}
@@ -270,7 +326,9 @@ def test_eager_partial_sum():
     (a, b), shardings = factors(EXPLICIT, {"y"})
     with jax.set_mesh(EXPLICIT):
         partial = jnp.einsum(
-            "ik,kj->ij", *jax.device_put((a, b), shardings), out_sharding=P(None, None, unreduced={"y"})
+            "ik,kj->ij",
+            *jax.device_put((a, b), shardings),
+            out_sharding=P(None, None, unreduced={"y"}),
         )
     whole = reshard(partial, P("y"))
     np.testing.assert_allclose(whole, a @ b, rtol=1e-5, atol=1e-5)
@@ -283,7 +341,9 @@ def test_a_concrete_array_knows_its_layout(mesh):
     y = reshard(x, P("y", "x"))
     np.testing.assert_array_equal(y, x)
     assert y.sharding.spec == P("y", "x")
-    assert reshard(x, P("y"), source=P(("x",), "y")).sharding.is_equivalent_to(NamedSharding(mesh, P("y")), 2)
+    assert reshard(x, P("y"), source=P(("x",), "y")).sharding.is_equivalent_to(
+        NamedSharding(mesh, P("y")), 2
+    )
 
 
 def test_explicit_types_know_their_layout():
@@ -303,7 +363,9 @@ def test_without_a_source_it_is_a_constraint():
         x = jax.device_put(numbers(8, 8), P("x", "y"))
         jaxpr = jax.make_jaxpr(lambda x: reshard(x, P("y")))(x)
         assert [equation.primitive.name for equation in jaxpr.eqns] == ["sharding_constraint"]
-        assert jax.jit(lambda x: reshard(x, P("y")))(x).sharding.is_equivalent_to(NamedSharding(MESH, P("y")), 2)
+        assert jax.jit(lambda x: reshard(x, P("y")))(x).sharding.is_equivalent_to(
+            NamedSharding(MESH, P("y")), 2
+        )
 
 
 def test_source_is_where_the_array_is_put_first():
@@ -317,7 +379,9 @@ def test_inside_a_shard_map_over_other_axes():
     def body(rows):
         return reshard(reshard(rows, P("y"), source=P(None, "y")) ** 2, P(None, "y"), source=P("y"))
 
-    mapped = jax.shard_map(body, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False)
+    mapped = jax.shard_map(
+        body, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=False
+    )
     with jax.set_mesh(MESH):
         x = jax.device_put(numbers(8, 8), P("x", "y"))
         program = jax.jit(mapped).lower(x).compile()
@@ -338,13 +402,18 @@ def test_under_the_transformations_of_jax():
         return reshard(x, P("x"), source=P("y"))
 
     def scanned(x):
-        return jnp.sum(lax.scan(lambda carry, _: (jnp.sin(back(there(carry))), None), x, None, length=2)[0])
+        return jnp.sum(
+            lax.scan(lambda carry, _: (jnp.sin(back(there(carry))), None), x, None, length=2)[0]
+        )
 
     x = numbers(8)
     with jax.set_mesh(MESH):
         np.testing.assert_array_equal(jax.jit(jax.vmap(there))(numbers(3, 8)), numbers(3, 8))
         np.testing.assert_allclose(
-            jax.jit(jax.grad(jax.checkpoint(scanned)))(x), np.cos(np.sin(x)) * np.cos(x), rtol=1e-5, atol=1e-6
+            jax.jit(jax.grad(jax.checkpoint(scanned)))(x),
+            np.cos(np.sin(x)) * np.cos(x),
+            rtol=1e-5,
+            atol=1e-6,
         )
         second = jax.jacrev(jax.grad(lambda x: jnp.sum(there(x) ** 3)))
         np.testing.assert_allclose(jax.jit(second)(x), np.diag(6 * x))
@@ -363,7 +432,9 @@ def test_integers_beside_what_is_differentiated():
         return jnp.sum(weights[reshard(indices, P("y"), source=P("x"))])
 
     with jax.set_mesh(MESH):
-        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(8), jnp.arange(8)), np.ones(8))
+        np.testing.assert_array_equal(
+            jax.jit(jax.grad(loss))(jnp.ones(8), jnp.arange(8)), np.ones(8)
+        )
 
 
 ACCELERATED = {
@@ -404,7 +475,9 @@ def test_partial_sums_on_accelerators(case, accelerators):
     mesh = mesh_of(SIZES, AxisType.Explicit, accelerators)
     structs = [
         jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-        for shape, sharding in zip(((1024, 2048), (2048, 1024)), factors(mesh, axes)[1], strict=True)
+        for shape, sharding in zip(
+            ((1024, 2048), (2048, 1024)), factors(mesh, axes)[1], strict=True
+        )
     ]
     with jax.set_mesh(mesh):
         program = jax.jit(lambda a, b: product_of(a, b, axes, to)).lower(*structs).compile()
@@ -423,7 +496,10 @@ ERRORS = {
     "unconstrained": (dict(to=P("x", P.UNCONSTRAINED)), "say where every dim is"),
     "to a partial sum": (dict(to=UNREDUCED, source=P()), "for the layout an array comes from"),
     "from a cotangent": (dict(to=P(), source=P(reduced={"x"})), "`reduced` is for cotangents"),
-    "partial sum on automatic axes": (dict(to=P(), source=UNREDUCED), "partial sums are a type of explicit axes"),
+    "partial sum on automatic axes": (
+        dict(to=P(), source=UNREDUCED),
+        "partial sums are a type of explicit axes",
+    ),
 }
 
 
@@ -447,9 +523,14 @@ def test_no_mesh():
 
 @pytest.mark.parametrize(
     ("manual", "to", "message"),
-    [({"x"}, P("x"), "the surrounding `shard_map` is manual"), ({"x", "y"}, P(), "manual over every axis")],
+    [
+        ({"x"}, P("x"), "the surrounding `shard_map` is manual"),
+        ({"x", "y"}, P(), "manual over every axis"),
+    ],
 )
 def test_manual_axes(manual, to, message):
-    body = jax.shard_map(lambda x: reshard(x, to, source=P()), in_specs=P("x"), out_specs=P("x"), axis_names=manual)
+    body = jax.shard_map(
+        lambda x: reshard(x, to, source=P()), in_specs=P("x"), out_specs=P("x"), axis_names=manual
+    )
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=message):
         jax.jit(body)(numbers(8))

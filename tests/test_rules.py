@@ -80,7 +80,12 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
 @pytest.mark.parametrize(
     ("rules", "names", "shape", "message"),
     [
-        (dict(a="modle"), ("a",), (8,), "rule for `a` uses the mesh axis `modle`; the mesh has `data=2`, `model=4`"),
+        (
+            dict(a="modle"),
+            ("a",),
+            (8,),
+            "rule for `a` uses the mesh axis `modle`; the mesh has `data=2`, `model=4`",
+        ),
         (
             dict(a="model", b="model"),
             ("a", "b"),
@@ -89,7 +94,12 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
         ),
         (dict(a="model"), ("a",), (6,), "dim 0, `a`=6, of `w`.*`model`=4 does not divide 6"),
         (dict(a="model"), ("a",), (8, 8), "has 2 dims and was given 1 names"),
-        (dict(heads="model"), ("haeds",), (8,), "Unknown name `haeds`.*Did you mean `heads`.*know `heads`"),
+        (
+            dict(heads="model"),
+            ("haeds",),
+            (8,),
+            "Unknown name `haeds`.*Did you mean `heads`.*know `heads`",
+        ),
         (dict(a="model"), (3,), (8,), "was given the name 3"),
     ],
 )
@@ -129,7 +139,11 @@ axes = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "dat
 
 
 @given(
-    st.lists(st.tuples(st.lists(axes, min_size=1, max_size=3, unique=True), st.integers(1, 16)), min_size=1, max_size=3)
+    st.lists(
+        st.tuples(st.lists(axes, min_size=1, max_size=3, unique=True), st.integers(1, 16)),
+        min_size=1,
+        max_size=3,
+    )
 )
 def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
     rules = sl.AxisRules({f"n{i}": candidates for i, (candidates, _) in enumerate(dims)})
@@ -145,9 +159,16 @@ def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
 
 
 def test_rules_survive_a_pickle_into_another_process():
-    rules = sl.AxisRules(batch="data", heads=["model", None]).indivisible(heads="drop") | sl.AxisRules.knowing("seq")
+    rules = sl.AxisRules(batch="data", heads=["model", None]).indivisible(
+        heads="drop"
+    ) | sl.AxisRules.knowing("seq")
     # Made anew there, the same rules must hash as those that came from here.
-    code = "import pickle, sys, shardlib as sl; r = pickle.load(sys.stdin.buffer); print(hash(r) == hash(r | sl.AxisRules()))"
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(rules), capture_output=True, check=True)
+    code = (
+        "import pickle, sys, shardlib as sl; r = pickle.load(sys.stdin.buffer); print(hash(r) == "
+        "hash(r | sl.AxisRules()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(rules), capture_output=True, check=True
+    )
     assert done.stdout.strip() == b"True"
     assert pickle.loads(pickle.dumps(rules)) == rules

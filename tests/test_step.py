@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib import testing
 
-RULES = sl.AxisRules(batch="data", seq=None, embed=None, act_embed=None, mlp="model", act_mlp="model")
+RULES = sl.AxisRules(
+    batch="data", seq=None, embed=None, act_embed=None, mlp="model", act_mlp="model"
+)
 LECUN = nnx.initializers.lecun_normal()
 RANDOM = np.random.RandomState(0)
 BATCH = {
@@ -62,7 +64,11 @@ def run(make_model, loss_fn, strategy=STRATEGY, batch=BATCH, optimizer=None, ste
 
 @pytest.mark.parametrize("loss_fn", [masked_loss, plain_loss])
 def test_the_step_equals_one_device(loss_fn):
-    options = {"accumulate": [2]} if loss_fn is masked_loss else {"accumulate": (1, 2), "meshes": ["data=4,model=2"]}
+    options = (
+        {"accumulate": [2]}
+        if loss_fn is masked_loss
+        else {"accumulate": (1, 2), "meshes": ["data=4,model=2"]}
+    )
     testing.check_step(make(), optax.adamw(1e-2), loss_fn, BATCH, RULES, **options)
 
 
@@ -77,11 +83,19 @@ def test_dropout_differs_between_examples_and_steps():
     def loss(model, batch, rng):
         kept = model.dropout(jnp.ones((2, 64))) > 0
         everyone = sl.gather_batch(kept).astype(jnp.float32)
-        same = jnp.mean(everyone[:, None] == everyone[None], where=~jnp.eye(16, dtype=bool)[..., None])
-        return plain_loss(model, batch, rng), {"same": same, "first": jnp.sum(everyone * 2.0 ** (jnp.arange(64) % 20))}
+        same = jnp.mean(
+            everyone[:, None] == everyone[None], where=~jnp.eye(16, dtype=bool)[..., None]
+        )
+        return plain_loss(model, batch, rng), {
+            "same": same,
+            "first": jnp.sum(everyone * 2.0 ** (jnp.arange(64) % 20)),
+        }
 
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
-    state, step = sl.init(make(dropout=0.5), optax.sgd(0.0), strategy), sl.train_step(loss, strategy)
+    state, step = (
+        sl.init(make(dropout=0.5), optax.sgd(0.0), strategy),
+        sl.train_step(loss, strategy),
+    )
     drawn = []
     for _ in range(3):
         state, metrics = step(state, BATCH)
@@ -92,23 +106,36 @@ def test_dropout_differs_between_examples_and_steps():
 
 def test_a_psum_inside_the_loss_is_exact():
     def by_global_count(model, batch, rng):
-        """Divides by the number of tokens everywhere, itself: every device returns the loss of the whole batch."""
+        """Divides by the number of tokens everywhere, itself: every device returns the loss of the
+        whole batch.
+        """
         error = jnp.sum(jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1) * batch["mask"])
         axes = ("data",) if jax.sharding.get_abstract_mesh().manual_axes else ()
-        return lax.psum(error, axes) / lax.psum(batch["mask"].sum(), axes) if axes else error / batch["mask"].sum()
+        return (
+            lax.psum(error, axes) / lax.psum(batch["mask"].sum(), axes)
+            if axes
+            else error / batch["mask"].sum()
+        )
 
     strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES)
-    (ours, metrics), (theirs, expected) = run(make(), by_global_count, strategy), run(make(), masked_loss, strategy)
+    (ours, metrics), (theirs, expected) = (
+        run(make(), by_global_count, strategy),
+        run(make(), masked_loss, strategy),
+    )
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     chex.assert_trees_all_close(ours.params, theirs.params, rtol=1e-5, atol=1e-7)
 
 
 def test_user_code_with_an_unvarying_carry_is_accepted():
     def loss(model, batch, rng):
-        total, _ = lax.scan(lambda c, row: (c + jnp.sum(model(row[None]) ** 2), None), jnp.zeros(()), batch["x"])
+        total, _ = lax.scan(
+            lambda c, row: (c + jnp.sum(model(row[None]) ** 2), None), jnp.zeros(()), batch["x"]
+        )
         return sl.weighted_mean(total, batch["x"].size)
 
-    testing.check_step(make(), optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], steps=1)
+    testing.check_step(
+        make(), optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], steps=1
+    )
 
 
 def test_a_contrastive_loss_sees_the_whole_batch():
@@ -148,14 +175,26 @@ class WithNorm(nnx.Module):
 
 
 def test_batch_norm_needs_the_data_axes_and_says_so():
-    with pytest.raises(ValueError, match="from the examples at hand: `norm/mean`, `norm/var`.*axis_name"):
+    with pytest.raises(
+        ValueError, match="from the examples at hand: `norm/mean`, `norm/var`.*axis_name"
+    ):
         run(lambda: WithNorm(nnx.Rngs(0)), plain_loss)
     whole, _ = run(
-        lambda: WithNorm(nnx.Rngs(0)), plain_loss, sl.Strategy(mesh="data=1,model=8", rules=RULES, manual=())
+        lambda: WithNorm(nnx.Rngs(0)),
+        plain_loss,
+        sl.Strategy(mesh="data=1,model=8", rules=RULES, manual=()),
     )
-    split, _ = run(lambda: WithNorm(nnx.Rngs(0), "data"), plain_loss, sl.Strategy(mesh="data=4,model=2", rules=RULES))
-    chex.assert_trees_all_close(jax.device_get(split.rest), jax.device_get(whole.rest), rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(jax.device_get(split.params), jax.device_get(whole.params), rtol=1e-4, atol=1e-6)
+    split, _ = run(
+        lambda: WithNorm(nnx.Rngs(0), "data"),
+        plain_loss,
+        sl.Strategy(mesh="data=4,model=2", rules=RULES),
+    )
+    chex.assert_trees_all_close(
+        jax.device_get(split.rest), jax.device_get(whole.rest), rtol=1e-5, atol=1e-6
+    )
+    chex.assert_trees_all_close(
+        jax.device_get(split.params), jax.device_get(whole.params), rtol=1e-4, atol=1e-6
+    )
     assert float(jnp.abs(split.rest["norm"]["mean"]).max()) > 0
 
 
@@ -178,7 +217,8 @@ def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
 
     def make_tree():
         key = jax.random.key(0)
-        return sl.annotate({"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16, 8))},
+        return sl.annotate({"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16,
+        8))},
                            {"w": ("embed", "mlp"), "v": ("mlp", "embed")})  # fmt: skip
 
     def loss(model, batch, rng):
@@ -189,7 +229,9 @@ def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
         optax.contrib.muon(1e-2),
         optax.adafactor(1e-2, min_dim_size_to_factor=4),
     ):
-        testing.check_step(make_tree, optimizer, loss, BATCH, RULES, meshes=["data=2,model=4", "data=8,model=1"])
+        testing.check_step(
+            make_tree, optimizer, loss, BATCH, RULES, meshes=["data=2,model=4", "data=8,model=1"]
+        )
 
 
 def test_fsdp_by_annotation_leaves_its_axis_to_the_partitioner():
@@ -197,13 +239,23 @@ def test_fsdp_by_annotation_leaves_its_axis_to_the_partitioner():
     strategy = sl.Strategy(mesh="data=2,fsdp=4", rules=rules)
     assert (strategy.data_axes, strategy.batch_axes) == (("data",), ("data", "fsdp"))
     meshes = ["data=2,fsdp=4", "data=1,fsdp=8"]
-    testing.check_step(make(dropout=0.3), optax.adam(1e-2), masked_loss, BATCH, rules, meshes=meshes, accumulate=(1, 2))
+    testing.check_step(
+        make(dropout=0.3),
+        optax.adam(1e-2),
+        masked_loss,
+        BATCH,
+        rules,
+        meshes=meshes,
+        accumulate=(1, 2),
+    )
     state = sl.init(make(), optax.adam(1e-2), strategy)
     assert state.params["up"]["kernel"].sharding.spec == P("fsdp", None)
 
 
 def test_a_parameter_split_over_a_data_axis_is_not_reduced_over_it():
-    """One weight per device, as with experts: the loss uses the local one, and its gradient stays local."""
+    """One weight per device, as with experts: the loss uses the local one, and its gradient stays
+    local.
+    """
     rules = sl.AxisRules(batch="data", experts="data", embed=None)
     strategy = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
 
@@ -211,7 +263,9 @@ def test_a_parameter_split_over_a_data_axis_is_not_reduced_over_it():
         assert model["own"].shape == (1, 8), "inside the step a device sees its own"
         return jnp.mean((batch["x"] * model["own"][0] + model["shared"]) ** 2)
 
-    make_tree = lambda: sl.annotate({"own": jnp.ones((8, 8)), "shared": jnp.ones(8)}, {"own": ("experts", "embed")})
+    make_tree = lambda: sl.annotate(
+        {"own": jnp.ones((8, 8)), "shared": jnp.ones(8)}, {"own": ("experts", "embed")}
+    )
     state, _ = run(make_tree, loss, strategy)
     x = BATCH["x"].reshape(8, -1, 8)
     own = jax.grad(lambda own: jnp.mean((x * own[:, None] + 1) ** 2))(jnp.ones((8, 8)))
@@ -280,7 +334,9 @@ def test_metrics_are_means_over_everything():
 
 
 def both_means(model, batch, rng):
-    """Two means over other examples: of unevenly many tokens on each device, and of those left out."""
+    """Two means over other examples: of unevenly many tokens on each device, and of those left
+    out.
+    """
     error, mask = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, -1), batch["mask"]
     first, second = (
         sl.weighted_mean(jnp.sum(error * mask), mask.sum()),
@@ -297,18 +353,22 @@ def test_a_sum_of_means_counts_each_by_its_own_weight():
     testing.check_step(make(), optax.sgd(0.1), both_means, BATCH, RULES, meshes=["data=4,model=2"])
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
     _, metrics = run(make(), both_means, strategy)
-    np.testing.assert_allclose(metrics["loss"], metrics["first"] + 0.5 * metrics["second"], rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["loss"], metrics["first"] + 0.5 * metrics["second"], rtol=1e-6
+    )
     assert metrics["by place"].shape == (3,)
-    whole = (metrics["first"] * BATCH["mask"].sum() + metrics["second"] * (1 - BATCH["mask"]).sum()) / BATCH[
-        "mask"
-    ].size
+    whole = (
+        metrics["first"] * BATCH["mask"].sum() + metrics["second"] * (1 - BATCH["mask"]).sum()
+    ) / BATCH["mask"].size
     np.testing.assert_allclose(metrics["by place"].mean(), whole, rtol=1e-5)
     with pytest.raises(ValueError, match=r"`loss` of `loss_fn` is an array of shape \(3,\)"):
         run(make(), lambda model, batch, rng: both_means(model, batch, rng)[1]["by place"])
 
 
 def test_a_batch_of_which_nothing_counts_changes_nothing():
-    state, metrics = run(make(), masked_loss, batch={**BATCH, "mask": np.zeros((16, 3), np.float32)})
+    state, metrics = run(
+        make(), masked_loss, batch={**BATCH, "mask": np.zeros((16, 3), np.float32)}
+    )
     expected = sl.init(make(), optax.sgd(0.1), STRATEGY)
     assert metrics["loss"] == 0
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected.params))
@@ -320,7 +380,9 @@ def test_low_precision_gradients_are_summed_in_float32():
     strategy = sl.Strategy(mesh=mesh, rules=sl.AxisRules(batch="data"), accumulate=64)
     x = np.full((64, 1), 1 + 2**-7, np.float32)
     state = sl.init(lambda: {"w": jnp.zeros(1, jnp.bfloat16)}, optax.sgd(1.0), strategy)
-    step = sl.train_step(lambda model, batch, rng: jnp.mean(batch @ model["w"].astype(jnp.float32)), strategy)
+    step = sl.train_step(
+        lambda model, batch, rng: jnp.mean(batch @ model["w"].astype(jnp.float32)), strategy
+    )
     state, _ = step(state, x)
     assert float(state.params["w"][0]) == -(1 + 2**-7)
     assert state.params["w"].dtype == jnp.bfloat16
@@ -336,11 +398,17 @@ def test_steps_may_be_compiled_into_a_larger_program():
 
 
 def test_unused_rules_are_reported():
-    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES | sl.AxisRules(heads="model", act_heads="model"))
+    strategy = sl.Strategy(
+        mesh="data=4,model=2", rules=RULES | sl.AxisRules(heads="model", act_heads="model")
+    )
     state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
     step(state, BATCH)
     assert step.unused_rules == ("heads", "act_heads")
-    assert sl.describe(sl.init(make(), None, strategy)).unused_rules == ("act_mlp", "heads", "act_heads")
+    assert sl.describe(sl.init(make(), None, strategy)).unused_rules == (
+        "act_mlp",
+        "heads",
+        "act_heads",
+    )
 
 
 def test_rules_used_inside_a_jit_of_the_users_are_known_to_every_step():
@@ -361,7 +429,15 @@ def test_strategies_are_values():
     again = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
     assert (again, hash(again)) == (STRATEGY, hash(STRATEGY))
     assert (
-        eval(repr(STRATEGY), {"Strategy": sl.Strategy, "AxisRules": sl.AxisRules, "Exact": sl.Exact, "Zero": sl.Zero})
+        eval(
+            repr(STRATEGY),
+            {
+                "Strategy": sl.Strategy,
+                "AxisRules": sl.AxisRules,
+                "Exact": sl.Exact,
+                "Zero": sl.Zero,
+            },
+        )
         == STRATEGY
     )
 
@@ -375,10 +451,16 @@ def test_strategies_are_values():
         ),
         (dict(mesh="data=4,model=2", rules=RULES, accumulate=0), "accumulate=0"),
         (dict(mesh="data=4,model=2", rules=RULES, remat="half"), "remat='half'.*'none', 'full'"),
-        (dict(mesh="data=4,model=2", rules=RULES, manual=("model",)), "`model` does not split the batch"),
+        (
+            dict(mesh="data=4,model=2", rules=RULES, manual=("model",)),
+            "`model` does not split the batch",
+        ),
         (dict(mesh="data=4,model=2", rules={"batch": "data"}), "takes `AxisRules`"),
         (dict(mesh="data=-1,model=-1", rules=RULES), "-1"),
-        (dict(mesh=sl.make_mesh("data=4,model=2", axis_type=AxisType.Explicit), rules=RULES), "explicit axes"),
+        (
+            dict(mesh=sl.make_mesh("data=4,model=2", axis_type=AxisType.Explicit), rules=RULES),
+            "explicit axes",
+        ),
     ],
 )
 def test_strategies_that_cannot_be_are_refused(arguments, message):
@@ -414,7 +496,10 @@ def test_batches_that_do_not_split_are_refused(batch, message):
     [
         (lambda x: x, "`loss` of `loss_fn` is an array of shape .2, 3, 8..*sl.weighted_mean"),
         (lambda x: None, "`loss` of `loss_fn` is None"),
-        (lambda x: (jnp.sum(x), jnp.sum(x)), "second part is an array of shape .*sl.weighted_mean\\(total, weight\\)"),
+        (
+            lambda x: (jnp.sum(x), jnp.sum(x)),
+            "second part is an array of shape .*sl.weighted_mean\\(total, weight\\)",
+        ),
         (lambda x: sl.weighted_mean(jnp.sum(x), jnp.ones(3)), "is an array of shape .3,."),
         (lambda x: (jnp.sum(x), {"loss": jnp.sum(x)}), "metric `loss` is the step's own"),
     ],
@@ -429,7 +514,9 @@ def test_a_loss_that_changes_the_structure_of_the_state_is_refused():
         model.sow = nnx.Intermediate(jnp.ones(3))
         return plain_loss(model, batch, rng)
 
-    with pytest.raises(ValueError, match="changed the structure of the model's state: .*`sow`|`1/sow`"):
+    with pytest.raises(
+        ValueError, match="changed the structure of the model's state: .*`sow`|`1/sow`"
+    ):
         run(make(), loss)
 
 
@@ -489,13 +576,17 @@ class InHalf(sl.Exchange):
     axes: tuple[str, ...] = ("data",)
 
     def average(self, gradients, parameters, told):
-        means = [lax.pmean(g.astype(jnp.bfloat16), self.over(p)) for g, p in zip(gradients, parameters, strict=True)]
+        means = [
+            lax.pmean(g.astype(jnp.bfloat16), self.over(p))
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
         return [mean.astype(g.dtype) for mean, g in zip(means, gradients, strict=True)], told.errors
 
 
 def test_an_exchange_of_ones_own_averages_what_it_takes():
     meshes = ["data=4,model=2", "data=2,model=4"]
-    testing.check_step(make(), optax.sgd(1e-2), masked_loss, BATCH, RULES, meshes=meshes, accumulate=(1, 2),
+    testing.check_step(make(), optax.sgd(1e-2), masked_loss, BATCH, RULES, meshes=meshes,
+    accumulate=(1, 2),
                        tolerance=2**-6, exchange=InHalf())  # fmt: skip
     mesh = sl.make_mesh("data=4,model=2")
     strategy = sl.Strategy(mesh=mesh, rules=RULES, exchange=InHalf())
@@ -516,7 +607,9 @@ def test_complex_parameters_move_as_without_the_library():
     def loss(model, batch, rng):
         return jnp.mean(jnp.abs(batch["x"] @ model["w"] - 1) ** 2)
 
-    testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], accumulate=(1, 2))
+    testing.check_step(
+        make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], accumulate=(1, 2)
+    )
     state, _ = run(make_tree, loss)
     gradient = jax.grad(lambda model: loss(model, BATCH, None))(make_tree())["w"]
     np.testing.assert_allclose(state.params["w"], make_tree()["w"] - 0.1 * gradient, rtol=1e-5)
@@ -529,19 +622,26 @@ def test_parameters_over_a_manual_axis_are_refused_unless_that_is_meant():
     loss = lambda model, batch, rng: jnp.mean((batch["x"] @ model["w"] + model["b"]) ** 2)
     with pytest.raises(ValueError, match=r"`b` is laid out as P\('data',\).*manual=\('data',\)"):
         run(make_tree, loss)
-    testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], manual=())
+    testing.check_step(
+        make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"], manual=()
+    )
 
 
 def test_state_made_of_a_parameter_that_differs_is_refused():
     rules = sl.AxisRules(batch="data", experts="data")
     strategy = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
-    make_tree = lambda: {"params": sl.annotate({"own": jnp.ones(8)}, {"own": ("experts",)}), "seen": jnp.zeros(1)}
+    make_tree = lambda: {
+        "params": sl.annotate({"own": jnp.ones(8)}, {"own": ("experts",)}),
+        "seen": jnp.zeros(1),
+    }
 
     def loss(model, batch, rng):
         model["seen"] = model["params"]["own"] * 2
         return jnp.mean(batch["x"] * model["params"]["own"])
 
-    with pytest.raises(ValueError, match="differ from device to device|from the examples at hand: `seen`"):
+    with pytest.raises(
+        ValueError, match="differ from device to device|from the examples at hand: `seen`"
+    ):
         run(make_tree, loss, strategy)
 
 
@@ -554,7 +654,10 @@ def test_optimizers_that_ask_for_the_loss_are_given_it():
 
 def test_weak_types_do_not_trace_a_step_twice():
     loss = testing.count_traces(lambda model, batch, rng: jnp.mean((batch["x"] * model["s"]) ** 2))
-    state, step = sl.init(lambda: {"s": jnp.asarray(2.0)}, optax.sgd(0.1), STRATEGY), sl.train_step(loss, STRATEGY)
+    state, step = (
+        sl.init(lambda: {"s": jnp.asarray(2.0)}, optax.sgd(0.1), STRATEGY),
+        sl.train_step(loss, STRATEGY),
+    )
     state, _ = step(state, BATCH)
     traces = loss.count
     step(state, BATCH)
@@ -587,7 +690,12 @@ def test_a_strategy_may_come_into_force_again_inside_its_step_but_no_other():
     np.testing.assert_allclose(metrics["loss"], run(make(), masked_loss)[1]["loss"])
     step, state = sl.train_step(masked_loss, STRATEGY), sl.init(make(), optax.sgd(0.1), STRATEGY)
     other = dataclasses.replace(STRATEGY, mesh="data=8,model=1")
-    with other.scope(), pytest.raises(ValueError, match="inside a traced function, where the mesh .*around the call"):
+    with (
+        other.scope(),
+        pytest.raises(
+            ValueError, match="inside a traced function, where the mesh .*around the call"
+        ),
+    ):
         jax.jit(step)(state, BATCH)
 
 
@@ -604,24 +712,49 @@ def test_the_whole_batch_needs_rules_to_know_it():
     ("call", "message"),
     [
         (lambda: sl.Strategy(mesh={"data": 8}, rules=RULES), "takes text such as"),
-        (lambda: sl.Strategy(mesh=sl.make_mesh("data=4,model=2"), rules=RULES, dcn="data"), "for a mesh given as text"),
+        (
+            lambda: sl.Strategy(mesh=sl.make_mesh("data=4,model=2"), rules=RULES, dcn="data"),
+            "for a mesh given as text",
+        ),
         (
             lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, accumulate=2.0),
             "accumulate=2.0.*number of microbatches",
         ),
-        (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, exchange=sl.Exact), "takes an exchange"),
+        (
+            lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, exchange=sl.Exact),
+            "takes an exchange",
+        ),
         (lambda: sl.Strategy(mesh="data=8,model=1", rules=RULES, manual="data"), "takes a tuple"),
-        (lambda: sl.init(MLP(nnx.Rngs(0)), None, STRATEGY), "takes a function that makes the model"),
+        (
+            lambda: sl.init(MLP(nnx.Rngs(0)), None, STRATEGY),
+            "takes a function that makes the model",
+        ),
         (lambda: sl.init(make(), optax.adam, STRATEGY), "takes an optax transformation"),
-        (lambda: sl.init(make(), optax.sgd(0.1), "data=8"), "strategy='data=8'.*takes a `sl.Strategy`"),
-        (lambda: sl.init(make(), optax.sgd(0.1), STRATEGY, trainable=nnx.LoRAParam), "nothing to move.*up/kernel"),
+        (
+            lambda: sl.init(make(), optax.sgd(0.1), "data=8"),
+            "strategy='data=8'.*takes a `sl.Strategy`",
+        ),
+        (
+            lambda: sl.init(make(), optax.sgd(0.1), STRATEGY, trainable=nnx.LoRAParam),
+            "nothing to move.*up/kernel",
+        ),
         (lambda: sl.train_step(STRATEGY, masked_loss), "got Strategy and function"),
         (lambda: run(make(), masked_loss, batch={**BATCH, "n": 3}), "`n` of the batch is a int"),
         (lambda: sl.describe(make()()), "takes the `State`"),
         (lambda: sl.use({"batch": "data"}).__enter__(), "takes `AxisRules` and a mesh"),
         (lambda: sl.AxisRules([("batch", "data")]), "takes a mapping or keywords"),
-        (lambda: testing.check_step(make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes="data=8"), "takes lists"),
-        (lambda: testing.check_step(make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes=[]), "no mesh"),
+        (
+            lambda: testing.check_step(
+                make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes="data=8"
+            ),
+            "takes lists",
+        ),
+        (
+            lambda: testing.check_step(
+                make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes=[]
+            ),
+            "no mesh",
+        ),
     ],
 )
 def test_what_newcomers_get_wrong_is_told_plainly(call, message):
@@ -641,7 +774,9 @@ def test_check_step_compares_the_state_that_is_not_trained():
 
 
 def test_describe_names_axes_that_nothing_uses():
-    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp=None))
+    strategy = sl.Strategy(
+        mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp=None)
+    )
     described = sl.describe(sl.init(make(), None, strategy))
     assert described.idle_axes == ("model",)
     assert "along which devices repeat work: model" in str(described)
@@ -657,5 +792,7 @@ def test_blocks_may_be_marked_where_they_are_defined():
     for remat in ("none", "full"):
         strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES, remat=remat)
         state = sl.init(lambda: {"w": jnp.ones((8, 8))}, optax.sgd(0.1), strategy)
-        found.append("optimization_barrier" in sl.train_step(loss, strategy).lower(state, BATCH).as_text())
+        found.append(
+            "optimization_barrier" in sl.train_step(loss, strategy).lower(state, BATCH).as_text()
+        )
     assert found == [False, True]

@@ -1,4 +1,6 @@
-"""`benchmarks.strangers` sees what it is there to see: each kind of end of a case, and a result that is off."""
+"""`benchmarks.strangers` sees what it is there to see: each kind of end of a case, and a result
+that is off.
+"""
 
 import dataclasses
 import doctest
@@ -38,7 +40,8 @@ def test_every_end_of_a_case_is_counted_and_the_cases_after_it_run(tmp_path):
     environment = _strangers.fast_compiles(1)
     environment["PYTHONPATH"] += f":{tmp_path}"
     outcomes = list(in_children("part", 3, 0, len(ENDS), environment, patience=3))
-    assert outcomes == [Outcome.of(kind, f"case {k} of seed 3: {kind}", seen) for (k, kind), seen in zip(
+    assert outcomes == [Outcome.of(kind, f"case {k} of seed 3: {kind}", seen) for (k, kind),
+    seen in zip(
         enumerate(ENDS), [said(one) for one in outcomes], strict=True
     )]  # fmt: skip
     assert "0.5 against 0.4" in said(outcomes[1]) and "IndexError" in said(outcomes[2])
@@ -70,8 +73,12 @@ def test_meshes_of_one_to_four_axes_all_presets_and_all_models_are_drawn():
     cases = [_strangers_meshes.draw(0, number) for number in range(500)]
     assert {case.mesh.count("=") for case in cases} == {1, 2, 3, 4}
     assert {case.model for case in cases} == set(_strangers_meshes.BY_NAME)
-    assert {" | ".join(presets) for presets in _strangers_meshes.PRESETS} <= {case.rules for case in cases}
-    assert {(case.zero, case.accumulate) for case in cases} == {(zero, count) for zero in range(4) for count in (1, 2)}
+    assert {" | ".join(presets) for presets in _strangers_meshes.PRESETS} <= {
+        case.rules for case in cases
+    }
+    assert {(case.zero, case.accumulate) for case in cases} == {
+        (zero, count) for zero in range(4) for count in (1, 2)
+    }
 
 
 CASE = Case("tied", 32, "data=2,model=2", "data | tensor", zero=2, accumulate=2, manual=True)
@@ -95,7 +102,8 @@ def test_what_plain_jax_gives_too_is_the_compilers(monkeypatch):
     moved = expected._replace(params={**expected.params, "up": expected.params["up"] + 1e-3})
     monkeypatch.setattr(_strangers_meshes, "reference", lambda *_: moved)
     assert _strangers.judged(lambda: _strangers_meshes.attempt(case))[0] == "compiler"
-    monkeypatch.setattr(_strangers_meshes, "by_plain_jit", lambda *_: moved)  # right, and the library is not
+    # Right, and the library is not.
+    monkeypatch.setattr(_strangers_meshes, "by_plain_jit", lambda *_: moved)
     assert _strangers.judged(lambda: _strangers_meshes.attempt(case))[0] == "silent"
 
 
@@ -116,9 +124,12 @@ def test_the_bit_of_a_case_is_flipped_and_no_other(tmp_path):
 def test_two_runs_that_write_in_turns_are_seen(tmp_path):
     def write(*writers):
         lines = (
-            json.dumps({"step": k, "writer": writer, "loss": 1.0, "grad_norm": 1.0}) for k, writer in enumerate(writers)
+            json.dumps({"step": k, "writer": writer, "loss": 1.0, "grad_norm": 1.0})
+            for k, writer in enumerate(writers)
         )
-        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 7, "note": "resumed"}\n{"ste')
+        (tmp_path / "metrics.jsonl").write_text(
+            "\n".join(lines) + '\n{"step": 7, "note": "resumed"}\n{"ste'
+        )
         return _strangers_kills.two_writers(tmp_path)
 
     assert write(0, 0, 1, 1, 2) == ""
@@ -128,7 +139,8 @@ def test_two_runs_that_write_in_turns_are_seen(tmp_path):
 
 def test_a_message_for_users_is_told_from_other_errors():
     assert _strangers.judged(lambda: make_mesh("data=0"))[0] == "refused"
-    assert _strangers.judged(lambda: json.loads("{"))[0] == "raw_errors"  # a ValueError too, and not the library's
+    # A ValueError too, and not the library's.
+    assert _strangers.judged(lambda: json.loads("{"))[0] == "raw_errors"
 
     def warned():
         warnings.warn("the newest checkpoint cannot be used", stacklevel=2)
@@ -145,11 +157,16 @@ def test_the_exit_code_says_whether_all_is_well(failing, monkeypatch, capsys):
         def run(count, seed):
             kinds = {failing: 1} if failing in _strangers.FAILURES else {}
             return Outcome(
-                drawn=count, ran=count - (failing == "too few"), failures=("what was seen",) * len(kinds), **kinds
+                drawn=count,
+                ran=count - (failing == "too few"),
+                failures=("what was seen",) * len(kinds),
+                **kinds,
             )
 
     monkeypatch.setattr(strangers.importlib, "import_module", lambda name: Part)
-    monkeypatch.setattr(sys, "argv", ["strangers", "--json", "--seed", "7", "--only", "meshes", "--meshes", "9"])
+    monkeypatch.setattr(
+        sys, "argv", ["strangers", "--json", "--seed", "7", "--only", "meshes", "--meshes", "9"]
+    )
     if failing == "nothing":
         strangers.main()
     else:

@@ -14,7 +14,8 @@ from shardlib._mesh import slow_axes
 from shardlib.planning._targets import _require, quietly
 
 TPUS = [
-    ("tpu:v3:2x2", 8), ("tpu:v3:32x32", 2048), ("tpu:v4:2x2x2", 8), ("tpu:v5e:1x1", 1), ("tpu:v5e:16x16", 256),
+    ("tpu:v3:2x2", 8), ("tpu:v3:32x32", 2048), ("tpu:v4:2x2x2", 8), ("tpu:v5e:1x1", 1),
+    ("tpu:v5e:16x16", 256),
     ("tpu:v5p:4x4x8", 128), ("tpu:v5p:16x20x28", 8960), ("tpu:v6e:2x4", 8), ("tpu:7x:2x2x1", 8),
     ("tpu:v5e:4x4:slices=4", 64),
 ]  # fmt: skip
@@ -95,11 +96,15 @@ def test_no_machines(text, message):
 def test_a_mesh_that_does_not_fit():
     with pytest.raises(ValueError, match=r"`data=2,model=2` is 4 devices, and `cpu:8` has 8"):
         sl.Target("cpu:8").mesh("data=2,model=2")
-    with pytest.raises(ValueError, match=r"`cpu:4096` needs 4096 simulated devices.*simulate_devices\(4096\)"):
+    with pytest.raises(
+        ValueError, match=r"`cpu:4096` needs 4096 simulated devices.*simulate_devices\(4096\)"
+    ):
         sl.Target("cpu:4096").mesh("data=-1")
 
 
-@pytest.mark.parametrize("size, said", [(10**30, "has 31 digits"), ("9" * 5000, "has 5,000 digits")])
+@pytest.mark.parametrize(
+    "size, said", [(10**30, "has 31 digits"), ("9" * 5000, "has 5,000 digits")]
+)
 def test_meshes_that_nobody_has(size, said):
     with pytest.raises(ValueError, match=said) as refused:
         sl.Target("cpu:8").mesh(f"data={size}")
@@ -109,7 +114,9 @@ def test_meshes_that_nobody_has(size, said):
 
 
 def test_targets_are_values():
-    assert sl.Target("cpu:8") == sl.Target("cpu:8") and hash(sl.Target("cpu:8")) == hash(sl.Target("cpu:8"))
+    assert sl.Target("cpu:8") == sl.Target("cpu:8") and hash(sl.Target("cpu:8")) == hash(
+        sl.Target("cpu:8")
+    )
     assert str(sl.Target("tpu:v5e:4x4")) == "tpu:v5e:4x4"
 
 
@@ -117,8 +124,14 @@ def test_targets_are_values():
 def test_datasheets_are_plausible(name):
     chip = CHIPS[name]
     if name != "cpu":
-        assert 1e13 < chip.flops["bf16"] < 1e16 and 1e9 < chip.slow_bandwidth < chip.link_bandwidth < 1e12
-        assert 0.7 * chip.hbm_bytes < chip.usable_bytes < chip.hbm_bytes < 2**38 and chip.hbm_bandwidth < 1e13
+        assert (
+            1e13 < chip.flops["bf16"] < 1e16
+            and 1e9 < chip.slow_bandwidth < chip.link_bandwidth < 1e12
+        )
+        assert (
+            0.7 * chip.hbm_bytes < chip.usable_bytes < chip.hbm_bytes < 2**38
+            and chip.hbm_bandwidth < 1e13
+        )
         assert chip.flops["f32"] <= chip.flops["bf16"] <= max(chip.flops.values())
         assert math.isfinite(chip.hbm_bandwidth)
 
@@ -133,19 +146,24 @@ def test_a_compiler_that_is_missing_is_named_with_the_command(monkeypatch):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("text", ["tpu:v5e:2x2", "cpu:1"])
 def test_a_script_that_only_plans_prints_nothing_of_its_own(text, tmp_path):
-    """Nobody has told JAX to use the CPU: it looks for TPUs, and libtpu says at length that there are none."""
+    """Nobody has told JAX to use the CPU: it looks for TPUs, and libtpu says at length that there
+    are none.
+    """
     script = tmp_path / "script.py"
     script.write_text(
-        "import jax, jax.numpy as jnp, optax, shardlib as sl\n"
-        f"target = sl.Target({text!r})\n"
-        "strategy = sl.Strategy(mesh=target.mesh('data=-1'), rules=sl.rules.data)\n"
-        "state = sl.init(lambda: {'w': jnp.zeros((8, 8))}, optax.sgd(0.1), strategy, abstract=True)\n"
-        "step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model['w']) ** 2), strategy)\n"
+        f"import jax, jax.numpy as jnp, optax, shardlib as sl\ntarget = sl.Target({text!r})\n"
+        "strategy = sl.Strategy(mesh=target.mesh('data=-1'), rules=sl.rules.data)\nstate = "
+        "sl.init(lambda: {'w': jnp.zeros((8, 8))}, optax.sgd(0.1), strategy, abstract=True)\nstep "
+        "= sl.train_step(lambda model, x, rng: jnp.mean((x @ model['w']) ** 2), strategy)\n"
         "print(sl.plan(step, state, jax.ShapeDtypeStruct((8, 8), 'float32'), target).fits)\n"
     )
-    bare = {key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))}
+    bare = {
+        key: value for key, value in os.environ.items() if not key.startswith(("JAX", "XLA", "TPU"))
+    }
     environment = {**bare, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 

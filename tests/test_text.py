@@ -1,4 +1,6 @@
-"""What is printed for people fits into their terminal, 80 columns wide or narrower, and is whole elsewhere."""
+"""What is printed for people fits into their terminal, 80 columns wide or narrower, and is whole
+elsewhere.
+"""
 
 import io
 import sys
@@ -30,7 +32,9 @@ def widest(text):
 
 @pytest.fixture(scope="module")
 def state():
-    strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(1, small=64))
+    strategy = sl.Strategy(
+        mesh="data=2,model=4", rules=sl.rules.data | sl.rules.tensor, zero=sl.Zero(1, small=64)
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
     return sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
 
@@ -39,7 +43,9 @@ def state():
 def plan(state):
     step = sl.train_step(gpt.loss, state.layout.strategy)
     guess = sl.estimate(CONFIG.decoder, examples=4, tensor=4)
-    return sl.plan(step, state, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")}, "cpu:8", estimate=guess)
+    return sl.plan(
+        step, state, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")}, "cpu:8", estimate=guess
+    )
 
 
 def test_a_description(state, width):
@@ -56,7 +62,12 @@ def test_a_plan_and_its_estimate(plan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(plan)
     assert widest(text) <= 80 and widest(str(plan.estimate)) <= 80
-    titles = ("memory per device", "communication per step", "ZeRO, by formula", "the most at any moment")
+    titles = (
+        "memory per device",
+        "communication per step",
+        "ZeRO, by formula",
+        "the most at any moment",
+    )
     for words in (*titles, "sends", "because of", "all over model"):
         assert words in text
 

@@ -17,12 +17,17 @@ PLATFORMS = [
     pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
 ]
 CONFIG = gpt.tiny(layers=4, width=256, heads=8, context=32, vocab=256, bias=False)
-BATCH = {"tokens": jax.ShapeDtypeStruct((16, 33), "int32"), "segments": jax.ShapeDtypeStruct((16, 33), "int32")}
+BATCH = {
+    "tokens": jax.ShapeDtypeStruct((16, 33), "int32"),
+    "segments": jax.ShapeDtypeStruct((16, 33), "int32"),
+}
 
 
 def abstract(platform, shape, **options):
     rules = sl.rules.data | sl.rules.tensor
-    strategy = sl.Strategy(mesh=mesh_on(platform, shape), rules=rules, precision="bf16", accumulate=2, **options)
+    strategy = sl.Strategy(
+        mesh=mesh_on(platform, shape), rules=rules, precision="bf16", accumulate=2, **options
+    )
     make = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))
     return strategy, sl.init(make, optax.adam(1e-3), strategy, abstract=True)
 
@@ -32,7 +37,11 @@ def abstract(platform, shape, **options):
 def test_an_evaluation_gathers_what_is_split_once_and_sums_nothing_but_the_loss(platform, stage):
     strategy, state = abstract(platform, "data=8,model=1", zero=sl.Zero(stage, small=0))
     found = sl.plan(sl.evaluation(gpt.loss, strategy), state, BATCH)
-    split = [leaf for leaf in jax.tree.leaves(state.params) if "data" in jax.tree.leaves(tuple(leaf.sharding.spec))]
+    split = [
+        leaf
+        for leaf in jax.tree.leaves(state.params)
+        if "data" in jax.tree.leaves(tuple(leaf.sharding.spec))
+    ]
     size = sum(leaf.size for leaf in split)
     assert bool(split) == (stage > 0)
     # A CPU's compiler may send what is asked for in bfloat16 as float32.
@@ -41,14 +50,23 @@ def test_an_evaluation_gathers_what_is_split_once_and_sums_nothing_but_the_loss(
     again = (
         CONFIG.dims["vocab"] * CONFIG.width if stage == 3 else 0
     )  # the table, where it is embedding and where it is head
-    assert gathered <= (size + again) * width * 7 // 8 * 1.01 and gathered >= size * 2 * 7 // 8 * 0.98
+    assert (
+        gathered <= (size + again) * width * 7 // 8 * 1.01 and gathered >= size * 2 * 7 // 8 * 0.98
+    )
     others = [one for one in found.collectives if one.kind != "all-gather"]
     assert {one.kind for one in others} <= {"all-reduce"}
-    assert sum(one.total_bytes for one in others) <= 64 + gathered // 100, "what a TPU gathers by a sum is small"
+    assert sum(one.total_bytes for one in others) <= 64 + gathered // 100, (
+        "what a TPU gathers by a sum is small"
+    )
     if stage == 3:
-        layers = sum(leaf.size for leaf in jax.tree.leaves(state.params) if leaf.shape[0] == CONFIG.layers)
+        layers = sum(
+            leaf.size for leaf in jax.tree.leaves(state.params) if leaf.shape[0] == CONFIG.layers
+        )
         gathers = [one for one in found.collectives if one.kind == "all-gather"]
-        assert sum(one.total_bytes for one in gathers if one.times == CONFIG.layers) >= layers * 2 * 7 // 8 * 0.98
+        assert (
+            sum(one.total_bytes for one in gathers if one.times == CONFIG.layers)
+            >= layers * 2 * 7 // 8 * 0.98
+        )
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -59,10 +77,15 @@ def test_digest_move_a_number_for_each_array_and_gather_none(platform):
     found = collectives(compiled, strategy.device_mesh)
     assert found and {one.kind for one in found} == {"all-reduce"}
     assert sum(one.total_bytes for one in found) <= 2 * 2 * 4 * len(arrays)
-    # A CPU makes words of every array; elsewhere they are summed as they are made, and a TPU has some room for each on its chip.
+    # A CPU makes words of every array; elsewhere they are summed as they are made, and a TPU has
+    # some room for each on its chip.
     at_rest = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) // 8
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < 1.1 * at_rest if platform == "cpu" else temporary < at_rest / 4 + 64 * 1024 * len(arrays)
+    assert (
+        temporary < 1.1 * at_rest
+        if platform == "cpu"
+        else temporary < at_rest / 4 + 64 * 1024 * len(arrays)
+    )
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -72,5 +95,11 @@ def test_segments_add_no_collective_to_a_step(platform):
     sends = []
     for batch in (BATCH, {"tokens": BATCH["tokens"]}):
         found = sl.plan(step, state, batch)
-        sends.append(sorted((one.kind, one.axes, one.total_bytes) for one in found.collectives if one.sent_bytes > 64))
+        sends.append(
+            sorted(
+                (one.kind, one.axes, one.total_bytes)
+                for one in found.collectives
+                if one.sent_bytes > 64
+            )
+        )
     assert sends[0] == sends[1]

@@ -1,4 +1,6 @@
-"""`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up by another number."""
+"""`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up
+by another number.
+"""
 
 import dataclasses
 import json
@@ -20,9 +22,38 @@ from examples.run import AdamW, Muon, from_command_line, override
 pytest.importorskip("grain")
 ROOT = Path(__file__).parent.parent
 SMALL = [
-    *("--model.layers", "1", "--model.width", "32", "--model.hidden", "64", "--model.context", "32", "--batch", "8"),
-    *("--loop.log_every", "1", "--loop.evaluate_every", "6", "--loop.save_every", "3", "--evaluation_batches", "2"),
-    *("--data.tokenizer", "bytes", "--model.vocab", "257", "--loop.steps", "12", "--optimizer.warmup", "2"),
+    *(
+        "--model.layers",
+        "1",
+        "--model.width",
+        "32",
+        "--model.hidden",
+        "64",
+        "--model.context",
+        "32",
+        "--batch",
+        "8",
+    ),
+    *(
+        "--loop.log_every",
+        "1",
+        "--loop.evaluate_every",
+        "6",
+        "--loop.save_every",
+        "3",
+        "--evaluation_batches",
+        "2",
+    ),
+    *(
+        "--data.tokenizer",
+        "bytes",
+        "--model.vocab",
+        "257",
+        "--loop.steps",
+        "12",
+        "--optimizer.warmup",
+        "2",
+    ),
 ]
 
 
@@ -32,23 +63,52 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for number in range(24):
         (folder / f"{number}.txt").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)
-    return [*SMALL, "--data.files", str(folder), "--data.held_out", "0.2", "--cache", str(folder / "cache")]
+    return [
+        *SMALL,
+        "--data.files",
+        str(folder),
+        "--data.held_out",
+        "0.2",
+        "--cache",
+        str(folder / "cache"),
+    ]
 
 
 def command(texts, folder, *more):
-    return [sys.executable, str(ROOT / "examples/train_lm.py"), "tiny", *texts, "--folder", str(folder), *more]
+    return [
+        sys.executable,
+        str(ROOT / "examples/train_lm.py"),
+        "tiny",
+        *texts,
+        "--folder",
+        str(folder),
+        *more,
+    ]
 
 
 def run(command, *, processes=None, devices=8, **options):
-    """The command in a process of its own, or in several by the launcher, on so many devices in all."""
+    """The command in a process of its own, or in several by the launcher, on so many devices in
+    all.
+    """
     # The flags that make compiling quick are kept; of two counts of devices the last one holds.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "HOME": "/nonexistent",
+        "PYTHONPATH": str(ROOT),
+    }
     if processes:
         each = ["-n", str(processes), "--devices", str(devices // processes)]
         command = [sys.executable, "-m", "shardlib.launch", *each, "--", *command]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
     )
 
 
@@ -60,7 +120,10 @@ def finished(process, code=0):
 
 def metrics(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    told = ({n: v for n, v in line.items() if not n.endswith(("_per_second", "_left", "crc32"))} for line in lines)
+    told = (
+        {n: v for n, v in line.items() if not n.endswith(("_per_second", "_left", "crc32"))}
+        for line in lines
+    )
     return [line for line in told if "note" not in line]
 
 
@@ -75,14 +138,21 @@ def undisturbed(texts, tmp_path_factory):
 def last_digests(folder):
     content = json.loads((folder / "checkpoints" / "12" / "about" / "metadata").read_text())
     return {
-        path: leaf["digest"] for path, leaf in json.loads(json.loads(json.dumps(content))["content"])["leaves"].items()
+        path: leaf["digest"]
+        for path, leaf in json.loads(json.loads(json.dumps(content))["content"])["leaves"].items()
     }
 
 
 def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
     folder, output = undisturbed
-    assert "data=4 on 4 cpu devices" in output and "model.width = 32" in output and "documents" in output
-    assert re.search(r"\[0\] step 12/12 .*loss \d", output) and "[1] step" not in output, "the first process speaks"
+    assert (
+        "data=4 on 4 cpu devices" in output
+        and "model.width = 32" in output
+        and "documents" in output
+    )
+    assert re.search(r"\[0\] step 12/12 .*loss \d", output) and "[1] step" not in output, (
+        "the first process speaks"
+    )
     assert "A sample, after 12 steps" in output
     assert {"run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in folder.iterdir()}
     assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, 13))
@@ -103,7 +173,9 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tm
     assert metrics(tmp_path) == metrics(undisturbed[0])
 
 
-def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(undisturbed, texts, tmp_path):
+def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(
+    undisturbed, texts, tmp_path
+):
     told = run(command(texts, tmp_path, "--loop.save_every", "12"), processes=2, devices=4)
     seen = ""
     for line in told.stdout:
@@ -112,26 +184,40 @@ def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(undistu
             told.send_signal(signal.SIGTERM)
             break
     seen += finished(told)  # which it ends with 0
-    stopped = int(re.search(r"asked to end: stopped after step (\d+) of 12; the state is saved", seen)[1])
-    more = ("--strategy.mesh", "data=4,model=2", "--strategy.rules", "data|tensor", "--strategy.zero", "3")
+    stopped = int(
+        re.search(r"asked to end: stopped after step (\d+) of 12; the state is saved", seen)[1]
+    )
+    more = (
+        "--strategy.mesh",
+        "data=4,model=2",
+        "--strategy.rules",
+        "data|tensor",
+        "--strategy.zero",
+        "3",
+    )
     output = finished(run(command(texts, tmp_path, *more)))
     assert f"resumed from the checkpoint of step {stopped}" in output
-    mine, theirs = ({r["step"]: r["loss"] for r in metrics(at) if "loss" in r} for at in (tmp_path, undisturbed[0]))
+    mine, theirs = (
+        {r["step"]: r["loss"] for r in metrics(at) if "loss" in r}
+        for at in (tmp_path, undisturbed[0])
+    )
     assert list(mine) == list(range(1, 13)) and mine == pytest.approx(theirs, rel=1e-4)
-    # What is held out is measured at the steps it would be, but for the one at which the run was told to end.
+    # What is held out is measured at the steps it would be, but for the one at which the run was
+    # told to end.
     assert {r["step"] for r in metrics(tmp_path) if "loss" not in r} == {6, 12} - {stopped}
 
 
 def test_a_process_with_another_configuration_is_named_before_the_first_step(texts, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(
-        "import os, sys, runpy\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "odd = os.environ['SHARDLIB_PROCESS'] == '1'\n"
-        "sys.argv += ['--folder', sys.argv.pop(1) + ('1' if odd else '0'), '--seed', '1' if odd else '0']\n"
+        f"import os, sys, runpy\nsys.path.insert(0, {str(ROOT)!r})\nodd = "
+        "os.environ['SHARDLIB_PROCESS'] == '1'\nsys.argv += ['--folder', sys.argv.pop(1) + ('1' if "
+        "odd else '0'), '--seed', '1' if odd else '0']\n"
         f"runpy.run_path({str(ROOT / 'examples/train_lm.py')!r}, run_name='__main__')\n"
     )
-    started = run([sys.executable, str(odd), str(tmp_path / "run"), "tiny", *texts], processes=2, devices=2)
+    started = run(
+        [sys.executable, str(odd), str(tmp_path / "run"), "tiny", *texts], processes=2, devices=2
+    )
     output, _ = started.communicate(timeout=300)
     assert started.returncode != 0
     assert re.search(r"Process 1 differs from process 0 in `configuration`", output), output
@@ -146,10 +232,13 @@ def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
         "try:\n    sl.Checkpoints(os.path.join(sys.argv[1], os.environ['SHARDLIB_PROCESS']))\n"
         "except ValueError as error:\n    print(error)\n"
     )
-    output = finished(run([sys.executable, str(script), str(tmp_path / "local")], processes=2, devices=2))
+    output = finished(
+        run([sys.executable, str(script), str(tmp_path / "local")], processes=2, devices=2)
+    )
     for process in range(2):
         assert re.search(
-            rf"\[{process}\] Process 1 of 2 does not see in .*local/{process} what process 0 wrote", output
+            rf"\[{process}\] Process 1 of 2 does not see in .*local/{process} what process 0 wrote",
+            output,
         ), output
 
 
@@ -170,7 +259,9 @@ def test_a_run_json_of_other_texts_is_refused(tmp_path):
     same = {**run.lines(), "train": "aa", "held out": "bb"}
     train_lm.check_texts(str(path), run, same)
     train_lm.check_texts("tiny", run, {**same, "train": "cc"})
-    train_lm.check_texts(str(path), override(run, ["--data.files", "other"]), {**same, "train": "cc"})
+    train_lm.check_texts(
+        str(path), override(run, ["--data.files", "other"]), {**same, "train": "cc"}
+    )
     with pytest.raises(SystemExit, match="The texts of .*data.files='python'.* have changed"):
         train_lm.check_texts(str(path), run, {**same, "train": "cc"})
 
@@ -193,7 +284,10 @@ def test_what_a_run_writes_of_itself_makes_it_again(config, changes, tmp_path):
         "frozen": ("a.*", "b"),
         "precision": sl.Precision("bf16", keep=(".*norm.*",)),
     }
-    for one in (run, dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **values))):
+    for one in (
+        run,
+        dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **values)),
+    ):
         path = tmp_path / "run.json"
         path.write_text(json.dumps({**one.lines(), "train": "aa", "held out": "bb"}))
         again = from_command_line([str(path), "--loop.steps", "7"])
@@ -203,7 +297,10 @@ def test_what_a_run_writes_of_itself_makes_it_again(config, changes, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strategy.clip": "GradientTransformation(init=<function f at 0x7f>)"}, "`strategy.clip = .* made again"),
+        (
+            {"strategy.clip": "GradientTransformation(init=<function f at 0x7f>)"},
+            "`strategy.clip = .* made again",
+        ),
         ({"strategy.rules": "open('/etc/passwd')"}, "`strategy.rules = .* made again"),
         ({"strategy.rules": "AxisRules(batch='data').names()"}, "`strategy.rules = .* made again"),
         ({"prompt": "().__class__"}, "`prompt = .* made again"),
@@ -230,7 +327,10 @@ def test_a_run_json_that_is_not_one_is_refused(change, message, tmp_path):
 
 def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
     output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
-    assert "holds another run:\n  model.width: 32 there, 64 now" in output and "Traceback" not in output
+    assert (
+        "holds another run:\n  model.width: 32 there, 64 now" in output
+        and "Traceback" not in output
+    )
 
 
 # The command line.
@@ -238,21 +338,35 @@ def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
 
 def test_fields_are_overridden_by_their_dotted_names():
     changes = {
-        "loop.steps": "7", "loop.keep_every": "5", "model.bias": "true", "optimizer.learning-rate": "1",
-        "strategy.rules": "data|tensor", "strategy.zero": "FULL_SHARD", "strategy.precision": "bf16",
+        "loop.steps": "7", "loop.keep_every": "5", "model.bias": "true",
+        "optimizer.learning-rate": "1",
+        "strategy.rules": "data|tensor", "strategy.zero": "FULL_SHARD",
+        "strategy.precision": "bf16",
         "strategy.remat": "none", "loop.profile": "20,3", "strategy.clip": "none",
     }  # fmt: skip
     given = [part for name, text in changes.items() for part in (f"--{name}", text)]
     run = from_command_line(["tiny", *given, "--strategy.mesh=data=2,model=4"])
     assert (run.loop.steps, run.loop.keep_every, run.model.bias) == (7, 5, True)
-    assert run.strategy.mesh == "data=2,model=4" and run.strategy.rules == sl.rules.data | sl.rules.tensor
+    assert (
+        run.strategy.mesh == "data=2,model=4"
+        and run.strategy.rules == sl.rules.data | sl.rules.tensor
+    )
     assert run.strategy.sharding.stage == 3 and run.strategy.dtypes.compute == "bfloat16"
     assert isinstance(run.optimizer.learning_rate, float)
-    onebit = ["--strategy.exchange", "onebit:data", "--strategy.zero", "0", "--optimizer.freeze", "auto"]
+    onebit = [
+        "--strategy.exchange",
+        "onebit:data",
+        "--strategy.zero",
+        "0",
+        "--optimizer.freeze",
+        "auto",
+    ]
     run = from_command_line(["gpt2_124m", *onebit])
     assert run.strategy.exchange == sl.collectives.OneBit("data") and run.optimizer.freeze == "auto"
     pods = ["--strategy.mesh", "pod=2,data=4", "--strategy.rules", "data|batch=pod,data|embed=none"]
-    run = from_command_line(["tiny_onebit", *pods, "--strategy.exchange", "onebit:pod", "--optimizer.freeze", "4"])
+    run = from_command_line(
+        ["tiny_onebit", *pods, "--strategy.exchange", "onebit:pod", "--optimizer.freeze", "4"]
+    )
     assert run.strategy.rules == sl.rules.data | sl.AxisRules(batch=("pod", "data"), embed=None)
     assert repr(run.optimizer.freeze) == "4"  # a step, not a part of the run
 
@@ -276,11 +390,23 @@ def test_fields_are_overridden_by_their_dotted_names():
         ),
         (["tiny", "--optimizer.warm-up", "1"], "did you mean `optimizer.warmup`?"),
         (["tiny", "--optimiser.warmup", "1"], "did you mean `optimizer.warmup`?"),
-        (["tiny", "--optimizer", "adam"], "`optimizer` is `adamw` or `muon`, with its own fields; got `adam`"),
-        (["tiny", "--optimizer", "adamw", "--optimizer.reach", "1"], "There is no field `optimizer.reach`"),
-        (["tiny", "--model", "gpt2"], "There is no field `model`: it is a group of fields, `model.layers`, "),
+        (
+            ["tiny", "--optimizer", "adam"],
+            "`optimizer` is `adamw` or `muon`, with its own fields; got `adam`",
+        ),
+        (
+            ["tiny", "--optimizer", "adamw", "--optimizer.reach", "1"],
+            "There is no field `optimizer.reach`",
+        ),
+        (
+            ["tiny", "--model", "gpt2"],
+            "There is no field `model`: it is a group of fields, `model.layers`, ",
+        ),
         (["tiny", "--bogus", "1"], "There is no field `bogus`.\n"),
-        (["tiny", "--strategy.pipeline", "1f1b:4:" + "9" * 5000], "A pipeline is a schedule, its stages"),
+        (
+            ["tiny", "--strategy.pipeline", "1f1b:4:" + "9" * 5000],
+            "A pipeline is a schedule, its stages",
+        ),
         (["tiny", "--strategy.pipeline", "1f1b:4:" + "9" * 18], "Got `1f1b:4:999999999999999999`"),
         (["tiny", "--model.width", "wide"], "`width` is a number, 128 now; got 'wide'"),
         (["tiny", "--model.bias", "maybe"], "`bias` is true or false; got 'maybe'"),
@@ -288,10 +414,16 @@ def test_fields_are_overridden_by_their_dotted_names():
         (["tiny", "--loop.steps", "1e3"], "`steps` is a whole number"),
         (["tiny", "--batch", "true"], "`batch` is neither true nor false"),
         (["tiny", "--seed", "none"], "`seed` cannot be none"),
-        (["tiny", "--evaluation_batches", "0"], "`Run(evaluation_batches=0)`: a whole number, 1 to"),
+        (
+            ["tiny", "--evaluation_batches", "0"],
+            "`Run(evaluation_batches=0)`: a whole number, 1 to",
+        ),
         (["tiny", "--loop.profile", "20"], "takes the first step and how many"),
         (["tiny", "--loop.steps"], "`--loop.steps` has no value"),
-        (["tiny", "--strategy.exchange", "onebit"], "`exact`, or one of onebit, int8, int4 and the axes"),
+        (
+            ["tiny", "--strategy.exchange", "onebit"],
+            "`exact`, or one of onebit, int8, int4 and the axes",
+        ),
         (["tiny", "7"], "Fields are given as `--FIELD VALUE`; got `7`"),
         (["tiny", "--model.width", "30"], "must be a multiple of `heads=4`"),
     ],
@@ -305,8 +437,14 @@ def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--loop.steps", "40"], "`optimizer.warmup=50` would take all `loop.steps=40`: `--optimizer.warmup 4`"),
-        (["--data.tokenizer", "bpe:3000"], "`data.tokenizer=bpe:3000` has more tokens than `model.vocab=2048`"),
+        (
+            ["--loop.steps", "40"],
+            "`optimizer.warmup=50` would take all `loop.steps=40`: `--optimizer.warmup 4`",
+        ),
+        (
+            ["--data.tokenizer", "bpe:3000"],
+            "`data.tokenizer=bpe:3000` has more tokens than `model.vocab=2048`",
+        ),
     ],
 )
 def test_what_is_seen_before_the_data_is_read(arguments, message, tmp_path):
@@ -324,19 +462,27 @@ def test_an_optimizer_is_chosen_by_name_and_has_its_own_fields():
 
 @pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
 def test_every_recipe_can_be_planned(config):
-    """Its step is made for a machine that is not there, of the mesh of the recipe or another; nothing is allocated."""
+    """Its step is made for a machine that is not there, of the mesh of the recipe or another;
+    nothing is allocated.
+    """
     run, target = config.run(), sl.Target("cpu:8")
     mesh = "stage=4,data=2,model=1" if run.strategy.pipeline else "data=4,other=2"
     step, state, batch = run.planned(target, mesh)
-    assert ",".join(f"{axis}={size}" for axis, size in step.strategy.device_mesh.shape.items()) == mesh
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state.params, batch)))
+    assert (
+        ",".join(f"{axis}={size}" for axis, size in step.strategy.device_mesh.shape.items()) == mesh
+    )
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state.params, batch))
+    )
     assert {leaf.shape[0] for leaf in jax.tree.leaves(batch)} == {run.batch}
     if not run.strategy.pipeline:
         assert dict(run.planned(target)[0].strategy.device_mesh.shape) == {"data": 8}
 
 
 def test_a_newline_may_be_typed():
-    run = from_command_line(["tiny", "--data.separator", r"\n", "--prompt", r"é\tdef", "--folder", r"C:\new"])
+    run = from_command_line(
+        ["tiny", "--data.separator", r"\n", "--prompt", r"é\tdef", "--folder", r"C:\new"]
+    )
     assert (run.data.separator, run.prompt, run.folder) == ("\n", "é\tdef", r"C:\new")
 
 
@@ -364,11 +510,16 @@ def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
 def test_every_recipe_is_a_value_that_prints_and_compares(config):
     assert config.run() == config.run()
     lines = config.run().lines()
-    assert json.loads(json.dumps(lines)) == lines and all("0x" not in text for text in lines.values())
+    assert json.loads(json.dumps(lines)) == lines and all(
+        "0x" not in text for text in lines.values()
+    )
     assert override(config.run(), ["--loop.steps", "3"]) != config.run()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(texts, tmp_path):
     output = finished(run(command(texts, tmp_path, "--model.vocab", "100")), code=1)
-    assert "has 257 tokens, and `model.vocab` is 100: `--model.vocab 257`" in output and "Traceback" not in output
+    assert (
+        "has 257 tokens, and `model.vocab` is 100: `--model.vocab 257`" in output
+        and "Traceback" not in output
+    )
     assert not (tmp_path / "run.json").exists(), "so that the run can be started with what it says"

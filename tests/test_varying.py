@@ -16,7 +16,9 @@ AXES = ("data", "pod")
 
 def later(x, same):
     """After three turns the last of the carries has met what the first one did not."""
-    return lax.scan(lambda c, _: ((x.sum(), c[0], c[1]), None), (same, same, same), None, length=3)[0][2]
+    return lax.scan(lambda c, _: ((x.sum(), c[0], c[1]), None), (same, same, same), None, length=3)[
+        0
+    ][2]
 
 
 CASES = {
@@ -30,10 +32,19 @@ CASES = {
     "a carry, later": (later, True),
     "a carry that stays": (lambda x, same: lax.scan(lambda c, r: (c + 1, r), same, x)[0], False),
     "stacked": (lambda x, same: lax.scan(lambda c, r: (c, r.sum()), same, x)[1].sum(), True),
-    "as often as": (lambda x, same: lax.while_loop(lambda c: c < x.sum(), lambda c: c + 1, same), True),
-    "a loop of all": (lambda x, same: lax.while_loop(lambda c: c < 9, lambda c: c + 1, same), False),
+    "as often as": (
+        lambda x, same: lax.while_loop(lambda c: c < x.sum(), lambda c: c + 1, same),
+        True,
+    ),
+    "a loop of all": (
+        lambda x, same: lax.while_loop(lambda c: c < 9, lambda c: c + 1, same),
+        False,
+    ),
     "one of two": (lambda x, same: lax.cond(x.sum() > 0, lambda s: s, lambda s: s + 1, same), True),
-    "either of two": (lambda x, same: lax.cond(same > 0, lambda s: s, lambda s: s + 1, same), False),
+    "either of two": (
+        lambda x, same: lax.cond(same > 0, lambda s: s, lambda s: s + 1, same),
+        False,
+    ),
     "inside a jit": (jax.jit(lambda x, same: lax.psum(x, AXES).sum()), False),
     "inside a checkpoint": (jax.checkpoint(lambda x, same: jnp.sin(x).sum()), True),
     "a gradient": (lambda x, same: jax.grad(lambda s: jnp.sum(s * x))(same), True),
@@ -51,7 +62,9 @@ def test_the_walk_says_what_running_shows(case):
         return function(x, same)[None]
 
     x = np.random.default_rng(0).normal(size=(16, 3)).astype("f")
-    run = jax.shard_map(on_each, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
+    run = jax.shard_map(
+        on_each, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False
+    )
     values = np.asarray(jax.jit(run)(x, jnp.float32(-7)))
     assert found == [varies]
     assert (len(set(values.tolist())) > 1) is varies
@@ -69,13 +82,20 @@ def test_a_part_of_a_parameter_is_not_taken_for_the_whole():
 
     strategy = sl.Strategy(mesh="data=4,model=2", rules=rules)
     state = sl.init(make, optax.sgd(0.1), strategy)
-    with pytest.raises(ValueError, match=r"`e` of shape \(8, 2\).*split over `data`.*shape \(2, 2\).*experts=None"):
+    with pytest.raises(
+        ValueError, match=r"`e` of shape \(8, 2\).*split over `data`.*shape \(2, 2\).*experts=None"
+    ):
         sl.train_step(loss, strategy)(state, numbers)
-    whole = sl.Strategy(mesh="data=4,model=2", rules=rules | sl.AxisRules(experts=None), zero=sl.Zero(3, small=0))
+    whole = sl.Strategy(
+        mesh="data=4,model=2", rules=rules | sl.AxisRules(experts=None), zero=sl.Zero(3, small=0)
+    )
     _, metrics = sl.train_step(loss, whole)(sl.init(make, optax.sgd(0.1), whole), numbers)
     np.testing.assert_allclose(metrics["loss"], np.mean(np.arange(16.0) ** 2))
-    one_each = sl.Strategy(mesh="data=8", rules=rules)  # where each device has exactly one element along that dim
-    with pytest.raises(ValueError, match=r"shape \(1, 2\).*own part alone.*`Strategy\(manual=\('data',\)\)`"):
+    # Where each device has exactly one element along that dim.
+    one_each = sl.Strategy(mesh="data=8", rules=rules)
+    with pytest.raises(
+        ValueError, match=r"shape \(1, 2\).*own part alone.*`Strategy\(manual=\('data',\)\)`"
+    ):
         sl.train_step(loss, one_each)(sl.init(make, optax.sgd(0.1), one_each), numbers)
     meant = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
     _, metrics = sl.train_step(lambda model, chosen, key: jnp.mean(model["e"] ** 2), meant)(

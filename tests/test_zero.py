@@ -1,4 +1,6 @@
-"""ZeRO: what is split, and that it is one device's step; precision, clipping, frozen parameters, what is not finite."""
+"""ZeRO: what is split, and that it is one device's step; precision, clipping, frozen parameters,
+what is not finite.
+"""
 
 import dataclasses
 import re
@@ -39,7 +41,12 @@ def normal(number, *shape):
 def decoder():
     layers = {"up": normal(0, 2, 16, 32), "up_bias": normal(1, 2, 32), "down": normal(2, 2, 32, 16)}
     return sl.annotate(
-        {"embedding": normal(3, 40, 16), "norm": jnp.ones(16), "bias": normal(4, 40), "layers": layers},
+        {
+            "embedding": normal(3, 40, 16),
+            "norm": jnp.ones(16),
+            "bias": normal(4, 40),
+            "layers": layers,
+        },
         {
             "embedding": ("vocab", "embed"),
             "norm": ("embed",),
@@ -63,7 +70,9 @@ def next_token(model, batch, rng):
         w, i = scanned
         return layer(x, w, jax.random.fold_in(rng, i)), None
 
-    x, _ = lax.scan(body, model["embedding"].at[batch["tokens"]].get(), (model["layers"], jnp.arange(2)))
+    x, _ = lax.scan(
+        body, model["embedding"].at[batch["tokens"]].get(), (model["layers"], jnp.arange(2))
+    )
     logits = (x * model["norm"]) @ model["embedding"].T + model["bias"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     return sl.weighted_mean(jnp.sum(losses * batch["mask"]), batch["mask"].sum())
@@ -83,7 +92,8 @@ MESHES = ["data=8,model=1", "data=4,model=2"]
 )
 def test_every_stage_is_one_device(stage, remat, meshes, accumulate):
     compared = testing.check_step(
-        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage, small=0), remat=remat,
+        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage,
+        small=0), remat=remat,
         meshes=meshes, accumulate=accumulate,
     )  # fmt: skip
     assert all(comparison.randomness == 0 for comparison in compared)
@@ -93,7 +103,9 @@ def side_by_side(optimizers):
     """Each for its own part of the parameters, in one program."""
 
     def update(gradients, state, params, *, value):
-        both = {n: updated(o, params[n], gradients[n], state[n], value) for n, o in optimizers.items()}
+        both = {
+            n: updated(o, params[n], gradients[n], state[n], value) for n, o in optimizers.items()
+        }
         return tuple({name: of[k] for name, of in both.items()} for k in (0, 1))
 
     return optax.GradientTransformationExtraArgs(
@@ -117,11 +129,14 @@ TEACHER = np.tanh(RANDOM.randn(64, 8) @ RANDOM.randn(8, 8)).astype(np.float32)
 def curves(stage):
     def one():
         return {
-            "in": normal(0, 8, 16), "bias": normal(1, 16), "layers": normal(2, 2, 16, 16), "out": normal(3, 16, 8),
+            "in": normal(0, 8, 16), "bias": normal(1, 16), "layers": normal(2, 2, 16, 16),
+            "out": normal(3, 16, 8),
         }  # fmt: skip
 
     def make():
-        return sl.annotate({name: one() for name in OPTIMIZERS}, {".*/layers": ("layers", "embed", "mlp")})
+        return sl.annotate(
+            {name: one() for name in OPTIMIZERS}, {".*/layers": ("layers", "embed", "mlp")}
+        )
 
     def loss(model, batch, rng):
         def error(w):
@@ -151,13 +166,18 @@ def test_training_curves_are_one_devices(optimizer, stage):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-TRAINABLE = {name: optimizer for name, optimizer in public_optimizers().items() if name not in UNTRAINABLE}
+TRAINABLE = {
+    name: optimizer for name, optimizer in public_optimizers().items() if name not in UNTRAINABLE
+}
 SHAPES = {"w": (16, 8), "square": (16, 16), "b": (8,)}
 AT_ONCE = 20
-# Of whole numbers, whose means are exact in any order, so that no optimizer can amplify their rounding.
+# Of whole numbers, whose means are exact in any order, so that no optimizer can amplify their
+# rounding.
 GRADIENTS = [
     {
-        name: (RANDOM.randint(1, 9, (16, *shape)) * RANDOM.choice([-1, 1], shape)).astype(np.float32)
+        name: (RANDOM.randint(1, 9, (16, *shape)) * RANDOM.choice([-1, 1], shape)).astype(
+            np.float32
+        )
         for name, shape in SHAPES.items()
     }
     for _ in range(2)
@@ -175,14 +195,17 @@ def start():
 
 @cache
 def moved(group):
-    """The state after two steps, and what one device makes of the parameters, for a few optimizers at once."""
+    """The state after two steps, and what one device makes of the parameters, for a few optimizers
+    at once.
+    """
     optimizers = dict(list(TRAINABLE.items())[group * AT_ONCE : (group + 1) * AT_ONCE])
     together = side_by_side(optimizers)
     make = lambda: {name: start() for name in optimizers}
     strategy = sl.Strategy(mesh="data=8", rules=DATA, zero=sl.Zero(1, small=0))
     state, step = sl.init(make, together, strategy), sl.train_step(linear, strategy)
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # it is not what is tested: compile fast
+    # It is not what is tested: compile fast.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def alone(params, opt_state, batch):
         value, gradients = jax.value_and_grad(linear)(params, batch, None)
         updates, opt_state = together.update(gradients, opt_state, params, value=value)
@@ -206,7 +229,9 @@ def test_every_optimizer_moves_split_parameters_as_one_device(name):
     for path, relation in relate(TRAINABLE[name].init, start()).items():
         if relation.kind == "same":
             leaf, parameter = opt_state[path], state.params[name][relation.parameter]
-            assert leaf.sharding.shard_shape(leaf.shape) == parameter.sharding.shard_shape(parameter.shape)
+            assert leaf.sharding.shard_shape(leaf.shape) == parameter.sharding.shard_shape(
+                parameter.shape
+            )
 
 
 MESH = {"data": 4, "model": 2, "pod": 1}
@@ -220,7 +245,8 @@ MESH = {"data": 4, "model": 2, "pod": 1}
         ((6, 6, 4), P(), ("embed", "heads", "head_dim"), 2),  # the last one last
         ((8, 4), P("model"), ("mlp", "embed"), 1),  # not what `model` splits
         ((4, 8, 12), P(), ("layers", "embed", "mlp"), 1),  # nor a dim of layers
-        ((4, 6, 8), P(), None, 0),  # unnamed: the longest but for the last, which would be of layers
+        # Unnamed: the longest but for the last, which would be of layers.
+        ((4, 6, 8), P(), None, 0),
         ((4, 8, 16), P(), None, 1),
         ((8, 8, 4), P(), None, 0),
         ((3, 8), P(), None, 1),
@@ -233,20 +259,58 @@ def test_which_dim_is_split(shape, spec, names, dim):
     entries[dim] = "data"
     assert split[:4] == (P(*entries), dim, ("data",), "")
     stacks = [name == "layers" for name in names] if names else [False] * len(shape)
-    assert split.layer == np.prod([size for size, stack in zip(shape, stacks, strict=True) if not stack])
+    assert split.layer == np.prod(
+        [size for size, stack in zip(shape, stacks, strict=True) if not stack]
+    )
 
 
 @pytest.mark.parametrize(
     ("zero", "axes", "shape", "spec", "names", "reason"),
     [
         (sl.Zero(1), ("data",), (256, 256), P(), None, "small: 65,536 elements"),
-        (sl.Zero(1, small=64), ("data",), (99, 8, 8), P(), ("layers", "embed", "mlp"), "small: 64 elements"),
-        (sl.Zero(1, small=0), ("data",), (6, 10), P(), None, "no dim that is whole divides by `data=4`"),
-        (sl.Zero(1, small=0), ("data",), (8, 6), P("model"), None, "no dim that is whole divides by `data=4`"),
-        (sl.Zero(1, small=0), ("data",), (8, 6), P(), ("layers", "embed"), "no dim that is whole divides by `data=4`"),
-        (sl.Zero(1, small=0), ("data", "model"), (4, 4), P(), None, "divides by `data=4` x `model=2`"),
+        (
+            sl.Zero(1, small=64),
+            ("data",),
+            (99, 8, 8),
+            P(),
+            ("layers", "embed", "mlp"),
+            "small: 64 elements",
+        ),
+        (
+            sl.Zero(1, small=0),
+            ("data",),
+            (6, 10),
+            P(),
+            None,
+            "no dim that is whole divides by `data=4`",
+        ),
+        (
+            sl.Zero(1, small=0),
+            ("data",),
+            (8, 6),
+            P("model"),
+            None,
+            "no dim that is whole divides by `data=4`",
+        ),
+        (
+            sl.Zero(1, small=0),
+            ("data",),
+            (8, 6),
+            P(),
+            ("layers", "embed"),
+            "no dim that is whole divides by `data=4`",
+        ),
+        (
+            sl.Zero(1, small=0),
+            ("data", "model"),
+            (4, 4),
+            P(),
+            None,
+            "divides by `data=4` x `model=2`",
+        ),
         (sl.Zero(1, small=0), ("data",), (), P(), None, "no dim that is whole divides by `data=4`"),
-        (sl.Zero(1, small=0), ("pod",), (8, 8), P(), None, ""),  # an axis of one device splits nothing
+        # An axis of one device splits nothing.
+        (sl.Zero(1, small=0), ("pod",), (8, 8), P(), None, ""),
         (sl.Zero(1, small=0), ("data",), (8, 8), P("data"), None, ""),  # split over it already
         (sl.Zero(0, small=0), (), (8, 8), P(), None, ""),
     ],
@@ -258,7 +322,10 @@ def test_what_stays_as_it_is_and_why(zero, axes, shape, spec, names, reason):
 
 
 def test_a_dim_that_an_axis_of_one_device_would_split_is_whole():
-    assert split_further(sl.Zero(1, small=0), ("data",), {"data": 8, "model": 1}, (8,), P("model")).dim == 0
+    assert (
+        split_further(sl.Zero(1, small=0), ("data",), {"data": 8, "model": 1}, (8,), P("model")).dim
+        == 0
+    )
 
 
 def test_what_is_one_element_larger_than_small_is_split_over_all_axes_that_are_free():
@@ -266,18 +333,32 @@ def test_what_is_one_element_larger_than_small_is_split_over_all_axes_that_are_f
     assert split_further(zero, ("data",), MESH, (4, 8, 8), P(), ("stage", "a", "b")).dim == 1
     split = split_further(zero, ("pod", "data", "model"), MESH, (8, 8), P(), None)
     assert split[:4] == (P(("data", "model"), None), 0, ("data", "model"), "")
-    assert split_further(zero, ("data", "model"), MESH, (8, 8), P("model"), None).spec == P("model", "data")
+    assert split_further(zero, ("data", "model"), MESH, (8, 8), P("model"), None).spec == P(
+        "model", "data"
+    )
 
 
 def mlp():
     return sl.annotate(
-        {"in": normal(0, 16, 32), "bias": normal(1, 32), "layers": normal(2, 2, 32, 32), "out": normal(3, 32, 16)},
-        {"in": ("embed", "mlp"), "bias": ("mlp",), "layers": ("layers", "mlp", "embed"), "out": ("mlp", "embed")},
+        {
+            "in": normal(0, 16, 32),
+            "bias": normal(1, 32),
+            "layers": normal(2, 2, 32, 32),
+            "out": normal(3, 32, 16),
+        },
+        {
+            "in": ("embed", "mlp"),
+            "bias": ("mlp",),
+            "layers": ("layers", "mlp", "embed"),
+            "out": ("mlp", "embed"),
+        },
     )
 
 
 def mlp_values():
-    return jax.tree.map(lambda box: np.asarray(box.unbox()), mlp(), is_leaf=lambda leaf: hasattr(leaf, "unbox"))
+    return jax.tree.map(
+        lambda box: np.asarray(box.unbox()), mlp(), is_leaf=lambda leaf: hasattr(leaf, "unbox")
+    )
 
 
 def residuals(model, x):
@@ -293,7 +374,10 @@ def fit(model, x, rng):
 def trained(loss=fit, optimizer=None, make=mlp, batches=(X,), **options):
     """The state before and after some steps, on the host, and the metrics of the last."""
     strategy = sl.Strategy(**{"mesh": "data=8,model=1", "rules": RULES, **options})
-    state, step = sl.init(make, optimizer or optax.sgd(0.1), strategy), sl.train_step(loss, strategy)
+    state, step = (
+        sl.init(make, optimizer or optax.sgd(0.1), strategy),
+        sl.train_step(loss, strategy),
+    )
     before = jax.device_get(state)
     for batch in batches:
         state, metrics = step(state, batch)
@@ -305,12 +389,21 @@ FULL = sl.Zero(3, small=0)
 
 def test_what_is_frozen_is_split_at_rest_stays_as_it_is_and_has_no_state():
     frozen = ("bias", "lay.*")
-    before, state, _ = trained(optimizer=optax.adam(1e-2), rules=DATA, mesh="data=8", zero=FULL, frozen=frozen)
-    assert (state.params["bias"], state.params["layers"], state.frozen["in"], state.frozen["out"]) == (None,) * 4
+    before, state, _ = trained(
+        optimizer=optax.adam(1e-2), rules=DATA, mesh="data=8", zero=FULL, frozen=frozen
+    )
+    assert (
+        state.params["bias"],
+        state.params["layers"],
+        state.frozen["in"],
+        state.frozen["out"],
+    ) == (None,) * 4
     chex.assert_trees_all_equal(jax.device_get(state.frozen), before.frozen)
     assert state.frozen["bias"].sharding.spec == P("data")
     assert state.frozen["layers"].sharding.spec == P(None, "data", None)
-    assert not any({"bias", "layers"} & set(path.split("/")) for path, _ in named_leaves(state.opt_state))
+    assert not any(
+        {"bias", "layers"} & set(path.split("/")) for path, _ in named_leaves(state.opt_state)
+    )
     for name in ("in", "out"):
         assert not np.any(np.asarray(state.params[name]) == before.params[name])
     chex.assert_trees_all_equal(state.model["layers"], before.frozen["layers"])
@@ -324,7 +417,8 @@ def test_frozen_layers_pass_gradients_on():
 def test_a_frozen_pattern_that_matches_nothing_is_refused():
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES, frozen=("out", "embed"))
     with pytest.raises(
-        ValueError, match="frozen=...*`embed` matches no parameter. The paths are: bias, in, layers, out"
+        ValueError,
+        match="frozen=...*`embed` matches no parameter. The paths are: bias, in, layers, out",
     ):
         sl.init(mlp, optax.sgd(0.1), strategy)
 
@@ -349,7 +443,9 @@ def test_clipping_is_that_of_the_whole_gradient(clip, stage):
     clipped, _ = optaxs.update(gradient, optaxs.init(before.params), before.params)
     if clip != "a norm that is not reached":
         assert optax.tree.norm(clipped) < 0.9 * optax.tree.norm(gradient)
-    chex.assert_trees_all_close(state.params, jax.tree.map(jnp.subtract, before.params, clipped), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(
+        state.params, jax.tree.map(jnp.subtract, before.params, clipped), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_clipping_with_state_is_refused():
@@ -359,7 +455,9 @@ def test_clipping_with_state_is_refused():
 
 @cache
 def in_bfloat16(stage, reduce="float32"):
-    """The losses of five steps, the state after them, and the dtypes and shapes that the loss saw."""
+    """The losses of five steps, the state after them, and the dtypes and shapes that the loss
+    saw.
+    """
     seen = {}
 
     def loss(model, x, rng):
@@ -368,7 +466,9 @@ def in_bfloat16(stage, reduce="float32"):
         return jnp.mean(residuals(model, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
     precision = sl.Precision("bf16", keep=("bias",), reduce=reduce)
-    strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES, zero=sl.Zero(stage, small=0), precision=precision)
+    strategy = sl.Strategy(
+        mesh="data=4,model=2", rules=RULES, zero=sl.Zero(stage, small=0), precision=precision
+    )
     state, step = sl.init(mlp, optax.adam(1e-2), strategy), sl.train_step(loss, strategy)
     losses = []
     for _ in range(5):
@@ -382,7 +482,10 @@ def in_bfloat16(stage, reduce="float32"):
 )
 def test_a_loss_sees_bfloat16_of_float32_masters(stage, reduce):
     losses, state, seen = in_bfloat16(stage, reduce)
-    whole = {name: (("float32" if name == "bias" else "bfloat16"), leaf.shape) for name, leaf in state.params.items()}
+    whole = {
+        name: (("float32" if name == "bias" else "bfloat16"), leaf.shape)
+        for name, leaf in state.params.items()
+    }
     assert seen == whole
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
     assert losses[-1] < 0.9 * losses[0]
@@ -392,7 +495,8 @@ def test_a_loss_sees_bfloat16_of_float32_masters(stage, reduce):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
     with pytest.warns(
-        sl.ShardingWarning, match=r"`in` in bfloat16, .* at .*test_zero.py:\d+, and so are 2 others.*keep="
+        sl.ShardingWarning,
+        match=r"`in` in bfloat16, .* at .*test_zero.py:\d+, and so are 2 others.*keep=",
     ) as said:
         trained(precision="bf16", accumulate=accumulate)
     line = int(re.search(r"test_zero.py:(\d+)", str(said[0].message))[1])
@@ -400,36 +504,58 @@ def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
 
     def in_a_scan(model, x, rng):
         hidden = (x.astype(jnp.bfloat16) @ model["in"]).astype(jnp.float32)
-        hidden, _ = lax.scan(lambda y, w: (jnp.tanh(jax.checkpoint(jnp.dot)(y, w)), None), hidden, model["layers"])
+        hidden, _ = lax.scan(
+            lambda y, w: (jnp.tanh(jax.checkpoint(jnp.dot)(y, w)), None), hidden, model["layers"]
+        )
         return jnp.mean((hidden.astype(jnp.bfloat16) @ model["out"]) ** 2)
 
     with pytest.warns(
-        sl.ShardingWarning, match="`layers` in bfloat16, .* and it is multiplied in a wider dtype at [^,]*: what"
+        sl.ShardingWarning,
+        match="`layers` in bfloat16, .* and it is multiplied in a wider dtype at [^,]*: what",
     ):
         trained(in_a_scan, precision="bf16", accumulate=accumulate)
     trained(in_a_scan, precision=sl.Precision("bf16", keep=("layers",)), accumulate=accumulate)
 
 
 def test_a_pattern_to_keep_that_matches_nothing_is_refused():
-    strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES, precision=sl.Precision("bf16", keep=(".*norm",)))
-    with pytest.raises(ValueError, match="keep=...*`.\\*norm` matches no parameter. The paths are: bias, in"):
+    strategy = sl.Strategy(
+        mesh="data=8,model=1", rules=RULES, precision=sl.Precision("bf16", keep=(".*norm",))
+    )
+    with pytest.raises(
+        ValueError, match="keep=...*`.\\*norm` matches no parameter. The paths are: bias, in"
+    ):
         sl.init(mlp, optax.sgd(0.1), strategy)
 
 
 def broken(model, batch, rng):
-    """Of which the gradient of `b` and of `d`, the second and fourth, is not finite where the batch is not."""
+    """Of which the gradient of `b` and of `d`, the second and fourth, is not finite where the batch
+    is not.
+    """
     bad = jnp.mean(batch["bad"])
-    return jnp.mean((batch["x"] @ model["a"] @ model["c"]) ** 2) + bad * jnp.sum(model["b"] + model["d"])
+    return jnp.mean((batch["x"] @ model["a"] @ model["c"]) ** 2) + bad * jnp.sum(
+        model["b"] + model["d"]
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("nonfinite", ["count", "skip"])
 def test_what_is_not_finite_is_counted_named_and_skipped_on_demand(nonfinite, stage):
-    params = {"a": normal(0, 16, 16), "b": normal(1, 16), "c": normal(2, 16, 16), "d": normal(3, 16)}
-    strategy = sl.Strategy(mesh="data=8", rules=DATA, zero=sl.Zero(stage, small=0), nonfinite=nonfinite)
-    state, step = sl.init(lambda: params, optax.adam(1e-2), strategy), sl.train_step(broken, strategy)
+    params = {
+        "a": normal(0, 16, 16),
+        "b": normal(1, 16),
+        "c": normal(2, 16, 16),
+        "d": normal(3, 16),
+    }
+    strategy = sl.Strategy(
+        mesh="data=8", rules=DATA, zero=sl.Zero(stage, small=0), nonfinite=nonfinite
+    )
+    state, step = (
+        sl.init(lambda: params, optax.adam(1e-2), strategy),
+        sl.train_step(broken, strategy),
+    )
     good = {"x": X, "bad": np.ones(16, np.float32)}
-    bad = {"x": X, "bad": np.where(np.arange(16) == 13, np.inf, 1).astype(np.float32)}  # on one device alone
+    # On one device alone.
+    bad = {"x": X, "bad": np.where(np.arange(16) == 13, np.inf, 1).astype(np.float32)}
     state, metrics = step(state, good)
     assert (int(state.nonfinite), int(metrics["first_nonfinite"])) == (0, -1)
     before = jax.device_get((state.params, state.opt_state))
@@ -441,7 +567,10 @@ def test_what_is_not_finite_is_counted_named_and_skipped_on_demand(nonfinite, st
         chex.assert_trees_all_equal(after, before)
         state, metrics = step(state, good)
         assert (int(state.nonfinite), int(metrics["first_nonfinite"])) == (1, -1)
-        assert all(np.all(leaf != old) for leaf, old in zip(state.params.values(), before[0].values(), strict=True))
+        assert all(
+            np.all(leaf != old)
+            for leaf, old in zip(state.params.values(), before[0].values(), strict=True)
+        )
     else:
         assert np.all(after[0]["a"] != before[0]["a"]) and np.isfinite(after[0]["a"]).all()
         assert not np.isfinite(after[0]["b"]).any()
@@ -455,7 +584,9 @@ class Doubled(sl.Exchange):
     axes: tuple[str, ...] = ("pod",)
 
     def average(self, gradients, parameters, told):
-        return [2 * lax.pmean(g, self.over(p)) for g, p in zip(gradients, parameters, strict=True)], told.errors
+        return [
+            2 * lax.pmean(g, self.over(p)) for g, p in zip(gradients, parameters, strict=True)
+        ], told.errors
 
 
 def strategy(**options):
@@ -471,7 +602,8 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
     [
         (lambda: strategy(zero=4), r"zero=4\)` takes a stage, 0 to 3, one of FSDP's names"),
         (lambda: strategy(zero=True), "zero=True.*takes a stage, 0 to 3"),
-        (lambda: strategy(zero="FULL"), "zero='FULL'.*NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD"),
+        (lambda: strategy(zero="FULL"), "zero='FULL'.*NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, "
+                                        "HYBRID_SHARD"),
         (lambda: strategy(zero=sl.Zero(1, axes=("model",))), "`model` is not one of the data axes .'data',."),
         (lambda: sl.Zero(1, axes="data"), "axes='data'.*a tuple of names"),
         (lambda: sl.Zero(1, small=-1), "small=-1"),
@@ -481,7 +613,9 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
         (lambda: sl.Strategy(mesh="fsdp=8", rules=sl.AxisRules(batch="fsdp", embed="fsdp"), zero=1), "no axis splits the"),
         (lambda: strategy(zero="HYBRID_SHARD"), "of the data axes .'data',. none crosses"),
         (lambda: strategy(zero="HYBRID_SHARD", dcn="data=8"), "none stays within"),
-        (lambda: strategy(zero="HYBRID_SHARD", **HYBRID), "none crosses.*dcn=\"pod\".*zero=sl.Zero.3, axes="),
+        (lambda: strategy(zero="HYBRID_SHARD", **HYBRID), "none "
+                                                          "crosses.*dcn=\"pod\".*zero=sl.Zero.3, "
+                                                          "axes="),
         (lambda: strategy(zero=2, exchange=Doubled()), "Doubled.*`pod` is no axis of the mesh"),
         (lambda: strategy(zero=2, exchange=Doubled(("data",))), "Doubled.*takes all axes of data"),
         (lambda: strategy(zero=sl.Zero(3, axes=("pod",)), exchange=Doubled(), **HYBRID), "split parameters over `pod` too"),
@@ -499,7 +633,8 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
         (lambda: trained(optimizer=optax.lbfgs()), "wants .*value_fn"),
         (
             lambda: trained(frozen=("bias", "in", "layers", "out")),
-            "nothing to move.*frozen=.'bias', 'in', 'layers', 'out'.*There are: bias, in, layers, out",
+            "nothing to move.*frozen=.'bias', 'in', 'layers', 'out'.*There are: bias, in, layers, "
+            "out",
         ),
     ],
 )  # fmt: skip
@@ -514,35 +649,57 @@ def test_unnamed_layers_that_are_split_cannot_be_scanned():
         return jnp.mean(y)
 
     make = lambda: {"w": normal(0, 8, 6, 6)}
-    with pytest.raises(ValueError, match='`w` of shape .8, 6, 6. is scanned over its dim 0, along which.*"layers"'):
+    with pytest.raises(
+        ValueError, match='`w` of shape .8, 6, 6. is scanned over its dim 0, along which.*"layers"'
+    ):
         trained(loss, make=make, rules=DATA, mesh="data=8", zero=FULL)
     named = lambda: sl.annotate(make(), {"w": ("layers", None, None)})
-    with pytest.warns(sl.ShardingWarning, match="splits nothing over `data=8`.*`w` .no dim that is whole divides"):
+    with pytest.warns(
+        sl.ShardingWarning, match="splits nothing over `data=8`.*`w` .no dim that is whole divides"
+    ):
         after = trained(loss, make=named, rules=DATA, mesh="data=8", zero=FULL)[1]
     assert after.params["w"].sharding.is_fully_replicated
 
 
 def test_an_exchange_of_ones_own_sums_over_the_axes_that_zero_leaves():
     common = dict(mesh="pod=2,data=4", rules=PODS, zero=sl.Zero(3, axes=("data",), small=0))
-    plain, doubled = (trained(**common, exchange=exchange)[1].params for exchange in (sl.Exact(), Doubled()))
-    expected = jax.tree.map(lambda start, p: start + 2 * (p - start), mlp_values(), jax.device_get(plain))
+    plain, doubled = (
+        trained(**common, exchange=exchange)[1].params for exchange in (sl.Exact(), Doubled())
+    )
+    expected = jax.tree.map(
+        lambda start, p: start + 2 * (p - start), mlp_values(), jax.device_get(plain)
+    )
     chex.assert_trees_all_close(jax.device_get(doubled), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("NO_SHARD", 0), ("SHARD_GRAD_OP", 2), ("FULL_SHARD", 3), ("HYBRID_SHARD", 3), ("_HYBRID_SHARD_ZERO2", 2)],
+    [
+        ("NO_SHARD", 0),
+        ("SHARD_GRAD_OP", 2),
+        ("FULL_SHARD", 3),
+        ("HYBRID_SHARD", 3),
+        ("_HYBRID_SHARD_ZERO2", 2),
+    ],
 )
 def test_the_names_of_fsdp(name, stage):
     found = strategy(zero=name, **HYBRID, dcn="pod")
     assert found.sharding.stage == stage
-    assert set(found.zero_axes) == (set() if not stage else {"data"} if "HYBRID" in name else {"pod", "data"})
+    assert set(found.zero_axes) == (
+        set() if not stage else {"data"} if "HYBRID" in name else {"pod", "data"}
+    )
 
 
 def test_hybrid_sharding_splits_within_and_repeats_across():
     large = lambda: {"w": jnp.zeros((256, 512)), "b": jnp.zeros(512)}
-    state = sl.init(large, optax.adam(0.1), strategy(zero="HYBRID_SHARD", **HYBRID, dcn="pod"), abstract=True)
-    assert state.params["w"].sharding.spec == state.opt_state[0].mu["w"].sharding.spec == P("data", None)
+    state = sl.init(
+        large, optax.adam(0.1), strategy(zero="HYBRID_SHARD", **HYBRID, dcn="pod"), abstract=True
+    )
+    assert (
+        state.params["w"].sharding.spec
+        == state.opt_state[0].mu["w"].sharding.spec
+        == P("data", None)
+    )
     assert state.params["b"].sharding.spec == P()
 
 
@@ -559,14 +716,21 @@ def test_hybrid_sharding_splits_within_and_repeats_across():
 def test_over_some_or_all_of_two_data_axes_it_is_one_device(zero, dcn):
     wide = lambda: {**mlp(), "in": normal(0, 16, 6000), "out": normal(3, 6000, 16)}  # not small
     make = wide if zero == "HYBRID_SHARD" else mlp
-    loss = fit if make is mlp else lambda model, x, rng: jnp.mean((jnp.tanh(x @ model["in"]) @ model["out"] - x) ** 2)
-    testing.check_step(make, optax.sgd(0.1), loss, X, PODS, meshes=["pod=2,data=4"], zero=zero, dcn=dcn, steps=1)
+    loss = (
+        fit
+        if make is mlp
+        else lambda model, x, rng: jnp.mean((jnp.tanh(x @ model["in"]) @ model["out"] - x) ** 2)
+    )
+    testing.check_step(
+        make, optax.sgd(0.1), loss, X, PODS, meshes=["pod=2,data=4"], zero=zero, dcn=dcn, steps=1
+    )
 
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
 def test_an_exchange_that_overlaps_is_one_device(stage, accumulate):
     testing.check_step(
-        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage, small=0),
+        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage,
+        small=0),
         exchange=sl.Exact(overlap=True), meshes=["data=4,model=2"], accumulate=accumulate,
     )  # fmt: skip
 
@@ -591,7 +755,9 @@ def test_over_two_data_axes_an_exchange_overlaps_within_and_sums_shards_across()
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overlap):
-    """Each device along `data` has a weight of its own, as with experts, which ZeRO splits over `pod`."""
+    """Each device along `data` has a weight of its own, as with experts, which ZeRO splits over
+    `pod`.
+    """
     own, shared = normal(0, 4, 16, 32), normal(1, 32, 16)
 
     def loss(model, x, rng):
@@ -604,7 +770,8 @@ def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overl
         return jnp.mean((hidden @ model["shared"] - X) ** 2)
 
     state, _ = trained(
-        loss, optax.sgd(1.0), lambda: sl.annotate({"own": own, "shared": shared}, {"own": P("data", None, None)}),
+        loss, optax.sgd(1.0), lambda: sl.annotate({"own": own, "shared": shared}, {"own": P("data",
+        None, None)}),
         mesh="pod=2,data=4", rules=PODS, manual=("pod", "data"), zero=sl.Zero(stage, small=0),
         exchange=sl.Exact(overlap=overlap), accumulate=accumulate,
     )[1:]  # fmt: skip

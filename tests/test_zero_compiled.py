@@ -1,4 +1,6 @@
-"""What each stage of ZeRO sends and holds, in programs of the compilers of machines that are not there."""
+"""What each stage of ZeRO sends and holds, in programs of the compilers of machines that are not
+there.
+"""
 
 import collections
 
@@ -76,12 +78,22 @@ def test_an_exchange_that_overlaps_sends_as_much_once_a_step_and_a_layer_at_a_ti
     found = planned(platform, "pod=1,data=8,model=1", stage, 2, exchange=sl.Exact(overlap=True))
     sends = {("all-reduce", "data"): 2 * moved(BYTES, 8)}
     if stage:
-        sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
+        sends = {
+            ("all-gather", "data"): moved(BYTES, 8),
+            ("reduce-scatter", "data"): moved(BYTES, 8),
+        }
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
-    sums = [one for one in found.collectives if one.kind in ("all-reduce", "reduce-scatter") and one.sent_bytes > 1024]
+    sums = [
+        one
+        for one in found.collectives
+        if one.kind in ("all-reduce", "reduce-scatter") and one.sent_bytes > 1024
+    ]
     assert max(one.operand_bytes for one in sums) <= BYTES // LAYERS
     if platform.startswith("h200") and stage:
-        assert sum(one.total_bytes for one in sums if one.overlapped) > sum(one.total_bytes for one in sums) / 2
+        assert (
+            sum(one.total_bytes for one in sums if one.overlapped)
+            > sum(one.total_bytes for one in sums) / 2
+        )
         after = planned(platform, "pod=1,data=8,model=1", stage, 2)
         assert not any(one.overlapped for one in after.collectives if one.kind != "all-gather")
 
@@ -89,14 +101,20 @@ def test_an_exchange_that_overlaps_sends_as_much_once_a_step_and_a_layer_at_a_ti
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_stage_2_scatters_a_weight_that_is_used_twice_once(platform):
     def tied(model, x, rng):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ model["table"], model["layers"])
+        x, _ = jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), x @ model["table"], model["layers"]
+        )
         return jnp.mean((x @ model["table"].T) ** 2)
 
     make = lambda: {"table": jnp.ones((WIDTH, WIDTH)), "layers": jnp.ones((1, WIDTH, WIDTH))}
-    strategy = sl.Strategy(mesh=mesh_on(platform, "pod=1,data=8,model=1"), rules=RULES, zero=sl.Zero(2, small=0))
+    strategy = sl.Strategy(
+        mesh=mesh_on(platform, "pod=1,data=8,model=1"), rules=RULES, zero=sl.Zero(2, small=0)
+    )
     state = sl.init(make, optax.sgd(1e-3), strategy, abstract=True)
     with jax.default_matmul_precision("highest"):
-        found = sl.plan(sl.train_step(tied, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32"))
+        found = sl.plan(
+            sl.train_step(tied, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32")
+        )
     size = 2 * WIDTH * WIDTH * 4
     sends = {("all-gather", "data"): moved(size, 8), ("reduce-scatter", "data"): moved(size, 8)}
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
@@ -106,7 +124,9 @@ def test_stage_2_scatters_a_weight_that_is_used_twice_once(platform):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sums_of_gradients_are_added_up_in_place(platform, stage):
     options = {"exchange": sl.Exact(bucket_bytes=2**16)} if stage == 1 else {}
-    found = planned(platform, "pod=1,data=8,model=1", sl.Zero(stage, bucket_bytes=2**16), 2, **options)
+    found = planned(
+        platform, "pod=1,data=8,model=1", sl.Zero(stage, bucket_bytes=2**16), 2, **options
+    )
     layer = BYTES // LAYERS
     sums = BYTES if stage == 1 else BYTES // 8
     assert sums <= found.memory.most["gradients"] < sums + 3 * layer
@@ -137,14 +157,17 @@ def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulat
 
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
 def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
-    kinds = {stage: planned(platform, "pod=1,data=8,model=1", stage).memory for stage in (0, 1, 2, 3)}
+    kinds = {
+        stage: planned(platform, "pod=1,data=8,model=1", stage).memory for stage in (0, 1, 2, 3)
+    }
     assert kinds[0].kinds["parameters"] == BYTES and kinds[0].kinds["optimizer state"] >= 2 * BYTES
     for stage in (1, 2, 3):
         assert kinds[stage].kinds["parameters"] == BYTES // 8
         assert 2 * BYTES // 8 <= kinds[stage].kinds["optimizer state"] < 2 * BYTES // 8 + 1024
     assert kinds[1].most["copies of parameters"] >= BYTES <= kinds[2].most["copies of parameters"]
     layer = BYTES // LAYERS
-    # Stage 2 holds a layer's gradients before they are scattered, and all shards; stage 3 one layer's weights as well.
+    # Stage 2 holds a layer's gradients before they are scattered, and all shards; stage 3 one
+    # layer's weights as well.
     assert kinds[2].most["gradients"] <= BYTES // 8 + 2 * layer < BYTES
     assert kinds[3].most["copies of parameters"] <= 2 * layer
     assert kinds[1].heap_bytes - kinds[3].heap_bytes > BYTES
@@ -156,13 +179,19 @@ def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
     mesh = mesh_on(platform, "pod=1,data=8,model=1")
     small = 2**16
     exchange = sl.Exact(bucket_bytes=small) if stage == 1 else sl.Exact()
-    strategy = sl.Strategy(mesh=mesh, rules=RULES, zero=sl.Zero(stage, bucket_bytes=small), exchange=exchange)
+    strategy = sl.Strategy(
+        mesh=mesh, rules=RULES, zero=sl.Zero(stage, bucket_bytes=small), exchange=exchange
+    )
     state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
     with jax.default_matmul_precision("highest"):
-        found = sl.plan(sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32"))
+        found = sl.plan(
+            sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, WIDTH), "float32")
+        )
     sends = {("all-gather", "data"): moved(BYTES, 8), ("reduce-scatter", "data"): moved(BYTES, 8)}
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
-    assert max(one.sent_bytes for one in found.collectives) <= moved(BYTES // LAYERS, 8), "at most a layer at a time"
+    assert max(one.sent_bytes for one in found.collectives) <= moved(BYTES // LAYERS, 8), (
+        "at most a layer at a time"
+    )
 
 
 def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
@@ -176,9 +205,17 @@ def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
     state = sl.init(make, optax.sgd(1.0), strategy)
     step, x = sl.train_step(look, strategy), np.arange(16)
     found = sl.plan(step, state, x)
-    assert sent(found, "data") == dict.fromkeys(("all-gather", "reduce-scatter"), 1000 * WIDTH * 4 * 3 // 4)
-    times = {one.kind: one.times for one in found.collectives if one.sent_bytes > 1024 and one.axes == ("data",)}
-    assert times == {"all-gather": 4, "reduce-scatter": 4}, "a device's half has 1,000 rows of 1 KiB"
+    assert sent(found, "data") == dict.fromkeys(
+        ("all-gather", "reduce-scatter"), 1000 * WIDTH * 4 * 3 // 4
+    )
+    times = {
+        one.kind: one.times
+        for one in found.collectives
+        if one.sent_bytes > 1024 and one.axes == ("data",)
+    }
+    assert times == {"all-gather": 4, "reduce-scatter": 4}, (
+        "a device's half has 1,000 rows of 1 KiB"
+    )
     testing.check_step(
         make,
         optax.sgd(1.0),
@@ -220,7 +257,9 @@ def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform
     mesh = mesh_on(platform, "pod=1,data=4,model=2")
     strategy = sl.Strategy(mesh=mesh, rules=RULES, precision="bf16")
     state = sl.init(make, optax.sgd(1e-3), strategy, abstract=True)
-    found = sl.plan(sl.train_step(of_parts, strategy), state, jax.ShapeDtypeStruct((512, WIDTH), "float32"))
+    found = sl.plan(
+        sl.train_step(of_parts, strategy), state, jax.ShapeDtypeStruct((512, WIDTH), "float32")
+    )
     parts = [one for one in found.collectives if one.axes == ("model",) and one.sent_bytes > 1024]
     assert [one.dtypes for one in parts] == [(sent_as,)], testing.summary(parts)
 
@@ -234,16 +273,25 @@ def test_what_each_device_has_of_its_own_moves_over_the_other_data_axes_alone(pl
         return jnp.mean((x @ model["own"][0]) ** 2)
 
     rules = RULES | sl.AxisRules(experts="data")
-    make_own = lambda: sl.annotate({"own": jnp.ones((4, WIDTH, HIDDEN))}, {"own": ("experts", "embed", "act_mlp")})
+    make_own = lambda: sl.annotate(
+        {"own": jnp.ones((4, WIDTH, HIDDEN))}, {"own": ("experts", "embed", "act_mlp")}
+    )
     mesh = mesh_on(platform, "pod=2,data=4,model=1")
-    strategy = sl.Strategy(mesh=mesh, rules=rules | sl.AxisRules(act_mlp=None), zero=stage, manual=("pod", "data"))
+    strategy = sl.Strategy(
+        mesh=mesh, rules=rules | sl.AxisRules(act_mlp=None), zero=stage, manual=("pod", "data")
+    )
     state = sl.init(make_own, optax.sgd(1e-3), strategy, abstract=True)
     with jax.default_matmul_precision("highest"):
-        found = sl.plan(sl.train_step(of_ones_own, strategy), state, jax.ShapeDtypeStruct((64, WIDTH), "float32"))
+        found = sl.plan(
+            sl.train_step(of_ones_own, strategy),
+            state,
+            jax.ShapeDtypeStruct((64, WIDTH), "float32"),
+        )
     own = WIDTH * HIDDEN * 4
     sends = {("all-reduce", "pod"): 2 * moved(own, 2)}
     if stage:
-        # Once at stage 3 too: nothing before the first layer has a gradient, so backward it does not need its weight.
+        # Once at stage 3 too: nothing before the first layer has a gradient, so backward it does
+        # not need its weight.
         sends = {("all-gather", "pod"): moved(own, 2), ("reduce-scatter", "pod"): moved(own, 2)}
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
     if stage == 3:

@@ -1,4 +1,6 @@
-"""A small GPT that learns Python on a laptop: no download, no accelerator, something to read after two minutes."""
+"""A small GPT that learns Python on a laptop: no download, no accelerator, something to read after
+two minutes.
+"""
 
 import shardlib as sl
 from examples.run import Muon, Run
@@ -7,11 +9,14 @@ from shardlib.data import Corpus
 
 
 def run() -> Run:
-    """The standard library, in tokens learned from it, on whatever devices there are; nine minutes on two cores."""
+    """The standard library, in tokens learned from it, on whatever devices there are; nine minutes
+    on two cores.
+    """
     return Run(
         name="tiny",
         model=gpt.GPTConfig(
-            layers=4, width=128, heads=4, context=256, vocab=2048, vocab_multiple=128, norm="rms", positions="rotary",
+            layers=4, width=128, heads=4, context=256, vocab=2048, vocab_multiple=128, norm="rms",
+            positions="rotary",
             mlp="swiglu", hidden=352, bias=False,
         ),
         data=Corpus("python", tokenizer="bpe:2048", held_out=0.05),

@@ -8,7 +8,9 @@ from examples.run import AdamW, Run
 
 
 def run() -> Run:
-    """As two machines of four: `python -m shardlib.launch -n 2 --devices 4 -- python examples/train_lm.py tiny_onebit`."""
+    """As two machines of four: `python -m shardlib.launch -n 2 --devices 4 -- python
+    examples/train_lm.py tiny_onebit`.
+    """
     other = tiny.run()
     return dataclasses.replace(
         other,

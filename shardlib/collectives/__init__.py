@@ -1,4 +1,6 @@
-"""What is sent between devices in fewer bytes: codecs, collectives around them, and exchanges of gradients made of these."""
+"""What is sent between devices in fewer bytes: codecs, collectives around them, and exchanges of
+gradients made of these.
+"""
 
 from shardlib.collectives._codecs import Codec as Codec
 from shardlib.collectives._codecs import Encoded as Encoded

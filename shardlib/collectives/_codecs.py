@@ -1,4 +1,6 @@
-"""Codecs: rows of numbers as rows of bytes, and back. Pure, and each row by itself, its scales in its bytes."""
+"""Codecs: rows of numbers as rows of bytes, and back. Pure, and each row by itself, its scales in
+its bytes.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -28,7 +30,9 @@ class Codec(Protocol):
     """What turns the last dim of an array of rows into bytes and back."""
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
-        """Rows `(n, elements)` as bytes `(n, size(elements))`; of what is not `alive` nothing need come back."""
+        """Rows `(n, elements)` as bytes `(n, size(elements))`; of what is not `alive` nothing need
+        come back.
+        """
         ...
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
@@ -44,8 +48,9 @@ class Codec(Protocol):
 class Signs:
     """A bit for each number, its sign, and a scale for each block of numbers.
 
-    - `scale`: `"mean"` of the absolute values, which is closest to the block and never further from it than zero is; or
-      `"rms"`, the root of the mean square, as the 1-bit Adam of DeepSpeed has it.
+    - `scale`: `"mean"` of the absolute values, which is closest to the block and never further from
+      it than zero is; or `"rms"`, the root of the mean square, as the 1-bit Adam of DeepSpeed has
+      it.
     - `block`: how many numbers share a scale.
 
     Zero has no sign: it comes back as the scale. What is always zero is to be left out, by `alive`.
@@ -79,7 +84,9 @@ class Signs:
         return -(-elements // (8 * lanes)), lanes, max(1, self.block // (8 * lanes))
 
     def _tiled(self, rows: jax.Array) -> jax.Array:
-        """Rows as `(row, tile, 8, lane)`: the eight signs of a byte lie across, as a TPU's tiles do in memory."""
+        """Rows as `(row, tile, 8, lane)`: the eight signs of a byte lie across, as a TPU's tiles do
+        in memory.
+        """
         _, lanes, _ = self._cut(rows.shape[1])
         return _padded(rows, 8 * lanes).reshape(rows.shape[0], -1, 8, lanes)
 
@@ -112,15 +119,19 @@ class Signs:
         _check_code("Signs.decode", code, self.size(elements))
         tiles, lanes, _ = self._cut(elements)
         packed = code[:, : tiles * lanes].reshape(code.shape[0], tiles, 1, lanes)
-        return self._signed((packed >> _PLACES) & 1 == 1, _floats(code[:, tiles * lanes :]), elements)
+        return self._signed(
+            (packed >> _PLACES) & 1 == 1, _floats(code[:, tiles * lanes :]), elements
+        )
 
 
 @dataclass(frozen=True)
 class Integers:
-    """Integers of 8 or 4 bits, and a scale for each block of numbers: the largest of them is the largest integer.
+    """Integers of 8 or 4 bits, and a scale for each block of numbers: the largest of them is the
+    largest integer.
 
     >>> row = jnp.array([[0.0, 1.0, -7.0, 3.4]])
-    >>> Integers(4).decode(Integers(4).encode(row).code, 4).tolist(), Integers(4).size(1024), Integers(8).size(1024)
+    >>> Integers(4).decode(Integers(4).encode(row).code,
+    ...     4).tolist(), Integers(4).size(1024), Integers(8).size(1024)
     ([[0.0, 1.0, -7.0, 3.0]], 528, 1040)
     """
 
@@ -129,31 +140,48 @@ class Integers:
 
     def __post_init__(self) -> None:
         check.choice("Integers", "bits", self.bits, (8, 4))
-        block = check.whole("Integers", "block", self.block, "an even number of elements", least=2, most=_MOST_IN_BLOCK)
+        block = check.whole(
+            "Integers",
+            "block",
+            self.block,
+            "an even number of elements",
+            least=2,
+            most=_MOST_IN_BLOCK,
+        )
         if block % 2:
             raise check.refusal("Integers", "block", self.block, "an even number of elements")
         check.assign(self, block=block)
 
     def size(self, elements: int) -> int:
         """The bytes of a row."""
-        elements = check.whole("Integers.size", "elements", elements, "a number of elements", least=0)
+        elements = check.whole(
+            "Integers.size", "elements", elements, "a number of elements", least=0
+        )
         return (elements + elements % 2) * self.bits // 8 + -(-elements // self.block) * _SCALE
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """All integers, then all scales."""
         _check_rows("Integers.encode", rows, alive)
-        rows = rows.astype(jnp.float32) if alive is None else jnp.where(alive, rows.astype(jnp.float32), 0)
+        rows = (
+            rows.astype(jnp.float32)
+            if alive is None
+            else jnp.where(alive, rows.astype(jnp.float32), 0)
+        )
         (count, elements), most = rows.shape, 2 ** (self.bits - 1) - 1
         blocks = _padded(rows, self.block).reshape(count, -1, self.block)
         scale = jnp.max(jnp.abs(blocks), 2, initial=0) / most
         whole = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
         # What is not finite has no integer, and its scale says so.
         whole = jnp.nan_to_num(whole, posinf=0, neginf=0).astype(jnp.int8)
-        packed = lax.bitcast_convert_type(whole, jnp.uint8).reshape(count, -1)[:, : elements + elements % 2]
+        packed = lax.bitcast_convert_type(whole, jnp.uint8).reshape(count, -1)[
+            :, : elements + elements % 2
+        ]
         if self.bits == 4:
             halves = packed.reshape(count, 2, -1)
             packed = (halves[:, 0] & 15) | (halves[:, 1] << 4)
-        return Encoded(jnp.concatenate([packed, _bytes(scale)], 1), self._scaled(whole, scale, elements))
+        return Encoded(
+            jnp.concatenate([packed, _bytes(scale)], 1), self._scaled(whole, scale, elements)
+        )
 
     def _scaled(self, whole: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
         found = whole.astype(jnp.float32) * scale[..., None]
@@ -163,33 +191,42 @@ class Integers:
         """Each integer times its scale."""
         _check_code("Integers.decode", code, self.size(elements))
         integers = (elements + elements % 2) * self.bits // 8
-        whole, scale = lax.bitcast_convert_type(code[:, :integers], jnp.int8), _floats(code[:, integers:])
+        whole = lax.bitcast_convert_type(code[:, :integers], jnp.int8)
+        scale = _floats(code[:, integers:])
         if self.bits == 4:  # shifted up and down again, with their signs
             whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], 1)
-        return self._scaled(_padded(whole, self.block).reshape(code.shape[0], -1, self.block), scale, elements)
+        return self._scaled(
+            _padded(whole, self.block).reshape(code.shape[0], -1, self.block), scale, elements
+        )
 
 
 def _check_rows(function: str, rows: Any, alive: Any) -> None:
     check_arrays.array(function, "rows", rows, "an array of rows, (n, elements)")
     if rows.ndim != 2 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(
-            f"`{function}` takes rows of real numbers, (n, elements), at least one; got {rows.dtype}{list(rows.shape)}."
+            f"`{function}` takes rows of real numbers, (n, elements), at least one; got "
+            f"{rows.dtype}{list(rows.shape)}."
         )
     if alive is None:
         return
     check_arrays.array(function, "alive", alive, "an array of bools, as many as there are numbers")
-    fits = alive.ndim == 2 and all(one in (1, other) for one, other in zip(alive.shape, rows.shape, strict=True))
+    fits = alive.ndim == 2 and all(
+        one in (1, other) for one, other in zip(alive.shape, rows.shape, strict=True)
+    )
     if alive.dtype != bool or not fits:
         raise ValueError(
-            f"`{function}(alive=...)` takes bools that broadcast to the rows, {list(rows.shape)}; got "
-            f"{alive.dtype}{list(alive.shape)}."
+            f"`{function}(alive=...)` takes bools that broadcast to the rows, {list(rows.shape)}; "
+            f"got {alive.dtype}{list(alive.shape)}."
         )
 
 
 def _check_code(function: str, code: Any, size: int) -> None:
     check_arrays.array(function, "code", code, "an array of codes, (n, bytes)")
     if code.ndim != 2 or code.shape[1] != size or code.dtype != jnp.uint8:
-        raise ValueError(f"`{function}` takes codes of {size} bytes each, uint8; got {code.dtype}{list(code.shape)}.")
+        raise ValueError(
+            f"`{function}` takes codes of {size} bytes each, uint8; got "
+            f"{code.dtype}{list(code.shape)}."
+        )
 
 
 def _padded(rows: jax.Array, multiple: int) -> jax.Array:

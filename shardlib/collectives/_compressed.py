@@ -1,7 +1,8 @@
-"""Collectives that send codes in place of numbers, for use inside any `shard_map`: real bytes on the wire.
+"""Collectives that send codes in place of numbers, for use inside any `shard_map`: real bytes on
+the wire.
 
-Of n devices, each sends what the functions beside them say by formula, in bytes: as many collectives as their exact kin,
-however many arrays go in them together.
+Of n devices, each sends what the functions beside them say by formula, in bytes: as many
+collectives as their exact kin, however many arrays go in them together.
 """
 
 import itertools
@@ -20,14 +21,18 @@ from shardlib.collectives._codecs import Codec, Encoded
 
 
 class Errors(NamedTuple):
-    """What a device still owes of what it was to send: as a worker of its own array, as a server of its part of the mean."""
+    """What a device still owes of what it was to send: as a worker of its own array, as a server of
+    its part of the mean.
+    """
 
     worker: Any  # (workers, elements of a part)
     server: Any  # (elements of a part,)
 
 
 class Pieces(NamedTuple):
-    """How a device's array is cut for a mean: into a part for each of those that have the same, and of it one for each server."""
+    """How a device's array is cut for a mean: into a part for each of those that have the same, and
+    of it one for each server.
+    """
 
     size: int
     shared: int
@@ -40,7 +45,9 @@ class Pieces(NamedTuple):
 
     def errors(self, dtype: Any = jnp.float32) -> Errors:
         """None owed, of one device."""
-        return Errors(jnp.zeros((self.workers, self.elements), dtype), jnp.zeros(self.elements, dtype))
+        return Errors(
+            jnp.zeros((self.workers, self.elements), dtype), jnp.zeros(self.elements, dtype)
+        )
 
     def all_rows(self, x: jax.Array) -> jax.Array:
         """All of an array, as `(shared, workers, elements)`."""
@@ -62,14 +69,18 @@ def pmean(
     alive: Any = None,
     shared: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
-    """The mean over devices of an array, or of a tree of arrays, compressed twice, and what is owed then.
+    """The mean over devices of an array, or of a tree of arrays, compressed twice, and what is owed
+    then.
 
-    Each array goes in parts to its servers by an all-to-all; each server takes the mean of what came, compresses it again,
-    and all gather it. With `errors` of an earlier call, or of `no_errors`, what was owed is sent along: nothing is lost, it
-    comes later, but for what an array narrower than float32 rounds away. Without, what compression takes away is gone.
+    Each array goes in parts to its servers by an all-to-all; each server takes the mean of what
+    came, compresses it again, and all gather it. With `errors` of an earlier call, or of
+    `no_errors`, what was owed is sent along: nothing is lost, it comes later, but for what an array
+    narrower than float32 rounds away. Without, what compression takes away is gone.
 
-    - `alive`: arrays of bools like `x`, the same on every device: what is not stays zero, and is left out of scales.
-    - `shared`: axes along which `x` is the same. Each device there sends a part of it, and all gather these.
+    - `alive`: arrays of bools like `x`, the same on every device: what is not stays zero, and is
+      left out of scales.
+    - `shared`: axes along which `x` is the same. Each device there sends a part of it, and all
+      gather these.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -86,9 +97,12 @@ def pmean(
         check_arrays.array("pmean", "x", leaf, "an array, or a tree of arrays")
     if not leaves:
         return x, errors
-    if errors is not None and not all(isinstance(e, Errors) for e in jax.tree.leaves(errors, is_leaf=_is_errors)):
+    if errors is not None and not all(
+        isinstance(e, Errors) for e in jax.tree.leaves(errors, is_leaf=_is_errors)
+    ):
         raise ValueError(
-            "`pmean(errors=...)` takes those of an earlier call, or of `no_errors(x, axis)` in the same `shard_map`."
+            "`pmean(errors=...)` takes those of an earlier call, or of `no_errors(x, axis)` in the "
+            "same `shard_map`."
         )
     owed = [None] * len(leaves) if errors is None else _alike("errors", errors, treedef)
     living = [None] * len(leaves) if alive is None else _alike("alive", alive, treedef)
@@ -104,9 +118,14 @@ def pmean(
         rows.append(row if error is None else row + error.worker)
         masks.append(_mask(living_one, cut, mine))
     if cuts[0].workers == 1:  # nothing is sent between workers, so nothing is lost
-        rows = [row if error is None else row + error.server for row, error in zip(rows, owed, strict=True)]
+        rows = [
+            row if error is None else row + error.server
+            for row, error in zip(rows, owed, strict=True)
+        ]
         every = [lax.all_gather(row, shared, axis=0, tiled=True) if shared else row for row in rows]
-        found = [cut.whole(row, leaf.shape) for row, cut, leaf in zip(every, cuts, leaves, strict=True)]
+        found = [
+            cut.whole(row, leaf.shape) for row, cut, leaf in zip(every, cuts, leaves, strict=True)
+        ]
         found = [
             (one if mask is None else jnp.where(mask, one, 0)).astype(leaf.dtype)
             for one, mask, leaf in zip(found, living, leaves, strict=True)
@@ -114,22 +133,33 @@ def pmean(
         return treedef.unflatten(found), jax.tree.map(jnp.zeros_like, errors)
     sent = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
     widths = [one.code.shape[1] for one in sent]
-    received = _apart(lax.all_to_all(jnp.concatenate([one.code for one in sent], 1), over, 0, 0, tiled=True), widths)
+    received = _apart(
+        lax.all_to_all(jnp.concatenate([one.code for one in sent], 1), over, 0, 0, tiled=True),
+        widths,
+    )
 
     means = []
     for code, cut, error, mask in zip(received, cuts, owed, masks, strict=True):
-        mean = jnp.mean(codec.decode(code, cut.elements), 0) + (0 if error is None else error.server)
+        mean = jnp.mean(codec.decode(code, cut.elements), 0) + (
+            0 if error is None else error.server
+        )
         means.append(mean[None] if mask is None else jnp.where(mask[place], mean, 0)[None])
     mine_of_all = [None if mask is None else mask[place][None] for mask in masks]
     again = [codec.encode(mean, mask) for mean, mask in zip(means, mine_of_all, strict=True)]
-    gathered = lax.all_gather(jnp.concatenate([one.code for one in again], 1), over, axis=0, tiled=True)
+    gathered = lax.all_gather(
+        jnp.concatenate([one.code for one in again], 1), over, axis=0, tiled=True
+    )
     if shared:
         gathered = lax.all_gather(gathered, shared, axis=0, tiled=True)
 
     found = []
-    for leaf, cut, code, living_one in zip(leaves, cuts, _apart(gathered, widths), living, strict=True):
+    for leaf, cut, code, living_one in zip(
+        leaves, cuts, _apart(gathered, widths), living, strict=True
+    ):
         one = cut.whole(codec.decode(code, cut.elements), leaf.shape)
-        found.append((one if living_one is None else jnp.where(living_one, one, 0)).astype(leaf.dtype))
+        found.append(
+            (one if living_one is None else jnp.where(living_one, one, 0)).astype(leaf.dtype)
+        )
 
     def left(row: jax.Array, encoded: Encoded, mask: jax.Array | None) -> jax.Array:
         rest = row - encoded.decoded
@@ -149,7 +179,9 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
-    """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing is owed."""
+    """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing
+    is owed.
+    """
     over, shared = _axes_of_both("no_errors", axis, shared)
     for leaf in jax.tree.leaves(x):
         check_arrays.array("no_errors", "x", leaf, "an array, or a tree of arrays")
@@ -157,12 +189,14 @@ def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
 
 
 def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> int:
-    """What a device sends for `pmean` of an array of so many elements: 2 (n-1) codes of a part; if shared, n (k-1) more.
+    """What a device sends for `pmean` of an array of so many elements: 2 (n-1) codes of a part; if
+    shared, n (k-1) more.
 
     Of one worker it is nothing but, if shared, the part itself.
 
     >>> from shardlib.collectives._codecs import Signs
-    >>> f"{pmean_bytes(2**20, 8, Signs()) / (2 * 7 / 8 * 4 * 2**20):.5f} of an all-reduce in float32"
+    >>> all_reduce = 2 * 7 / 8 * 4 * 2**20
+    >>> f"{pmean_bytes(2**20, 8, Signs()) / all_reduce:.5f} of an all-reduce in float32"
     '0.03174 of an all-reduce in float32'
     """
     check_codec("pmean_bytes", codec)
@@ -181,7 +215,8 @@ def check_codec(name: str, codec: Any) -> None:
     functions = [getattr(codec, method, None) for method in ("encode", "decode", "size")]
     if isinstance(codec, type) or not all(map(callable, functions)):
         raise ValueError(
-            f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; got {check.shown(codec)}."
+            f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; "
+            f"got {check.shown(codec)}."
         )
 
 
@@ -201,8 +236,8 @@ def _axes_of_both(name: str, axis: Any, shared: Any) -> tuple[tuple[str, ...], t
     over, same = axes_here(name, "axis", axis), axes_here(name, "shared", shared)
     if both := [one for one in same if one in over]:
         raise ValueError(
-            f"`{name}(axis={check.shown(axis)}, shared={check.shown(shared)})`: along `{both[0]}` arrays either differ or are "
-            "the same."
+            f"`{name}(axis={check.shown(axis)}, shared={check.shown(shared)})`: along `{both[0]}` "
+            "arrays either differ or are the same."
         )
     return over, same
 
@@ -211,7 +246,9 @@ def _alike(argument: str, tree: Any, treedef: Any) -> list[Any]:
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
-        raise ValueError(f"`pmean({argument}=...)` is a tree like `x`, {treedef}: {error}") from error
+        raise ValueError(
+            f"`pmean({argument}=...)` is a tree like `x`, {treedef}: {error}"
+        ) from error
 
 
 def _check_beside(x: Any, cut: Pieces, error: Any, alive: Any) -> None:
@@ -220,12 +257,17 @@ def _check_beside(x: Any, cut: Pieces, error: Any, alive: Any) -> None:
         found = tuple(getattr(one, "shape", None) for one in error)
         if found != expected:
             raise ValueError(
-                f"`pmean(errors=...)`: of an array of shape {list(x.shape)} errors have the shapes {expected}; got {found}. Take "
-                "those of an earlier call for the same array, or `no_errors(x, axis)`."
+                f"`pmean(errors=...)`: of an array of shape {list(x.shape)} errors have the shapes "
+                f"{expected}; got {found}. Take those of an earlier call for the same array, or "
+                "`no_errors(x, axis)`."
             )
-    if alive is not None and (getattr(alive, "shape", None), getattr(alive, "dtype", None)) != (x.shape, bool):
+    if alive is not None and (getattr(alive, "shape", None), getattr(alive, "dtype", None)) != (
+        x.shape,
+        bool,
+    ):
         raise ValueError(
-            f"`pmean(alive=...)` takes bools of the shape of `x`, {list(x.shape)}; got {check.shown(alive)}."
+            f"`pmean(alive=...)` takes bools of the shape of `x`, {list(x.shape)}; got "
+            f"{check.shown(alive)}."
         )
 
 
@@ -237,13 +279,16 @@ def _check_real(x: jax.Array, name: str) -> None:
     check_arrays.array(name, "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"`{name}` compresses real numbers, and was given {x.dtype}{list(x.shape)}: send that exactly."
+            f"`{name}` compresses real numbers, and was given {x.dtype}{list(x.shape)}: send that "
+            "exactly."
         )
 
 
 def _dim(x: jax.Array, dim: int, name: str) -> int:
     _check_real(x, name)
-    check.whole(name, "dim", dim, f"a dim of an array of shape {x.shape}", least=-x.ndim, most=x.ndim - 1)
+    check.whole(
+        name, "dim", dim, f"a dim of an array of shape {x.shape}", least=-x.ndim, most=x.ndim - 1
+    )
     return dim % x.ndim
 
 
@@ -267,13 +312,14 @@ def _not_differentiated(x: jax.Array) -> jax.Array:
 @_not_differentiated.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise ValueError(
-        "`pmean` of codes has no derivative: it is for what was differentiated already, a gradient or a momentum. "
-        "`all_gather` and `psum_scatter` have that of their exact kin."
+        "`pmean` of codes has no derivative: it is for what was differentiated already, a gradient "
+        "or a momentum. `all_gather` and `psum_scatter` have that of their exact kin."
     )
 
 
 def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """Every device's array, one behind the other along `dim`, sent as codes. Its derivative is that of an exact gather.
+    """Every device's array, one behind the other along `dim`, sent as codes. Its derivative is that
+    of an exact gather.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -297,11 +343,15 @@ def _all_gather(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> 
     return jnp.moveaxis(parts, 0, dim).reshape(shape)
 
 
-def _gather_forward(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> tuple[jax.Array, None]:
+def _gather_forward(
+    x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int
+) -> tuple[jax.Array, None]:
     return _all_gather(x, over, codec, dim), None
 
 
-def _gather_backward(over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(
+    over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array
+) -> tuple[jax.Array]:
     return (lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True),)
 
 
@@ -314,9 +364,11 @@ def all_gather_bytes(elements: int, devices: int, codec: Codec) -> int:
 
 
 def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """The sum over devices, of which each keeps its part of `dim`: codes of the parts go to their owners, and are added there.
+    """The sum over devices, of which each keeps its part of `dim`: codes of the parts go to their
+    owners, and are added there.
 
-    Each number is compressed once, whatever the number of devices. The derivative is that of the exact sum.
+    Each number is compressed once, whatever the number of devices. The derivative is that of the
+    exact sum.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -332,7 +384,8 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
     parts = math.prod(lax.axis_size(one) for one in over)
     if x.shape[dim] % parts:
         raise ValueError(
-            f"`psum_scatter`: dim {dim} of an array of shape {x.shape} does not divide into {parts} parts."
+            f"`psum_scatter`: dim {dim} of an array of shape {x.shape} does not divide into "
+            f"{parts} parts."
         )
     return _psum_scatter(x, over, codec, dim)
 
@@ -346,11 +399,15 @@ def _psum_scatter(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -
     return jnp.sum(codec.decode(codes, rows.shape[1]), 0).astype(x.dtype).reshape(shape)
 
 
-def _scatter_forward(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> tuple[jax.Array, None]:
+def _scatter_forward(
+    x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int
+) -> tuple[jax.Array, None]:
     return _psum_scatter(x, over, codec, dim), None
 
 
-def _scatter_backward(over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+def _scatter_backward(
+    over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array
+) -> tuple[jax.Array]:
     for name in reversed(over):
         g = lax.all_gather(g, name, axis=dim, tiled=True)
     return (g,)
@@ -360,8 +417,12 @@ _psum_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def psum_scatter_bytes(elements: int, devices: int, codec: Codec) -> int:
-    """What a device sends for `psum_scatter` of its array of so many elements: n-1 codes of a part."""
-    return (_devices("psum_scatter_bytes", elements, devices, codec) - 1) * codec.size(elements // devices)
+    """What a device sends for `psum_scatter` of its array of so many elements: n-1 codes of a
+    part.
+    """
+    return (_devices("psum_scatter_bytes", elements, devices, codec) - 1) * codec.size(
+        elements // devices
+    )
 
 
 def _devices(name: str, elements: Any, devices: Any, codec: Any) -> int:

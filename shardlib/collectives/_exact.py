@@ -1,9 +1,11 @@
-"""What happens to gradients between the devices that computed them: one pluggable value, and the exact one.
+"""What happens to gradients between the devices that computed them: one pluggable value, and the
+exact one.
 
-The gradient of each device's own total, summed over microbatches, is a contribution; the gradient of a batch is the sum of
-all, divided by the weight of the batch. The step adds contributions up exactly, and lays the sum out as ZeRO says, over all
-axes but those that its exchange takes. Over these an exchange averages, manual over every axis of the mesh, on each device's
-own shard, once per step however many microbatches there were.
+The gradient of each device's own total, summed over microbatches, is a contribution; the gradient
+of a batch is the sum of all, divided by the weight of the batch. The step adds contributions up
+exactly, and lays the sum out as ZeRO says, over all axes but those that its exchange takes. Over
+these an exchange averages, manual over every axis of the mesh, on each device's own shard, once per
+step however many microbatches there were.
 """
 
 import itertools
@@ -24,21 +26,26 @@ from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 
 
 class Parameter(NamedTuple):
-    """What an exchange knows of a parameter: where it is, its global shape, how it lies, and over what to reduce it."""
+    """What an exchange knows of a parameter: where it is, its global shape, how it lies, and over
+    what to reduce it.
+    """
 
     path: str
     shape: tuple[int, ...]
     spec: PartitionSpec  # of the contributions to its gradient
     axes: tuple[str, ...]  # the data axes that do not split these: its gradient is a sum over them
-    stored: PartitionSpec  # of the parameter at rest, which ZeRO may have split further than the contributions
+    # Of the parameter at rest, which ZeRO may have split further than the contributions.
+    stored: PartitionSpec
     reduce: Any = jnp.float32  # the dtype in which to add up
 
 
 class Exchange:
-    """How the gradients of workers are averaged; an exchange is a frozen dataclass derived from this.
+    """How the gradients of workers are averaged; an exchange is a frozen dataclass derived from
+    this.
 
-    A worker is all that has one place along the axes that the exchange takes: a device, a pod. Over the other axes its
-    gradient is there already, summed exactly by `within`, laid out as the parameter is at rest.
+    A worker is all that has one place along the axes that the exchange takes: a device, a pod. Over
+    the other axes its gradient is there already, summed exactly by `within`, laid out as the
+    parameter is at rest.
     """
 
     @property
@@ -57,8 +64,14 @@ class Exchange:
         raise NotImplementedError
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """Over which of these a parameter's are; it is summed exactly over all others that do not split it."""
-        return tuple(axis for axis in self.axes if axis in parameter.axes) if math.prod(parameter.shape) else ()
+        """Over which of these a parameter's are; it is summed exactly over all others that do not
+        split it.
+        """
+        return (
+            tuple(axis for axis in self.axes if axis in parameter.axes)
+            if math.prod(parameter.shape)
+            else ()
+        )
 
     def average(
         self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: "Told"
@@ -73,20 +86,25 @@ class Exchange:
 class Told(NamedTuple):
     """What else an exchange is told, of each gradient."""
 
-    shared: Sequence[tuple[str, ...]]  # the axes along which it is the same on every device, for they do not split it
-    errors: Sequence[Any]  # what was left over of it in the step before, `Errors`, if the exchange keeps some
+    # The axes along which it is the same on every device, for they do not split it.
+    shared: Sequence[tuple[str, ...]]
+    # What was left over of it in the step before, `Errors`, if the exchange keeps some.
+    errors: Sequence[Any]
     alive: Sequence[jax.Array | None]  # where it is not always zero, if that is known
 
 
 @dataclass(frozen=True)
 class Exact(Exchange):
-    """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split that further.
+    """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split
+    that further.
 
-    What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered and is smaller than
-    that is put together into buckets of that size, ZeRO's constant buffers; larger stacks go one layer after the other.
+    What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered
+    and is smaller than that is put together into buckets of that size, ZeRO's constant buffers;
+    larger stacks go one layer after the other.
 
-    With `overlap`, a layer's gradients go as soon as they are there, in the backward pass of the last microbatch, and a
-    machine may go on with the next layer meanwhile. That pass is then compiled apart from those before.
+    With `overlap`, a layer's gradients go as soon as they are there, in the backward pass of the
+    last microbatch, and a machine may go on with the next layer meanwhile. That pass is then
+    compiled apart from those before.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -94,7 +112,9 @@ class Exact(Exchange):
 
     def __post_init__(self) -> None:
         size = check.whole("Exact", "bucket_bytes", self.bucket_bytes, "a number of bytes", least=1)
-        check.assign(self, bucket_bytes=size, overlap=check.boolean("Exact", "overlap", self.overlap))
+        check.assign(
+            self, bucket_bytes=size, overlap=check.boolean("Exact", "overlap", self.overlap)
+        )
 
     @property
     def within(self) -> "Exact":
@@ -109,19 +129,29 @@ class Exact(Exchange):
     def reduce(
         self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
     ) -> list[jax.Array]:
-        """Sum each contribution over its parameter's axes, laid out as the parameter at rest, and divide by the weight.
+        """Sum each contribution over its parameter's axes, laid out as the parameter at rest, and
+        divide by the weight.
 
-        What is stored split further is scattered, in buckets; the rest is summed, in one go for all that have the same axes.
+        What is stored split further is scattered, in buckets; the rest is summed, in one go for all
+        that have the same axes.
 
-        The division comes after it: there it is one more factor in the optimizer's own pass over the gradient, and no
-        device waits for the weight before it goes backward.
+        The division comes after it: there it is one more factor in the optimizer's own pass over
+        the gradient, and no device waits for the weight before it goes backward.
         """
-        reduced = [g.astype(parameter.reduce) for g, parameter in zip(contributions, parameters, strict=True)]
+        reduced = [
+            g.astype(parameter.reduce)
+            for g, parameter in zip(contributions, parameters, strict=True)
+        ]
         splits = [_scattered(parameter) for parameter in parameters]
         for axes in dict.fromkeys(axes for _, axes in splits if axes):
             members = [i for i, split in enumerate(splits) if split[1] == axes]
             for bucket in buckets(reduced, members, self.bucket_bytes):
-                parts = _scatter([reduced[i] for i in bucket], [splits[i][0] for i in bucket], axes, self.bucket_bytes)
+                parts = _scatter(
+                    [reduced[i] for i in bucket],
+                    [splits[i][0] for i in bucket],
+                    axes,
+                    self.bucket_bytes,
+                )
                 for i, part in zip(bucket, parts, strict=True):
                     reduced[i] = part
         left = [
@@ -131,7 +161,9 @@ class Exact(Exchange):
         for axes in dict.fromkeys(filter(None, left)):
             members = [i for i, over in enumerate(left) if over == axes]
             for bucket in buckets(reduced, members, self.bucket_bytes):
-                for i, total in zip(bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True):
+                for i, total in zip(
+                    bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True
+                ):
                     reduced[i] = total
         each = inverse(weight)
         return [total * each.astype(total.real.dtype) for total in reduced]
@@ -146,7 +178,9 @@ def _scattered(parameter: Parameter) -> tuple[int, tuple[str, ...]]:
 
 
 def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
-    """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes alone."""
+    """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes
+    alone.
+    """
     buckets: list[list[int]] = []
     filled: dict[Any, int] = {}
     last: dict[Any, list[int]] = {}
@@ -160,15 +194,22 @@ def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> 
     return buckets
 
 
-def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int) -> list[jax.Array]:
-    """Sums over `axes`, of which each device keeps its part of a dim of each array, in one collective."""
+def _scatter(
+    arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int
+) -> list[jax.Array]:
+    """Sums over `axes`, of which each device keeps its part of a dim of each array, in one
+    collective.
+    """
     if len(arrays) == 1:
         ((array,), (dim,)) = arrays, dims
         if dim and array.nbytes > limit:
-            return [in_pieces(partial(sum_scatter, axes=axes), array, dim, -(-array.nbytes // limit))]
+            return [
+                in_pieces(partial(sum_scatter, axes=axes), array, dim, -(-array.nbytes // limit))
+            ]
         return [sum_scatter(array, dim, axes)]
     parts = math.prod(lax.axis_size(axis) for axis in axes)
-    # Each device's part of each array is one row of the buffer, so that one scatter of its rows does for all.
+    # Each device's part of each array is one row of the buffer, so that one scatter of its rows
+    # does for all.
     rows, shapes = [], []
     for x, dim in zip(arrays, dims, strict=True):
         shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
@@ -178,12 +219,17 @@ def _scatter(arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], li
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
     padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
     mine = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
-    return [mine[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
+    return [
+        mine[end - math.prod(shape) : end].reshape(shape)
+        for end, shape in zip(ends, shapes, strict=True)
+    ]
 
 
 _TILE = 16 * 128  # a row of the buffer fills tiles of a TPU
 
 
 def inverse(weight: jax.Array) -> jax.Array:
-    """One over the weight; of a batch of which nothing counts zero, so that loss and gradient are zero and not nan."""
+    """One over the weight; of a batch of which nothing counts zero, so that loss and gradient are
+    zero and not nan.
+    """
     return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))

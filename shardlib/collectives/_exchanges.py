@@ -19,11 +19,12 @@ from shardlib.collectives._exact import Exchange, Parameter, Told
 class Compressed(Exchange):
     """What `OneBit` and `Quantised` share: gradients averaged by `pmean`, all together.
 
-    - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact. Workers are then not devices
-      but pods, say.
-    - `feedback`: what compression takes from a gradient is added to the next, once where it is sent and once where it is
-      averaged. It is kept in the state, `State.errors`, and in checkpoints.
-    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these axes too.
+    - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
+      Workers are then not devices but pods, say.
+    - `feedback`: what compression takes from a gradient is added to the next, once where it is sent
+      and once where it is averaged. It is kept in the state, `State.errors`, and in checkpoints.
+    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
+      axes too.
     """
 
     axis: str | tuple[str, ...]
@@ -32,8 +33,14 @@ class Compressed(Exchange):
 
     def __post_init__(self) -> None:
         axes = as_tuple(self.axis) if isinstance(self.axis, str | tuple) else ()
-        if not axes or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
-            raise check.refusal(self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple')
+        if (
+            not axes
+            or not all(isinstance(axis, str) for axis in axes)
+            or len(set(axes)) < len(axes)
+        ):
+            raise check.refusal(
+                self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple'
+            )
         check.assign(self, feedback=check.boolean(self._name, "feedback", self.feedback))
         check.patterns(self._name, "exact", self.exact)
 
@@ -57,8 +64,14 @@ class Compressed(Exchange):
         return as_tuple(self.axis)
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes, where they do not split the parameter and its path is not one of the exact ones."""
-        return () if any(re.fullmatch(pattern, parameter.path) for pattern in self.exact) else super().over(parameter)
+        """The axes, where they do not split the parameter and its path is not one of the exact
+        ones.
+        """
+        return (
+            ()
+            if any(re.fullmatch(pattern, parameter.path) for pattern in self.exact)
+            else super().over(parameter)
+        )
 
     def average(
         self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: Told
@@ -85,12 +98,14 @@ class Compressed(Exchange):
 class OneBit(Compressed):
     """A bit for each number: its sign, with a scale for each block.
 
-    Of momenta, as `onebit_adam` has it; or of gradients: with `optax.sgd` that is SGD with error compensation, and without
-    `feedback` and with `optax.sign_sgd` the majority vote of signSGD.
+    Of momenta, as `onebit_adam` has it; or of gradients: with `optax.sgd` that is SGD with error
+    compensation, and without `feedback` and with `optax.sign_sgd` the majority vote of signSGD.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
-    - `feedback`: what compression takes from a message is added to the next. It is kept in the state, `State.errors`.
-    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these axes too.
+    - `feedback`: what compression takes from a message is added to the next. It is kept in the
+      state, `State.errors`.
+    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
+      axes too.
     - `scale`, `block`: of signs, see `Signs`.
 
     >>> OneBit("pod").over(Parameter("w", (8,), jax.P(), ("pod", "data"), jax.P("data")))

@@ -1,4 +1,6 @@
-"""Data: texts as tokens on disk, and examples of one length from them, every process its own share."""
+"""Data: texts as tokens on disk, and examples of one length from them, every process its own
+share.
+"""
 
 from shardlib.data._corpus import Corpus as Corpus
 from shardlib.data._corpus import Skipped as Skipped

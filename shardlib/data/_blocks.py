@@ -1,8 +1,10 @@
-"""Arrays in files, checked by block: each block has a digest, which is compared when the block is first read.
+"""Arrays in files, checked by block: each block has a digest, which is compared when the block is
+first read.
 
-The digests are CRC-32: at 2 GB/s on one core faster than a disk, where BLAKE2b and SHA-256 make 1, and all that damage by
-chance asks for: errors within 32 bits of each other are always seen, any others all but once in 2**32 times. A block is what
-the kernel reads ahead anyway, so that checking costs a reader of single examples no more of the disk.
+The digests are CRC-32: at 2 GB/s on one core faster than a disk, where BLAKE2b and SHA-256 make 1,
+and all that damage by chance asks for: errors within 32 bits of each other are always seen, any
+others all but once in 2**32 times. A block is what the kernel reads ahead anyway, so that checking
+costs a reader of single examples no more of the disk.
 """
 
 import contextlib
@@ -48,24 +50,32 @@ class Digests:
 
 
 class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """A file as an array of one dim, memory-mapped, in which no block is read before it is checked against its digest.
+    """A file as an array of one dim, memory-mapped, in which no block is read before it is checked
+    against its digest.
 
-    Indexing checks the blocks that it reads. What takes the whole array, such as `np.asarray` and arithmetic, checks all of
-    it. A block is checked once in a process; threads may read at the same time. Pickled, it is the file's name and its
-    digests: another process opens the file and checks for itself.
+    Indexing checks the blocks that it reads. What takes the whole array, such as `np.asarray` and
+    arithmetic, checks all of it. A block is checked once in a process; threads may read at the same
+    time. Pickled, it is the file's name and its digests: another process opens the file and checks
+    for itself.
     """
 
     def __init__(self, path: Path, dtype: Any, digests: np.ndarray) -> None:
-        self.path, self.dtype, self._digests = Path(path), np.dtype(dtype), np.asarray(digests, _DIGEST)
+        self.path = Path(path)
+        self.dtype = np.dtype(dtype)
+        self._digests = np.asarray(digests, _DIGEST)
         with self.path.open("rb") as file:
             self.nbytes = os.fstat(file.fileno()).st_size
-            if self.nbytes % self.dtype.itemsize or -(-self.nbytes // BLOCK_BYTES) != len(self._digests):
+            if self.nbytes % self.dtype.itemsize or -(-self.nbytes // BLOCK_BYTES) != len(
+                self._digests
+            ):
                 raise ValueError(
-                    f"`{self.path}` is damaged: it has {self.nbytes} bytes, and digests of {len(self._digests)} blocks of "
-                    f"{BLOCK_BYTES}. {self._way_out()}"
+                    f"`{self.path}` is damaged: it has {self.nbytes} bytes, and digests of "
+                    f"{len(self._digests)} blocks of {BLOCK_BYTES}. {self._way_out()}"
                 )
             # A file without bytes cannot be mapped.
-            self._all = np.memmap(file, self.dtype, mode="r") if self.nbytes else np.empty(0, self.dtype)
+            self._all = (
+                np.memmap(file, self.dtype, mode="r") if self.nbytes else np.empty(0, self.dtype)
+            )
             self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
         self._checked = np.zeros(len(self._digests), bool)
@@ -101,7 +111,9 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
                 first, last = sorted((places[0], places[-1]))
                 self.check(np.array([first]), np.array([last + 1]))
             return np.asarray(self._all[index])
-        chosen = np.asarray(index) if isinstance(index, list | np.ndarray | int | np.integer) else None
+        chosen = (
+            np.asarray(index) if isinstance(index, list | np.ndarray | int | np.integer) else None
+        )
         if chosen is None or chosen.dtype.kind not in "iu":
             self.check_all()
             return np.asarray(self._all)[index]
@@ -119,7 +131,9 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.check_all()
         whole = np.asarray(self._all)
         if copy is False and dtype is not None and np.dtype(dtype) != self.dtype:
-            raise ValueError(f"A `CheckedArray` of {self.dtype} cannot be one of {dtype} without a copy.")
+            raise ValueError(
+                f"A `CheckedArray` of {self.dtype} cannot be one of {dtype} without a copy."
+            )
         return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
@@ -147,7 +161,9 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._check_block(int(block))
 
     def find_damage(self) -> str:
-        """The first block that is not what was written, for a message; an empty text where all are."""
+        """The first block that is not what was written, for a message; an empty text where all
+        are.
+        """
         for block in np.flatnonzero(~self._checked):
             if not self._is_right(int(block)):
                 return self._called(int(block))
@@ -158,7 +174,8 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             with contextlib.suppress(OSError):
                 (self.path.parent / SUSPECT).open("x").close()
             raise ValueError(
-                f"`{self.path}` is damaged: {self._called(block)} is not what was written. {self._way_out()}"
+                f"`{self.path}` is damaged: {self._called(block)} is not what was written. "
+                f"{self._way_out()}"
             )
 
     def _is_right(self, block: int) -> bool:
@@ -168,21 +185,27 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         try:
             data = os.pread(self._file, size, start)
         except OSError as error:
-            raise ValueError(f"`{self.path}`: {self._called(block)} cannot be read: {error.strerror}.") from error
+            raise ValueError(
+                f"`{self.path}`: {self._called(block)} cannot be read: {error.strerror}."
+            ) from error
         self._checked[block] = len(data) == size and zlib.crc32(data) == self._digests[block]
         return bool(self._checked[block])
 
     def _called(self, block: int) -> str:
         start = block * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self.nbytes)
-        return f"block {block} of {len(self._digests)} of `{self.path.name}` (bytes {start} to {stop})"
+        return (
+            f"block {block} of {len(self._digests)} of `{self.path.name}` (bytes {start} to {stop})"
+        )
 
     def _way_out(self) -> str:
         folder = self.path.parent
-        again = "Run again" if os.path.lexists(folder / SUSPECT) else f"Delete `{folder}` and run again"
+        again = (
+            "Run again" if os.path.lexists(folder / SUSPECT) else f"Delete `{folder}` and run again"
+        )
         return (
-            f"{again}: `prepare` makes the tokens again from the texts. If the texts are gone, take the folder `{folder}` from a "
-            "copy."
+            f"{again}: `prepare` makes the tokens again from the texts. If the texts are gone, "
+            f"take the folder `{folder}` from a copy."
         )
 
 

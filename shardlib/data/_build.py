@@ -1,4 +1,6 @@
-"""Making a token store: documents are read, held out or not, encoded and written with their digests."""
+"""Making a token store: documents are read, held out or not, encoded and written with their
+digests.
+"""
 
 import contextlib
 import errno
@@ -38,7 +40,9 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
     tokenizer = stored_tokenizer(corpus, folder, tokenizer_sha256)
     dtype = "<u2" if tokenizer.vocab <= 1 << 16 else "<u4"
     reading, start, unknown = Reading(), time.monotonic(), 0
-    progress = Progress(f"reading {describe_files(sources)}", sum(source.size for source in sources))
+    progress = Progress(
+        f"reading {describe_files(sources)}", sum(source.size for source in sources)
+    )
     try:
         with contextlib.ExitStack() as stack:
             parts = [_Part(stack, folder, name, dtype, tokenizer) for name in PARTS]
@@ -74,13 +78,16 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
             **{name: part.told() for name, part in zip(PARTS, parts, strict=True)},
         }
         _write_text(folder / "meta.json", json.dumps(told, indent=1))
-        _write_text(folder / SUMS, "".join(sha256sum(folder / name).line() for name in sealed_names(corpus)))
+        _write_text(
+            folder / SUMS, "".join(sha256sum(folder / name).line() for name in sealed_names(corpus))
+        )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(
                 error.errno,
-                f"The disk of `{folder.parent}` is full; nothing is left of the store that was being made. Tokens take "
-                f"{np.dtype(dtype).itemsize} bytes each. Make room, or name another folder: `prepare(corpus, cache=...)`",
+                f"The disk of `{folder.parent}` is full; nothing is left of the store that was "
+                f"being made. Tokens take {np.dtype(dtype).itemsize} bytes each. Make room, or "
+                "name another folder: `prepare(corpus, cache=...)`",
             ) from error
         raise
     finally:
@@ -90,7 +97,9 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
 
 
 def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[str, int]:
-    """Put the tokenizer into the folder of a store, if it is one to be learned; tell what it was learned from."""
+    """Put the tokenizer into the folder of a store, if it is one to be learned; tell what it was
+    learned from.
+    """
     size = learned_size(corpus.tokenizer)
     if size is None:
         return {}
@@ -113,10 +122,14 @@ def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[st
 
 
 def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
-    """Documents to train on: all, or those that come first in an order of no meaning, as many as a tokenizer is learned from."""
+    """Documents to train on: all, or those that come first in an order of no meaning, as many as a
+    tokenizer is learned from.
+    """
     chosen: list[tuple[int, int, bytes]] = []  # a heap, the last in that order on top
     reading, total = Reading(), 0
-    progress = Progress(f"choosing from {describe_files(sources)}", sum(source.size for source in sources))
+    progress = Progress(
+        f"choosing from {describe_files(sources)}", sum(source.size for source in sources)
+    )
     try:
         for number, text in enumerate(read_documents(sources, corpus, reading)):
             raw = text.encode()
@@ -135,7 +148,9 @@ def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
 class _Part:
     """One part of a store while it is written."""
 
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, name: str, dtype: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, folder: Path, name: str, dtype: str, tokenizer: Tokenizer
+    ) -> None:
         # Files of their own, never through a link that another put there.
         self.ids = stack.enter_context((folder / f"{name}.ids").open("xb"))
         self.ends = stack.enter_context((folder / f"{name}.ends").open("xb"))
@@ -150,7 +165,8 @@ class _Part:
         joined = np.concatenate([one for ids in documents for one in (ids, self.end)])
         if (highest := int(joined.max())) >= self.vocab:
             raise ValueError(
-                f"The tokenizer gave the id {highest}, and its vocabulary has {self.vocab} tokens: its file contradicts itself."
+                f"The tokenizer gave the id {highest}, and its vocabulary has {self.vocab} tokens: "
+                "its file contradicts itself."
             )
         ended = joined.astype(self.dtype)
         ends = self.tokens + np.cumsum([len(ids) + 1 for ids in documents], dtype="<i8")
@@ -201,7 +217,9 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _is_held_out(text: bytes, share: float) -> bool:
-    """Whether a document is kept for evaluation, told from its content so that its duplicates go with it."""
+    """Whether a document is kept for evaluation, told from its content so that its duplicates go
+    with it.
+    """
     return _place(text) < share * 2**64
 
 
@@ -210,22 +228,36 @@ def _place(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def _check(corpus: Corpus, sources: tuple[Source, ...], reading: Reading, train: _Part, held_out: _Part) -> None:
+def _check(
+    corpus: Corpus, sources: tuple[Source, ...], reading: Reading, train: _Part, held_out: _Part
+) -> None:
     if not train.documents + held_out.documents:
-        named = ", ".join(f"`{source.path}`" for source in sources[:3]) + (", …" if len(sources) > 3 else "")
-        passed = f"{reading.empty} are empty and {sum(one.count for one in reading.skipped.values())} were skipped"
+        named = ", ".join(f"`{source.path}`" for source in sources[:3]) + (
+            ", …" if len(sources) > 3 else ""
+        )
+        passed = (
+            f"{reading.empty} are empty and {sum(one.count for one in reading.skipped.values())} "
+            "were skipped"
+        )
         raise ValueError(f"{named} hold no document: {passed}.")
     if not train.documents:
         raise ValueError(
-            f"`Corpus(held_out={corpus.held_out})` leaves nothing to train on: of {held_out.documents} documents all are held "
-            "out. Whole documents are; with few of them, `held_out=0` and a corpus of its own for evaluation."
+            f"`Corpus(held_out={corpus.held_out})` leaves nothing to train on: of "
+            f"{held_out.documents} documents all are held out. Whole documents are; with few of "
+            "them, `held_out=0` and a corpus of its own for evaluation."
         )
     for source in sources:
         status = source.path.stat()
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
-            raise ValueError(f"`{source.path}` changed while it was read. Prepare again when it is finished.")
+            raise ValueError(
+                f"`{source.path}` changed while it was read. Prepare again when it is finished."
+            )
 
 
 def describe_files(sources: tuple[Source, ...]) -> str:
     size = human_bytes(sum(source.size for source in sources))
-    return f"{sources[0].path.name} ({size})" if len(sources) == 1 else f"{len(sources)} files ({size})"
+    return (
+        f"{sources[0].path.name} ({size})"
+        if len(sources) == 1
+        else f"{len(sources)} files ({size})"
+    )

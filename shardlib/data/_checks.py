@@ -1,4 +1,6 @@
-"""Arguments, checked: a wrong one is a `ValueError` that names it, whatever its kind, however large."""
+"""Arguments, checked: a wrong one is a `ValueError` that names it, whatever its kind, however
+large.
+"""
 
 import operator
 import os
@@ -17,7 +19,8 @@ def shown(value: Any) -> str:
     >>> shown("a"), shown(10**5000)
     ("'a'", 'an int of 16610 bits')
     """
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write out the largest
+    # Python refuses to write out the largest.
+    if isinstance(value, int) and value.bit_length() > 1000:
         return f"an int of {value.bit_length()} bits"
     try:
         text = repr(value[:_SHOWN] if isinstance(value, str | bytes) else value)
@@ -39,7 +42,8 @@ def listed(names: Any, most: int = 8) -> str:
 
 
 def whole_number(what: str, value: Any, least: int, most: int) -> int:
-    """`value` as an int if it is a whole number in this range; `what` is how the caller spells the argument.
+    """`value` as an int if it is a whole number in this range; `what` is how the caller spells the
+    argument.
 
     >>> whole_number("Sequences(length=...)", np.int64(3), 1, 10)
     3
@@ -65,7 +69,8 @@ def whole_numbers(what: str, values: Any, least: int, most: int) -> np.ndarray:
     is_whole = array.ndim == 1 and array.dtype.kind in "iu"
     if not is_whole or array.min() < least or array.max() > most:
         raise ValueError(
-            f"`{what}` are whole numbers from {least} up to {most}, in an array of one dim; got {shown(values)}."
+            f"`{what}` are whole numbers from {least} up to {most}, in an array of one dim; got "
+            f"{shown(values)}."
         )
     return array.astype(np.int64)
 
@@ -75,7 +80,9 @@ def text_or_none(what: str, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, str) or not value or not _is_unicode(value):
-        raise ValueError(f"`{what.replace('...', shown(value))}` is a text that is not empty, or None.")
+        raise ValueError(
+            f"`{what.replace('...', shown(value))}` is a text that is not empty, or None."
+        )
 
 
 def path_text(what: str, value: Any, way_out: str) -> str:
@@ -97,7 +104,9 @@ def path_text(what: str, value: Any, way_out: str) -> str:
     try:
         size = len(os.fsencode(text))
     except UnicodeError:
-        raise ValueError(f"`{said}` holds half of a character, which no path can. {way_out}") from None
+        raise ValueError(
+            f"`{said}` holds half of a character, which no path can. {way_out}"
+        ) from None
     if "\0" in text:
         raise ValueError(f"`{said}` holds a character of number 0, which no path can. {way_out}")
     if size > _PATH_BYTES:
@@ -110,7 +119,9 @@ def expanded(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"`{shown(text)}` begins with a user's home folder that is not known: {error}") from None
+        raise ValueError(
+            f"`{shown(text)}` begins with a user's home folder that is not known: {error}"
+        ) from None
 
 
 def _is_unicode(text: str) -> bool:

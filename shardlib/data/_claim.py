@@ -1,4 +1,6 @@
-"""One process does a piece of work, the others wait: on one machine or over a shared file system."""
+"""One process does a piece of work, the others wait: on one machine or over a shared file
+system.
+"""
 
 import contextlib
 import shutil
@@ -15,12 +17,14 @@ _WHY = {"dead": "is dead", "stalled": "has given no sign of life for long"}
 
 @contextlib.contextmanager
 def claim(lock: Path, what: str) -> Iterator[Path | None]:
-    """Hold `lock` and be given a folder to work in, which is gone afterwards unless renamed; or wait, and be given None.
+    """Hold `lock` and be given a folder to work in, which is gone afterwards unless renamed; or
+    wait, and be given None.
 
-    None says that the one who held it has finished or died: look whether what was wanted is there, or claim again. The
-    lock saves work, it is not what keeps results whole: finish by one atomic rename, and be content to find that another
-    came first. Whoever takes the lock away from a process that was only stopped renames its folder first, so that it can
-    neither go on writing there nor publish it: a `FileNotFoundError`.
+    None says that the one who held it has finished or died: look whether what was wanted is there,
+    or claim again. The lock saves work, it is not what keeps results whole: finish by one atomic
+    rename, and be content to find that another came first. Whoever takes the lock away from a
+    process that was only stopped renames its folder first, so that it can neither go on writing
+    there nor publish it: a `FileNotFoundError`.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -51,7 +55,9 @@ def _wait(lock: Path, what: str) -> None:
 
 
 def _discard(lock: Path, nonce: str) -> None:
-    """Remove the folder of a process that held the lock. Renamed at first, nothing that goes on by its name can be published."""
+    """Remove the folder of a process that held the lock. Renamed at first, nothing that goes on by
+    its name can be published.
+    """
     scratch = _scratch(lock, nonce)
     beside = scratch.with_suffix(".abandoned")
     if nonce and scratch.exists():

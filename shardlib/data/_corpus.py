@@ -1,4 +1,6 @@
-"""What is to be read, as a user says it, and what was found of it: files, and records that were passed over."""
+"""What is to be read, as a user says it, and what was found of it: files, and records that were
+passed over.
+"""
 
 import difflib
 import os
@@ -14,8 +16,13 @@ from shardlib.data._tokenizer import learned_size, tokenizer_name
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord"]
 
 SUFFIXES = {
-    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml"), "text"),
-    **dict.fromkeys((".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js"), "text"),
+    **dict.fromkeys(
+        (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml"), "text"
+    ),
+    **dict.fromkeys(
+        (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js"),
+        "text",
+    ),
     **dict.fromkeys((".ts", ".jl", ".r", ".rb", ".scala", ".sh", ".sql"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
@@ -23,8 +30,8 @@ SUFFIXES = {
 }
 COMPRESSED = (".gz", ".zst")
 FILES_EXAMPLES = (
-    'Give a path, a folder or a pattern, or several of them in a tuple, as in `Corpus(("books", "wiki/*.jsonl"))`; or '
-    '`"python"`.'
+    'Give a path, a folder or a pattern, or several of them in a tuple, as in `Corpus(("books", '
+    '"wiki/*.jsonl"))`; or `"python"`.'
 )
 
 
@@ -32,30 +39,35 @@ FILES_EXAMPLES = (
 class Corpus:
     """Which texts, and what becomes of them. It prints, compares and hashes.
 
-    `files` are paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the sources of the running
-    interpreter's standard library without its tests, which are there on every machine. A file that several patterns match is
-    read once; one that is listed twice is refused.
+    `files` are paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the
+    sources of the running interpreter's standard library without its tests, which are there on
+    every machine. A file that several patterns match is read once; one that is listed twice is
+    refused.
 
-    `format` is told from each file's suffix unless given: of text, a file is a document (or, with `separator`, what stands
-    between two of them, such as `"<|endoftext|>"`); of JSON lines a line, of Parquet a row, of ArrayRecord a record.
-    `field` is the key or the column that holds the text, `"text"` unless given; without it, an ArrayRecord's records are
-    UTF-8, with it they are JSON. Text and JSON lines may be compressed, `.gz` or `.zst`.
+    `format` is told from each file's suffix unless given: of text, a file is a document (or, with
+    `separator`, what stands between two of them, such as `"<|endoftext|>"`); of JSON lines a line,
+    of Parquet a row, of ArrayRecord a record. `field` is the key or the column that holds the text,
+    `"text"` unless given; without it, an ArrayRecord's records are UTF-8, with it they are JSON.
+    Text and JSON lines may be compressed, `.gz` or `.zst`.
 
-    `tokenizer` is `"bytes"`; or the path of a Hugging Face `tokenizer.json`, whose special token `end` ends each document;
-    or `"bpe:4096"`, one of so many tokens that is learned from the documents that are not held out, and kept with the store.
-    A text with characters that the tokenizer has no token for is refused, unless its file has a token for what is unknown, or
+    `tokenizer` is `"bytes"`; or the path of a Hugging Face `tokenizer.json`, whose special token
+    `end` ends each document; or `"bpe:4096"`, one of so many tokens that is learned from the
+    documents that are not held out, and kept with the store. A text with characters that the
+    tokenizer has no token for is refused, unless its file has a token for what is unknown, or
     `unknown` names one.
 
-    `held_out` is the share of documents kept for evaluation. Which ones is a matter of their content alone, so that it
-    never changes as the corpus grows, and no document is on both sides.
+    `held_out` is the share of documents kept for evaluation. Which ones is a matter of their
+    content alone, so that it never changes as the corpus grows, and no document is on both sides.
 
-    `bad` says what happens to a record that is not what the format says: `"stop"`, or `"skip"` and report.
+    `bad` says what happens to a record that is not what the format says: `"stop"`, or `"skip"` and
+    report.
 
     >>> Corpus("wiki/*.jsonl.gz", tokenizer="gpt2/tokenizer.json").held_out
     0.01
     >>> Corpus("python", format="json")
     Traceback (most recent call last):
-    ValueError: `Corpus(format='json')`: choose 'auto' or 'text' or 'jsonl' or 'parquet' or 'arrayrecord'; did you mean 'jsonl'?
+    ValueError: `Corpus(format='json')`: choose 'auto' or 'text' or 'jsonl' or 'parquet' or
+        'arrayrecord'; did you mean 'jsonl'?
     """
 
     files: str | tuple[str, ...]
@@ -74,20 +86,28 @@ class Corpus:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise ValueError(
-                    f"`Corpus({name}={shown(value)})`: choose {' or '.join(map(repr, choices))}{nearest(value, choices)}"
+                    f"`Corpus({name}={shown(value)})`: choose "
+                    f"{' or '.join(map(repr, choices))}{nearest(value, choices)}"
                 )
         for name in ("field", "separator", "end", "unknown"):
             text_or_none(f"Corpus({name}=...)", getattr(self, name))
-        object.__setattr__(self, "tokenizer", tokenizer_name("Corpus(tokenizer=...)", self.tokenizer))
+        object.__setattr__(
+            self, "tokenizer", tokenizer_name("Corpus(tokenizer=...)", self.tokenizer)
+        )
         made_here = self.tokenizer == "bytes" or learned_size(self.tokenizer) is not None
         if self.unknown and made_here:
             raise ValueError(
                 f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
                 f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
-        if isinstance(self.held_out, bool) or not isinstance(self.held_out, int | float) or not 0 <= self.held_out < 1:
+        if (
+            isinstance(self.held_out, bool)
+            or not isinstance(self.held_out, int | float)
+            or not 0 <= self.held_out < 1
+        ):
             raise ValueError(
-                f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for evaluation: at least 0, below 1."
+                f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for "
+                "evaluation: at least 0, below 1."
             )
 
 
@@ -99,7 +119,10 @@ def _checked_files(files: Any) -> str | tuple[str, ...]:
     texts = tuple(path_text("Corpus(files=(..., …))", one, FILES_EXAMPLES) for one in files)
     for text, count in Counter(texts).items():
         if count > 1:
-            raise ValueError(f"`Corpus(files=...)` lists {shown(text)} twice. Every file is read once; list it once.")
+            raise ValueError(
+                f"`Corpus(files=...)` lists {shown(text)} twice. Every file is read "
+                "once; list it once."
+            )
     return texts
 
 
@@ -146,5 +169,9 @@ class Reading:
 
 
 def nearest(got: Any, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(got, list(choices), 1) if isinstance(got, str) and len(got) < 256 else []
+    near = (
+        difflib.get_close_matches(got, list(choices), 1)
+        if isinstance(got, str) and len(got) < 256
+        else []
+    )
     return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,7 +1,7 @@
 """From files to documents: text, JSON lines, Parquet, ArrayRecord.
 
-Every document is a `str` that UTF-8 can hold. What a file has that is none is a bad record: named by file and position,
-it stops the reading, or is counted and passed over, as the corpus says.
+Every document is a `str` that UTF-8 can hold. What a file has that is none is a bad record: named
+by file and position, it stops the reading, or is counted and passed over, as the corpus says.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from shardlib.data._packages import package
 _MARK = b"\xef\xbb\xbf"  # that some editors begin a file with
 _BUFFER = _BLOCK = 1 << 20
 _LOOK = 256  # records between two looks at whether a file has grown
-_DOCUMENT_BYTES = 1 << 30  # at most: a file without an end, or without a line's end, must not fill the memory
+# At most: a file without an end, or without a line's end, must not fill the memory.
+_DOCUMENT_BYTES = 1 << 30
 
 
 class _BadRecordError(Exception):
@@ -29,7 +30,9 @@ class _BadRecordError(Exception):
 
 
 def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading) -> Iterator[str]:
-    """The documents of files, in order, each of at least one character; `reading` says how far it is."""
+    """The documents of files, in order, each of at least one character; `reading` says how far it
+    is.
+    """
     for source in sources:
         records, unit, parse = _FORMATS[source.format]
         count = 0
@@ -38,8 +41,9 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
                 count += 1
                 if count % _LOOK == 0 and reading.position() > source.size:
                     raise ValueError(
-                        f"`{source.path}` has more than the {source.size:,} bytes it had when it was found: it grows, or has no "
-                        "end. Copy what is to be read into a file that stays as it is."
+                        f"`{source.path}` has more than the {source.size:,} bytes it had when it "
+                        "was found: it grows, or has no end. Copy what is to be read into a file "
+                        "that stays as it is."
                     )
                 try:
                     if isinstance(raw, _BadRecordError):
@@ -53,12 +57,14 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
                     yield text
                 else:
                     reading.empty += 1
-        # A compressed file that ends early, or whose bytes have changed, is found out only as it is read.
+        # A compressed file that ends early, or whose bytes have changed, is found out only as it is
+        # read.
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"`{source.path}` cannot be read: {error}.") from error
         if not count and source.format != "text":
             raise ValueError(
-                f"`{source.path}` is empty: it has no {unit}. Remove it, or see what became of its content."
+                f"`{source.path}` is empty: it has no {unit}. Remove it, or see what became of its "
+                "content."
             )
         reading.finished_bytes += source.size
         reading.position = lambda: 0.0
@@ -67,7 +73,8 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
 def _bad(source: Source, corpus: Corpus, reading: Reading, where: str, reason: str) -> None:
     if corpus.bad == "stop":
         raise ValueError(
-            f'`{source.path}`, {where}: {reason}. Mend it, or pass over such records: `Corpus(..., bad="skip")`.'
+            f"`{source.path}`, {where}: {reason}. Mend it, or pass over such records: `Corpus(..., "
+            'bad="skip")`.'
         )
     earlier = reading.skipped.get(source.path)
     count, first = (earlier.count, earlier.first) if earlier else (0, f"{where}: {reason}")
@@ -78,27 +85,40 @@ def _told(error: Exception, number: int, unit: str, raw: Any) -> tuple[str, str]
     if isinstance(error, UnicodeDecodeError):
         if unit == "line":  # of a text with many, the one that is meant
             number += error.object[: error.start].count(b"\n")
-        return f"{unit} {number}", f"not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})"
+        return (
+            f"{unit} {number}",
+            f"not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})",
+        )
     if isinstance(error, UnicodeEncodeError):
         half = error.object[error.start].encode("unicode_escape").decode()
         return f"{unit} {number}", f"`{half}` is half of a character, which UTF-8 cannot hold"
     return f"{unit} {number}", str(error)
 
 
-def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+def _texts(
+    source: Source, corpus: Corpus, reading: Reading
+) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     with _opened(source, reading) as file:
         if corpus.separator is None:
             document = file.read(_DOCUMENT_BYTES + 1)
             way_out = "say what separates documents, `Corpus(..., separator=...)`, or cut the file"
-            yield 1, _too_long(way_out) if len(document) > _DOCUMENT_BYTES else document.removeprefix(_MARK)
+            yield (
+                1,
+                _too_long(way_out)
+                if len(document) > _DOCUMENT_BYTES
+                else document.removeprefix(_MARK),
+            )
             return
         yield from _separated(file, corpus.separator.encode())
 
 
 def _separated(file: BinaryIO, separator: bytes) -> Iterator[tuple[int, bytes | _BadRecordError]]:
-    """What stands between two separators, in time that grows as the file does, however long the documents."""
+    """What stands between two separators, in time that grows as the file does, however long the
+    documents.
+    """
     rest = bytearray()
-    searched = dropped = 0  # of this document: bytes known to hold no separator, and bytes too many to be kept
+    # Of this document: bytes known to hold no separator, and bytes too many to be kept.
+    searched = dropped = 0
     begun = line = 1
     lines = separator.count(b"\n")
     block = file.read(max(_BLOCK, len(_MARK))).removeprefix(_MARK)
@@ -133,7 +153,9 @@ def _trimmed(document: bytes, line: int) -> tuple[int, bytes]:
     return line + document.count(b"\n", 0, len(document) - len(text)), text.rstrip(b"\r\n")
 
 
-def _lines(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+def _lines(
+    source: Source, corpus: Corpus, reading: Reading
+) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     with _opened(source, reading) as file:
         bounded = functools.partial(file.readline, _DOCUMENT_BYTES + 1)
         for number, line in enumerate(iter(bounded, b""), 1):
@@ -154,17 +176,22 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[in
             schema = file.schema_arrow
             if schema.get_field_index(column) < 0:
                 raise ValueError(
-                    f"`{source.path}` has no column `{column[:80]}`; it has {listed(schema.names)}. "
-                    "Say which one holds the text: `Corpus(..., field=...)`."
+                    f"`{source.path}` has no column `{column[:80]}`; it has "
+                    f"{listed(schema.names)}. Say which one holds the text: `Corpus(..., "
+                    "field=...)`."
                 )
             of_type = schema.field(column).type
             if arrow.types.is_dictionary(of_type):
                 of_type = of_type.value_type
             if not any(getattr(arrow.types, f"is_{kind}")(of_type) for kind in _TEXT_TYPES):
-                raise ValueError(f"The column `{column}` of `{source.path}` holds {of_type}, where text was expected.")
+                raise ValueError(
+                    f"The column `{column}` of `{source.path}` holds {of_type}, where "
+                    "text was expected."
+                )
             number, total = 0, max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=256, columns=[column]):
-                # As bytes, since a column may hold what is not UTF-8, and a batch would fail as a whole.
+                # As bytes, since a column may hold what is not UTF-8, and a batch would fail as a
+                # whole.
                 for raw in batch.column(0).cast(of_type).cast(arrow.large_binary()).to_pylist():
                     yield number, raw
                     number += 1
@@ -176,11 +203,16 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[in
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-def _records(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+def _records(
+    source: Source, corpus: Corpus, reading: Reading
+) -> Iterator[tuple[int, bytes | _BadRecordError]]:
     module = package("array_record.python.array_record_module", "ArrayRecord")
     reader = module.ArrayRecordReader(str(source.path), "readahead_buffer_size:0")
     if not reader.ok():
-        raise ValueError(f"`{source.path}` cannot be read as ArrayRecord: it is no such file, or its end is missing.")
+        raise ValueError(
+            f"`{source.path}` cannot be read as ArrayRecord: it is no such file, or "
+            "its end is missing."
+        )
     try:
         total = reader.num_records()
         for start in range(0, total, 256):
@@ -212,7 +244,10 @@ def _opened(source: Source, reading: Reading) -> Iterator[BinaryIO]:
                 yield file
         elif suffix == ".zst":
             arrow = package("pyarrow", "Zstandard")
-            with arrow.CompressedInputStream(raw, "zstd") as plain, io.BufferedReader(plain, _BUFFER) as file:
+            with (
+                arrow.CompressedInputStream(raw, "zstd") as plain,
+                io.BufferedReader(plain, _BUFFER) as file,
+            ):
                 yield file
         else:
             yield raw
@@ -241,7 +276,13 @@ def _json(raw: Any, key: str | None) -> str:
 
 
 def _called(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -250,5 +291,9 @@ _FORMATS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], str, _Parse]
     "text": (_texts, "line", _utf8),
     "jsonl": (_lines, "line", _json),
     "parquet": (_rows, "row", _utf8),
-    "arrayrecord": (_records, "record", lambda raw, key: _json(raw, key) if key else _utf8(raw, key)),
+    "arrayrecord": (
+        _records,
+        "record",
+        lambda raw, key: _json(raw, key) if key else _utf8(raw, key),
+    ),
 }

@@ -8,14 +8,25 @@ from pathlib import Path
 from typing import get_args
 
 from shardlib.data._checks import expanded, shown
-from shardlib.data._corpus import COMPRESSED, FILES_EXAMPLES, SUFFIXES, Corpus, Format, Source, nearest
+from shardlib.data._corpus import (
+    COMPRESSED,
+    FILES_EXAMPLES,
+    SUFFIXES,
+    Corpus,
+    Format,
+    Source,
+    nearest,
+)
 
-# Tests are a third of the standard library, some of them text in no encoding on purpose; Linux distributions leave them out.
+# Tests are a third of the standard library, some of them text in no encoding on purpose; Linux
+# distributions leave them out.
 _NOT_PYTHON = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def find_files(corpus: Corpus) -> tuple[Source, ...]:
-    """The files of a corpus: those of each pattern in the order of their names, each file once, by whatever name."""
+    """The files of a corpus: those of each pattern in the order of their names, each file once, by
+    whatever name.
+    """
     patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
     found: dict[Path, Source] = {}
     named: dict[Path, str] = {}
@@ -23,20 +34,21 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
         place = _place(pattern)
         if place is not None and (other := named.setdefault(place, pattern)) != pattern:
             raise ValueError(
-                f"`Corpus(files=...)` lists `{place}` twice, as {shown(other)} and as {shown(pattern)}. Every file is read once; "
-                "list it once."
+                f"`Corpus(files=...)` lists `{place}` twice, as {shown(other)} and as "
+                f"{shown(pattern)}. Every file is read once; list it once."
             )
         for path in _matches(pattern, corpus.format):
             found.setdefault(path.resolve(), _source(path, corpus.format))
     formats = {source.format for source in found.values()}
     if corpus.separator and "text" not in formats:
         raise ValueError(
-            f"`separator={shown(corpus.separator)}` stands between the documents of a text file, and `{corpus.files}` are "
-            f"{' and '.join(sorted(formats))}. Leave it out."
+            f"`separator={shown(corpus.separator)}` stands between the documents of a text file, "
+            f"and `{corpus.files}` are {' and '.join(sorted(formats))}. Leave it out."
         )
     if corpus.field and formats == {"text"}:
         raise ValueError(
-            f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are text. Leave it out."
+            f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are "
+            "text. Leave it out."
         )
     return tuple(found.values())
 
@@ -46,7 +58,9 @@ def left_out(corpus: Corpus) -> tuple[str, ...]:
     patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
     folders = [expanded(pattern) for pattern in patterns if pattern != "python"]
     others = [path for folder in folders if folder.is_dir() for path in _under(folder)]
-    return tuple(sorted({path.suffix or path.name for path in others if not _is_wanted(path, corpus.format)}))
+    return tuple(
+        sorted({path.suffix or path.name for path in others if not _is_wanted(path, corpus.format)})
+    )
 
 
 def _matches(pattern: str, format: str) -> list[Path]:
@@ -63,12 +77,16 @@ def _matches(pattern: str, format: str) -> list[Path]:
         ) from error
     if status is not None:
         return _of_folder(path, format) if path.is_dir() else [path.absolute()]
-    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 (a `Path` takes no pattern from the root on)
+    # By `glob`, since a `Path` takes no pattern from the root on.
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
     if files := [Path(name).absolute() for name in names if not Path(name).is_dir()]:
         return files
-    kind = "Nothing matches the pattern" if glob.has_magic(pattern) else "There is no file or folder"
+    kind = (
+        "Nothing matches the pattern" if glob.has_magic(pattern) else "There is no file or folder"
+    )
     raise ValueError(
-        f"{kind} `{pattern}` of `Corpus(files=...)`, looked for in `{Path.cwd()}`{nearest(path.name, _names(path.parent))}"
+        f"{kind} `{pattern}` of `Corpus(files=...)`, looked for in "
+        f"`{Path.cwd()}`{nearest(path.name, _names(path.parent))}"
     )
 
 
@@ -90,11 +108,13 @@ def _names(folder: Path) -> list[str]:
 
 def _python() -> list[Path]:
     folder = Path(sysconfig.get_path("stdlib"))
-    if files := sorted(p for p in folder.rglob("*.py") if not _NOT_PYTHON & set(p.relative_to(folder).parts)):
+    if files := sorted(
+        p for p in folder.rglob("*.py") if not _NOT_PYTHON & set(p.relative_to(folder).parts)
+    ):
         return files
     raise ValueError(
-        f'`Corpus("python")` is the source of the standard library, and this Python has none in `{folder}`. Take files '
-        "of your own."
+        '`Corpus("python")` is the source of the standard library, and this Python has none in '
+        f"`{folder}`. Take files of your own."
     )
 
 
@@ -104,8 +124,9 @@ def _of_folder(folder: Path, format: str) -> list[Path]:
         return files
     suffixes = ", ".join(sorted({f"`{path.suffix or path.name}`" for path in under})[:8])
     raise ValueError(
-        f"The folder `{folder}` of `Corpus(files=...)` has no file of a known suffix for `format={format!r}`; "
-        f"{f'there are {suffixes}' if under else 'it is empty'}. Say the format, or name the files."
+        f"The folder `{folder}` of `Corpus(files=...)` has no file of a known suffix for "
+        f"`format={format!r}`; {f'there are {suffixes}' if under else 'it is empty'}. Say the "
+        "format, or name the files."
     )
 
 
@@ -121,8 +142,8 @@ def _under(folder: Path) -> list[Path]:
 
 def _not_listed(error: OSError) -> None:
     raise ValueError(
-        f"The folder `{error.filename}` of `Corpus(files=...)` cannot be read: {error.strerror}. See to its permissions, or name "
-        "the files that are to be read."
+        f"The folder `{error.filename}` of `Corpus(files=...)` cannot be read: {error.strerror}. "
+        "See to its permissions, or name the files that are to be read."
     ) from error
 
 
@@ -151,15 +172,16 @@ def _source(path: Path, format: str) -> Source:
     told = _format_of(path) if format == "auto" else format
     if told is None:
         raise ValueError(
-            f"`{path}` does not tell by its suffix what it is; say so: `Corpus(..., format=...)`, one of "
-            f"{', '.join(map(repr, get_args(Format)[1:]))}."
+            f"`{path}` does not tell by its suffix what it is; say so: `Corpus(..., format=...)`, "
+            f"one of {', '.join(map(repr, get_args(Format)[1:]))}."
         )
     try:
         status = path.stat()
-        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):  # opened, a pipe would wait, and a device may have no end
+        # Opened, a pipe would wait, and a device may have no end.
+        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
             raise ValueError(
-                f"`{path}` of `Corpus(files=...)` is {kind}, where a file was expected: it is read more than once. Write what it "
-                "gives into a file."
+                f"`{path}` of `Corpus(files=...)` is {kind}, where a file was expected: it is read "
+                "more than once. Write what it gives into a file."
             )
         with path.open("rb"):
             pass

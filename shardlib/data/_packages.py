@@ -14,6 +14,6 @@ def package(name: str, needed_for: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{needed_for} needs the package `{name.split('.')[0]}`, which cannot be imported ({error}): "
-            '`pip install "shardlib[data]"`.'
+            f"{needed_for} needs the package `{name.split('.')[0]}`, which cannot be imported "
+            f'({error}): `pip install "shardlib[data]"`.'
         ) from error

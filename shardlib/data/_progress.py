@@ -1,4 +1,6 @@
-"""What long work says on the way: a bar on a terminal, a line now and then elsewhere, nothing where it is short."""
+"""What long work says on the way: a bar on a terminal, a line now and then elsewhere, nothing where
+it is short.
+"""
 
 import sys
 import time

@@ -1,4 +1,6 @@
-"""Digests of the small files of a token store: which files have one, and which is not as it was written."""
+"""Digests of the small files of a token store: which files have one, and which is not as it was
+written.
+"""
 
 import hashlib
 import stat
@@ -24,7 +26,9 @@ class _Sum(NamedTuple):
 
 def sealed_names(corpus: Corpus) -> list[str]:
     names = [f"{part}.{kind}" for part in PARTS for kind in ("crc32", "ends")]
-    return sorted([*names, "meta.json", *["tokenizer.json"] * (learned_size(corpus.tokenizer) is not None)])
+    return sorted(
+        [*names, "meta.json", *["tokenizer.json"] * (learned_size(corpus.tokenizer) is not None)]
+    )
 
 
 def sha256sum(path: Path) -> _Sum:
@@ -33,12 +37,16 @@ def sha256sum(path: Path) -> _Sum:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Whether it is a plain file: no link that leads elsewhere, no pipe that would wait to be opened."""
+    """Whether it is a plain file: no link that leads elsewhere, no pipe that would wait to be
+    opened.
+    """
     return stat.S_ISREG(path.lstat().st_mode)
 
 
 def unsealed(folder: Path, corpus: Corpus) -> str:
-    """Which file is not as it was written, if one is not; of the ids, only whether they are there."""
+    """Which file is not as it was written, if one is not; of the ids, only whether they are
+    there.
+    """
     names = sealed_names(corpus)
     for name in (SUMS, *names, *(f"{part}.ids" for part in PARTS)):
         if not is_plain_file(folder / name):

@@ -1,10 +1,14 @@
-"""Examples of one length from documents of any: every one has a number, and the place in the data is one number too.
+"""Examples of one length from documents of any: every one has a number, and the place in the data
+is one number too.
 
-    N  examples in one pass      R  rows of a batch, those of this process      S  length of an example
+    N  examples in one pass
+    R  rows of a batch, those of this process
+    S  length of an example
 
-An example has S + 1 tokens: S inputs and, one further, their targets. Examples are drawn at positions 0, 1, 2, ... without
-end; a pass over the data, an epoch, is N of them, in an order of its own. Step k of a run takes the positions from
-k * batch on, whatever the number of processes, and each process reads its rows of them and no more.
+An example has S + 1 tokens: S inputs and, one further, their targets. Examples are drawn at
+positions 0, 1, 2, ... without end; a pass over the data, an epoch, is N of them, in an order of its
+own. Step k of a run takes the positions from k * batch on, whatever the number of processes, and
+each process reads its rows of them and no more.
 """
 
 import functools
@@ -34,9 +38,10 @@ Example = dict[str, np.ndarray]
 class Sequences:
     """Examples of `length` tokens each, `batch` of them a step over all processes.
 
-    With `documents="cut"`, examples are windows over all documents one after the other: every token is used, and documents
-    are cut where a window ends. With `"whole"`, only documents longer than an example are cut: others lie whole in one,
-    as many as fit in their order, and the rest of the example is padding.
+    With `documents="cut"`, examples are windows over all documents one after the other: every token
+    is used, and documents are cut where a window ends. With `"whole"`, only documents longer than
+    an example are cut: others lie whole in one, as many as fit in their order, and the rest of the
+    example is padding.
 
     `seed` shuffles the examples anew for each epoch; None takes them in order.
 
@@ -47,8 +52,9 @@ class Sequences:
     array([[1, 2, 3, 0, 4],
            [4, 0, 5, 6, 0]], dtype=int32)
 
-    `segments` number the documents within an example, -1 is padding. `mask` is 1 for the targets that count: those in the
-    same document as the token before them, since nothing of it tells how the next document begins.
+    `segments` number the documents within an example, -1 is padding. `mask` is 1 for the targets
+    that count: those in the same document as the token before them, since nothing of it tells how
+    the next document begins.
 
     >>> examples["segments"]
     array([[0, 0, 0, 0, 1],
@@ -56,7 +62,8 @@ class Sequences:
     >>> examples["mask"]
     array([[1., 1., 1., 0.],
            [1., 0., 1., 1.]], dtype=float32)
-    >>> Sequences(tokens, length=4, batch=1, documents="whole", seed=None).examples([0, 1])["tokens"]
+    >>> Sequences(tokens, length=4, batch=1, documents="whole", seed=None).examples([0,
+    ...     1])["tokens"]
     array([[1, 2, 3, 0, 0],
            [4, 0, 5, 6, 0]], dtype=int32)
     """
@@ -70,7 +77,8 @@ class Sequences:
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, Tokens):
             raise ValueError(
-                f"`Sequences` are of `Tokens`, such as `prepare(corpus).train`; got {type(self.tokens).__name__}."
+                "`Sequences` are of `Tokens`, such as `prepare(corpus).train`; got "
+                f"{type(self.tokens).__name__}."
             )
         whole_number("Sequences(length=...)", self.length, 1, _MOST_LENGTH)
         whole_number("Sequences(batch=...)", self.batch, 1, _MOST_BATCH)
@@ -78,25 +86,29 @@ class Sequences:
             is_whole = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
             if not is_whole or abs(int(self.seed)) > _MOST_SEED:
                 raise ValueError(
-                    f"`Sequences(seed={shown(self.seed)})` is a whole number, or None for the order as it is; of at most 63 bits."
+                    f"`Sequences(seed={shown(self.seed)})` is a whole number, or None for the "
+                    "order as it is; of at most 63 bits."
                 )
         if not isinstance(self.documents, str) or self.documents not in ("cut", "whole"):
-            raise ValueError(f"`Sequences(documents={shown(self.documents)})`: choose 'cut' or 'whole'.")
+            raise ValueError(
+                f"`Sequences(documents={shown(self.documents)})`: choose 'cut' or 'whole'."
+            )
         if not len(self):
             raise ValueError(
-                f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one example, and there are "
-                f"{len(self.tokens)} of {self.tokens.documents} documents. "
+                f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one "
+                f"example, and there are {len(self.tokens)} of {self.tokens.documents} documents. "
                 + (
                     f"A length up to {len(self.tokens) - 1} fits; or take more text."
                     if len(self.tokens) > 1
-                    else "Which documents are held out is told from their content, and of a few documents it may be none: "
-                    "take more, or for evaluation a corpus of its own."
+                    else "Which documents are held out is told from their content, and of a few "
+                    "documents it may be none: take more, or for evaluation a corpus of its "
+                    "own."
                 )
             )
         if len(self) > _MAX_EXAMPLES and self.seed is not None:
             raise ValueError(
-                f"{len(self)} examples are more than can be shuffled, {_MAX_EXAMPLES}: choose a greater length, or split "
-                "the corpus."
+                f"{len(self)} examples are more than can be shuffled, {_MAX_EXAMPLES}: choose a "
+                "greater length, or split the corpus."
             )
 
     def __len__(self) -> int:
@@ -110,20 +122,29 @@ class Sequences:
         return -(-len(self) // self.batch)
 
     def examples(self, positions: Any) -> Example:
-        """The examples at these positions: `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`, float32 `[R, S]`."""
+        """The examples at these positions: `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`,
+        float32 `[R, S]`.
+        """
         return self._read(self._indices(whole_numbers("positions", positions, 0, _ENDLESS)))
 
     def local(self, rows: Any = slice(None), *, threads: int = 2, ahead: int = 8) -> "Reader":
-        """Batch after batch without end, of each these rows: what one process holds of the batch of all.
+        """Batch after batch without end, of each these rows: what one process holds of the batch of
+        all.
 
-        `rows` are a slice or numbers below `batch`. `threads` read up to `ahead` batches before they are asked for.
+        `rows` are a slice or numbers below `batch`. `threads` read up to `ahead` batches before
+        they are asked for.
         """
         rows = self._rows(rows)
         if self.batch > len(self):
             raise ValueError(
-                f"`Sequences(batch={self.batch})` is more than the {len(self)} examples of length {self.length} that the "
-                f"{len(self.tokens)} tokens make. Choose a batch up to {len(self)}, "
-                + (f"a length up to {fits}, " if (fits := (len(self.tokens) - 1) // self.batch) else "")
+                f"`Sequences(batch={self.batch})` is more than the {len(self)} examples of length "
+                f"{self.length} that the {len(self.tokens)} tokens make. Choose a batch up to "
+                f"{len(self)}, "
+                + (
+                    f"a length up to {fits}, "
+                    if (fits := (len(self.tokens) - 1) // self.batch)
+                    else ""
+                )
                 + "or take more text."
             )
         whole_number("local(threads=...)", threads, 0, _MOST_THREADS)
@@ -131,17 +152,30 @@ class Sequences:
         return Reader(self, rows, min(threads, ahead), ahead)
 
     def once(self, rows: Any = slice(None)) -> Iterator[Example]:
-        """Every example once, those of the first epoch, in `steps` batches; the last is filled up with padding."""
+        """Every example once, those of the first epoch, in `steps` batches; the last is filled up
+        with padding.
+        """
         rows = self._rows(rows)
         for step in range(self.steps):
             positions = step * self.batch + rows
-            yield self._read(np.where(positions < len(self), self._indices(np.minimum(positions, len(self) - 1)), -1))
+            yield self._read(
+                np.where(
+                    positions < len(self), self._indices(np.minimum(positions, len(self) - 1)), -1
+                )
+            )
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells which example stands at a position: where it differs, a place in the data means another."""
+        """What tells which example stands at a position: where it differs, a place in the data
+        means another.
+        """
         seed = None if self.seed is None else int(self.seed)
-        return {"data": self.tokens.fingerprint, "length": int(self.length), "seed": seed, "documents": self.documents}
+        return {
+            "data": self.tokens.fingerprint,
+            "length": int(self.length),
+            "seed": seed,
+            "documents": self.documents,
+        }
 
     def _rows(self, rows: Any) -> np.ndarray:
         try:
@@ -150,8 +184,8 @@ class Sequences:
             return whole_numbers("rows", rows, 0, self.batch - 1)
         except (TypeError, ValueError, IndexError):
             raise ValueError(
-                f"`rows` are a slice, or numbers from 0 to {self.batch - 1}, of the {self.batch} rows of a batch; got "
-                f"{shown(rows)}."
+                f"`rows` are a slice, or numbers from 0 to {self.batch - 1}, of the {self.batch} "
+                f"rows of a batch; got {shown(rows)}."
             ) from None
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
@@ -183,8 +217,9 @@ class Sequences:
         ids_RS = windows(self.tokens.ids, starts, self.length + 1)
         if ids_RS.size and not 0 <= int(ids_RS.min()) <= int(ids_RS.max()) < self.tokens.vocab:
             raise ValueError(
-                f"`Tokens(vocab={self.tokens.vocab})` have ids from {ids_RS.min()} to {ids_RS.max()} in these examples, and ids "
-                f"are from 0 to {self.tokens.vocab - 1}: the vocabulary is larger, or the ids are damaged."
+                f"`Tokens(vocab={self.tokens.vocab})` have ids from {ids_RS.min()} to "
+                f"{ids_RS.max()} in these examples, and ids are from 0 to {self.tokens.vocab - 1}: "
+                "the vocabulary is larger, or the ids are damaged."
             )
         tokens_RS = ids_RS.astype(np.int32)
         stops = np.where(indices < 0, starts, stops)
@@ -200,14 +235,15 @@ class Sequences:
 class Reader:
     """The batches of one process, one after the other without end, read ahead by threads.
 
-    Its state is how many examples all processes together have taken: any number of processes, with any batch, goes on from
-    there.
+    Its state is how many examples all processes together have taken: any number of processes, with
+    any batch, goes on from there.
     """
 
     def __init__(self, sequences: Sequences, rows: np.ndarray, threads: int, ahead: int) -> None:
         if not isinstance(sequences, Sequences):
             raise ValueError(
-                f"A `Reader` is of `Sequences`, whose method `local` makes it; got {type(sequences).__name__}."
+                "A `Reader` is of `Sequences`, whose method `local` makes it; got "
+                f"{type(sequences).__name__}."
             )
         self._sequences, self._rows = sequences, sequences._rows(rows)
         self._threads = whole_number("Reader(threads=...)", threads, 0, _MOST_THREADS)
@@ -230,21 +266,32 @@ class Reader:
 
     def get_state(self) -> dict[str, Any]:
         """The place in the data, for JSON: `examples` taken by all processes, and of which data."""
-        return {"examples": self._start + self._taken * int(self._sequences.batch), **self._sequences.identity}
+        return {
+            "examples": self._start + self._taken * int(self._sequences.batch),
+            **self._sequences.identity,
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a place in the data; from `{"examples": 0}`, start again."""
         examples = state.get("examples") if isinstance(state, Mapping) else None
-        if isinstance(examples, bool) or not isinstance(examples, int) or not 0 <= examples < _ENDLESS:
+        if (
+            isinstance(examples, bool)
+            or not isinstance(examples, int)
+            or not 0 <= examples < _ENDLESS
+        ):
             raise ValueError(
-                f"The state of a `Reader` tells how many `examples` were taken, from 0 up; got {shown(state)}."
+                "The state of a `Reader` tells how many `examples` were taken, from 0 up; got "
+                f"{shown(state)}."
             )
         identity = self._sequences.identity
         if other := [name for name in identity if name in state and state[name] != identity[name]]:
-            listed = ", ".join(f"`{name}` was {shown(state[name])} and is {identity[name]!r}" for name in other)
+            listed = ", ".join(
+                f"`{name}` was {shown(state[name])} and is {identity[name]!r}" for name in other
+            )
             raise ValueError(
-                f"The state is a place in other data: {listed}. Take the same, or give up the place: "
-                f'`set_state({{"examples": {examples}}})` takes the {examples} as a number of these.'
+                f"The state is a place in other data: {listed}. Take the same, or give up the "
+                f'place: `set_state({{"examples": {examples}}})` takes the {examples} as a number '
+                "of these."
             )
         self.close()
         self._start, self._taken = examples, 0
@@ -274,16 +321,25 @@ class _Steps:
 
 def _epoch_seed(seed: int, epoch: int) -> int:
     # Hashed, since with a sum the second epoch of one seed would be the first of the next.
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest(), "little"
+    )
 
 
 def _segments(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> np.ndarray:
-    """Which document of its row each token belongs to, counted from 0, for rows that begin and stop there."""
-    # Of the ends of documents, those strictly within each row; there, and only there, a count goes up.
+    """Which document of its row each token belongs to, counted from 0, for rows that begin and stop
+    there.
+    """
+    # Of the ends of documents, those strictly within each row; there, and only there, a count goes
+    # up.
     first = np.searchsorted(ends, starts, side="right")
     counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
-    documents = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+    documents = (
+        np.arange(counts.sum())
+        - np.repeat(np.cumsum(counts) - counts, counts)
+        + np.repeat(first, counts)
+    )
     segments = np.zeros((len(starts), size), np.int32)
     segments[rows, ends[documents] - starts[rows]] = 1
     return np.cumsum(segments, axis=1, dtype=np.int32)
@@ -292,18 +348,19 @@ def _segments(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int
 def _whole(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Where examples of whole documents begin and end.
 
-    Every example is one stretch of the tokens: of a document that is too long, all parts but the last fill an example, and
-    the last begins one.
+    Every example is one stretch of the tokens: of a document that is too long, all parts but the
+    last fill an example, and the last begins one.
     """
     size = length + 1
     starts, stops = np.concatenate([[0], ends[:-1]])[: len(ends)], np.asarray(ends)
-    # Each part of a long document begins with the last token of the one before, the input to its first target.
+    # Each part of a long document begins with the last token of the one before, the input to its
+    # first target.
     parts = np.maximum(1, -(-(stops - starts - 1) // length))
     within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     starts = np.repeat(starts, parts) + within * length
     stops = np.minimum(starts + size, np.repeat(stops, parts))
-    # The first part that does not fit into an example that begins with this one, of each; then follow them. A part that
-    # continues a document never fits behind the one before, which is full.
+    # The first part that does not fit into an example that begins with this one, of each; then
+    # follow them. A part that continues a document never fits behind the one before, which is full.
     following = np.searchsorted(stops, starts + size, side="right")
     begins, at, jumps = [], 0, following.tolist()
     while at < len(jumps):

@@ -1,13 +1,15 @@
 """Documents as tokens on disk: made once, memory-mapped ever after.
 
-A store is a folder. For each of its parts, `train` and `held_out`, there are the tokens of all documents one after the
-other, each document ended by the end token, and where each document ends. Whatever changes the tokens is in the folder's
-name: the files with their sizes and times, the tokenizer's content, the choices of the `Corpus`. So a store is never out
-of date; it is there, or it is built.
+A store is a folder. For each of its parts, `train` and `held_out`, there are the tokens of all
+documents one after the other, each document ended by the end token, and where each document ends.
+Whatever changes the tokens is in the folder's name: the files with their sizes and times, the
+tokenizer's content, the choices of the `Corpus`. So a store is never out of date; it is there, or
+it is built.
 
-Every byte of a store is under a digest. Of the tokens, `train.ids` and `held_out.ids`, each block has its own, in
-`train.crc32` and `held_out.crc32`, compared when the block is first read. All other files are small beside them: their
-digests are in `sha256sums`, as the program `sha256sum` writes them, and are compared when the store is opened.
+Every byte of a store is under a digest. Of the tokens, `train.ids` and `held_out.ids`, each block
+has its own, in `train.crc32` and `held_out.crc32`, compared when the block is first read. All other
+files are small beside them: their digests are in `sha256sums`, as the program `sha256sum` writes
+them, and are compared when the store is opened.
 """
 
 import contextlib
@@ -35,8 +37,9 @@ from shardlib.data._tokens import Prepared, Tokens
 def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prepared:
     r"""The tokens of a corpus, from the cache or made now.
 
-    `cache` is a folder, `~/.cache/shardlib` unless given. Of several processes that ask at once, on a shared file system
-    too, one makes them and the others wait. Memory is bounded by the largest document, not by the corpus.
+    `cache` is a folder, `~/.cache/shardlib` unless given. Of several processes that ask at once, on
+    a shared file system too, one makes them and the others wait. Memory is bounded by the largest
+    document, not by the corpus.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -73,7 +76,8 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
                     build(corpus, sources, scratch)
                     if _key(corpus, sources) != folder.name:
                         raise ValueError(
-                            f"`{corpus.tokenizer}` changed while it was used. Prepare again when it is finished."
+                            f"`{corpus.tokenizer}` changed while it was used. Prepare again when "
+                            "it is finished."
                         )
                     _publish(scratch, folder, corpus)
                 except FileNotFoundError:
@@ -83,21 +87,28 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
-    """The folder for what is made once and kept: `~/.cache/shardlib`, or under `$XDG_CACHE_HOME`, unless another is given."""
+    """The folder for what is made once and kept: `~/.cache/shardlib`, or under `$XDG_CACHE_HOME`,
+    unless another is given.
+    """
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardlib"
-    folder = expanded(path_text("prepare(cache=...)", cache, "Name a folder, or give None for `~/.cache/shardlib`."))
+    folder = expanded(
+        path_text(
+            "prepare(cache=...)", cache, "Name a folder, or give None for `~/.cache/shardlib`."
+        )
+    )
     folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"The folder {shown(str(folder))} for tokens cannot be made ({error.strerror}); name another: "
-            "`prepare(corpus, cache=...)`."
+            f"The folder {shown(str(folder))} for tokens cannot be made ({error.strerror}); name "
+            "another: `prepare(corpus, cache=...)`."
         ) from error
     if not os.access(folder, os.W_OK):
         raise ValueError(
-            f"The folder `{folder}` for tokens cannot be written to; name another: `prepare(corpus, cache=...)`."
+            f"The folder `{folder}` for tokens cannot be written to; name another: "
+            "`prepare(corpus, cache=...)`."
         )
     return folder
 
@@ -106,7 +117,9 @@ def _key(corpus: Corpus, sources: tuple[Source, ...]) -> str:
     """A name for the tokens. Where the files are named from another folder, it is the same."""
     tokenizer = tokenizer_file(corpus.tokenizer)
     content = read_tokenizer(tokenizer)
-    chosen = {name: value for name, value in asdict(corpus).items() if name not in ("files", "format")}
+    chosen = {
+        name: value for name, value in asdict(corpus).items() if name not in ("files", "format")
+    }
     chosen["held_out"] = float(corpus.held_out)
     chosen["tokenizer"] = hashlib.sha256(content).hexdigest() if tokenizer else corpus.tokenizer
     files = [(str(one.path), one.format, one.size, one.modified_ns) for one in sources]
@@ -123,10 +136,17 @@ def _open(folder: Path, corpus: Corpus) -> Prepared | str:
         return unsealed(folder, corpus) or _read(folder, corpus)
     except FileNotFoundError as error:
         return f"`{Path(error.filename).name}` is missing"
-    except (KeyError, TypeError, AttributeError, ValueError):  # whole, by its digest, and not of this library
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+    ):  # whole, by its digest, and not of this library
         return "`meta.json` is of another kind"
     except OSError as error:  # a file that cannot be read may be as it should be
-        raise ValueError(f"`{error.filename or folder}` cannot be read: {error.strerror}.") from error
+        raise ValueError(
+            f"`{error.filename or folder}` cannot be read: {error.strerror}."
+        ) from error
 
 
 def _read(folder: Path, corpus: Corpus) -> Prepared | str:
@@ -154,7 +174,8 @@ def _read(folder: Path, corpus: Corpus) -> Prepared | str:
     train, held_out = parts
     skipped = tuple(Skipped(**one) for one in told["skipped"])
     return Prepared(
-        corpus, folder, train, held_out, told["files"], told["empty"], skipped, tuple(told["left_out"]),
+        corpus, folder, train, held_out, told["files"], told["empty"], skipped,
+        tuple(told["left_out"]),
         **told["learned"], unknown=told["unknown"], tokenizer_sha256=told["tokenizer_sha256"],
     )  # fmt: skip
 
@@ -166,7 +187,9 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def _publish(scratch: Path, folder: Path, corpus: Corpus) -> None:
-    """Give what was built its name; or leave it, where another took this process for dead and was faster."""
+    """Give what was built its name; or leave it, where another took this process for dead and was
+    faster.
+    """
     aside = scratch.with_suffix(".damaged")
     if not isinstance(_open(folder, corpus), Prepared):
         with contextlib.suppress(FileNotFoundError):

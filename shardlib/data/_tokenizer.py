@@ -1,4 +1,6 @@
-"""Tokenizers: from texts to ids and back, and learned from texts. All but bytes need Hugging Face's `tokenizers`."""
+"""Tokenizers: from texts to ids and back, and learned from texts. All but bytes need Hugging Face's
+`tokenizers`.
+"""
 
 import itertools
 import operator
@@ -18,9 +20,10 @@ from shardlib.data._packages import package
 
 # What ends a document in the vocabularies of GPT-2, Llama 3, Llama 2 and T5, Gemma, BERT.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-# What a learned token may lie within: a word with the mark or space before it, three digits, marks. A line's end goes with
-# the marks before it and with the next line's indentation, since so it is in code; GPT-2's way takes a tenth more tokens.
-# Runs are cut after 64 characters, since the time to learn from one grows with the square of its length.
+# What a learned token may lie within: a word with the mark or space before it, three digits, marks.
+# A line's end goes with the marks before it and with the next line's indentation, since so it is in
+# code; GPT-2's way takes a tenth more tokens. Runs are cut after 64 characters, since the time to
+# learn from one grows with the square of its length.
 _WORDS = (
     r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}(?:\s{0,64}\n\s{0,64})?"
     r"|\s{0,64}\n\s{0,64}|\s{1,64}(?!\S)|\s{1,64}"
@@ -76,7 +79,8 @@ class Bytes:
 class HuggingFace:
     """A tokenizer of the `tokenizers` package.
 
-    `unknown` is the id of the token that stands for characters it lacks, where there is one; `name` is what messages call it.
+    `unknown` is the id of the token that stands for characters it lacks, where there is one; `name`
+    is what messages call it.
     """
 
     inner: Any
@@ -88,14 +92,17 @@ class HuggingFace:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text. Texts of more than a million characters are cut after a line."""
-        # An encoding takes a hundred bytes a token while it lives, and the time of some grows faster than their texts: so
-        # short texts go together, and the pieces of a long one a few at a time.
+        # An encoding takes a hundred bytes a token while it lives, and the time of some grows
+        # faster than their texts: so short texts go together, and the pieces of a long one a few at
+        # a time.
         _encoded(texts)
         pieces = [(k, piece) for k, text in enumerate(texts) for piece in _pieces(text)]
         encoded: list[list[np.ndarray]] = [[] for _ in texts]
         while pieces:
             sizes = itertools.accumulate(len(piece) for _, piece in pieces)
-            count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= _TOGETHER, sizes)))
+            count = max(
+                1, sum(1 for _ in itertools.takewhile(lambda size: size <= _TOGETHER, sizes))
+            )
             now, pieces = pieces[:count], pieces[count:]
             for (k, _), ids in zip(now, self._encode([piece for _, piece in now]), strict=True):
                 encoded[k].append(ids)
@@ -107,17 +114,24 @@ class HuggingFace:
         try:
             found = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the package raises nothing more special
-            raise ValueError(f"`{self.name}` cannot encode the texts: {error}. {_LACKING}") from error
+            raise ValueError(
+                f"`{self.name}` cannot encode the texts: {error}. {_LACKING}"
+            ) from error
         return [np.array(one.ids, np.uint32) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, without special tokens and without ids that the vocabulary does not have."""
-        return self.inner.decode([id for id in _numbers(ids) if 0 <= id < self.vocab], skip_special_tokens=True)
+        """The text of the ids, without special tokens and without ids that the vocabulary does not
+        have.
+        """
+        return self.inner.decode(
+            [id for id in _numbers(ids) if 0 <= id < self.vocab], skip_special_tokens=True
+        )
 
 
 _LACKING = (
-    'Take a tokenizer that has every character, such as `Corpus(tokenizer="bytes")` or `"bpe:4096"`; or let a token stand '
-    'for those that are lacking, `Corpus(unknown="<unk>")`, one of its vocabulary.'
+    'Take a tokenizer that has every character, such as `Corpus(tokenizer="bytes")` or '
+    '`"bpe:4096"`; or let a token stand for those that are lacking, `Corpus(unknown="<unk>")`, one '
+    "of its vocabulary."
 )
 
 
@@ -125,15 +139,17 @@ _LACKING = (
 class _Alphabet:
     """Which characters a tokenizer has that would leave out those it lacks.
 
-    Only a BPE without an unknown token does. Such a model sees a text after it was normalized and split into words, and leaves
-    out each character that is no token of its vocabulary.
+    Only a BPE without an unknown token does. Such a model sees a text after it was normalized and
+    split into words, and leaves out each character that is no token of its vocabulary.
     """
 
     known: set[str] = field(default_factory=set)  # of the characters that were looked up
 
     def check(self, inner: Any, texts: list[str], name: str) -> None:
         """Refuse texts with characters that the tokenizer would leave out."""
-        seen = [inner.normalizer.normalize_str(text) for text in texts] if inner.normalizer else texts
+        seen = (
+            [inner.normalizer.normalize_str(text) for text in texts] if inner.normalizer else texts
+        )
         fresh = set().union(*seen) - self.known
         lacking = {character for character in fresh if not _has(inner, character)}
         self.known.update(fresh - lacking)
@@ -143,19 +159,23 @@ class _Alphabet:
         worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(8)]
         more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
         raise ValueError(
-            f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out {counts.total():,} of the "
-            f"{sum(map(len, seen)):,} characters of the {len(texts):,} text{'s' * (len(texts) != 1)} it was given. {_LACKING}"
+            f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out "
+            f"{counts.total():,} of the {sum(map(len, seen)):,} characters of the {len(texts):,} "
+            f"text{'s' * (len(texts) != 1)} it was given. {_LACKING}"
         )
 
 
 def _has(inner: Any, character: str) -> bool:
-    """Whether the model has a token for each part of a character that reaches it; split away as a space, none does."""
+    """Whether the model has a token for each part of a character that reaches it; split away as a
+    space, none does.
+    """
     words = [character]
     if inner.pre_tokenizer is not None:
         words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(character)]
     parts = set().union(*words)
     for part in parts:
-        # Twice too: within a word, some models write a character otherwise than at its begin or end.
+        # Twice too: within a word, some models write a character otherwise than at its begin or
+        # end.
         for text in (part, 2 * part):
             found = inner.model.tokenize(text)
             if not found or found[-1].offsets[1] < len(text.encode()):
@@ -183,8 +203,14 @@ def _leaves_out(inner: Any) -> bool:
 
 def _encoded(texts: Sequence[str]) -> list[bytes]:
     """Texts in UTF-8; what is no list of texts is refused."""
-    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(one, str) for one in texts):
-        raise ValueError(f'`encode_batch` takes a list of texts, such as `["To be"]`; got {shown(texts)}.')
+    if (
+        isinstance(texts, str)
+        or not isinstance(texts, Sequence)
+        or not all(isinstance(one, str) for one in texts)
+    ):
+        raise ValueError(
+            f'`encode_batch` takes a list of texts, such as `["To be"]`; got {shown(texts)}.'
+        )
     try:
         return [text.encode() for text in texts]
     except UnicodeEncodeError as error:
@@ -206,11 +232,14 @@ def _numbers(ids: Any) -> list[int]:
             raise TypeError
         return [operator.index(id) for id in numbers]
     except Exception:
-        raise ValueError(f"`decode` takes ids, whole numbers such as `[104, 105]`; got {shown(ids)}.") from None
+        raise ValueError(
+            f"`decode` takes ids, whole numbers such as `[104, 105]`; got {shown(ids)}."
+        ) from None
 
 
 def learned_size(tokenizer: str) -> int | None:
-    """Of how many tokens the tokenizer is that is to be learned, or None where the name means another.
+    """Of how many tokens the tokenizer is that is to be learned, or None where the name means
+    another.
 
     >>> learned_size("bpe:4096")
     4096
@@ -220,14 +249,16 @@ def learned_size(tokenizer: str) -> int | None:
     size = int(tokenizer[4:]) if re.fullmatch("bpe:[1-9][0-9]{0,8}", tokenizer) else 0
     if size < _LEAST:
         raise ValueError(
-            f"`tokenizer={shown(tokenizer)}`: behind `bpe:` stands how many tokens to learn, a number from {_LEAST} up (every "
-            'byte, and the end of a document), such as `"bpe:4096"`.'
+            f"`tokenizer={shown(tokenizer)}`: behind `bpe:` stands how many tokens to learn, a "
+            f"number from {_LEAST} up (every byte, and the end of a document), such as "
+            '`"bpe:4096"`.'
         )
     return size
 
 
 def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> Any:
-    """A byte-level BPE of `size` tokens, or fewer where the texts have no more, as the `tokenizers` package has it.
+    """A byte-level BPE of `size` tokens, or fewer where the texts have no more, as the `tokenizers`
+    package has it.
 
     The same texts give the same, in whatever order. `end` is the token that ends a document.
 
@@ -245,7 +276,8 @@ def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> 
     )
     inner.decoder = package_.decoders.ByteLevel()
     trainer = package_.trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, special_tokens=[end or _ENDS[0]], initial_alphabet=marks.ByteLevel.alphabet(),
+        vocab_size=size, min_frequency=2, special_tokens=[end or _ENDS[0]],
+        initial_alphabet=marks.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     inner.train_from_iterator(texts, trainer)
@@ -257,8 +289,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that is called `"bytes"`, or that lies in a `tokenizer.json`.
 
-    `end` is the special token that ends a document; where it is None, the one that is known for it. `unknown` is the token that
-    stands for characters the tokenizer lacks; where it is None, the file's own, and without one such characters are refused.
+    `end` is the special token that ends a document; where it is None, the one that is known for it.
+    `unknown` is the token that stands for characters the tokenizer lacks; where it is None, the
+    file's own, and without one such characters are refused.
 
     >>> load_tokenizer("bytes").vocab
     257
@@ -268,21 +301,24 @@ def load_tokenizer(
     tokenizer = tokenizer_name("load_tokenizer(tokenizer=...)", tokenizer)
     if learned_size(tokenizer):
         raise ValueError(
-            f"`tokenizer={tokenizer!r}` is learned from a corpus: `prepare(Corpus(..., tokenizer={tokenizer!r})).tokenizer`; its "
-            "file, `tokenizer.json`, lies in the folder of the store."
+            f"`tokenizer={tokenizer!r}` is learned from a corpus: `prepare(Corpus(..., "
+            f"tokenizer={tokenizer!r})).tokenizer`; its file, `tokenizer.json`, lies in the folder "
+            "of the store."
         )
     path = tokenizer_file(tokenizer)
     return make_tokenizer(path, read_tokenizer(path), end, unknown)
 
 
-def make_tokenizer(path: Path | None, content: bytes, end: str | None, unknown: str | None) -> "Bytes | HuggingFace":
+def make_tokenizer(
+    path: Path | None, content: bytes, end: str | None, unknown: str | None
+) -> "Bytes | HuggingFace":
     """The tokenizer of a file with this content; without a file, bytes."""
     if path is None:
         for name, value in (("end", end), ("unknown", unknown)):
             if value is not None:
                 raise ValueError(
-                    f"`{name}={shown(value)}` is a token of a tokenizer's file; with bytes, 256 ends a document and no character "
-                    "is unknown. Leave it out."
+                    f"`{name}={shown(value)}` is a token of a tokenizer's file; with bytes, 256 "
+                    "ends a document and no character is unknown. Leave it out."
                 )
         return Bytes()
     package_ = package("tokenizers", f"The tokenizer `{path}`")
@@ -291,10 +327,12 @@ def make_tokenizer(path: Path | None, content: bytes, end: str | None, unknown: 
         ids = inner.get_vocab(with_added_tokens=True)
     except Exception as error:  # the package raises nothing more special
         raise ValueError(
-            f"`tokenizer={str(path)!r}` is not what the `tokenizers` package writes as `tokenizer.json`: {error}"
+            f"`tokenizer={str(path)!r}` is not what the `tokenizers` package writes as "
+            f"`tokenizer.json`: {error}"
         ) from error
-    # A store holds documents as they are: what a model's card adds, cuts or fills up is not wanted, the text of a
-    # document that reads `<|endoftext|>` does not end it, and the same text always has the same tokens.
+    # A store holds documents as they are: what a model's card adds, cuts or fills up is not wanted,
+    # the text of a document that reads `<|endoftext|>` does not end it, and the same text always
+    # has the same tokens.
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
@@ -303,7 +341,9 @@ def make_tokenizer(path: Path | None, content: bytes, end: str | None, unknown: 
     end_id = ids[_end_token(inner, ids, end, str(path))]
     vocab = max(ids.values()) + 1
     if vocab > _MOST:
-        raise ValueError(f"`{path}` has a token of number {vocab - 1}; examples hold numbers below {_MOST}.")
+        raise ValueError(
+            f"`{path}` has a token of number {vocab - 1}; examples hold numbers below {_MOST}."
+        )
     _set_unknown(inner, unknown, path)
     unknown_id = ids.get(getattr(inner.model, "unk_token", None))
     alphabet = _Alphabet() if _leaves_out(inner) else None
@@ -315,20 +355,23 @@ def _set_unknown(inner: Any, unknown: str | None, path: Path) -> None:
         return
     if not hasattr(inner.model, "unk_token"):
         raise ValueError(
-            f"`unknown={shown(unknown)}`: the model of `{path}`, {type(inner.model).__name__}, has its own token for what is "
-            "unknown, or none. Leave it out."
+            f"`unknown={shown(unknown)}`: the model of `{path}`, {type(inner.model).__name__}, has "
+            "its own token for what is unknown, or none. Leave it out."
         )
     if inner.model.token_to_id(unknown) is None:
         raise ValueError(
-            f"`unknown={shown(unknown)}` is no token of the vocabulary of `{path}`. Choose one that is, such as its own unknown "
-            "or padding token."
+            f"`unknown={shown(unknown)}` is no token of the vocabulary of `{path}`. Choose one "
+            "that is, such as its own unknown or padding token."
         )
     inner.model.unk_token = unknown
 
 
 def tokenizer_name(what: str, tokenizer: Any) -> str:
     """What a tokenizer is called, or where it lies, as text."""
-    way_out = 'A tokenizer is `"bytes"` or the path of a `tokenizer.json`, or `"bpe:4096"`, which is learned.'
+    way_out = (
+        'A tokenizer is `"bytes"` or the path of a `tokenizer.json`, or `"bpe:4096"`, which is '
+        "learned."
+    )
     return path_text(what, tokenizer, way_out)
 
 
@@ -342,10 +385,13 @@ def tokenizer_file(tokenizer: str) -> Path | None:
         if path.is_file():
             return path
     except OSError as error:
-        raise ValueError(f"The tokenizer `{shown(str(path))}` cannot be read: {error.strerror}.") from error
+        raise ValueError(
+            f"The tokenizer `{shown(str(path))}` cannot be read: {error.strerror}."
+        ) from error
     raise ValueError(
-        f'There is no tokenizer at `{path}`. `tokenizer` is `"bytes"`, or the path of a `tokenizer.json` as the '
-        '`tokenizers` package writes it, or of the folder that holds it, or `"bpe:4096"`, which is learned.'
+        f'There is no tokenizer at `{path}`. `tokenizer` is `"bytes"`, or the path of a '
+        "`tokenizer.json` as the `tokenizers` package writes it, or of the folder that holds it, "
+        'or `"bpe:4096"`, which is learned.'
     )
 
 
@@ -359,20 +405,27 @@ def read_tokenizer(path: Path | None) -> bytes:
     except OSError as error:
         raise ValueError(f"The tokenizer `{path}` cannot be read: {error.strerror}.") from error
     if len(content) > _FILE_BYTES:
-        raise ValueError(f"`{path}` is larger than {human_bytes(_FILE_BYTES)}, which no `tokenizer.json` is.")
+        raise ValueError(
+            f"`{path}` is larger than {human_bytes(_FILE_BYTES)}, which no `tokenizer.json` is."
+        )
     return content
 
 
 def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> str:
-    added = inner.get_added_tokens_decoder().values()  # a text's `</s>` may be a token too, as any word is
+    # A text's `</s>` may be a token too, as any word is.
+    added = inner.get_added_tokens_decoder().values()
     known = [token.content for token in added if token.content in _ENDS] if end is None else [end]
     if len(known) == 1 and known[0] in ids:
         return known[0]
     special = listed(token.content for token in added if token.special)
     asked = (
-        f"`end={shown(end)}` is no token of `{path}`" if end else f"`{path}` does not tell which token ends a document"
+        f"`end={shown(end)}` is no token of `{path}`"
+        if end
+        else f"`{path}` does not tell which token ends a document"
     )
-    raise ValueError(f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}.")
+    raise ValueError(
+        f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}."
+    )
 
 
 def _pieces(text: str) -> Iterator[str]:

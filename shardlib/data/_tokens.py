@@ -29,13 +29,15 @@ _MOST_IDS = 1 << 31  # examples hold them as int32
 class Tokens:
     """Documents, one after the other, as ids below `vocab`; each is ended by the id `end`.
 
-    `ids` are all tokens, `ends[k]` is where document k ends and the next begins; both may be memory-mapped. `bytes` is
-    the size of the documents' text in UTF-8, `fingerprint` a hash of all tokens.
+    `ids` are all tokens, `ends[k]` is where document k ends and the next begins; both may be
+    memory-mapped. `bytes` is the size of the documents' text in UTF-8, `fingerprint` a hash of all
+    tokens.
 
-    The `ids` of a store are read as an array is, by numbers, slices and `np.asarray`; what is read is checked against its
-    digest first.
+    The `ids` of a store are read as an array is, by numbers, slices and `np.asarray`; what is read
+    is checked against its digest first.
 
-    >>> tokens = Tokens(np.array([7, 8, 0, 9, 0], np.uint16), np.array([3, 5]), vocab=10, end=0, bytes=3)
+    >>> tokens = Tokens(np.array([7, 8, 0, 9, 0], np.uint16), np.array([3, 5]), vocab=10, end=0,
+    ...     bytes=3)
     >>> tokens
     Tokens(5 of 2 documents, vocab=10)
     >>> tokens.ids[tokens.ends[0] : tokens.ends[1]].tolist()
@@ -53,18 +55,24 @@ class Tokens:
         for name, kinds in (("ids", np.ndarray | CheckedArray), ("ends", np.ndarray)):
             array = getattr(self, name)
             if not isinstance(array, kinds) or array.ndim != 1 or array.dtype.kind not in "iu":
-                raise ValueError(f"`Tokens({name}={shown(array)})` must be a numpy array of whole numbers, of one dim.")
+                raise ValueError(
+                    f"`Tokens({name}={shown(array)})` must be a numpy array of whole "
+                    "numbers, of one dim."
+                )
         vocab = whole_number("Tokens(vocab=...)", self.vocab, 1, _MOST_IDS)
         whole_number("Tokens(end=...)", self.end, 0, vocab - 1)
         whole_number("Tokens(bytes=...)", self.bytes, 0, (1 << 63) - 1)
         if not isinstance(self.fingerprint, str):
             raise ValueError(f"`Tokens(fingerprint={shown(self.fingerprint)})` is a text.")
         last = int(self.ends[-1]) if len(self.ends) else 0
-        rises = not len(self.ends) or (self.ends[0] > 0 and bool((self.ends[1:] > self.ends[:-1]).all()))
+        rises = not len(self.ends) or (
+            self.ends[0] > 0 and bool((self.ends[1:] > self.ends[:-1]).all())
+        )
         if last != len(self.ids) or not rises:
             raise ValueError(
-                f"`Tokens(ends=...)` are where documents end: each beyond the one before, since a document has its end token at "
-                f"least, and the last is the number of tokens, {len(self.ids)}; got {shown(self.ends)}."
+                "`Tokens(ends=...)` are where documents end: each beyond the one before, since a "
+                "document has its end token at least, and the last is the number of tokens, "
+                f"{len(self.ids)}; got {shown(self.ends)}."
             )
 
     def __len__(self) -> int:
@@ -81,7 +89,8 @@ class Tokens:
     def bits_per_byte(self, loss: float) -> float:
         """What a mean loss per token, in nats, is per byte of text: comparable between tokenizers.
 
-        >>> round(Tokens(np.zeros(5, np.uint16), np.array([5]), vocab=10, end=0, bytes=20).bits_per_byte(math.log(16)), 6)
+        >>> round(Tokens(np.zeros(5, np.uint16), np.array([5]), vocab=10, end=0,
+        ...     bytes=20).bits_per_byte(math.log(16)), 6)
         1.0
         """
         try:
@@ -89,15 +98,19 @@ class Tokens:
         except (TypeError, ValueError, OverflowError):
             nats = None
         if nats is None or isinstance(loss, str | bytes | bool):
-            raise ValueError(f"`bits_per_byte(loss={shown(loss)})` is a mean loss in nats per token, a number.")
+            raise ValueError(
+                f"`bits_per_byte(loss={shown(loss)})` is a mean loss in nats per token, a number."
+            )
         if not self.bytes:
             raise ValueError(
-                f"{self} are of a text of 0 bytes, which has no bits per byte. Hold out more: `Corpus(held_out=...)`."
+                f"{self} are of a text of 0 bytes, which has no bits per byte. Hold out more: "
+                "`Corpus(held_out=...)`."
             )
         return nats / math.log(2) * len(self) / self.bytes
 
     def check_vocab(self, embeddings: int) -> None:
-        """Refuse a model whose embedding table has fewer rows than there are ids: what lies beyond has no embedding.
+        """Refuse a model whose embedding table has fewer rows than there are ids: what lies beyond
+        has no embedding.
 
         Call it where data meets model, before the first step.
 
@@ -105,21 +118,24 @@ class Tokens:
         >>> tokens.check_vocab(512)
         >>> tokens.check_vocab(256)
         Traceback (most recent call last):
-        ValueError: The data has token ids below 300, and the model has 256 embeddings: it needs 300 or more.
+        ValueError: The data has token ids below 300, and the model has 256 embeddings: it needs
+            300 or more.
         """
         if whole_number("check_vocab(embeddings=...)", embeddings, 1, (1 << 63) - 1) < self.vocab:
             raise ValueError(
-                f"The data has token ids below {self.vocab}, and the model has {embeddings} embeddings: it needs "
-                f"{self.vocab} or more."
+                f"The data has token ids below {self.vocab}, and the model has {embeddings} "
+                f"embeddings: it needs {self.vocab} or more."
             )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """A corpus as tokens: what there is to train on, and what is held out. `print` shows what it came to.
+    """A corpus as tokens: what there is to train on, and what is held out. `print` shows what it
+    came to.
 
-    `learned_documents` and `learned_bytes` are what the tokenizer was learned from, if it was. `unknown` counts the tokens that
-    stand for characters the tokenizer lacks. `tokenizer_sha256` is the digest of the tokenizer's file.
+    `learned_documents` and `learned_bytes` are what the tokenizer was learned from, if it was.
+    `unknown` counts the tokens that stand for characters the tokenizer lacks. `tokenizer_sha256` is
+    the digest of the tokenizer's file.
     """
 
     corpus: Corpus
@@ -139,17 +155,25 @@ class Prepared:
         for name in ("files", "empty", "learned_documents", "learned_bytes", "unknown"):
             number = whole_number(f"Prepared({name}=...)", getattr(self, name), 0, (1 << 63) - 1)
             object.__setattr__(self, name, number)
-        kinds = {"corpus": Corpus, "folder": Path, "train": Tokens, "held_out": Tokens, "tokenizer_sha256": str}
+        kinds = {
+            "corpus": Corpus,
+            "folder": Path,
+            "train": Tokens,
+            "held_out": Tokens,
+            "tokenizer_sha256": str,
+        }
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ValueError(
-                    f"`Prepared({name}={shown(value)})` is no `{kind.__name__}`. `prepare(corpus)` makes it."
+                    f"`Prepared({name}={shown(value)})` is no `{kind.__name__}`. `prepare(corpus)` "
+                    "makes it."
                 )
         for name, kind in (("skipped", Skipped), ("left_out", str)):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(one, kind) for one in value):
                 raise ValueError(
-                    f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. `prepare(corpus)` makes it."
+                    f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. "
+                    "`prepare(corpus)` makes it."
                 )
 
     def __repr__(self) -> str:
@@ -168,7 +192,9 @@ class Prepared:
         rows = [("", "documents", "tokens", "text", "bytes a token")]
         for name, part in (("train", self.train), ("held out", self.held_out)):
             share = f"{part.bytes / len(part):.2f}" if len(part) else "-"
-            rows.append((name, f"{part.documents:,}", f"{len(part):,}", human_bytes(part.bytes), share))
+            rows.append(
+                (name, f"{part.documents:,}", f"{len(part):,}", human_bytes(part.bytes), share)
+            )
         files = f"{self.files:,} file{'s' * (self.files != 1)}"
         lines = [
             f"{files}, {self.train.vocab:,} tokens in the vocabulary, in {self.folder}",
@@ -191,7 +217,11 @@ class Prepared:
 
 def tokenizer_of_store(corpus: Corpus, folder: Path) -> Path | None:
     """Where the tokenizer of a store is: in its folder if it was learned."""
-    return folder / "tokenizer.json" if learned_size(corpus.tokenizer) else tokenizer_file(corpus.tokenizer)
+    return (
+        folder / "tokenizer.json"
+        if learned_size(corpus.tokenizer)
+        else tokenizer_file(corpus.tokenizer)
+    )
 
 
 def stored_tokenizer(corpus: Corpus, folder: Path, sha256: str) -> Bytes | HuggingFace:
@@ -200,7 +230,7 @@ def stored_tokenizer(corpus: Corpus, folder: Path, sha256: str) -> Bytes | Huggi
     content = read_tokenizer(path)
     if content and hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(
-            f"`{path}` is not the tokenizer that the tokens in `{folder}` were made with: the file has changed since. Run again: "
-            "`prepare` makes the tokens that belong to it."
+            f"`{path}` is not the tokenizer that the tokens in `{folder}` were made with: the file "
+            "has changed since. Run again: `prepare` makes the tokens that belong to it."
         )
     return make_tokenizer(path, content, corpus.end, corpus.unknown)

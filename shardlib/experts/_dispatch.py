@@ -1,11 +1,13 @@
 """Tokens to the places of experts and back, within each group: two forms with one result.
 
-`Einsum` is GShard's: a mask of groups x tokens x experts x places, and two products with it. `Scatter` sorts the choices
-and moves rows: no mask, so its memory does not grow with experts times places beyond the tokens' own. Both give an expert
-its first choices before its second ones, and in each rank the earlier tokens first; what finds no place is dropped.
+`Einsum` is GShard's: a mask of groups x tokens x experts x places, and two products with it.
+`Scatter` sorts the choices and moves rows: no mask, so its memory does not grow with experts times
+places beyond the tokens' own. Both give an expert its first choices before its second ones, and in
+each rank the earlier tokens first; what finds no place is dropped.
 
-Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token, C places of an expert, M width; P = K S,
-the choices of a group by rank, then by token; J = E C, all places of a group.
+Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token, C places of an
+expert, M width; P = K S, the choices of a group by rank, then by token; J = E C, all places of a
+group.
 """
 
 from functools import partial
@@ -55,15 +57,25 @@ class Scatter(NamedTuple):
         """For each token the sum of what its experts made of it, by their weights. (G, S, M)."""
         y_GJM = y_GECM.reshape(y_GECM.shape[0], -1, y_GECM.shape[-1])
         weight_GJ = _take(self.weight_GP, self.source_GJ)
-        return _collect(y_GJM * weight_GJ[..., None].astype(y_GJM.dtype), self.place_GP, self.source_GJ, self.shape[0])
+        return _collect(
+            y_GJM * weight_GJ[..., None].astype(y_GJM.dtype),
+            self.place_GP,
+            self.source_GJ,
+            self.shape[0],
+        )
 
 
 def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum | Scatter:
-    """Give each choice of each group (G, S, K) a place of its expert, first come first served, while there are any."""
+    """Give each choice of each group (G, S, K) a place of its expert, first come first served,
+    while there are any.
+    """
     (_, tokens, ranks) = choices.expert.shape
     # By rank, then by token: a first choice never yields to a second.
-    expert_GP, weight_GP, wanted_GP = (part.swapaxes(1, 2).reshape(-1, ranks * tokens) for part in choices)
-    expert_GP = jnp.where(wanted_GP, expert_GP, experts)  # one beyond, where there is no end of places
+    expert_GP, weight_GP, wanted_GP = (
+        part.swapaxes(1, 2).reshape(-1, ranks * tokens) for part in choices
+    )
+    # One beyond, where there is no end of places.
+    expert_GP = jnp.where(wanted_GP, expert_GP, experts)
     if form == "einsum":
         onehot_GPE = jax.nn.one_hot(expert_GP, experts, dtype=jnp.int32)
         at_GP = ((jnp.cumsum(onehot_GPE, 1) - 1) * onehot_GPE).sum(-1)
@@ -89,7 +101,8 @@ def _in_order(expert_P: jax.Array) -> jax.Array:
     order_P = jnp.argsort(expert_P, stable=True)
     sorted_P = expert_P[order_P]
     begins_P = jnp.concatenate([jnp.ones(1, bool), sorted_P[1:] != sorted_P[:-1]])
-    first_P = jax.lax.cummax(jnp.where(begins_P, number_P, 0))  # of those with the same expert, in the sorted order
+    # Of those with the same expert, in the sorted order.
+    first_P = jax.lax.cummax(jnp.where(begins_P, number_P, 0))
     return jnp.zeros_like(number_P).at[order_P].set(number_P - first_P, unique_indices=True)
 
 
@@ -104,7 +117,8 @@ def _take(x_GN: jax.Array, index_GJ: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_GN, index_GJ)
 
 
-# The two are each other's transpose, and each is a gather: said so, since JAX would make a scatter of each for the other.
+# The two are each other's transpose, and each is a gather: said so, since JAX would make a scatter
+# of each for the other.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

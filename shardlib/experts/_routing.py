@@ -1,7 +1,8 @@
-"""Routers: to which experts each token goes, with what weight. Each is its paper's rule, taken in float32.
+"""Routers: to which experts each token goes, with what weight. Each is its paper's rule, taken in
+float32.
 
-A router sees one token at a time. What concerns a group of tokens, how many an expert takes and how evenly they fall, is
-in `_dispatch`; what concerns devices, in `_moe`.
+A router sees one token at a time. What concerns a group of tokens, how many an expert takes and how
+evenly they fall, is in `_dispatch`; what concerns devices, in `_moe`.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
 """
@@ -19,7 +20,8 @@ from shardlib import _arguments as check
 
 
 class Choices(NamedTuple):
-    """What a router wants for each token: its experts, first choice first, and what their outputs are multiplied by.
+    """What a router wants for each token: its experts, first choice first, and what their outputs
+    are multiplied by.
 
     A choice that is not `wanted` takes no place in its expert and adds nothing to the output.
     """
@@ -30,7 +32,9 @@ class Choices(NamedTuple):
 
 
 class Router(Protocol):
-    """A rule for routing; implementations are frozen dataclasses. A subclass of your own needs nothing but these."""
+    """A rule for routing; implementations are frozen dataclasses. A subclass of your own needs
+    nothing but these.
+    """
 
     @property
     def choices(self) -> int:
@@ -48,25 +52,30 @@ class Router(Protocol):
         ...
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The choices of tokens, from logits (..., E) and, while training, a number in [0, 1) for each token."""
+        """The choices of tokens, from logits (..., E) and, while training, a number in [0, 1) for
+        each token.
+        """
         ...
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
         """The loss of a group that is loaded unevenly, from three shares by expert, (..., E).
 
-        `first`: of the tokens whose first choice it is; `every`: of all choices; `probability`: the mean of its softmax.
+        `first`: of the tokens whose first choice it is; `every`: of all choices; `probability`: the
+        mean of its softmax.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Top2:
-    """GShard's: the two likeliest experts, weighed by their shares of both; the second is taken as often as it weighs.
+    """GShard's: the two likeliest experts, weighed by their shares of both; the second is taken as
+    often as it weighs.
 
-    In training a token goes to its second expert if twice the expert's weight exceeds a number drawn from [0, 1), so that
-    one of little weight seldom takes a place. Elsewhere it always goes.
+    In training a token goes to its second expert if twice the expert's weight exceeds a number
+    drawn from [0, 1), so that one of little weight seldom takes a place. Elsewhere it always goes.
 
-    >>> [round(float(w), 3) for w in Top2().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight]
+    >>> [round(float(w), 3) for w in Top2().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
+    ...     None).weight]
     [0.667, 0.333]
     """
 
@@ -91,7 +100,9 @@ class Top2:
         return Choices(expert, weight, wanted)
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """GShard's auxiliary loss: the mean over experts of first choices times probability; 1 / E² if both are even."""
+        """GShard's auxiliary loss: the mean over experts of first choices times probability; 1 / E²
+        if both are even.
+        """
         return (first * probability).mean(-1)
 
 
@@ -99,9 +110,11 @@ class Top2:
 class Switch:
     """Switch Transformer's: the likeliest expert alone, weighed by its probability among all.
 
-    While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 + jitter].
+    While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 +
+    jitter].
 
-    >>> [round(float(w), 3) for w in Switch().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight]
+    >>> [round(float(w), 3) for w in Switch().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
+    ...     None).weight]
     [0.6]
     """
 
@@ -122,15 +135,19 @@ class Switch:
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """Switch's: E times the sum over experts of first choices times probability; 1 if both are even."""
+        """Switch's: E times the sum over experts of first choices times probability; 1 if both are
+        even.
+        """
         return first.shape[-1] * (first * probability).sum(-1)
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The softmax over the likeliest `choices` experts, as in Mixtral; with `renormalize=False`, their softmax among all.
+    """The softmax over the likeliest `choices` experts, as in Mixtral; with `renormalize=False`,
+    their softmax among all.
 
-    >>> [round(float(w), 3) for w in TopK(2).choose(jnp.log(jnp.array([0.1, 0.6, 0.3])), None).weight]
+    >>> [round(float(w), 3) for w in TopK(2).choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
+    ...     None).weight]
     [0.667, 0.333]
     """
 
@@ -153,27 +170,36 @@ class TopK:
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """Switch's with every choice counted: E times the sum of choices times probability; 1 if both are even."""
+        """Switch's with every choice counted: E times the sum of choices times probability; 1 if
+        both are even.
+        """
         return every.shape[-1] * (every * probability).sum(-1)
 
 
 def places(router: Router, tokens: int, experts: int) -> int:
-    """How many tokens of a group an expert takes: its even share of all choices, times the router's capacity, rounded up.
+    """How many tokens of a group an expert takes: its even share of all choices, times the router's
+    capacity, rounded up.
 
-    >>> places(Top2(), tokens=64, experts=8), places(Switch(), tokens=64, experts=8), places(TopK(2), 64, 8)
+    >>> places(Top2(), tokens=64, experts=8), places(Switch(), tokens=64,
+    ...     experts=8), places(TopK(2), 64, 8)
     (16, 10, 64)
     """
     if router.choices > experts:
         raise ValueError(
-            f"{router} sends each token to {router.choices} experts, and there are {experts}: choose fewer, or have more experts."
+            f"{router} sends each token to {router.choices} experts, and there are {experts}: "
+            "choose fewer, or have more experts."
         )
     if router.capacity is None:
         return tokens
-    return min(tokens, math.ceil(router.choices * tokens * Fraction(str(router.capacity)) / experts))
+    return min(
+        tokens, math.ceil(router.choices * tokens * Fraction(str(router.capacity)) / experts)
+    )
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """The square of the logarithm of the softmax's sum, for each token: it keeps logits small, where float32 is exact."""
+    """The square of the logarithm of the softmax's sum, for each token: it keeps logits small,
+    where float32 is exact.
+    """
     return jnp.square(jax.nn.logsumexp(logits, -1))
 
 
@@ -181,12 +207,14 @@ _TINY = 1e-9
 
 
 def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest along the last dim and where they are, the first of equals first: `lax.top_k` without its sort.
+    """The largest along the last dim and where they are, the first of equals first: `lax.top_k`
+    without its sort.
 
     Of a few of thousands a sort takes a TPU's compiler longer than the rest of the layer.
     """
     number, found = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), []
-    left = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)  # above what is taken, be it -inf
+    # Above what is taken, be it -inf.
+    left = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)
     for _ in range(count):
         at = left.argmax(-1, keepdims=True)
         here = number == at
@@ -202,5 +230,7 @@ def _check(router: Router) -> None:
     takes = "how many times its even share an expert takes, at most (none would drop every token)"
     capacity = check.number(kind, "capacity", router.capacity, takes, above=0, optional=True)
     check.assign(
-        router, capacity=capacity, jitter=check.number(kind, "jitter", router.jitter, "a share", least=0, below=1)
+        router,
+        capacity=capacity,
+        jitter=check.number(kind, "jitter", router.jitter, "a share", least=0, below=1),
     )

@@ -1,7 +1,7 @@
 """What a training step spends its bytes on, at the speed of the memory or of the matrix unit.
 
-Each op is one public function, one readable reference and a kernel for each kind of machine, and runs on each device's own
-shard from the names of its arrays' dims.
+Each op is one public function, one readable reference and a kernel for each kind of machine, and
+runs on each device's own shard from the names of its arrays' dims.
 """
 
 from shardlib.kernels._choice import Explained as Explained

@@ -1,8 +1,9 @@
 """Which implementation of an op runs, and why not the others.
 
-An op has a reference, plain JAX, which is its specification and runs anywhere, and kernels, each for one kind of machine.
-Asked for none, an op takes what was measured to be the fastest on the device it is traced for, of rows about as long, and the
-reference where nothing was. Asked for one by name, it takes that or says why it cannot.
+An op has a reference, plain JAX, which is its specification and runs anywhere, and kernels, each
+for one kind of machine. Asked for none, an op takes what was measured to be the fastest on the
+device it is traced for, of rows about as long, and the reference where nothing was. Asked for one
+by name, it takes that or says why it cannot.
 """
 
 import functools
@@ -25,13 +26,17 @@ SIMULATED = "_simulated"
 
 @dataclass(frozen=True)
 class Task:
-    """What one device is asked to do: the op, its arrays there by name, and what else matters to a choice."""
+    """What one device is asked to do: the op, its arrays there by name, and what else matters to a
+    choice.
+    """
 
     op: str
     arrays: Mapping[str, Any]  # of shape and dtype
-    partitioned: bool = False  # no names were given, and an axis is automatic: only what XLA can take apart will do
+    # No names were given, and an axis is automatic: only what XLA can take apart will do.
+    partitioned: bool = False
     summed: tuple[str, ...] = ()  # axes over which devices add up within the op
-    differing: frozenset[str] = frozenset()  # axes over which JAX keeps account that the arrays differ
+    # Axes over which JAX keeps account that the arrays differ.
+    differing: frozenset[str] = frozenset()
     device: "Device | None" = None
 
     def __str__(self) -> str:
@@ -48,9 +53,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to do an op on one device: its name, where it runs, and the module, which is loaded no sooner than it is needed.
+    """One way to do an op on one device: its name, where it runs, and the module, which is loaded
+    no sooner than it is needed.
 
-    The module has `forward`, `backward`, and, if it does not take every task, `refuses`, which says why.
+    The module has `forward`, `backward`, and, if it does not take every task, `refuses`, which says
+    why.
     """
 
     name: str
@@ -77,13 +84,15 @@ class Implementation:
         assert device is not None
         if self.platform is not None and not simulated and device.platform != self.platform:
             return (
-                f"is a kernel for {self.platform.upper()}s, and this is traced for {device.kind} ({device.platform})"
-                + f"; `{self.name}{SIMULATED}` runs it anywhere, slowly" * self.simulates
+                f"is a kernel for {self.platform.upper()}s, and this is traced for {device.kind} "
+                f"({device.platform})"
+                + f"; `{self.name}{SIMULATED}` runs it anywhere, slowly"
+                * self.simulates
             )
         if self.platform is not None and task.partitioned:
             return (
-                "the mesh in scope has automatic axes and the op was given no names: XLA cannot take a kernel apart. Name the "
-                "dims, `names=(...)`"
+                "the mesh in scope has automatic axes and the op was given no names: XLA cannot "
+                "take a kernel apart. Name the dims, `names=(...)`"
             )
         refuses = getattr(importlib.import_module(self.module), "refuses", None)
         return refuses and refuses(task)
@@ -128,7 +137,8 @@ class Explanation:
         return table(rows) if self.calls else "No op of `shardlib.kernels` was called."
 
 
-@dataclass(frozen=True, eq=False)  # each its own key: what is traced under one notebook is traced again under another
+# Each its own key: what is traced under one notebook is traced again under another.
+@dataclass(frozen=True, eq=False)
 class Notebook:
     """The choices made while it is open."""
 
@@ -139,10 +149,12 @@ _notebook = jax.make_user_context(None)
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Trace a function and say for each op in it which implementation would run here, and why not the others.
+    """Trace a function and say for each op in it which implementation would run here, and why not
+    the others.
 
-    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s. "Here" is the mesh in scope, which may be of a machine that is
-    not there: `with sl.use(rules, sl.Target("tpu:v5e:4x4").mesh("data=4,model=4")):`.
+    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s. "Here" is the mesh in scope, which
+    may be of a machine that is not there: `with sl.use(rules,
+    sl.Target("tpu:v5e:4x4").mesh("data=4,model=4")):`.
 
     >>> import jax.numpy as jnp, shardlib as sl
     >>> explanation = sl.kernels.explain(sl.kernels.softmax, jnp.zeros((8, 128)))
@@ -152,7 +164,11 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     check.function("explain", "function", function)
     notebook = Notebook()
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype)]
+    arrays = [
+        k
+        for k, leaf in enumerate(leaves)
+        if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype)
+    ]
 
     def called(given: list[Any]) -> None:  # what it gives may be anything
         for k, x in zip(arrays, given, strict=True):
@@ -166,13 +182,19 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 def choose(candidates: Sequence[Implementation], task: Task, asked: str | None) -> Chosen:
-    """The implementation that was asked for, or the fastest measured of those that can, which may be the reference."""
+    """The implementation that was asked for, or the fastest measured of those that can, which may
+    be the reference.
+    """
     device = task.device
     assert device is not None
     reasons = {each.name: each.why_not(task) for each in candidates}
     if asked is None:
         fastest = [name for name in ranking(task) if reasons.get(name, "") is None]
-        chosen = Chosen(next(each for each in candidates if each.name == (fastest[0] if fastest else "reference")))
+        chosen = Chosen(
+            next(
+                each for each in candidates if each.name == (fastest[0] if fastest else "reference")
+            )
+        )
     else:
         chosen = _named(candidates, task, asked, reasons)
     if (notebook := _notebook.value) is not None:
@@ -186,27 +208,32 @@ def choose(candidates: Sequence[Implementation], task: Task, asked: str | None) 
     return chosen
 
 
-def _named(candidates: Sequence[Implementation], task: Task, asked: str, reasons: Mapping[str, str | None]) -> Chosen:
+def _named(
+    candidates: Sequence[Implementation], task: Task, asked: str, reasons: Mapping[str, str | None]
+) -> Chosen:
     named = {each.name: each for each in candidates}
     simulated = isinstance(asked, str) and asked.endswith(SIMULATED)
     each = named.get(asked.removesuffix(SIMULATED)) if isinstance(asked, str) else None
     if each is None or (simulated and not each.simulates):
         names = [*named, *(name + SIMULATED for name, one in named.items() if one.simulates)]
         raise ValueError(
-            f"`{task.op}(implementation={check.shown(asked)})`: there are {', '.join(f'`{name}`' for name in names)}; "
-            "None takes what is fastest here."
+            f"`{task.op}(implementation={check.shown(asked)})`: there are "
+            f"{', '.join(f'`{name}`' for name in names)}; None takes what is fastest here."
         )
     reason = each.why_not(task, simulated)
     if reason is not None:
         able = [f"`{name}`" for name, why in reasons.items() if why is None]
         raise ValueError(
-            f"`{task.op}(implementation={asked!r})` on {task}: `{each.name}` {reason}. Here {' and '.join(able)} can."
+            f"`{task.op}(implementation={asked!r})` on {task}: `{each.name}` {reason}. Here "
+            f"{' and '.join(able)} can."
         )
     return Chosen(each, simulated)
 
 
 def device_here() -> Device:
-    """What is traced for: the device of the mesh in scope, which need not be there, or JAX's default."""
+    """What is traced for: the device of the mesh in scope, which need not be there, or JAX's
+    default.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     if device is None:
@@ -217,23 +244,44 @@ def device_here() -> Device:
 
 @functools.cache
 def measurements() -> tuple[Mapping[str, Any], ...]:
-    """The checked-in table, by the benchmark: a line for an op, an implementation, a kind of device and a length of rows."""
-    return tuple(json.loads(importlib.resources.files("shardlib.kernels").joinpath("measured.json").read_text()))
+    """The checked-in table, by the benchmark: a line for an op, an implementation, a kind of device
+    and a length of rows.
+    """
+    return tuple(
+        json.loads(
+            importlib.resources.files("shardlib.kernels").joinpath("measured.json").read_text()
+        )
+    )
 
 
 def ranking(task: Task) -> list[str]:
-    """Implementations measured on a kind of device, the fastest first, of those rows whose length is nearest to the task's.
+    """Implementations measured on a kind of device, the fastest first, of those rows whose length
+    is nearest to the task's.
 
     Of its dtype, if any was measured.
     """
     assert task.device is not None
-    lines = [line for line in measurements() if (line["op"], line["device"]) == (task.op, task.device.kind)]
+    lines = [
+        line
+        for line in measurements()
+        if (line["op"], line["device"]) == (task.op, task.device.kind)
+    ]
     x = task.arrays["x"]
     lines = [line for line in lines if line["dtype"] == str(x.dtype)] or lines
     row = max(x.shape[-1], 1)
-    nearest = min((line["row"] for line in lines), key=lambda length: abs(math.log(length / row)), default=None)
-    return [line["implementation"] for line in sorted(lines, key=lambda line: line["time"]) if line["row"] == nearest]
+    nearest = min(
+        (line["row"] for line in lines),
+        key=lambda length: abs(math.log(length / row)),
+        default=None,
+    )
+    return [
+        line["implementation"]
+        for line in sorted(lines, key=lambda line: line["time"])
+        if line["row"] == nearest
+    ]
 
 
 def _unmeasured(task: Task, name: str) -> str:
-    return "measured slower here" if name in ranking(task) else "not measured on this kind of device"
+    return (
+        "measured slower here" if name in ranking(task) else "not measured on this kind of device"
+    )

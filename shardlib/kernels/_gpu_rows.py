@@ -1,11 +1,13 @@
-"""Rows on a GPU: what a kernel computes of them, in the registers of a warpgroup, whatever their length.
+"""Rows on a GPU: what a kernel computes of them, in the registers of a warpgroup, whatever their
+length.
 
-A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane holds `vector` neighbouring
-numbers, loaded at once; the last piece reaches back where they do not fill it, and what it repeats is counted once. A row that
-registers do not hold passes by as often as something is asked of all of it, from shared memory, or from the GPU's cache and
-memory where it is too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers of each;
-above 64 they pass by too.
-Nothing is padded but few short rows, to 128, and no load reaches beyond the rows.
+A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane
+holds `vector` neighbouring numbers, loaded at once; the last piece reaches back where they do not
+fill it, and what it repeats is counted once. A row that registers do not hold passes by as often as
+something is asked of all of it, from shared memory, or from the GPU's cache and memory where it is
+too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers
+of each; above 64 they pass by too. Nothing is padded but few short rows, to 128, and no load
+reaches beyond the rows.
 
 What is computed of a row is a function of its pieces, remembered while a piece is in registers.
 """
@@ -36,7 +38,9 @@ MOST = 8  # rows that are written out one after the other in a program
 
 @dataclass(frozen=True, eq=False)  # each for itself: what is remembered of it is gone with it
 class Piece:
-    """A part of a row, or of 128: where it begins, how many numbers it has, how many of the first an earlier piece has too."""
+    """A part of a row, or of 128: where it begins, how many numbers it has, how many of the first
+    an earlier piece has too.
+    """
 
     begin: Any
     size: int
@@ -47,8 +51,12 @@ Numbers: TypeAlias = Callable[[Piece], jax.Array]
 
 
 def each(function: Callable[..., jax.Array], *of: Numbers | jax.Array) -> Numbers:
-    """What a function makes of numbers of a row, piece by piece, and of what is the same for all pieces."""
-    return functools.cache(lambda piece: function(*(one(piece) if callable(one) else one for one in of)))
+    """What a function makes of numbers of a row, piece by piece, and of what is the same for all
+    pieces.
+    """
+    return functools.cache(
+        lambda piece: function(*(one(piece) if callable(one) else one for one in of))
+    )
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -58,7 +66,10 @@ def wide(x: jax.Array) -> jax.Array:
 
 def shared_bytes(*arrays: Any) -> int:
     """What arrays take of shared memory, each in whole KiB."""
-    return sum(-(-math.prod(one.shape) * jnp.dtype(one.dtype).itemsize // 2**10) for one in arrays) * 2**10
+    return (
+        sum(-(-math.prod(one.shape) * jnp.dtype(one.dtype).itemsize // 2**10) for one in arrays)
+        * 2**10
+    )
 
 
 def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
@@ -71,7 +82,8 @@ def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a warpgroup has rows of so many numbers: one row in pieces, or 128, which lie `apart`, a row in each lane.
+    """How a warpgroup has rows of so many numbers: one row in pieces, or 128, which lie `apart`, a
+    row in each lane.
 
     >>> rows = Rows.of(1001, [jnp.float32])
     >>> [(piece.begin, piece.size, piece.again) for piece in rows.pieces()][-1]
@@ -84,7 +96,9 @@ class Rows:
     simulated: bool  # by what knows no layouts of registers
 
     @staticmethod
-    def of(row: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False) -> "Rows":
+    def of(
+        row: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False
+    ) -> "Rows":
         """Rows that are loaded from arrays of some dtypes, and kept in one."""
         vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
         while vector > 1 and (row % vector or LANES * vector > row >= LANES):
@@ -108,7 +122,9 @@ class Rows:
         if self.turns > 1:
             many = MOST_IN_A_LANE if self.apart else ENOUGH
             begin = jnp.minimum(turn * many, self.row - many)
-            return [Piece(begin + at, size, turn * many - begin - at) for at in range(0, many, size)]
+            return [
+                Piece(begin + at, size, turn * many - begin - at) for at in range(0, many, size)
+            ]
         rest = self.row % size
         pieces = [Piece(at, size) for at in range(0, self.row - size + 1, size)]
         return [*pieces, *[Piece(self.row - size, size, size - rest)] * (rest > 0)]
@@ -126,10 +142,14 @@ class Rows:
 
         if self.turns == 1:
             return of_turn(self.kept, carry)
-        return lax.fori_loop(0, self.turns, lambda turn, carry: of_turn(self.pieces(turn), carry), carry)
+        return lax.fori_loop(
+            0, self.turns, lambda turn, carry: of_turn(self.pieces(turn), carry), carry
+        )
 
     def load(self, ref: Any, index: Any, now: bool = True) -> Numbers:
-        """A row of an array in the GPU's memory, or 128 from there on; what stays is loaded `now`, or where it is wanted."""
+        """A row of an array in the GPU's memory, or 128 from there on; what stays is loaded `now`,
+        or where it is wanted.
+        """
 
         def of(piece: Piece) -> jax.Array:
             part = ref.at[self._place(index, piece)]
@@ -150,13 +170,19 @@ class Rows:
 
         def of(piece: Piece) -> jax.Array:
             part = ref.at[index, pl.ds(piece.begin, piece.size)]
-            x = part[...] if self.simulated else plgpu.load(part, *INDEX, layout=self.layout.reduce(0), optimized=False)
+            x = (
+                part[...]
+                if self.simulated
+                else plgpu.load(part, *INDEX, layout=self.layout.reduce(0), optimized=False)
+            )
             return self._cast(lax.broadcast_in_dim(x, self.shape, [1]))
 
         return functools.cache(of)
 
     def room(self, *dtypes: Any, beside: Sequence[Any] = ()) -> list[Any]:
-        """Shared memory for a row of each dtype, if a row does not stay in registers and there is enough."""
+        """Shared memory for a row of each dtype, if a row does not stay in registers and there is
+        enough.
+        """
         arrays = [plgpu.SMEM((1, self.row), dtype) for dtype in dtypes]
         wanted = self.turns > 1 and not self.apart
         return arrays if wanted and shared_bytes(*beside, *arrays) <= SHARED else []
@@ -202,7 +228,9 @@ class Rows:
 
     def _reduced(self, numbers: Numbers, two: Any, across: Any, start: float) -> jax.Array:
         first = None if self.turns == 1 else self.full(start)
-        of_lanes = self.over(lambda piece, x: numbers(piece) if x is None else two(x, numbers(piece)), first)
+        of_lanes = self.over(
+            lambda piece, x: numbers(piece) if x is None else two(x, numbers(piece)), first
+        )
         if not self.apart:
             return across(of_lanes)
         return self._cast(lax.broadcast_in_dim(across(of_lanes, axis=1), self.shape, [0]))
@@ -226,7 +254,9 @@ class Rows:
 
     @property
     def pitch(self) -> int:
-        """From row to row in shared memory, so that lanes with a row each are at different banks of it."""
+        """From row to row in shared memory, so that lanes with a row each are at different banks of
+        it.
+        """
         return self.row + self.vector * (self.apart and self.row // self.vector % 2 == 0)
 
     @property
@@ -246,7 +276,9 @@ class Rows:
         return (pl.ds(index, LANES) if self.apart else index), pl.ds(piece.begin, piece.size)
 
     def flat(self, x: jax.Array, groups: int = 1, **how: Any) -> jax.Array:
-        """Groups of rows as one array of rows, of which there are as many in each as a warpgroup has."""
+        """Groups of rows as one array of rows, of which there are as many in each as a warpgroup
+        has.
+        """
         x = x.reshape(groups, -1, self.row)
         few = max(self.held - x.shape[1], 0)
         x = jnp.pad(x, ((0, 0), (0, few), (0, 0)), **how) if few else x
@@ -257,8 +289,11 @@ class Rows:
         return x.reshape(groups, -1, self.row)[:, : math.prod(shape[:-1]) // groups].reshape(shape)
 
 
-def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room: Sequence[Any] = ()) -> Any:
-    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some of the one before.
+def over_rows(
+    kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room: Sequence[Any] = ()
+) -> Any:
+    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some
+    of the one before.
 
     The references are to operands, results, and `room` in shared memory.
     """
@@ -272,15 +307,26 @@ def over_rows(kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room:
         kernel(group, [begin + k for k in range(block)], *refs)
 
     return call(
-        of_block, kernel.__name__, outs, rows.simulated, scratch_types=room, grid=(groups, blocks), grid_names=("group", "block")
+        of_block, kernel.__name__, outs, rows.simulated, scratch_types=room, grid=(groups, blocks),
+        grid_names=("group", "block")
     )  # fmt: skip
 
 
 def refuses(task: Task) -> str | None:
     """Why a kernel for rows does not take a task, if it does not."""
     if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+        return (
+            "adds up nothing between devices, and the last dim is split over "
+            f"`{', '.join(task.summed)}`"
+        )
     if reason := refuses_device(task):
         return reason
-    odd = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16", "bool", "int32", "int8"}
+    odd = {str(x.dtype) for x in task.arrays.values()} - {
+        "float32",
+        "bfloat16",
+        "float16",
+        "bool",
+        "int32",
+        "int8",
+    }
     return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}" if odd else None

@@ -1,7 +1,9 @@
-"""Products of matrices on GPUs whose results no memory sees: each tile of one goes to a function as it leaves the matrix unit.
+"""Products of matrices on GPUs whose results no memory sees: each tile of one goes to a function as
+it leaves the matrix unit.
 
-On Hopper two warpgroups have a tile of their own each, in registers (`wgmma`), and a third copies what they multiply; on
-Blackwell one copies, one multiplies into tensor memory (`tcgen05`), and one takes the tile from there.
+On Hopper two warpgroups have a tile of their own each, in registers (`wgmma`), and a third copies
+what they multiply; on Blackwell one copies, one multiplies into tensor memory (`tcgen05`), and one
+takes the tile from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,8 +72,9 @@ def over_tiles(
 ) -> list[jax.Array]:
     """Call a function for each tile of `a @ b.T` with what lies beside; what it gives is written.
 
-    A `"row"` result is a number for each row of each tile, `(tiles side by side, rows)`; a `"tile"` is as large as the product.
-    What is `rough`, see `call`. Rows of both are whole tiles, and their widths whole steps: see `padded`.
+    A `"row"` result is a number for each row of each tile, `(tiles side by side, rows)`; a `"tile"`
+    is as large as the product. What is `rough`, see `call`. Rows of both are whole tiles, and their
+    widths whole steps: see `padded`.
     """
     (rows, width), columns = a.shape, b.shape[0]
     assert rows % (2 * ROWS) == columns % COLUMNS == width % step(a.dtype) == 0, (a.shape, b.shape)
@@ -79,7 +82,9 @@ def over_tiles(
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
     make = {"hopper": _hopper, "blackwell": _blackwell}[generation(device_here().kind)]
     body, options = make(epilogue, results, (rows, columns, width), a.dtype, simulated)
-    return call(body, name, outs, simulated, rough, grid_names=("tile",), thread_name="group", **options)(a, b, *beside)
+    return call(
+        body, name, outs, simulated, rough, grid_names=("tile",), thread_name="group", **options
+    )(a, b, *beside)
 
 
 def step(dtype: Any) -> int:
@@ -98,7 +103,9 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
 
 
 def _staging(results: Sequence[Result], groups: int) -> list[Any]:
-    """Shared memory from which results are copied: of a row's whole, of a tile's some columns at a time."""
+    """Shared memory from which results are copied: of a row's whole, of a tile's some columns at a
+    time.
+    """
     return [
         plgpu.SMEM((groups, ROWS), dtype)
         if kind == "row"
@@ -109,12 +116,19 @@ def _staging(results: Sequence[Result], groups: int) -> list[Any]:
 
 def _stages(results: Sequence[Result], groups: int, stage: int, steps: int) -> int:
     """How many steps may be on their way at once."""
-    staged = sum(groups * ROWS * (jnp.dtype(dtype).itemsize if kind == "row" else SWIZZLE) for kind, dtype in results)
+    staged = sum(
+        groups * ROWS * (jnp.dtype(dtype).itemsize if kind == "row" else SWIZZLE)
+        for kind, dtype in results
+    )
     return min((SHARED - staged) // stage, MOST_STAGES, steps)
 
 
 def _write(
-    given: Sequence[jax.Array], results: Sequence[Result], tile: Tile, staging: Sequence[Any], outs: Any
+    given: Sequence[jax.Array],
+    results: Sequence[Result],
+    tile: Tile,
+    staging: Sequence[Any],
+    outs: Any,
 ) -> None:
     """Copy what a tile gave to its places, through shared memory."""
     row, column = tile.index
@@ -136,12 +150,16 @@ def _write(
 
 
 def _registers(simulated: bool, count: int) -> None:
-    """Give this warpgroup's threads so many registers: who copies needs few, who computes all that others leave."""
+    """Give this warpgroup's threads so many registers: who copies needs few, who computes all that
+    others leave.
+    """
     if not simulated:
         plgpu.set_max_registers(count, action="decrease" if count < 128 else "increase")
 
 
-def _bring(operands: Sequence[Any], staging: Sequence[Any], there: Any, free: Any, steps: int, stages: int) -> None:
+def _bring(
+    operands: Sequence[Any], staging: Sequence[Any], there: Any, free: Any, steps: int, stages: int
+) -> None:
     """Copy what is multiplied to shared memory step by step, as far ahead as stages are free."""
 
     @pl.loop(0, steps)
@@ -150,7 +168,9 @@ def _bring(operands: Sequence[Any], staging: Sequence[Any], there: Any, free: An
         pl.when(k >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
         for operand, stage in zip(operands, staging, strict=True):
             some = stage.shape[-1]
-            plgpu.copy_gmem_to_smem(operand.at[:, pl.ds(k * some, some)], stage.at[slot], there.at[slot])
+            plgpu.copy_gmem_to_smem(
+                operand.at[:, pl.ds(k * some, some)], stage.at[slot], there.at[slot]
+            )
 
 
 def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
@@ -159,14 +179,20 @@ def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _hopper(
-    epilogue: Epilogue, results: Sequence[Result], size: tuple[int, int, int], dtype: Any, simulated: bool
+    epilogue: Epilogue,
+    results: Sequence[Result],
+    size: tuple[int, int, int],
+    dtype: Any,
+    simulated: bool,
 ) -> tuple[Any, dict[str, Any]]:
     rows, columns, width = size
     some, layout = step(dtype), None if simulated else plgpu.Layout.WGMMA
     steps = width // some
     stages = _stages(results, 2, (2 * ROWS + COLUMNS) * SWIZZLE, steps)
 
-    def kernel(a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, there: Any, free: Any, staging: Any) -> None:
+    def kernel(
+        a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, there: Any, free: Any, staging: Any
+    ) -> None:
         beside, out_refs = rest[: -len(results)], rest[-len(results) :]
         group, registers = lax.axis_index("group"), partial(_registers, simulated)
         row, column = _place(rows // (2 * ROWS), columns // COLUMNS)
@@ -189,13 +215,21 @@ def _hopper(
                     mine = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
                     plgpu.wgmma(total, mine, b_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # the step before is done
-                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(k + stages - 1, stages)]))
+                    pl.when(k > 0)(
+                        lambda: plgpu.barrier_arrive(free.at[lax.rem(k + stages - 1, stages)])
+                    )
 
                 return total[...]
 
             z = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
             tile = Tile(z, (row * 2 + group, column), layout)
-            _write(epilogue(tile, *beside), results, tile, [stage.at[group] for stage in staging], out_refs)
+            _write(
+                epilogue(tile, *beside),
+                results,
+                tile,
+                [stage.at[group] for stage in staging],
+                out_refs,
+            )
 
     return kernel, {
         "grid": (rows // (2 * ROWS) * (columns // COLUMNS),),
@@ -211,7 +245,11 @@ def _hopper(
 
 
 def _blackwell(
-    epilogue: Epilogue, results: Sequence[Result], size: tuple[int, int, int], dtype: Any, simulated: bool
+    epilogue: Epilogue,
+    results: Sequence[Result],
+    size: tuple[int, int, int],
+    dtype: Any,
+    simulated: bool,
 ) -> tuple[Any, dict[str, Any]]:
     rows, columns, width = size
     some, layout = step(dtype), None if simulated else plgpu.Layout.TCGEN05
@@ -219,7 +257,16 @@ def _blackwell(
     stages = _stages(results, 1, (ROWS + COLUMNS) * SWIZZLE, steps)
 
     def kernel(
-        a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, total: Any, there: Any, free: Any, done: Any, staging: Any
+        a: Any,
+        b: Any,
+        *rest: Any,
+        a_smem: Any,
+        b_smem: Any,
+        total: Any,
+        there: Any,
+        free: Any,
+        done: Any,
+        staging: Any,
     ) -> None:
         beside, out_refs = rest[: -len(results)], rest[-len(results) :]
         group, registers = lax.axis_index("group"), partial(_registers, simulated)
@@ -247,8 +294,14 @@ def _blackwell(
         def _() -> None:
             registers(232)
             plgpu.barrier_wait(done)
-            tile = Tile(plgpu.async_load_tmem(total, **({"layout": layout} if layout else {})), (row, column), layout)
-            _write(epilogue(tile, *beside), results, tile, [stage.at[0] for stage in staging], out_refs)
+            tile = Tile(
+                plgpu.async_load_tmem(total, **({"layout": layout} if layout else {})),
+                (row, column),
+                layout,
+            )
+            _write(
+                epilogue(tile, *beside), results, tile, [stage.at[0] for stage in staging], out_refs
+            )
 
     return kernel, {
         "grid": (rows // ROWS * (columns // COLUMNS),),

@@ -19,7 +19,8 @@ class Rows(NamedTuple):
 
 
 def rows(x: tuple[int, ...], where: tuple[int, ...] | None, *, apart: bool = False) -> Rows:
-    """Merge neighbouring dims of rows along which the mask either changes or does not; `apart` leaves the last of them alone.
+    """Merge neighbouring dims of rows along which the mask either changes or does not; `apart`
+    leaves the last of them alone.
 
     >>> rows((2, 8, 16, 128), None)
     Rows(x=(256, 128), where=None)
@@ -47,10 +48,12 @@ def rows(x: tuple[int, ...], where: tuple[int, ...] | None, *, apart: bool = Fal
 
 
 def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Callable[..., Any]:
-    """A function of rows whose `vmap` is the same function of more rows: `function(depth, *args)`, with so many dims more.
+    """A function of rows whose `vmap` is the same function of more rows: `function(depth, *args)`,
+    with so many dims more.
 
-    The role of each argument says what becomes of it: `"rows"` get the new dim, first; what lies `"beside"` rows gets it too, of
-    size one if it is the same for all; what is `"same"` for all must be. Results get the dim.
+    The role of each argument says what becomes of it: `"rows"` get the new dim, first; what lies
+    `"beside"` rows gets it too, of size one if it is the same for all; what is `"same"` for all
+    must be. Results get the dim.
     """
 
     @jax.custom_batching.custom_vmap
@@ -74,7 +77,9 @@ def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Calla
 
 
 def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
-    """A function of `"rows"` and of what is the `"same"` for all, whose `vmap` is it of more rows, or else a loop."""
+    """A function of `"rows"` and of what is the `"same"` for all, whose `vmap` is it of more rows,
+    or else a loop.
+    """
 
     @jax.custom_batching.custom_vmap
     def called(*args: Any) -> Any:
@@ -89,7 +94,9 @@ def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
             )
         else:
             more = [
-                (x if differs[k] else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + differs[k] :])
+                (x if differs[k] else jnp.broadcast_to(x, (size, *x.shape))).reshape(
+                    -1, *x.shape[1 + differs[k] :]
+                )
                 if role == "rows"
                 else x
                 for k, (x, role) in enumerate(zip(args, roles, strict=True))
@@ -100,15 +107,23 @@ def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
     return called
 
 
-def grouped(depth: int, rows: jax.Array, *beside: jax.Array | None) -> tuple[int, list[jax.Array | None]]:
-    """How many groups of rows there are, and what lies beside them, one for each group or one for all: `(groups or 1, row)`."""
+def grouped(
+    depth: int, rows: jax.Array, *beside: jax.Array | None
+) -> tuple[int, list[jax.Array | None]]:
+    """How many groups of rows there are, and what lies beside them, one for each group or one for
+    all: `(groups or 1, row)`.
+    """
     lead = rows.shape[:depth]
 
     def of_groups(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
         same = all(size == 1 for size in x.shape[:depth])
-        return x.reshape(1, -1) if same else jnp.broadcast_to(x, (*lead, x.shape[-1])).reshape(-1, x.shape[-1])
+        return (
+            x.reshape(1, -1)
+            if same
+            else jnp.broadcast_to(x, (*lead, x.shape[-1])).reshape(-1, x.shape[-1])
+        )
 
     return math.prod(lead), [of_groups(x) for x in beside]
 

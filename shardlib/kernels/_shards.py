@@ -1,9 +1,11 @@
-"""How the arrays of an op lie where it is called, from the names of their dims, and the op run on each device's own shard.
+"""How the arrays of an op lie where it is called, from the names of their dims, and the op run on
+each device's own shard.
 
-A kernel is one device's: the partitioner cannot take it apart. So an op that is given names runs under a `shard_map` over
-all axes that are still automatic where it is called. Over axes that are manual there already (the data axes of the train
-step, all axes in a `shard_map` of the user's) the arrays are parts already; names say which, so that sums over a dim count
-every device that has a part of it.
+A kernel is one device's: the partitioner cannot take it apart. So an op that is given names runs
+under a `shard_map` over all axes that are still automatic where it is called. Over axes that are
+manual there already (the data axes of the train step, all axes in a `shard_map` of the user's) the
+arrays are parts already; names say which, so that sums over a dim count every device that has a
+part of it.
 """
 
 import math
@@ -25,7 +27,8 @@ Names: TypeAlias = Sequence[str | None]
 
 @dataclass(frozen=True)
 class Lie:
-    """How an array lies: its spec over the automatic axes, and of each dim all the axes that split it, the manual first.
+    """How an array lies: its spec over the automatic axes, and of each dim all the axes that split
+    it, the manual first.
 
     Without names nothing is known of it: `spec` is None.
     """
@@ -51,21 +54,35 @@ class Lie:
         return tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in pairs)
 
     def like(self, shape: tuple[int, ...]) -> "Lie":
-        """How an array lies that has the same dims, but for those of size one, which are on every device."""
+        """How an array lies that has the same dims, but for those of size one, which are on every
+        device.
+        """
         if self.spec is None:
             return Lie(shape, None, self.axes)
         whole = [to == 1 and size != 1 for to, size in zip(shape, self.shape, strict=True)]
-        spec = PartitionSpec(*(None if one else entry for one, entry in zip(whole, self.spec, strict=True)))
-        return Lie(shape, spec, tuple(() if one else axes for one, axes in zip(whole, self.axes, strict=True)))
+        spec = PartitionSpec(
+            *(None if one else entry for one, entry in zip(whole, self.spec, strict=True))
+        )
+        return Lie(
+            shape,
+            spec,
+            tuple(() if one else axes for one, axes in zip(whole, self.axes, strict=True)),
+        )
 
     def of(self, *dims: int) -> "Lie":
         """How an array lies that has these of its dims."""
         shape, axes = tuple(self.shape[dim] for dim in dims), tuple(self.axes[dim] for dim in dims)
-        return Lie(shape, None if self.spec is None else PartitionSpec(*(self.spec[dim] for dim in dims)), axes)
+        return Lie(
+            shape,
+            None if self.spec is None else PartitionSpec(*(self.spec[dim] for dim in dims)),
+            axes,
+        )
 
 
 def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
-    """How an array lies that has these names; without any, or where there is no sharding on purpose, nothing is known."""
+    """How an array lies that has these names; without any, or where there is no sharding on
+    purpose, nothing is known.
+    """
     shape = tuple(x.shape)
     if names is not None:
         check.kind(op, "names", names, tuple | list, "a name for each dim, in a tuple")
@@ -80,30 +97,39 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
             )
     if names is not None and len(names) != len(shape):
         raise ValueError(
-            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} names "
-            f"{check.shown(tuple(names))}: name every dim once."
+            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} "
+            f"names {check.shown(tuple(names))}: name every dim once."
         )
     scope, mesh = current_scope(), mesh_of_shards()
     if names is None or (scope is not None and scope.rules is None):
         return Lie(shape, None, ((),) * len(shape))
     if scope is None or scope.rules is None or mesh.empty:
         raise ValueError(
-            f"`{op}(names={tuple(names)})` outside any rules: nothing says what the names mean. Trace it under `with "
-            "sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, say that there is no sharding on purpose, `with "
-            "sl.unsharded():`, or leave the names out."
+            f"`{op}(names={tuple(names)})` outside any rules: nothing says what the names mean. "
+            "Trace it under `with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, say "
+            "that there is no sharding on purpose, `with sl.unsharded():`, or leave the names out."
         )
     scope.record(names)
     held = [_held(op, scope.rules, mesh, name, what) for name in names]
     resolution = resolve(
-        scope.rules, mesh.shape, tuple(names), shape, what=what, manual=frozenset(mesh.manual_axes), parts=True
+        scope.rules,
+        mesh.shape,
+        tuple(names),
+        shape,
+        what=what,
+        manual=frozenset(mesh.manual_axes),
+        parts=True,
     )
     if resolution.padded_shape != shape:
         raise ValueError(
-            f"`{op}`: `{what}` of shape {shape} would be padded to {resolution.padded_shape}. An op takes sizes that its axes "
-            'divide; `rules.indivisible(name="replicate")` lays such a dim out whole.'
+            f"`{op}`: `{what}` of shape {shape} would be padded to {resolution.padded_shape}. An "
+            'op takes sizes that its axes divide; `rules.indivisible(name="replicate")` lays such '
+            "a dim out whole."
         )
     say(resolution.said)
-    axes = tuple((*already, *as_tuple(entry)) for already, entry in zip(held, resolution.spec, strict=True))
+    axes = tuple(
+        (*already, *as_tuple(entry)) for already, entry in zip(held, resolution.spec, strict=True)
+    )
     return Lie(shape, resolution.spec, axes)
 
 
@@ -115,26 +141,35 @@ def _held(op: str, rules: AxisRules, mesh: AbstractMesh, name: Any, what: str) -
     held = [tuple(axis for axis in axes if axis in mesh.manual_axes) for axes in candidates]
     if len(set(held)) > 1:
         raise ValueError(
-            f"`{op}`: the rule for `{name}`, a dim of `{what}`, has the candidates {candidates}, and "
-            f"`{next(axis for axes in held for axis in axes)}` is manual here: whether the dim is split over it already cannot "
-            "be told. Give the rule one candidate."
+            f"`{op}`: the rule for `{name}`, a dim of `{what}`, has the candidates {candidates}, "
+            f"and `{next(axis for axes in held for axis in axes)}` is manual here: whether the dim "
+            "is split over it already cannot be told. Give the rule one candidate."
         )
     if candidates[0][: len(held[0])] != held[0]:
         raise ValueError(
-            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {candidates[0]}, and {held[0]} is manual here, where it has "
-            "been split over first. Put what is manual first in the rule."
+            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {candidates[0]}, and {held[0]} "
+            "is manual here, where it has been split over first. Put what is manual first in the "
+            "rule."
         )
     return held[0]
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """The axes of the mesh in scope over which the partitioner lays arrays out where this is called."""
+    """The axes of the mesh in scope over which the partitioner lays arrays out where this is
+    called.
+    """
     mesh = mesh_of_shards()
-    return () if mesh.empty else tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    return (
+        ()
+        if mesh.empty
+        else tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    )
 
 
 def partitioned(of: Lie) -> bool:
-    """Whether the partitioner would have to take apart what is done with an array: it may be split, and how is not known."""
+    """Whether the partitioner would have to take apart what is done with an array: it may be split,
+    and how is not known.
+    """
     sizes = mesh_of_shards().shape
     return of.spec is None and any(sizes[axis] > 1 for axis in automatic_axes())
 
@@ -149,8 +184,8 @@ def per_shard(
 ) -> Any:
     """Run a function of arrays on each device's own shard; a None among the arrays is handed on.
 
-    `results` is a tree of how what it gives lies; over the axes `same` they do not differ. Where no names were given, the
-    function sees the arrays as they are.
+    `results` is a tree of how what it gives lies; over the axes `same` they do not differ. Where no
+    names were given, the function sees the arrays as they are.
     """
     automatic = automatic_axes()
     given = [k for k, x in enumerate(arrays) if x is not None]
@@ -163,10 +198,12 @@ def per_shard(
             every[k] = x
         return body(*every)
 
-    specs = tuple(lies[k].spec for k in given)  # type: ignore[union-attr]
-    operands = [constrain(arrays[k], spec) for k, spec in zip(given, specs, strict=True)]  # type: ignore[arg-type]
+    specs: Any = tuple(lies[k].spec for k in given)  # type: ignore[union-attr]
+    operands = [constrain(arrays[k], spec) for k, spec in zip(given, specs, strict=True)]
     out = jax.tree.map(lambda lie: lie.spec, results, is_leaf=lambda lie: isinstance(lie, Lie))
-    mapped = jax.shard_map(of_given, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False)
+    mapped = jax.shard_map(
+        of_given, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False
+    )
     differing = frozenset().union(*map(varying, operands)) - frozenset(same)
     return jax.tree.map(lambda x: as_varying(x, differing), mapped(*operands))
 
@@ -178,10 +215,11 @@ def alone() -> bool:
 
 
 def varying_alike(*arrays: Any) -> list[Any]:
-    """The same arrays, all varying over the manual axes that any of them varies over, where JAX keeps account of that.
+    """The same arrays, all varying over the manual axes that any of them varies over, where JAX
+    keeps account of that.
 
-    An op with a derivative of its own must give each array a gradient that varies as it does; what this changes, JAX turns
-    back by the sum it takes.
+    An op with a derivative of its own must give each array a gradient that varies as it does; what
+    this changes, JAX turns back by the sum it takes.
     """
     axes = frozenset().union(*(varying(x) for x in arrays if x is not None))
     return [x if x is None else as_varying(x, axes) for x in arrays]

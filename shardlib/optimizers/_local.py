@@ -10,12 +10,14 @@ from shardlib import _arguments as check
 
 
 class Local(optax.GradientTransformationExtraArgs):
-    """An optimizer that is given each worker's own gradient, and has something else than gradients averaged.
+    """An optimizer that is given each worker's own gradient, and has something else than gradients
+    averaged.
 
-    Give it to `sl.init` as it is, under a strategy whose exchange sends codes. It runs in the step's two places. While
-    `sends(state)`, `message(gradients, state)` makes, on each device's own shards, what its worker sends, and says where that
-    is not always zero; what comes back is the mean of these. Then `update`, on global arrays, takes that mean in place of a
-    gradient, of those leaves for which `sent` is true, and gradients as ever of all others.
+    Give it to `sl.init` as it is, under a strategy whose exchange sends codes. It runs in the
+    step's two places. While `sends(state)`, `message(gradients, state)` makes, on each device's own
+    shards, what its worker sends, and says where that is not always zero; what comes back is the
+    mean of these. Then `update`, on global arrays, takes that mean in place of a gradient, of those
+    leaves for which `sent` is true, and gradients as ever of all others.
     """
 
     sends: Callable[[Any], jax.Array]
@@ -31,8 +33,16 @@ class Local(optax.GradientTransformationExtraArgs):
         message: Callable[[Any, Any], tuple[Any, Any]],
         for_run: Callable[[int], "Local"],
     ) -> "Local":
-        """`for_run(steps)` is the same optimizer for a run of so many steps, if its length is not known already."""
-        functions = {"init": init, "update": update, "sends": sends, "message": message, "for_run": for_run}
+        """`for_run(steps)` is the same optimizer for a run of so many steps, if its length is not
+        known already.
+        """
+        functions = {
+            "init": init,
+            "update": update,
+            "sends": sends,
+            "message": message,
+            "for_run": for_run,
+        }
         for name, one in functions.items():
             check.function("Local", name, one)
         made = super().__new__(cls, init, update)

@@ -1,4 +1,6 @@
-"""Pipelines: schedules as tables, played through without JAX, and run by `sl.Strategy(pipeline=...)`."""
+"""Pipelines: schedules as tables, played through without JAX, and run by
+`sl.Strategy(pipeline=...)`.
+"""
 
 from shardlib.pipeline._draw import svg as svg
 from shardlib.pipeline._draw import text as text

@@ -17,7 +17,8 @@ _RESET = "\x1b[0m"
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 70, 44
 
 
-# Where readers have their machine in the dark: the paper, what is written on it, lines, and colours that would be lost.
+# Where readers have their machine in the dark: the paper, what is written on it, lines, and colours
+# that would be lost.
 DARK = (
     "<style>@media (prefers-color-scheme: dark) { "
     'rect[fill="white"] { fill: #1e2129 } '
@@ -48,43 +49,50 @@ def svg(timeline: Timeline, title: str = "") -> str:
     scale = (_WIDTH - _LEFT - 10) / timeline.elapsed
     height = _TOP + _ROW * table.stages + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">',
         DARK,
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{_LEFT}" y="16" font-size="13">{escape(title)}</text>' if title else "",
     ]
     x = float(_LEFT)
     for kind in _kinds(timeline):
-        parts.append(f'<rect x="{x:.0f}" y="24" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
+        parts.append(
+            f'<rect x="{x:.0f}" y="24" width="12" height="12" fill="{_COLOURS[kind][0]}"/>'
+        )
         parts.append(f'<text x="{x + 17:.0f}" y="34">{_said(timeline, kind)}</text>')
         x += 30 + 7 * len(_said(timeline, kind))
     for stage, order in enumerate(table.orders):
         y = _TOP + _ROW * stage
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">stage {stage}</text>')
         parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{timeline.elapsed * scale:.1f}" height="{_ROW - 4}" fill="#f3f3f3"/>'
+            f'<rect x="{_LEFT}" y="{y}" width="{timeline.elapsed * scale:.1f}" height="{_ROW - 4}" '
+            'fill="#f3f3f3"/>'
         )
         for op in order:
-            left, width = _LEFT + timeline.start[op] * scale, (timeline.end[op] - timeline.start[op]) * scale
+            left = _LEFT + timeline.start[op] * scale
+            width = (timeline.end[op] - timeline.start[op]) * scale
             colour = _COLOURS[op.kind][min(table.chunk(op.part), 1)]
             parts.append(
-                f'<rect x="{left:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" height="{_ROW - 4}" fill="{colour}">'
-                f"<title>{op.kind}{op.microbatch}, part {op.part}, from {timeline.start[op]:g} to {timeline.end[op]:g}</title>"
-                "</rect>"
+                f'<rect x="{left:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" '
+                f'height="{_ROW - 4}" fill="{colour}"><title>{op.kind}{op.microbatch}, part '
+                f"{op.part}, from {timeline.start[op]:g} to {timeline.end[op]:g}</title></rect>"
             )
             if width > 8 * len(str(op.microbatch)):
                 dark = "#ffffff" if colour == _COLOURS[op.kind][0] else "#222222"
                 parts.append(
-                    f'<text x="{left + width / 2:.2f}" y="{y + 15}" text-anchor="middle" font-size="10" fill="{dark}">'
-                    f"{op.microbatch}</text>"
+                    f'<text x="{left + width / 2:.2f}" y="{y + 15}" text-anchor="middle" '
+                    f'font-size="10" fill="{dark}">{op.microbatch}</text>'
                 )
     return "\n".join([*filter(None, parts), "</svg>\n"])
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
-    """The same in `width` letters: F, B and W, small for all but the first part of a stage, and dots where it waits.
+    """The same in `width` letters: F, B and W, small for all but the first part of a stage, and
+    dots where it waits.
 
-    With room for it, each letter is a pass, or a part of one, and where numbers fit they stand beside it.
+    With room for it, each letter is a pass, or a part of one, and where numbers fit they stand
+    beside it.
 
     >>> from shardlib.pipeline import OneFOneB, simulate, Costs
     >>> print(text(simulate(OneFOneB(2, 3).table(), Costs(1, 1, 0))))
@@ -98,7 +106,9 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     table = timeline.table
     lead = len(f"stage {table.stages - 1} | ")
     shortest = min(
-        timeline.end[op] - timeline.start[op] for op in timeline.end if timeline.end[op] > timeline.start[op]
+        timeline.end[op] - timeline.start[op]
+        for op in timeline.end
+        if timeline.end[op] > timeline.start[op]
     )
     digits = len(str(table.microbatches - 1))
     columns = round(timeline.elapsed / shortest)
@@ -113,16 +123,20 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
             while at < len(order) and timeline.end[order[at]] <= moment:
                 at += 1
             busy = at < len(order) and timeline.start[order[at]] <= moment
-            cells.append(_cell(table.chunk(order[at].part), order[at], digits, numbered, colour) if busy
+            cells.append(_cell(table.chunk(order[at].part), order[at], digits, numbered,
+            colour) if busy
                          else "." * (digits + 1 if numbered else 1))  # fmt: skip
-        lines.append(f"{f'stage {stage}':{lead - 3}} | {(' ' if numbered else '').join(cells)}".rstrip())
+        lines.append(
+            f"{f'stage {stage}':{lead - 3}} | {(' ' if numbered else '').join(cells)}".rstrip()
+        )
     return "\n".join(lines)
 
 
 def _check_time(name: str, timeline: Timeline) -> None:
     if not timeline.elapsed > 0:
         raise ValueError(
-            f"`{name}(timeline=...)`: with {timeline.costs} nothing takes any time, and there is nothing to draw."
+            f"`{name}(timeline=...)`: with {timeline.costs} nothing takes any time, and there is "
+            "nothing to draw."
         )
 
 

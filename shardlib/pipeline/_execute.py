@@ -1,10 +1,12 @@
-"""The executor: one program, in which each stage does in each tick what the table says. Manual over the stages' axis.
+"""The executor: one program, in which each stage does in each tick what the table says. Manual over
+the stages' axis.
 
-In a tick a stage may go forward, backward and make gradients of weights, each under a `cond`: what the stages do differs,
-the program does not. Between ticks, what was made is sent on: one permute for each way that the schedule sends.
+In a tick a stage may go forward, backward and make gradients of weights, each under a `cond`: what
+the stages do differs, the program does not. Between ticks, what was made is sent on: one permute
+for each way that the schedule sends.
 
-Around the loop of ticks nothing differs from any other step: the weights outside the stages are whole on each, those of
-the stages are there alone, and so are the sums of gradients that come out.
+Around the loop of ticks nothing differs from any other step: the weights outside the stages are
+whole on each, those of the stages are there alone, and so are the sums of gradients that come out.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +31,8 @@ Buffers = dict[str, Any]
 class Executor:
     """A cut function, run as a program says, over the mesh axis `axis`.
 
-    `weights` are all weights, of the stacked ones this stage's layers, part after part. `inputs(microbatch)` are the
-    function's, and `totals` those of its outputs that are added up.
+    `weights` are all weights, of the stacked ones this stage's layers, part after part.
+    `inputs(microbatch)` are the function's, and `totals` those of its outputs that are added up.
     """
 
     cut: Cut
@@ -61,10 +63,12 @@ class Executor:
             "activations": _empty(self.cut.wire, slots["activations"][0] + 1),
             "gradients": _empty(self.cut.wire_back, slots["gradients"][0] + 1),
             "kept": [
-                _empty(of.kept, *of_slots) for of, *of_slots in zip(self.layers, slots["kept"], self.per, strict=True)
+                _empty(of.kept, *of_slots)
+                for of, *of_slots in zip(self.layers, slots["kept"], self.per, strict=True)
             ],
             "left": [
-                _empty(of.left, *of_slots) for of, *of_slots in zip(self.layers, slots["left"], self.per, strict=True)
+                _empty(of.left, *of_slots)
+                for of, *of_slots in zip(self.layers, slots["left"], self.per, strict=True)
             ],
         }
 
@@ -72,7 +76,9 @@ class Executor:
         """`do(loop, ...)` for the loop that a part is of."""
         if len(self.cut.loops) == 1:
             return do(0, *given)
-        return lax.switch(part // self.parts, [partial(do, loop) for loop in range(len(self.cut.loops))], *given)
+        return lax.switch(
+            part // self.parts, [partial(do, loop) for loop in range(len(self.cut.loops))], *given
+        )
 
     def is_first(self, part: Any, loop: int) -> Any:
         """Whether it is a loop's first part."""
@@ -87,19 +93,30 @@ class Executor:
         if self.chunks == 1:
             return 0, self.stacks[loop]
         first = (row[f"{kind}.chunk"] - loop * self.chunks) * self.per[loop]
-        return first, [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in self.stacks[loop]]
+        return first, [
+            lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in self.stacks[loop]
+        ]
 
     def own(self, row: dict[str, Any], kind: str, loop: int) -> tuple[Any, Arrays, Arrays, Arrays]:
-        """The first layer of a pass's part; the inputs of its microbatch; what is made of them for all layers, and for each."""
+        """The first layer of a pass's part; the inputs of its microbatch; what is made of them for
+        all layers, and for each.
+        """
         given = self.inputs(row[f"{kind}.microbatch"])
         same, plain = self.cut.fixed(loop, self.outer, given)
         first = (row[f"{kind}.part"] - loop * self.parts) * self.per[loop]
         same = [*self.shared[loop][1], *same]
-        return first, given, same, [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in plain]
+        return (
+            first,
+            given,
+            same,
+            [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in plain],
+        )
 
     # Passes.
 
-    def come(self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers, given: Arrays) -> Arrays:
+    def come(
+        self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers, given: Arrays
+    ) -> Arrays:
         """What travels into a pass's part."""
         arrived = _read(buffers["activations"], row[f"{kind}.activations"])
 
@@ -113,14 +130,18 @@ class Executor:
     def through(
         self, loop: int, row: dict[str, Any], kind: str, buffers: Buffers, keep: Arrays, slot: Any
     ) -> tuple[Arrays, Arrays]:
-        """Through a part: what travels on, and the buffers `keep` with what is kept of each layer in a slot.
+        """Through a part: what travels on, and the buffers `keep` with what is kept of each layer
+        in a slot.
 
         It is written where it will lie, layer by layer: stacked first, it would be written twice.
         """
         first, given, same, plain = self.own(row, kind, loop)
-        come, entering = self.come(loop, row, kind, buffers, given), len(self.cut.loops[loop].entering)
+        come = self.come(loop, row, kind, buffers, given)
+        entering = len(self.cut.loops[loop].entering)
 
-        def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[tuple[Arrays, Arrays], Arrays]:
+        def body(
+            carry: tuple[Arrays, Arrays], scanned: Any
+        ) -> tuple[tuple[Arrays, Arrays], Arrays]:
             (travelling, keep), (number, mine, of_layer) = carry, scanned
             mine = self.weights_of(loop, mine)
             travelling, told, kept = self.layers[loop].forward(travelling, mine, [*same, *of_layer])
@@ -137,7 +158,9 @@ class Executor:
         def through(loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
             keep = [] if self.program.recompute or not self.table.trains else buffers["kept"][loop]
             travelled, keep = self.through(loop, row, "F", buffers, keep, row["F.kept"])
-            return self.cut.packed(loop, travelled), _with(buffers, "kept", loop, keep) if keep else buffers
+            return self.cut.packed(loop, travelled), _with(
+                buffers, "kept", loop, keep
+            ) if keep else buffers
 
         return self.of_loop(row["F.part"], through, buffers)
 
@@ -155,23 +178,37 @@ class Executor:
             return total, rest
 
         of_trained = [self.outer[k] for k in trained]
-        (_, found), (back, gradients) = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, of_trained)
+        (_, found), (back, gradients) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+            floats, of_trained
+        )
         back = self.cut.packed(last, back, back=True)
         buffers = buffers | {"gradients": _write(buffers["gradients"], row["F.gradients"], back)}
-        return buffers, self.added(sums, trained, gradients), [a + b for a, b in zip(totals, found, strict=True)]
+        return (
+            buffers,
+            self.added(sums, trained, gradients),
+            [a + b for a, b in zip(totals, found, strict=True)],
+        )
 
     def backward(
         self, row: dict[str, Any], buffers: Buffers, sums: list[Arrays]
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """Gradients of what came; of weights, where passes are not split."""
 
-        def back(loop: int, buffers: Buffers, sums: list[Arrays]) -> tuple[Arrays, Buffers, list[Arrays]]:
+        def back(
+            loop: int, buffers: Buffers, sums: list[Arrays]
+        ) -> tuple[Arrays, Buffers, list[Arrays]]:
             of, layer = self.cut.loops[loop], self.layers[loop]
             first, _, same, plain = self.own(row, "B", loop)
-            gradients = self.cut.unpacked(loop, _read(buffers["gradients"], row["B.gradients"]), back=True)
-            moving, told = sum(of.smooth[: len(of.entering)]), sum(of.smooth[len(of.smooth) - len(of.told) :])
+            gradients = self.cut.unpacked(
+                loop, _read(buffers["gradients"], row["B.gradients"]), back=True
+            )
+            moving = sum(of.smooth[: len(of.entering)])
+            told = sum(of.smooth[len(of.smooth) - len(of.told) :])
             passing = gradients[moving:]
-            of_told = [lax.dynamic_slice_in_dim(x, first, self.per[loop]) for x in gradients[len(gradients) - told :]]
+            of_told = [
+                lax.dynamic_slice_in_dim(x, first, self.per[loop])
+                for x in gradients[len(gradients) - told :]
+            ]
             kept, slot = buffers["kept"][loop], row["B.kept"]
             if self.program.recompute:
                 kept, slot = (kept, slot) if kept else (_empty(layer.kept, 1, self.per[loop]), 0)
@@ -187,11 +224,15 @@ class Executor:
             def split(carry: Any, scanned: Any) -> Any:
                 (gradients, left), (number, mine, of_layer, of_told) = carry, scanned
                 mine, residuals = self.weights_of(loop, mine), _get(kept, slot, number)
-                gradients, new = layer.inputs(residuals, mine, [*same, *of_layer], [*gradients, *of_told])
+                gradients, new = layer.inputs(
+                    residuals, mine, [*same, *of_layer], [*gradients, *of_told]
+                )
                 return (gradients, _put(left, row["B.left"], number, new)), None
 
             scanned = (jnp.arange(self.per[loop]), weights, plain, of_told)
-            body, start = (split, buffers["left"][loop]) if self.table.splits else (whole, sums[loop])
+            body, start = (
+                (split, buffers["left"][loop]) if self.table.splits else (whole, sums[loop])
+            )
             (moved, end), _ = lax.scan(body, (gradients[:moving], start), scanned, reverse=True)
             if self.table.splits:
                 buffers = _with(_with(buffers, "left", loop, end), "kept", loop, kept)
@@ -201,13 +242,19 @@ class Executor:
 
         return self.of_loop(row["B.part"], back, buffers, sums)
 
-    def enter(self, row: dict[str, Any], sent: Arrays, buffers: Buffers, sums: Arrays) -> tuple[Arrays, Arrays]:
+    def enter(
+        self, row: dict[str, Any], sent: Arrays, buffers: Buffers, sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """What comes before a loop's first part, backward: done again, for it is little."""
 
         def back(loop: int, sent: Arrays, sums: Arrays) -> tuple[Arrays, Arrays]:
             given, smooth = self.inputs(row["B.microbatch"]), self.cut.loops[loop].smooth
             trained = [k for k in self.cut.enter(loop) if self.cut.outer[k] in self.cut.trained]
-            before = self.cut.unpacked(loop - 1, _read(buffers["activations"], row["B.activations"])) if loop else []
+            before = (
+                self.cut.unpacked(loop - 1, _read(buffers["activations"], row["B.activations"]))
+                if loop
+                else []
+            )
             floats, together = _parted(before, self.cut.loops[loop - 1].smooth if loop else [])
 
             def come(floats: Arrays, of_trained: Arrays) -> Arrays:
@@ -230,8 +277,12 @@ class Executor:
 
             def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
                 number, mine, of_layer = scanned
-                kept, left = (_get(buffers[name][loop], row[f"W.{name}"], number) for name in ("kept", "left"))
-                found = self.layers[loop].weights(kept, self.weights_of(loop, mine), [*same, *of_layer], left)
+                kept, left = (
+                    _get(buffers[name][loop], row[f"W.{name}"], number) for name in ("kept", "left")
+                )
+                found = self.layers[loop].weights(
+                    kept, self.weights_of(loop, mine), [*same, *of_layer], left
+                )
                 return self.added_layer(loop, sums, place + number, found), None
 
             of_loop, _ = lax.scan(body, sums[loop], (jnp.arange(self.per[loop]), weights, plain))
@@ -242,20 +293,29 @@ class Executor:
     def added(self, sums: Arrays, which: Sequence[int], gradients: Arrays) -> Arrays:
         """The sums of the outer weights with gradients of some."""
         return _replaced(
-            sums, which, [sums[k] + g.astype(sums[k].dtype) for k, g in zip(which, gradients, strict=True)]
+            sums,
+            which,
+            [sums[k] + g.astype(sums[k].dtype) for k, g in zip(which, gradients, strict=True)],
         )
 
     def added_layer(self, loop: int, sums: Arrays, place: Any, gradients: Arrays) -> Arrays:
-        """The sums of what a loop's layers share, and of its weights, with the gradients of the layer at a place."""
+        """The sums of what a loop's layers share, and of its weights, with the gradients of the
+        layer at a place.
+        """
         shared = len(self.shared[loop][0])
         return [
-            x + gradient.astype(x.dtype) if k < shared else x.at[place].add(gradient.astype(x.dtype))
+            x + gradient.astype(x.dtype)
+            if k < shared
+            else x.at[place].add(gradient.astype(x.dtype))
             for k, (x, gradient) in enumerate(zip(sums, gradients, strict=True))
         ]
 
     def sums_of_shared(self, loop: int) -> Arrays:
         """Sums of gradients of what a loop's layers share, before any."""
-        return [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in self.shared[loop][0]]
+        return [
+            jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            for x in self.shared[loop][0]
+        ]
 
     def share(self, loop: int, sums: Arrays, of_shared: Arrays) -> Arrays:
         """The sums of the outer weights with what comes through what a loop's layers share."""
@@ -271,19 +331,27 @@ class Executor:
     # The loop of ticks.
 
     def gradient(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
-        """What `totals` come to on this stage, and `sums`, which has one for each trained weight, with its gradients."""
+        """What `totals` come to on this stage, and `sums`, which has one for each trained weight,
+        with its gradients.
+        """
         stage = lax.axis_index(self.axis)
-        of_layers = [[*self.sums_of_shared(k), *(sums[i] for i in of)] for k, of in enumerate(self.trained)]
+        of_layers = [
+            [*self.sums_of_shared(k), *(sums[i] for i in of)] for k, of in enumerate(self.trained)
+        ]
         start = self.buffers(), [sums[k] for k in self.cut.outer], of_layers, self.no_totals()
         nothing, nothing_back = (
-            [jnp.zeros(one.shape, one.dtype) for one in of] for of in (self.cut.wire, self.cut.wire_back)
+            [jnp.zeros(one.shape, one.dtype) for one in of]
+            for of in (self.cut.wire, self.cut.wire_back)
         )
 
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
             buffers, of_outer, of_stacks, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
             made, buffers = lax.cond(
-                row["F"] == 1, partial(self.forward, row), lambda buffers: (nothing, buffers), buffers
+                row["F"] == 1,
+                partial(self.forward, row),
+                lambda buffers: (nothing, buffers),
+                buffers,
             )
             buffers, of_outer, totals = lax.cond(
                 self.is_last(row),
@@ -305,7 +373,10 @@ class Executor:
             )  # fmt: skip
             if self.table.splits:
                 of_stacks = lax.cond(
-                    row["W"] == 1, partial(self.of_weights, row, buffers), lambda same: same, of_stacks
+                    row["W"] == 1,
+                    partial(self.of_weights, row, buffers),
+                    lambda same: same,
+                    of_stacks,
                 )
             buffers = self.sent(self.sent(buffers, row, "F", made), row, "B", gradients)
             return (buffers, of_outer, of_stacks, totals), None
@@ -314,8 +385,14 @@ class Executor:
         for loop, of in enumerate(self.shared):
             if of[0]:
                 of_outer = self.share(loop, of_outer, of_stacks[loop][: len(of[0])])
-        of_stacks = [x for (moved, _), found in zip(self.shared, of_stacks, strict=True) for x in found[len(moved) :]]
-        return totals, _replaced(sums, [*self.cut.outer, *chain(*self.trained)], [*of_outer, *of_stacks])
+        of_stacks = [
+            x
+            for (moved, _), found in zip(self.shared, of_stacks, strict=True)
+            for x in found[len(moved) :]
+        ]
+        return totals, _replaced(
+            sums, [*self.cut.outer, *chain(*self.trained)], [*of_outer, *of_stacks]
+        )
 
     def measure(self) -> Arrays:
         """What `totals` come to on this stage, where the program is of forward passes alone."""
@@ -330,7 +407,9 @@ class Executor:
 
             def head(totals: Arrays) -> Arrays:
                 travelled = self.cut.unpacked(last, made)
-                found = self.cut.after(self.outer, self.inputs(row["F.microbatch"]), travelled, self.totals)
+                found = self.cut.after(
+                    self.outer, self.inputs(row["F.microbatch"]), travelled, self.totals
+                )
                 return [a + b for a, b in zip(totals, found, strict=True)]
 
             totals = lax.cond(self.is_last(row), head, lambda same: same, totals)
@@ -350,7 +429,10 @@ class Executor:
     def no_totals(self) -> Arrays:
         """What is added up, before any."""
         travelled = self.cut.loops[-1].travelling
-        after = lambda *travelled: self.cut.after(self.outer, self.inputs(0), list(travelled), self.totals)  # noqa: E731
+
+        def after(*travelled: Any) -> Any:
+            return self.cut.after(self.outer, self.inputs(0), list(travelled), self.totals)
+
         return [jnp.zeros(one.shape, one.dtype) for one in jax.eval_shape(after, *travelled)]
 
     def sent(self, buffers: Buffers, row: dict[str, Any], kind: str, made: Arrays) -> Buffers:
@@ -368,7 +450,8 @@ def _read(buffer: Arrays, slot: Any) -> Arrays:
 
 def _write(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
     return [
-        lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0) for x, new in zip(buffer, values, strict=True)
+        lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0)
+        for x, new in zip(buffer, values, strict=True)
     ]
 
 
@@ -384,19 +467,27 @@ def _with(buffers: Buffers, name: str, loop: int, of_loop: Arrays) -> Buffers:
 
 def _get(buffer: Arrays, slot: Any, number: Any) -> Arrays:
     """What lies in a slot of one layer."""
-    return [lax.dynamic_slice(x, (slot, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))[0, 0] for x in buffer]
+    return [
+        lax.dynamic_slice(x, (slot, number, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))[0, 0]
+        for x in buffer
+    ]
 
 
 def _put(buffer: Arrays, slot: Any, number: Any, values: Arrays) -> Arrays:
     """With values in a slot for one layer."""
     return [
-        lax.dynamic_update_slice(x, new.astype(x.dtype)[None, None], (slot, number, *[0] * (x.ndim - 2)))
+        lax.dynamic_update_slice(
+            x, new.astype(x.dtype)[None, None], (slot, number, *[0] * (x.ndim - 2))
+        )
         for x, new in zip(buffer, values, strict=True)
     ]
 
 
 def _filled(stacks: Arrays, first: Any, values: Arrays) -> Arrays:
-    return [lax.dynamic_update_slice_in_dim(x, new, first, 0) for x, new in zip(stacks, values, strict=True)]
+    return [
+        lax.dynamic_update_slice_in_dim(x, new, first, 0)
+        for x, new in zip(stacks, values, strict=True)
+    ]
 
 
 def _replaced(arrays: Sequence[Any], places: Sequence[int], values: Arrays) -> Arrays:

@@ -1,4 +1,6 @@
-"""One loop over layers in a traced loss: what goes in and out, and one layer of it as a function."""
+"""One loop over layers in a traced loss: what goes in and out, and one layer of it as a
+function.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ Shapes = list[jax.ShapeDtypeStruct]
 class Loop:
     """One loop over layers.
 
-    What *travels* from part to part is a list of arrays: what goes from layer to layer, then what travels along, then what
-    only passes by, for later; then what the layers tell besides, stacked, of which each part fills in its own.
+    What *travels* from part to part is a list of arrays: what goes from layer to layer, then what
+    travels along, then what only passes by, for later; then what the layers tell besides, stacked,
+    of which each part fills in its own.
     """
 
     equation: Any
@@ -59,14 +62,17 @@ class Loop:
     @cached_property
     def plain(self) -> list[int]:
         """What is taken layer by layer and made of examples alone."""
-        return [k for k in range(sum(self.parts), len(self.equation.invars)) if k not in self.weights]
+        return [
+            k for k in range(sum(self.parts), len(self.equation.invars)) if k not in self.weights
+        ]
 
     @cached_property
     def leaving(self) -> list[Any]:
         """Under which names what travels is known after the last part, where it is."""
         outputs = self.equation.outvars
         return [
-            *outputs[: self.parts[1]], *[None] * len(self.along), *self.passing, *[outputs[k] for k in self.told],
+            *outputs[: self.parts[1]], *[None] * len(self.along), *self.passing,
+            *[outputs[k] for k in self.told],
         ]  # fmt: skip
 
     @cached_property
@@ -82,9 +88,10 @@ class Loop:
 
     @cached_property
     def layer(self) -> ClosedJaxpr:
-        """One layer as a function: what enters that has derivatives, what else does; what is made of trained weights; the
-        layer's weights, trained ones first; what is made of frozen ones; what is the same for all layers, and of what is
-        stacked the layer's. What comes out is what enters the next, in order, and what the layer tells besides.
+        """One layer as a function: what enters that has derivatives, what else does; what is made
+        of trained weights; the layer's weights, trained ones first; what is made of frozen ones;
+        what is the same for all layers, and of what is stacked the layer's. What comes out is what
+        enters the next, in order, and what the layer tells besides.
         """
         constants, carries = self.parts
         body = self.equation.params["jaxpr"]
@@ -96,10 +103,16 @@ class Loop:
         def layer(*given: Any) -> Arrays:
             now = dict(zip(order, given, strict=True))
             results = jaxpr_as_fun(body)(*[now[k] for k in range(len(body.jaxpr.invars))])
-            return [*results[:carries], *[now[k] for k in self.along], *[results[k] for k in self.told]]
+            return [
+                *results[:carries],
+                *[now[k] for k in self.along],
+                *[results[k] for k in self.told],
+            ]
 
         avals = [body.jaxpr.invars[k].aval for k in order]
-        return jax.make_jaxpr(layer)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+        return jax.make_jaxpr(layer)(
+            *[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        )
 
 
 def aside(loop: Loop, same: Arrays, plain: Arrays) -> Arrays:
@@ -110,7 +123,9 @@ def aside(loop: Loop, same: Arrays, plain: Arrays) -> Arrays:
 
     def layer(_: None, of_layer: Arrays) -> tuple[None, Arrays]:
         values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        return None, made_of(body.jaxpr, wanted, values | dict(zip(names, [*same, *of_layer], strict=True)))
+        return None, made_of(
+            body.jaxpr, wanted, values | dict(zip(names, [*same, *of_layer], strict=True))
+        )
 
     return lax.scan(layer, None, plain, length=loop.layers)[1]
 
@@ -120,8 +135,12 @@ def body_of(equation: Any) -> ClosedJaxpr:
     return inlined(equation.params["jaxpr"], lambda _: True)
 
 
-def outputs_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> list[tuple[int, Any]]:
-    """Which outputs of loops, each with the number of its loop, `wanted` is made of, but for those made of examples alone."""
+def outputs_behind(
+    jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]
+) -> list[tuple[int, Any]]:
+    """Which outputs of loops, each with the number of its loop, `wanted` is made of, but for those
+    made of examples alone.
+    """
     of = {v: k for k, loop in enumerate(loops) for v in loop.equation.outvars}
     own = {loop.equation.outvars[k] for loop in loops for k in loop.apart}
     equations = behind(jaxpr, wanted, of)

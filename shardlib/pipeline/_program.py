@@ -1,8 +1,10 @@
-"""Ticks as numbers, for an executor that is one program: what each stage does in each tick, and where things lie.
+"""Ticks as numbers, for an executor that is one program: what each stage does in each tick, and
+where things lie.
 
-Whatever waits has a slot in a buffer: what another part sent, what a forward pass keeps for its backward pass, what a
-split backward pass leaves for the gradients of weights. A buffer is as large on every stage as on the fullest; those for
-what is sent have one slot more, into which goes what nobody reads.
+Whatever waits has a slot in a buffer: what another part sent, what a forward pass keeps for its
+backward pass, what a split backward pass leaves for the gradients of weights. A buffer is as large
+on every stage as on the fullest; those for what is sent have one slot more, into which goes what
+nobody reads.
 """
 
 import heapq
@@ -26,13 +28,14 @@ Pairs = tuple[tuple[int, int], ...]
 class Program:
     """What an executor reads: `rows` of numbers, by name, each of ticks by stages.
 
-    Of each kind of pass, such as `F`: whether there is one (`F`), its `F.microbatch`, its part among those of the stage,
-    `F.chunk`, and among all, `F.part`. Of each buffer the slot that a pass reads or writes, `F.kept`; and under the name of
-    a channel where what comes through it goes. `channels` has, for `F` and for `B`, from which stages to which it is sent:
-    one channel for each distance; of distance 0 a stage hands on to itself.
+    Of each kind of pass, such as `F`: whether there is one (`F`), its `F.microbatch`, its part
+    among those of the stage, `F.chunk`, and among all, `F.part`. Of each buffer the slot that a
+    pass reads or writes, `F.kept`; and under the name of a channel where what comes through it
+    goes. `channels` has, for `F` and for `B`, from which stages to which it is sent: one channel
+    for each distance; of distance 0 a stage hands on to itself.
 
-    A model with several loops over layers has as many parts of each. What passes of different loops keep and leave differs,
-    and so does the number of `slots`, which are counted loop by loop.
+    A model with several loops over layers has as many parts of each. What passes of different loops
+    keep and leave differs, and so does the number of `slots`, which are counted loop by loop.
     """
 
     table: Table
@@ -55,7 +58,9 @@ def table_of(schedule: Schedule) -> Table:
 
 
 @lru_cache(maxsize=64)
-def program_of(schedule: Schedule, *, loops: int = 1, recompute: bool = False, trains: bool = True) -> "Program":
+def program_of(
+    schedule: Schedule, *, loops: int = 1, recompute: bool = False, trains: bool = True
+) -> "Program":
     """Its program; or, to measure and not to train, of its forward passes alone."""
     table = table_of(schedule)
     if trains:
@@ -72,8 +77,9 @@ def channel(kind: str, distance: int) -> str:
 def program(ticks: Ticks, loops: int = 1, recompute: bool = False) -> Program:
     """Number what ticks do, and find a slot for all that waits.
 
-    Within a tick a stage goes forward, then backward, then makes gradients of weights. The parts are those of `loops`, as
-    many of each. If a stage is to `recompute`, it keeps what was sent to it and nothing else, until it goes backward.
+    Within a tick a stage goes forward, then backward, then makes gradients of weights. The parts
+    are those of `loops`, as many of each. If a stage is to `recompute`, it keeps what was sent to
+    it and nothing else, until it goes backward.
 
     >>> from shardlib.pipeline import OneFOneB, pack
     >>> made = program(pack(OneFOneB(4, 8).table(), paired=False))
@@ -133,11 +139,15 @@ def program(ticks: Ticks, loops: int = 1, recompute: bool = False) -> Program:
         if (to := sent_to(table, op)) is not None:
             there = table.placement[to.part]
             distance = (there - stage + table.stages // 2) % table.stages - table.stages // 2
-            distance = -distance if table.stages == 2 and there > stage else distance  # with two, -1 is as far as +1
+            # With two, -1 is as far as +1.
+            distance = -distance if table.stages == 2 and there > stage else distance
             channels[kind].setdefault(distance, set()).add((stage, there))
             buffer = "activations" if kind == "F" else "gradients"
             row(channel(kind, distance), nobody(buffer))[tick, there] = slot(buffer, to)
-    sorted_channels = {kind: {far: tuple(sorted(pairs)) for far, pairs in of.items()} for kind, of in channels.items()}
+    sorted_channels = {
+        kind: {far: tuple(sorted(pairs)) for far, pairs in of.items()}
+        for kind, of in channels.items()
+    }
     return Program(table, rows, size, sorted_channels, loops, recompute)
 
 
@@ -150,8 +160,12 @@ def sent_to(table: Table, op: Op) -> Op | None:
 def _lives(
     table: Table, when: dict[Op, int], loops: int, recompute: bool
 ) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
-    """From when to when each thing waits, by microbatch and part. A tick has moments: F, B, W, and what arrives."""
-    lives: dict[str, dict[tuple[int, int], tuple[float, float]]] = {buffer: {} for buffer in BUFFERS}
+    """From when to when each thing waits, by microbatch and part. A tick has moments: F, B, W, and
+    what arrives.
+    """
+    lives: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
+        buffer: {} for buffer in BUFFERS
+    }
     moment = {"F": 0.0, "B": 0.25, "W": 0.5}
     arrival = 0.75
     at = {op: tick + moment[op.kind] for op, tick in when.items()}
@@ -162,9 +176,13 @@ def _lives(
             continue
         back = at[Op("B", *of)] if table.trains else forward
         if part:
-            # What goes into a loop is made of what came out of the one before, forward and backward.
+            # What goes into a loop is made of what came out of the one before, forward and
+            # backward.
             again = recompute or not part % (table.parts // loops)
-            lives["activations"][of] = when[Op("F", microbatch, part - 1)] + arrival, back if again else forward
+            lives["activations"][of] = (
+                when[Op("F", microbatch, part - 1)] + arrival,
+                back if again else forward,
+            )
         if not table.trains:
             continue
         end = at[Op(last, *of)]
@@ -181,8 +199,12 @@ def _lives(
     return lives
 
 
-def _colour(spans: dict[tuple[int, int], tuple[float, float]]) -> tuple[dict[tuple[int, int], int], int]:
-    """A slot for each span, such that no two which overlap share one; and how many there are, which is the least."""
+def _colour(
+    spans: dict[tuple[int, int], tuple[float, float]],
+) -> tuple[dict[tuple[int, int], int], int]:
+    """A slot for each span, such that no two which overlap share one; and how many there are, which
+    is the least.
+    """
     found: dict[tuple[int, int], int] = {}
     free: list[int] = []
     busy: list[tuple[float, int]] = []

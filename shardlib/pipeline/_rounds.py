@@ -1,7 +1,9 @@
-"""ZB-V, made in rounds: each stage goes backward, then forward, and gradients of weights fill the time that it would wait.
+"""ZB-V, made in rounds: each stage goes backward, then forward, and gradients of weights fill the
+time that it would wait.
 
-Two parts on each stage, part s and part 2S - 1 - s. A pass through a stage's first part, on the way there, is said here
-with a 0, one through its second, on the way back, with a 1. `B1` is thus the first to come backward.
+Two parts on each stage, part s and part 2S - 1 - s. A pass through a stage's first part, on the way
+there, is said here with a 0, one through its second, on the way back, with a 1. `B1` is thus the
+first to come backward.
 """
 
 from collections import deque
@@ -15,7 +17,10 @@ _SLACK = 1e-9
 def rounds(stages: int, microbatches: int, limit: float, costs: Costs) -> Table:
     """The schedule in which no stage ever holds more than `limit` microbatches' activations."""
     best = min(
-        (_Rounds(stages, microbatches, limit, costs, *fills) for fills in ((True, True), (False, False))),
+        (
+            _Rounds(stages, microbatches, limit, costs, *fills)
+            for fills in ((True, True), (False, False))
+        ),
         key=lambda made: max(now - first for now, first in zip(made.now, made.first, strict=True)),
     )
     return Table(tuple(map(tuple, best.orders)), best.placement)
@@ -23,12 +28,22 @@ def rounds(stages: int, microbatches: int, limit: float, costs: Costs) -> Table:
 
 class _Rounds:
     def __init__(
-        self, stages: int, microbatches: int, limit: float, costs: Costs, backward: bool, forward: bool
+        self,
+        stages: int,
+        microbatches: int,
+        limit: float,
+        costs: Costs,
+        backward: bool,
+        forward: bool,
     ) -> None:
         self.stages, self.microbatches, self.limit, self.costs = stages, microbatches, limit, costs
         self.placement = (*range(stages), *reversed(range(stages)))
         shape: list[tuple[Op, ...]] = [
-            tuple(Op(kind, 0, part) for part in (stage, 2 * stages - 1 - stage) for kind in ("F", "B", "W"))
+            tuple(
+                Op(kind, 0, part)
+                for part in (stage, 2 * stages - 1 - stage)
+                for kind in ("F", "B", "W")
+            )
             for stage in range(stages)
         ]
         self.table = Table(
@@ -53,7 +68,11 @@ class _Rounds:
         """The next pass of a name, if there is one more."""
         kind: Kind = "F" if name[0] == "F" else "B"
         part = stage if name[1] == "0" else 2 * self.stages - 1 - stage
-        return Op(kind, self.done[stage][name], part) if self.done[stage][name] < self.microbatches else None
+        return (
+            Op(kind, self.done[stage][name], part)
+            if self.done[stage][name] < self.microbatches
+            else None
+        )
 
     def _can(self, stage: int, name: str) -> bool:
         """Whether it is known when the next pass of a name can start."""
@@ -63,7 +82,10 @@ class _Rounds:
     def _arrival(self, op: Op) -> float:
         stage = self.placement[op.part]
         return max(
-            (self.end[one] + self.costs.send * (self.placement[one.part] != stage) for one in self.table.before(op)),
+            (
+                self.end[one] + self.costs.send * (self.placement[one.part] != stage)
+                for one in self.table.before(op)
+            ),
             default=0.0,
         )
 
@@ -72,7 +94,9 @@ class _Rounds:
             self.first[stage] = start
         self.orders[stage].append(op)
         self.now[stage] = self.end[op] = start + self.costs.of(self.table, op)
-        self.held[stage] += {"F": 1.0, "B": self.costs.kept - 1.0, "W": -self.costs.kept}[op.kind] / 2
+        self.held[stage] += {"F": 1.0, "B": self.costs.kept - 1.0, "W": -self.costs.kept}[
+            op.kind
+        ] / 2
 
     def _put(self, stage: int, name: str) -> None:
         op = self._next(stage, name)
@@ -88,11 +112,15 @@ class _Rounds:
         self._add(stage, self.pending[stage].popleft()._replace(kind="W"), self.now[stage])
 
     def _put_in_time(self, stage: int, name: str, fill: bool) -> None:
-        """A pass, and before it gradients of weights: to make room, where it would wait as long, or nearly."""
+        """A pass, and before it gradients of weights: to make room, where it would wait as long, or
+        nearly.
+        """
         op = self._next(stage, name)
         assert op is not None
         takes = self.costs.of(self.table, Op("W", 0, op.part))
-        while self.pending[stage] and name[0] == "F" and self.held[stage] + 0.5 > self.limit + _SLACK:
+        while (
+            self.pending[stage] and name[0] == "F" and self.held[stage] + 0.5 > self.limit + _SLACK
+        ):
             self._weights(stage)
         arrival = self._arrival(op)
         while self.pending[stage] and arrival >= self.now[stage] + takes - _SLACK:
@@ -103,7 +131,9 @@ class _Rounds:
         self._put(stage, name)
 
     def _begin(self) -> None:
-        """The first microbatch there and back; meanwhile others go there, with room left for all to come back."""
+        """The first microbatch there and back; meanwhile others go there, with room left for all to
+        come back.
+        """
         for stage in range(self.stages):
             self._put(stage, "F0")
         for stage in reversed(range(self.stages)):
@@ -121,7 +151,9 @@ class _Rounds:
             self._put(stage, "F1")
 
     def _even_out(self) -> None:
-        """No stage has gone forward less often than the one before it, before any goes backward again."""
+        """No stage has gone forward less often than the one before it, before any goes backward
+        again.
+        """
         turn = 0
         for stage in range(1, self.stages):
             behind = lambda stage=stage: (  # noqa: E731

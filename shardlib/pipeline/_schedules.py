@@ -1,4 +1,5 @@
-"""The published schedules. Each is a value that makes a table, with the closed formulas of its paper beside it.
+"""The published schedules. Each is a value that makes a table, with the closed formulas of its
+paper beside it.
 
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
@@ -41,7 +42,9 @@ class _Plain:
 def _in_turn(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], ahead: int, late: int | None
 ) -> list[Op]:
-    """So many forwards, then a backward and a forward in turn, then what is left; weights `late` backwards behind."""
+    """So many forwards, then a backward and a forward in turn, then what is left; weights `late`
+    backwards behind.
+    """
     order, done = [Op("F", *one) for one in forwards[:ahead]], 0
     for number, one in enumerate(backwards):
         order.append(Op("B", *one))
@@ -52,11 +55,15 @@ def _in_turn(
     return order + ([Op("W", *one) for one in backwards[done:]] if late is not None else [])
 
 
-def _table_in_turn(schedule: Schedule, ahead: Iterator[int], late: Iterator[int] | None = None) -> Table:
+def _table_in_turn(
+    schedule: Schedule, ahead: Iterator[int], late: Iterator[int] | None = None
+) -> Table:
     orders = []
     for stage, first in enumerate(ahead):
         each = [(m, stage) for m in range(schedule.microbatches)]
-        orders.append(tuple(_in_turn(each, each, min(first, len(each)), None if late is None else next(late))))
+        orders.append(
+            tuple(_in_turn(each, each, min(first, len(each)), None if late is None else next(late)))
+        )
     return Table(tuple(orders), tuple(range(schedule.stages)))
 
 
@@ -85,7 +92,8 @@ class GPipe(_Plain):
 
 @dataclass(frozen=True)
 class OneFOneB(_Plain):
-    """PipeDream-Flush: a backward pass as soon as there is one, so that a stage holds no more than the stages after it.
+    """PipeDream-Flush: a backward pass as soon as there is one, so that a stage holds no more than
+    the stages after it.
 
     >>> [str(op) for op in OneFOneB(2, 3).table().orders[0]]
     ['F0@0', 'F1@0', 'B0@0', 'F2@0', 'B1@0', 'B2@0']
@@ -106,7 +114,8 @@ class OneFOneB(_Plain):
 
 @dataclass(frozen=True)
 class Eager1F1B(_Plain):
-    """1F1B with forward passes early enough that what is sent has a tick to travel: a stage holds nearly twice as many.
+    """1F1B with forward passes early enough that what is sent has a tick to travel: a stage holds
+    nearly twice as many.
 
     Paired, a tick has a forward and a backward pass, and there are M + 2 (S - 1) of them.
 
@@ -132,7 +141,9 @@ class Eager1F1B(_Plain):
 
 @dataclass(frozen=True)
 class ZBH1(_Plain):
-    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps, as late as 1F1B's memory allows."""
+    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps, as late as 1F1B's memory
+    allows.
+    """
 
     def table(self) -> Table:
         """What each stage does."""
@@ -142,7 +153,9 @@ class ZBH1(_Plain):
         """(S - 1)(F + B - W), when M is at least S, and F at least W."""
         forward, backward, weights = single_costs(costs)
         require_for_formula(
-            weights <= forward and self.microbatches >= self.stages, "W at most F, and M at least S", costs
+            weights <= forward and self.microbatches >= self.stages,
+            "W at most F, and M at least S",
+            costs,
         )
         return (self.stages - 1) * (forward + backward - weights)
 
@@ -153,18 +166,26 @@ class ZBH1(_Plain):
 
 @dataclass(frozen=True)
 class ZBH2(_Plain):
-    """Zero bubble H2: as H1 with forward passes that fill the gap before the first backward pass, for twice the memory."""
+    """Zero bubble H2: as H1 with forward passes that fill the gap before the first backward pass,
+    for twice the memory.
+    """
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(self, iter(range(2 * self.stages - 1, 0, -2)), iter(range(0, 2 * self.stages, 2)))
+        return _table_in_turn(
+            self, iter(range(2 * self.stages - 1, 0, -2)), iter(range(0, 2 * self.stages, 2))
+        )
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2 W."""
+        """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2
+        W.
+        """
         forward, backward, weights = single_costs(costs)
         enough = self.microbatches >= 2 * self.stages - 1
         in_order = weights <= forward and 2 * weights <= forward + backward
-        require_for_formula(enough and in_order, "W at most F, 2 W at most F + B, and M at least 2 S - 1", costs)
+        require_for_formula(
+            enough and in_order, "W at most F, 2 W at most F + B, and M at least 2 S - 1", costs
+        )
         return (self.stages - 1) * (forward + backward - 2 * weights)
 
     def live(self, stage: int) -> float:
@@ -174,7 +195,9 @@ class ZBH2(_Plain):
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Megatron's: each stage has `chunks` parts, S apart, and the microbatches go through in groups of S."""
+    """Megatron's: each stage has `chunks` parts, S apart, and the microbatches go through in groups
+    of S.
+    """
 
     stages: int
     microbatches: int
@@ -183,12 +206,21 @@ class Interleaved:
 
     def __post_init__(self) -> None:
         chunks = check.whole(
-            "Interleaved", "chunks", self.chunks, "a number of parts on each stage", least=1, most=MOST_PASSES
+            "Interleaved",
+            "chunks",
+            self.chunks,
+            "a number of parts on each stage",
+            least=1,
+            most=MOST_PASSES,
         )
         check.assign(self, chunks=chunks)
         stages = checked_stages(self)
         check_schedule(
-            self, stages, stages, ": its microbatches go in groups as many as there are stages", parts=chunks
+            self,
+            stages,
+            stages,
+            ": its microbatches go in groups as many as there are stages",
+            parts=chunks,
         )
 
     def table(self) -> Table:
@@ -196,7 +228,10 @@ class Interleaved:
         stages, chunks, count = self.stages, self.chunks, self.microbatches * self.chunks
         orders = []
         for stage in range(stages):
-            turns = [(k // (stages * chunks) * stages + k % stages, k // stages % chunks) for k in range(count)]
+            turns = [
+                (k // (stages * chunks) * stages + k % stages, k // stages % chunks)
+                for k in range(count)
+            ]
             forwards = [(m, chunk * stages + stage) for m, chunk in turns]
             backwards = [(m, (chunks - 1 - chunk) * stages + stage) for m, chunk in turns]
             ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
@@ -220,8 +255,9 @@ _THERE_AND_BACK: tuple[Kind, ...] = ("F", "F", "B", "B")
 class _V:
     """Two parts on each stage, part s and part 2S - 1 - s: through the stages, and back.
 
-    The pattern of one microbatch, repeated every six units of time, decides the order of its passes, and with it how long
-    activations are held; the gradients of weights go where a stage would wait.
+    The pattern of one microbatch, repeated every six units of time, decides the order of its
+    passes, and with it how long activations are held; the gradients of weights go where a stage
+    would wait.
     """
 
     stages: int
@@ -232,7 +268,9 @@ class _V:
         check_schedule(self, parts=2)
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
-        """When the passes of a microbatch start: forward on the way there, and back; backward on the way there, and back."""
+        """When the passes of a microbatch start: forward on the way there, and back; backward on
+        the way there, and back.
+        """
         raise NotImplementedError
 
     def live(self, stage: int) -> float:
@@ -244,8 +282,14 @@ class _V:
         stages, orders = self.stages, []
         for stage in range(stages):
             there, back = stage, 2 * stages - 1 - stage
-            passes = list(zip(self._pattern(stage), _THERE_AND_BACK, (there, back, back, there), strict=True))
-            timed = [(at + 6 * m, Op(kind, m, part)) for at, kind, part in passes for m in range(self.microbatches)]
+            passes = list(
+                zip(self._pattern(stage), _THERE_AND_BACK, (there, back, back, there), strict=True)
+            )
+            timed = [
+                (at + 6 * m, Op(kind, m, part))
+                for at, kind, part in passes
+                for m in range(self.microbatches)
+            ]
             orders.append([op for _, op in sorted(timed)])
         placement = (*range(stages), *reversed(range(stages)))
         return weave(orders, placement, max(map(self.live, range(stages))))
@@ -256,11 +300,19 @@ class VMin(_V):
     """V-Min: a third of the memory of 1F1B, for two thirds of its gap."""
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
-        stages, rest = self.stages, 0 if self.stages % 3 else 2  # so that no two passes fall on one unit
-        return stage, 2 * stages - 1 - stage, 2 * stages + rest + stage, 4 * stages + rest - 1 - stage
+        # So that no two passes fall on one unit.
+        stages, rest = self.stages, 0 if self.stages % 3 else 2
+        return (
+            stage,
+            2 * stages - 1 - stage,
+            2 * stages + rest + stage,
+            4 * stages + rest - 1 - stage,
+        )
 
     def gap(self, costs: Costs) -> float:
-        """2 (S - 1)(F + B + W) / 3, for F = B = W, half an F less; or half an F more, where 3 divides S."""
+        """2 (S - 1)(F + B + W) / 3, for F = B = W, half an F less; or half an F more, where 3
+        divides S.
+        """
         forward = equal_cost(costs)
         more = forward / 2 if self.stages % 3 == 0 else -forward / 2
         return 2 * (self.stages - 1) * forward + more if self.stages > 1 else 0.0
@@ -276,7 +328,12 @@ class VHalf(_V):
 
     def _pattern(self, stage: int) -> tuple[int, int, int, int]:
         stages, rest = self.stages, 0 if self.stages % 2 else 3
-        return 2 * stage, 3 * stages - 2 - stage, 3 * stages - 1 + rest + 2 * stage, 6 * stages - 2 + rest - stage
+        return (
+            2 * stage,
+            3 * stages - 2 - stage,
+            3 * stages - 1 + rest + 2 * stage,
+            6 * stages - 2 + rest - stage,
+        )
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W) / 2, for F = B = W and an even S; half an F less for an odd one."""
@@ -290,9 +347,11 @@ class VHalf(_V):
 
 @dataclass(frozen=True)
 class ZBV:
-    """ZB-V: no bubble at all for the memory of 1F1B, where forward and backward passes and `W` take as long.
+    """ZB-V: no bubble at all for the memory of 1F1B, where forward and backward passes and `W` take
+    as long.
 
-    Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some of the gap.
+    Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some
+    of the gap.
     """
 
     stages: int
@@ -313,7 +372,8 @@ class ZBV:
         forward, count = equal_cost(costs), self.microbatches
         if self.stages < count < 2 * self.stages:
             raise ValueError(
-                f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` takes any."
+                f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` "
+                "takes any."
             )
         return 0.0 if count >= 2 * self.stages else (self.stages - 1) * forward / 2
 
@@ -324,7 +384,8 @@ class ZBV:
 
 @dataclass(frozen=True)
 class DualPipeV:
-    """DeepSeek's DualPipe cut in half: two parts on each stage, and in most steps a forward pass beside a backward one.
+    """DeepSeek's DualPipe cut in half: two parts on each stage, and in most steps a forward pass
+    beside a backward one.
 
     Paired, a tick has both, so that what one sends may go while the other computes.
     """
@@ -334,7 +395,9 @@ class DualPipeV:
     paired: bool = True
 
     def __post_init__(self) -> None:
-        check_schedule(self, 2 * checked_stages(self), why=", twice as many as there are stages", parts=2)
+        check_schedule(
+            self, 2 * checked_stages(self), why=", twice as many as there are stages", parts=2
+        )
 
     def table(self) -> Table:
         """What each stage does."""
@@ -394,7 +457,8 @@ class DualPipeV:
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """The best that a search from costs finds, of which each stage holds at most `limit` microbatches' activations.
+    """The best that a search from costs finds, of which each stage holds at most `limit`
+    microbatches' activations.
 
     With S, the default, it is the paper's ZB-1p, with 2 S its ZB-2p.
     """
@@ -409,7 +473,9 @@ class ZeroBubble:
         check_schedule(self, most=MOST_PASSES // 4)  # it makes and compares eight tables
         check_costs(self)
         takes = "a number of microbatches that a stage holds"
-        check.number("ZeroBubble", "limit", self.limit, takes, least=1, infinite=True, optional=True)
+        check.number(
+            "ZeroBubble", "limit", self.limit, takes, least=1, infinite=True, optional=True
+        )
 
     def live(self, stage: int) -> float:
         """The limit, at most."""
@@ -417,7 +483,12 @@ class ZeroBubble:
 
     def table(self) -> Table:
         """What each stage does."""
-        return search(self.stages, self.microbatches, self.costs, self.stages if self.limit is None else self.limit)
+        return search(
+            self.stages,
+            self.microbatches,
+            self.costs,
+            self.stages if self.limit is None else self.limit,
+        )
 
 
 def _zb_2p(stages: int, microbatches: int, costs: Costs = UNIT) -> ZeroBubble:

@@ -1,4 +1,6 @@
-"""Schedules found by a search from costs, under a limit of memory: zero bubble's ZB-1p and ZB-2p."""
+"""Schedules found by a search from costs, under a limit of memory: zero bubble's ZB-1p and
+ZB-2p.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ class _Stage:
 
 
 def search(stages: int, microbatches: int, costs: Costs, limit: float) -> Table:
-    """The best of the schedules that a few rules make, each of which holds at most `limit` microbatches on a stage."""
+    """The best of the schedules that a few rules make, each of which holds at most `limit`
+    microbatches on a stage.
+    """
     best: tuple[float, Table] | None = None
     for early, spare, yields in itertools.product((True, False), repeat=3):
         table = _made(stages, microbatches, costs, limit, early, spare, yields)
@@ -31,15 +35,22 @@ def search(stages: int, microbatches: int, costs: Costs, limit: float) -> Table:
     return best[1]
 
 
-def _made(stages: int, count: int, costs: Costs, limit: float, early: bool, spare: bool, yields: bool) -> Table:
-    """Rounds of a forward and a backward pass of every stage, after as many forward passes as there is room and time for.
+def _made(
+    stages: int, count: int, costs: Costs, limit: float, early: bool, spare: bool, yields: bool
+) -> Table:
+    """Rounds of a forward and a backward pass of every stage, after as many forward passes as there
+    is room and time for.
 
-    A gap that is long enough takes a `W`; so does one that is not, if the stage would wait more than any has yet, or if
-    `spare`. With `early`, a forward pass may still start when the first backward pass has come. With `yields`, a stage lets
-    a forward pass be where its next has enough to do.
+    A gap that is long enough takes a `W`; so does one that is not, if the stage would wait more
+    than any has yet, or if `spare`. With `early`, a forward pass may still start when the first
+    backward pass has come. With `yields`, a stage lets a forward pass be where its next has enough
+    to do.
     """
     all_stages = [_Stage() for _ in range(stages)]
-    plain = Table(tuple((Op("F", 0, s), Op("B", 0, s), Op("W", 0, s)) for s in range(stages)), tuple(range(stages)))
+    plain = Table(
+        tuple((Op("F", 0, s), Op("B", 0, s), Op("W", 0, s)) for s in range(stages)),
+        tuple(range(stages)),
+    )
     cost = [{op.kind: costs.of(plain, op) for op in plain.orders[stage]} for stage in range(stages)]
     end: dict[Op, float] = {}
 
@@ -63,7 +74,9 @@ def _made(stages: int, count: int, costs: Costs, limit: float, early: bool, spar
         here.order.append(op)
 
     def fill(stage: int, kind: str) -> None:
-        """Weights' gradients before the next op of a kind: for its memory, and in the gap before it."""
+        """Weights' gradients before the next op of a kind: for its memory, and in the gap before
+        it.
+        """
         here = all_stages[stage]
         pending = lambda: here.done["B"] - here.done["W"]  # noqa: E731
         while kind == "F" and here.held + 1 > limit + 1e-9 and pending():
@@ -95,7 +108,13 @@ def _made(stages: int, count: int, costs: Costs, limit: float, early: bool, spar
 
 
 def _warm_up(
-    all_stages: list[_Stage], cost: Sequence[dict[str, float]], send: float, count: int, limit: float, early: bool, put
+    all_stages: list[_Stage],
+    cost: Sequence[dict[str, float]],
+    send: float,
+    count: int,
+    limit: float,
+    early: bool,
+    put,
 ) -> None:
     """Forward passes before the first backward pass: as many as there is room for, and time."""
     stages = len(all_stages)
@@ -119,14 +138,24 @@ def _warm_up(
 
 
 def _going_forward(
-    all_stages: list[_Stage], cost: Sequence[dict[str, float]], send: float, count: int, limit: float, yields: bool
+    all_stages: list[_Stage],
+    cost: Sequence[dict[str, float]],
+    send: float,
+    count: int,
+    limit: float,
+    yields: bool,
 ) -> list[int]:
     """The stages that do a forward pass in this round: of each, all after it too."""
     wanted = []
     most = max(one.waited for one in all_stages)
     for stage, here in enumerate(all_stages):
         wants = here.done["F"] < count
-        if wants and yields and stage + 1 < len(all_stages) and here.done["F"] >= all_stages[stage + 1].done["F"] + 2:
+        if (
+            wants
+            and yields
+            and stage + 1 < len(all_stages)
+            and here.done["F"] >= all_stages[stage + 1].done["F"] + 2
+        ):
             after, of_next = all_stages[stage + 1], cost[stage + 1]
             needed = after.clock + of_next["F"] + of_next["B"] + send
             weights, held = 0.0, here.held + 1
@@ -135,7 +164,9 @@ def _going_forward(
                     break
                 weights, held = weights + cost[stage]["W"], held - 1
             late = here.clock + cost[stage]["F"] + weights > needed
-            wants = not (here.clock >= needed or (late and needed - here.clock <= most - here.waited))
+            wants = not (
+                here.clock >= needed or (late and needed - here.clock <= most - here.waited)
+            )
         wanted.append(wants)
     for stage in reversed(range(len(all_stages) - 1)):
         left = all_stages[stage + 1].done["F"] < count

@@ -1,7 +1,8 @@
 """What a schedule takes: a table played through with costs, without JAX.
 
-Two clocks. Stages that are free to run ahead start an op as soon as all it waits for has come: that is how papers count.
-An executor that is one program goes in *ticks*, each of which takes as long as its slowest stage.
+Two clocks. Stages that are free to run ahead start an op as soon as all it waits for has come: that
+is how papers count. An executor that is one program goes in *ticks*, each of which takes as long as
+its slowest stage.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from shardlib.pipeline._table import Op, Table
 class Costs:
     """What one microbatch takes, in any unit of time.
 
-    - `forward`, `backward`, `weights`: of a whole stage, shared evenly by its parts; or one number for each part. `backward`
-      is that of the input's gradient, `weights` of the weights'; where a table does not split them, its `B` takes both.
+    - `forward`, `backward`, `weights`: of a whole stage, shared evenly by its parts; or one number
+      for each part. `backward` is that of the input's gradient, `weights` of the weights'; where a
+      table does not split them, its `B` takes both.
     - `send`: from one stage to the next.
     - `kept`: what share of a microbatch's activations is still held between `B` and `W`.
     """
@@ -34,11 +36,15 @@ class Costs:
             if hasattr(value, "tolist") and not isinstance(value, type):  # an array
                 value = value.tolist()
             if isinstance(value, tuple | list) and value:
-                of_parts = tuple(float(check.number("Costs", name, one, "a cost", least=0)) for one in value)
+                of_parts = tuple(
+                    float(check.number("Costs", name, one, "a cost", least=0)) for one in value
+                )
                 check.assign(self, **{name: of_parts})
             else:
                 takes = "a cost, or a tuple of one for each part"
-                check.assign(self, **{name: float(check.number("Costs", name, value, takes, least=0))})
+                check.assign(
+                    self, **{name: float(check.number("Costs", name, value, takes, least=0))}
+                )
         send = check.number("Costs", "send", self.send, "a cost", least=0)
         kept = check.number("Costs", "kept", self.kept, "a share", least=0, most=1)
         check.assign(self, send=float(send), kept=float(kept))
@@ -50,14 +56,18 @@ class Costs:
         weights = _share(self.weights, table, op.part, "weights")
         if op.kind == "W":
             return weights
-        return _share(self.backward, table, op.part, "backward") + (0.0 if table.splits else weights)
+        return _share(self.backward, table, op.part, "backward") + (
+            0.0 if table.splits else weights
+        )
 
 
 def _share(cost: float | Sequence[float], table: Table, part: int, name: str) -> float:
     if not isinstance(cost, Sequence):
         return cost / table.placement.count(table.placement[part])
     if len(cost) != table.parts:
-        raise ValueError(f"`Costs({name}=...)` has {len(cost)} numbers, and the table has {table.parts} parts.")
+        raise ValueError(
+            f"`Costs({name}=...)` has {len(cost)} numbers, and the table has {table.parts} parts."
+        )
     return cost[part]
 
 
@@ -67,7 +77,9 @@ UNIT = Costs()
 
 @dataclass(frozen=True)
 class Timeline:
-    """A table played through: when each op starts and ends on its stage, stages being free to run ahead."""
+    """A table played through: when each op starts and ends on its stage, stages being free to run
+    ahead.
+    """
 
     table: Table
     costs: Costs
@@ -81,15 +93,17 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """What the busiest stage takes from its own first op to its own last: what papers count, for a stage that is done
-        early may begin the next step early.
+        """What the busiest stage takes from its own first op to its own last: what papers count,
+        for a stage that is done early may begin the next step early.
         """
         return max(self.end[order[-1]] - self.start[order[0]] for order in self.table.orders)
 
     @cached_property
     def work(self) -> float:
         """What the stage with the most to do would take without a pause."""
-        return max(sum(self.costs.of(self.table, op) for op in order) for order in self.table.orders)
+        return max(
+            sum(self.costs.of(self.table, op) for op in order) for order in self.table.orders
+        )
 
     @property
     def gap(self) -> float:
@@ -103,7 +117,9 @@ class Timeline:
 
     @cached_property
     def live(self) -> tuple[float, ...]:
-        """How many microbatches' activations each stage holds at its fullest, a stage's own being one."""
+        """How many microbatches' activations each stage holds at its fullest, a stage's own being
+        one.
+        """
         return tuple(max(held) for held in self.held)
 
     @cached_property
@@ -118,11 +134,18 @@ class Timeline:
 
     @cached_property
     def sends_of(self) -> tuple[int, ...]:
-        """How often each stage sends one: `bytes * timeline.sends_of[stage]` is what it puts on the wire in a step."""
+        """How often each stage sends one: `bytes * timeline.sends_of[stage]` is what it puts on the
+        wire in a step.
+        """
         table = self.table
-        to = lambda op: op.part + {"F": 1, "B": -1}[op.kind]  # noqa: E731
-        away = lambda op: 0 <= to(op) < table.parts and table.placement[to(op)] != table.placement[op.part]  # noqa: E731
-        return tuple(sum(op.kind != "W" and away(op) for op in order) for order in table.orders)
+
+        def is_sent_away(op: Op) -> bool:
+            if op.kind == "W":
+                return False
+            to = op.part + {"F": 1, "B": -1}[op.kind]
+            return 0 <= to < table.parts and table.placement[to] != table.placement[op.part]
+
+        return tuple(sum(is_sent_away(op) for op in order) for order in table.orders)
 
 
 def _held(table: Table, order: Sequence[Op], kept: float) -> tuple[float, ...]:
@@ -160,12 +183,14 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
             if missing := next((one for one in table.before(op) if one not in end), None):
                 if table.placement[missing.part] == stage:
                     raise ValueError(
-                        f"Stage {stage} does `{op}`, its op {at[stage]}, before `{missing}`, which that needs."
+                        f"Stage {stage} does `{op}`, its op {at[stage]}, before `{missing}`, which "
+                        "that needs."
                     )
                 waiting[missing] = stage
                 break
             arrived = (
-                end[one] + (costs.send if table.placement[one.part] != stage else 0.0) for one in table.before(op)
+                end[one] + (costs.send if table.placement[one.part] != stage else 0.0)
+                for one in table.before(op)
             )
             start[op] = max(clock[stage], *arrived, 0.0)
             end[op] = clock[stage] = start[op] + costs.of(table, op)
@@ -175,8 +200,9 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
     for missing, stage in waiting.items():
         other, op = table.placement[missing.part], table.orders[stage][at[stage]]
         raise ValueError(
-            f"The schedule comes to a halt: stage {stage} cannot do `{op}`, its op {at[stage]}, before `{missing}`, which is op "
-            f"{table.orders[other].index(missing)} of stage {other}; and that stage waits at its op {at[other]}, "
+            f"The schedule comes to a halt: stage {stage} cannot do `{op}`, its op {at[stage]}, "
+            f"before `{missing}`, which is op {table.orders[other].index(missing)} of stage "
+            f"{other}; and that stage waits at its op {at[other]}, "
             f"`{table.orders[other][at[other]]}`."
         )
     return Timeline(table, costs, start, end)
@@ -190,14 +216,22 @@ class Ticks:
     rows: tuple[tuple[tuple[Op, ...], ...], ...]  # by tick, then by stage
 
     def makespan(self, costs: Costs = UNIT) -> float:
-        """What it takes if every tick takes as long as its slowest stage, and all send before the next."""
-        check.kind("makespan", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
-        ticks = (max(sum(costs.of(self.table, op) for op in ops) for ops in row) for row in self.rows)
+        """What it takes if every tick takes as long as its slowest stage, and all send before the
+        next.
+        """
+        check.kind(
+            "makespan", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`"
+        )
+        ticks = (
+            max(sum(costs.of(self.table, op) for op in ops) for ops in row) for row in self.rows
+        )
         return sum(ticks) + costs.send * (len(self.rows) - 1)
 
     def bubble(self, costs: Costs = UNIT) -> float:
         """The share of that beyond the work of the stage with the most to do."""
-        check.kind("bubble", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
+        check.kind(
+            "bubble", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`"
+        )
         work = max(sum(costs.of(self.table, op) for op in order) for order in self.table.orders)
         makespan = self.makespan(costs)
         return 1 - work / makespan if makespan else 0.0
@@ -206,8 +240,8 @@ class Ticks:
 def pack(table: Table, paired: bool) -> Ticks:
     """Put each op into the first tick that it can have, in the order of its stage.
 
-    A tick takes one op; where ticks are `paired`, an `F` and a `B`, whichever comes first, and the `W`s beside them.
-    What comes from another stage comes in a later tick.
+    A tick takes one op; where ticks are `paired`, an `F` and a `B`, whichever comes first, and the
+    `W`s beside them. What comes from another stage comes in a later tick.
 
     >>> from shardlib.pipeline._table import Table
     >>> table = Table.parse('''
@@ -232,7 +266,8 @@ def pack(table: Table, paired: bool) -> Ticks:
                     break
                 here = lambda one, stage=stage: table.placement[one.part] == stage  # noqa: E731
                 if not all(
-                    done.get(one, len(rows)) < len(rows) or (here(one) and one in taken) for one in table.before(op)
+                    done.get(one, len(rows)) < len(rows) or (here(one) and one in taken)
+                    for one in table.before(op)
                 ):
                     break
                 taken.append(op)

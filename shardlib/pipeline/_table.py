@@ -1,9 +1,9 @@
 """A pipeline schedule as a table: what each stage does, in order. Made and proved without JAX.
 
-The model is cut into *parts*, counted from the input; a *stage* is a device, or a group of them, that holds one or more
-parts. Of each part and each microbatch there is a forward pass `F`, a backward pass `B`, and where backward passes are
-split a `W`: then `B` makes the gradient of a part's input, for which the stage before waits, and `W` that of its weights,
-for which nobody does.
+The model is cut into *parts*, counted from the input; a *stage* is a device, or a group of them,
+that holds one or more parts. Of each part and each microbatch there is a forward pass `F`, a
+backward pass `B`, and where backward passes are split a `W`: then `B` makes the gradient of a
+part's input, for which the stage before waits, and `W` that of its weights, for which nobody does.
 """
 
 import re
@@ -47,28 +47,40 @@ class Table:
     placement: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check.kind("Table", "orders", self.orders, Sequence, "the ops of each stage, in a tuple for each")
+        check.kind(
+            "Table", "orders", self.orders, Sequence, "the ops of each stage, in a tuple for each"
+        )
         orders = tuple(_order(stage, order) for stage, order in enumerate(self.orders))
         check.assign(self, orders=orders, placement=_placement(self.placement))
         _check(self)
 
     @classmethod
     def parse(cls, text: str, placement: Sequence[int] | None = None) -> "Table":
-        """A table written by hand: a line for each stage, `F3` for microbatch 3, `F3@5` where a stage has several parts.
+        """A table written by hand: a line for each stage, `F3` for microbatch 3, `F3@5` where a
+        stage has several parts.
 
-        Without a `placement` each part is on the stage in whose line it is named, or, where none is, each stage has one, in
-        order. `.` and `|` may be put in for looks; from `#` on a line is a remark.
+        Without a `placement` each part is on the stage in whose line it is named, or, where none
+        is, each stage has one, in order. `.` and `|` may be put in for looks; from `#` on a line is
+        a remark.
         """
         check.text("Table.parse", "text", text, "a line of ops for each stage, as text")
         bare = [line.split("#")[0] for line in text.splitlines()]
-        lines = [[word for word in line.split() if word not in (".", "|")] for line in bare if line.strip()]
+        lines = [
+            [word for word in line.split() if word not in (".", "|")]
+            for line in bare
+            if line.strip()
+        ]
         named = {
             int(part): stage
             for stage, words in enumerate(lines)
             for word in words
             for part in re.findall(r"@(\d{1,9})$", word)
         }
-        if placement is None and sorted(named) == list(range(len(named))) and len(named) > len(lines):
+        if (
+            placement is None
+            and sorted(named) == list(range(len(named)))
+            and len(named) > len(lines)
+        ):
             placement = [named[part] for part in range(len(named))]
         placed = _placement(range(len(lines)) if placement is None else placement)
 
@@ -76,15 +88,22 @@ class Table:
             found = re.fullmatch(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?", word)
             mine = [part for part, where in enumerate(placed) if where == stage]
             if not found or (found[3] is None and len(mine) != 1):
-                said = f"stage {stage} has the parts {mine}: say which" if found else "an op is `F3`, `B3` or `W3`"
+                said = (
+                    f"stage {stage} has the parts {mine}: say which"
+                    if found
+                    else "an op is `F3`, `B3` or `W3`"
+                )
                 raise ValueError(
-                    f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: {said}, as in "
-                    f"`F3@{mine[0] if mine else 0}`."
+                    f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
+                    f"{said}, as in `F3@{mine[0] if mine else 0}`."
                 )
             kind: Kind = next(kind for kind in KINDS if kind == found[1])
             return Op(kind, int(found[2]), mine[0] if found[3] is None else int(found[3]))
 
-        orders = tuple(tuple(op(word, stage, at) for at, word in enumerate(words)) for stage, words in enumerate(lines))
+        orders = tuple(
+            tuple(op(word, stage, at) for at, word in enumerate(words))
+            for stage, words in enumerate(lines)
+        )
         return cls(orders, placed)
 
     @property
@@ -161,7 +180,10 @@ class Custom:
         return self.written
 
     def __repr__(self) -> str:
-        return f"Custom(<{self.stages} stages, {self.microbatches} microbatches>, paired={self.paired})"
+        return (
+            f"Custom(<{self.stages} stages, {self.microbatches} microbatches>, "
+            f"paired={self.paired})"
+        )
 
 
 def _order(stage: int, order: Any) -> tuple[Op, ...]:
@@ -173,7 +195,9 @@ def _order(stage: int, order: Any) -> tuple[Op, ...]:
             raise check.refusal("Table", "orders", op, takes)
         kind, microbatch, part = op
         check.choice("Table", "orders", kind, KINDS)
-        ops.append(Op(kind, check.whole("Op", "microbatch", microbatch), check.whole("Op", "part", part)))
+        ops.append(
+            Op(kind, check.whole("Op", "microbatch", microbatch), check.whole("Op", "part", part))
+        )
     return tuple(ops)
 
 
@@ -185,31 +209,46 @@ def _placement(placement: Any) -> tuple[int, ...]:
 
 
 def _check(table: Table) -> None:
-    """Refuse a table in which something is missing, done twice, or on a stage that does not have it."""
+    """Refuse a table in which something is missing, done twice, or on a stage that does not have
+    it.
+    """
     if not table.orders or not any(table.orders):
         raise ValueError("`Table(orders=...)`: a schedule has at least one stage, and an op.")
     if missing := sorted(set(range(table.stages)).difference(table.placement)):
-        raise ValueError(f"Stage {missing[0]} has no part of the model: `placement={table.placement}`.")
+        raise ValueError(
+            f"Stage {missing[0]} has no part of the model: `placement={table.placement}`."
+        )
     if beyond := [stage for stage in table.placement if not 0 <= stage < table.stages]:
-        raise ValueError(f"`placement={table.placement}` names stage {beyond[0]}, and there are {table.stages}.")
+        raise ValueError(
+            f"`placement={table.placement}` names stage {beyond[0]}, and there are {table.stages}."
+        )
     seen: dict[Op, tuple[int, int]] = {}
     for stage, order in enumerate(table.orders):
         for at, op in enumerate(order):
             where = f"op {at} of stage {stage}"
             if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
                 raise ValueError(
-                    f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} parts, from 0 on, and kinds "
-                    f"{', '.join(KINDS)}."
+                    f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} "
+                    f"parts, from 0 on, and kinds {', '.join(KINDS)}."
                 )
             if table.placement[op.part] != stage:
-                raise ValueError(f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}.")
+                raise ValueError(
+                    f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}."
+                )
             if op in seen:
-                raise ValueError(f"`{op}` is done twice: op {seen[op][1]} of stage {seen[op][0]}, and {where}.")
+                raise ValueError(
+                    f"`{op}` is done twice: op {seen[op][1]} of stage {seen[op][0]}, and {where}."
+                )
             seen[op] = stage, at
     kinds = KINDS if table.splits else KINDS[:2] if table.trains else KINDS[:1]
-    everything = (Op(kind, m, part) for m in range(table.microbatches) for part in range(table.parts) for kind in kinds)
+    everything = (
+        Op(kind, m, part)
+        for m in range(table.microbatches)
+        for part in range(table.parts)
+        for kind in kinds
+    )
     if hole := next((op for op in everything if op not in seen), None):
         raise ValueError(
-            f"`{hole}` is missing: stage {table.placement[hole.part]} never does it, and every part does "
-            f"{', '.join(kinds)} of each of the {table.microbatches} microbatches once."
+            f"`{hole}` is missing: stage {table.placement[hole.part]} never does it, and every "
+            f"part does {', '.join(kinds)} of each of the {table.microbatches} microbatches once."
         )

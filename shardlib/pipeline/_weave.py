@@ -1,4 +1,6 @@
-"""Gradients of weights put where a stage would wait: the last step in making a schedule that splits backward passes."""
+"""Gradients of weights put where a stage would wait: the last step in making a schedule that splits
+backward passes.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -7,17 +9,22 @@ from shardlib.pipeline._simulate import UNIT, Costs
 from shardlib.pipeline._table import KINDS, Op, Table
 
 
-def weave(orders: Sequence[Sequence[Op]], placement: Sequence[int], limit: float, costs: Costs = UNIT) -> Table:
-    """The table of these forward and backward passes, each stage in its order, with a `W` wherever a stage would wait.
+def weave(
+    orders: Sequence[Sequence[Op]], placement: Sequence[int], limit: float, costs: Costs = UNIT
+) -> Table:
+    """The table of these forward and backward passes, each stage in its order, with a `W` wherever
+    a stage would wait.
 
-    And before a forward pass for which a stage would hold more than `limit` microbatches' activations.
+    And before a forward pass for which a stage would hold more than `limit` microbatches'
+    activations.
     """
     stages = len(orders)
     lone = [
         tuple(Op(kind, 0, part) for part, on in enumerate(placement) if on == s for kind in KINDS)
         for s in range(stages)
     ]
-    table = Table(tuple(lone), tuple(placement))  # one microbatch: who waits for whom, and what takes how long
+    # One microbatch: who waits for whom, and what takes how long.
+    table = Table(tuple(lone), tuple(placement))
     share = [1 / table.placement.count(stage) for stage in range(stages)]
     at, held, end = [0] * stages, [0.0] * stages, {}
     pending: list[list[Op]] = [[] for _ in range(stages)]
@@ -41,7 +48,10 @@ def weave(orders: Sequence[Sequence[Op]], placement: Sequence[int], limit: float
         missing = [one for one in table.before(op) if one not in end] if op else []
         arrives = now
         if op and not missing:
-            sent = [end[one] + (costs.send if placement[one.part] != stage else 0.0) for one in table.before(op)]
+            sent = [
+                end[one] + (costs.send if placement[one.part] != stage else 0.0)
+                for one in table.before(op)
+            ]
             arrives = max([now, *sent])
         full = op is not None and op.kind == "F" and held[stage] + share[stage] > limit + 1e-9
         if op and not missing and arrives <= now and not (full and pending[stage]):

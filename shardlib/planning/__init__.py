@@ -1,4 +1,6 @@
-"""What a machine will do with a step, without the machine: targets, the compilers, and what their programs say."""
+"""What a machine will do with a step, without the machine: targets, the compilers, and what their
+programs say.
+"""
 
 from shardlib.planning._estimate import Decoder as Decoder
 from shardlib.planning._estimate import Estimate as Estimate

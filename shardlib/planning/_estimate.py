@@ -1,7 +1,8 @@
 """What a decoder takes, by formula, before anything is compiled: for choosing where to start.
 
-Parameters, gradients and optimizer state are ZeRO's (arXiv 1910.02054); activations are Megatron's (2205.05198) and, beside
-them, what JAX keeps of a decoder that is written plainly, which is more: every intermediate that a derivative reads.
+Parameters, gradients and optimizer state are ZeRO's (arXiv 1910.02054); activations are Megatron's
+(2205.05198) and, beside them, what JAX keeps of a decoder that is written plainly, which is more:
+every intermediate that a derivative reads.
 """
 
 import math
@@ -33,7 +34,8 @@ class Module:
 class Decoder:
     """The shape of a decoder: what the formulas ask about.
 
-    >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False, final_norm=False)
+    >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False,
+    ...     final_norm=False)
     >>> f"{gpt1.parameters:,}"
     '147,674,112'
     >>> f"{gpt1.megatron_activation_bytes():,}"
@@ -63,11 +65,20 @@ class Decoder:
             elif get_origin(hint) is Literal:
                 check.choice("Decoder", name, value, get_args(hint))
             else:
-                check.assign(self, **{name: check.whole("Decoder", name, value, least=1, optional=hint is not int)})
+                check.assign(
+                    self,
+                    **{
+                        name: check.whole("Decoder", name, value, least=1, optional=hint is not int)
+                    },
+                )
 
     def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
-        """The parts, for so many examples in a dtype of so many bytes, split over `tensor` devices as Megatron splits."""
-        examples, itemsize, tensor = _counts("modules", examples=examples, itemsize=itemsize, tensor=tensor)
+        """The parts, for so many examples in a dtype of so many bytes, split over `tensor` devices
+        as Megatron splits.
+        """
+        examples, itemsize, tensor = _counts(
+            "modules", examples=examples, itemsize=itemsize, tensor=tensor
+        )
         head_dim = self.head_dim or self.width // self.heads
         queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
         hidden, tokens, width = self.hidden or 4 * self.width, examples * self.sequence, self.width
@@ -77,7 +88,9 @@ class Decoder:
 
         # Three float32 intermediates of the whole stream, and what it hands on.
         norm_parameters = width * (1 + (self.norm == "layer" and bias))
-        norm = Module("", 1, norm_parameters, 5 * tokens * width, stream, tokens * width * (12 + itemsize))
+        norm = Module(
+            "", 1, norm_parameters, 5 * tokens * width, stream, tokens * width * (12 + itemsize)
+        )
         matrices = 3 if self.mlp == "swiglu" else 2
         learned = self.positions == "learned"
         parts = [
@@ -86,9 +99,10 @@ class Decoder:
             Module(
                 "attention", self.layers,
                 2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
-                (4 * tokens * width * (queries + keys) + 4 * tokens * self.sequence * queries) // tensor,
+                4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
                 stream,
-                # Queries, keys, values, output; of each score its exponential in float32 and its probability.
+                # Queries, keys, values, output; of each score its exponential in float32 and its
+                # probability.
                 2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
             ),
             _renamed(norm, "mlp_norm", self.layers),
@@ -97,11 +111,13 @@ class Decoder:
                 matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
                 2 * matrices * tokens * width * hidden // tensor,
                 stream,
-                6 * tokens * hidden * itemsize // tensor,  # the argument of the activation and each step of its formula
+                6 * tokens * hidden * itemsize // tensor,
+                # the argument of the activation and each step of its formula
             ),
             *([_renamed(norm, "norm", 1)] if self.final_norm else []),
             Module(
-                "head", 1, 0 if self.tied else self.vocab * width, 2 * tokens * width * self.vocab // tensor,
+                "head", 1, 0 if self.tied else self.vocab * width,
+                2 * tokens * width * self.vocab // tensor,
                 (examples, self.sequence, self.vocab), tokens * self.vocab * itemsize // tensor,
             ),
         ]  # fmt: skip
@@ -112,9 +128,16 @@ class Decoder:
         return sum(module.count * module.parameters for module in self.modules())
 
     def megatron_activation_bytes(
-        self, examples: int = 1, *, tensor: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
+        self,
+        examples: int = 1,
+        *,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
     ) -> int:
-        """Megatron's formula, in 16 bits with dropout: s b h L (10 + 24/t + 5 a s / (h t)), and its variants."""
+        """Megatron's formula, in 16 bits with dropout: s b h L (10 + 24/t + 5 a s / (h t)), and its
+        variants.
+        """
         examples, tensor = _counts("megatron_activation_bytes", examples=examples, tensor=tensor)
         check.boolean("megatron_activation_bytes", "sequence_parallel", sequence_parallel)
         check.choice("megatron_activation_bytes", "recompute", recompute, get_args(Recompute))
@@ -137,14 +160,23 @@ def _renamed(module: Module, name: str, count: int) -> Module:
 
 
 def zero_bytes(
-    parameters: int, *, devices: int = 1, stage: int = 0, weights: int = 2, gradients: int = 2, state: int = 12
+    parameters: int,
+    *,
+    devices: int = 1,
+    stage: int = 0,
+    weights: int = 2,
+    gradients: int = 2,
+    state: int = 12,
 ) -> int:
-    """ZeRO's bytes per device; by default of mixed-precision Adam, whose `state` holds the 32-bit master and two moments.
+    """ZeRO's bytes per device; by default of mixed-precision Adam, whose `state` holds the 32-bit
+    master and two moments.
 
     >>> [round(zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9, 1) for stage in range(4)]
     [120.0, 31.4, 16.6, 1.9]
     """
-    parameters = check.whole("zero_bytes", "parameters", parameters, "a number of parameters", least=0)
+    parameters = check.whole(
+        "zero_bytes", "parameters", parameters, "a number of parameters", least=0
+    )
     stage = check.whole("zero_bytes", "stage", stage, "a stage of ZeRO", least=0, most=3)
     devices = check.whole("zero_bytes", "devices", devices, "a number of devices", least=1)
     sizes = [
@@ -157,7 +189,9 @@ def zero_bytes(
 
 @dataclass(frozen=True)
 class Estimate:
-    """The most that a device holds of each kind, what it holds at the fullest moment, and FLOPs of a step on all devices."""
+    """The most that a device holds of each kind, what it holds at the fullest moment, and FLOPs of
+    a step on all devices.
+    """
 
     kinds: dict[str, int]
     total_bytes: int
@@ -171,17 +205,22 @@ class Estimate:
     def __str__(self) -> str:
         rows = [("module", "", "parameters", "forward FLOPs", "output", "kept")]
         rows += [
-            (one.name, f"{one.count} x", f"{one.parameters:,}", f"{one.flops:.3g}", "x".join(map(str, one.output)),
+            (one.name, f"{one.count} x", f"{one.parameters:,}", f"{one.flops:.3g}",
+            "x".join(map(str, one.output)),
              human_bytes(one.kept_bytes))
             for one in self.modules
         ]  # fmt: skip
         kinds = [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]
-        memory = [("bytes per device", ""), *((kind, human_bytes(size)) for kind, size in kinds if size)]
+        memory = [
+            ("bytes per device", ""),
+            *((kind, human_bytes(size)) for kind, size in kinds if size),
+        ]
         largest = self.largest_module
         modules = table(rows, right=(1, 2, 3, 5), width=terminal_width(), shorten=(0,), drop=(4, 1))
         return (
             modules + "\n\n" + table(memory, right=(1,))
-            + f"\n\n{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, {largest.parameters:,} parameters"
+            + f"\n\n{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, "
+              f"{largest.parameters:,} parameters"
         )  # fmt: skip
 
 
@@ -204,25 +243,30 @@ def estimate(
     """What a step of a decoder takes, from formulas alone.
 
     - `examples` that one device sees at a time, computed in a dtype of `itemsize` bytes.
-    - `parameter_itemsize` bytes of each parameter at rest; the model gets it in `weight_itemsize`, 2 of
-      `Strategy(precision="bf16")`, by default as it rests.
+    - `parameter_itemsize` bytes of each parameter at rest; the model gets it in `weight_itemsize`,
+      2 of `Strategy(precision="bf16")`, by default as it rests.
     - `tensor` devices split each layer, and the stream too if `sequence_parallel`.
-    - `devices` share what ZeRO's stage `zero` splits: at rest everything; in a step stage 1 holds whole parameters and
-      gradients, 2 whole parameters, 3 a layer's.
+    - `devices` share what ZeRO's stage `zero` splits: at rest everything; in a step stage 1 holds
+      whole parameters and gradients, 2 whole parameters, 3 a layer's.
     - `accumulate` microbatches, whose gradients are summed in float32, in place.
 
     >>> gpt2 = Decoder(layers=12, width=768, heads=12, sequence=1024, vocab=50_304)
     >>> found = estimate(gpt2, examples=4)
     >>> {kind: size // 2**20 for kind, size in found.kinds.items()}, found.total_bytes // 2**20
-    ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474, 'activations': 6915}, 8732)
+    ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474,
+    'activations': 6915}, 8732)
     """
     check.kind("estimate", "decoder", decoder, Decoder, "a `sl.planning.Decoder`")
     examples, itemsize, parameter_itemsize = _counts(
         "estimate", examples=examples, itemsize=itemsize, parameter_itemsize=parameter_itemsize
     )
-    tensor, devices, accumulate = _counts("estimate", tensor=tensor, devices=devices, accumulate=accumulate)
+    tensor, devices, accumulate = _counts(
+        "estimate", tensor=tensor, devices=devices, accumulate=accumulate
+    )
     takes = "a number of bytes"
-    weight_itemsize = check.whole("estimate", "weight_itemsize", weight_itemsize, takes, least=1, optional=True)
+    weight_itemsize = check.whole(
+        "estimate", "weight_itemsize", weight_itemsize, takes, least=1, optional=True
+    )
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     check.choice("estimate", "recompute", recompute, get_args(Recompute))
     zero = check.whole("estimate", "zero", zero, "a stage of ZeRO", least=0, most=3)
@@ -234,18 +278,27 @@ def estimate(
     layers = [module for module in modules if module.count == decoder.layers]
 
     def kept_of(module: Module) -> int:
-        """What is kept of a module. Of a stream split along the sequence a norm's own is, but what it hands on is gathered."""
-        return (module.kept_bytes - stream) // shard + stream if "norm" in module.name else module.kept_bytes
+        """What is kept of a module. Of a stream split along the sequence a norm's own is, but what
+        it hands on is gathered.
+        """
+        return (
+            (module.kept_bytes - stream) // shard + stream
+            if "norm" in module.name
+            else module.kept_bytes
+        )
 
     of_layer = sum(map(kept_of, layers))
     outside = sum(kept_of(module) for module in modules if module not in layers)
     logits = modules[-1].kept_bytes
-    scores = decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
+    scores = (
+        decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
+    )
     kept = {"none": of_layer, "selective": of_layer - scores, "full": stream // shard}[recompute]
     parameters = decoder.parameters // tensor
     at_rest = devices if zero else 1
     weight = weight_itemsize or parameter_itemsize
-    gradient = 4 if accumulate > 1 or zero >= 2 else weight  # sums, over microbatches or devices, are in float32
+    # Sums, over microbatches or devices, are in float32.
+    gradient = 4 if accumulate > 1 or zero >= 2 else weight
     forward = sum(module.count * module.flops for module in modules) * tensor
     if not training:
         kinds = {"parameters": parameters * parameter_itemsize // at_rest}
@@ -260,13 +313,23 @@ def estimate(
         "gradients": parameters * gradient // (devices if zero >= 2 else 1),
         "activations": decoder.layers * kept + outside,
     }
-    # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of their size, and no
-    # other gradient is there. At the first layer all are, and what was dropped of the layer is there again.
+    # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of
+    # their size, and no other gradient is there. At the first layer all are, and what was dropped
+    # of the layer is there again.
     again = {"none": 0, "selective": scores, "full": of_layer}[recompute]
-    gathered = sum(module.parameters for module in layers) // tensor * (weight_itemsize or itemsize) if zero >= 3 else 0
+    gathered = (
+        sum(module.parameters for module in layers) // tensor * (weight_itemsize or itemsize)
+        if zero >= 3
+        else 0
+    )
     summed = kinds["gradients"] if accumulate > 1 else 0
     head = kinds["activations"] + logits + summed
     layer = kinds["activations"] - outside + again + gathered + kinds["gradients"]
-    total = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"] + max(head, layer)
+    total = (
+        kinds["parameters"]
+        + kinds["optimizer state"]
+        + kinds["copies of parameters"]
+        + max(head, layer)
+    )
     passes = {"none": 3, "selective": 3, "full": 4}[recompute]
     return Estimate(kinds, total, forward * passes * accumulate * devices, modules)

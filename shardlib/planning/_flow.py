@@ -1,4 +1,6 @@
-"""Where the values of a program come from, and so what they are: across loops, fusions, tuples and slices."""
+"""Where the values of a program come from, and so what they are: across loops, fusions, tuples and
+slices.
+"""
 
 import re
 from collections import defaultdict
@@ -10,9 +12,19 @@ from shardlib.planning._compile import Compiled, Value
 
 Key = tuple[str, tuple[int, ...]]  # an instruction and which part of its result
 
-_PLUMBING = {"get-tuple-element", "tuple", "while", "parameter", "call", "conditional", "bitcast", "opt-barrier"}
+_PLUMBING = {
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "parameter",
+    "call",
+    "conditional",
+    "bitcast",
+    "opt-barrier",
+}
 _MOVES = {
-    *("copy", "convert", "bitcast-convert", "reshape", "transpose", "slice", "dynamic-slice", "pad", "concatenate"),
+    *("copy", "convert", "bitcast-convert", "reshape", "transpose", "slice", "dynamic-slice",
+    "pad", "concatenate"),
     *("all-gather", "all-to-all", "collective-permute", "async"),
 }  # fmt: skip
 _REDUCTIONS = {"all-reduce", "reduce-scatter"}
@@ -37,7 +49,9 @@ class Flow:
         self.order = compiled.order
         self.dies: dict[Key, int] = defaultdict(int)  # when a value is last read
         for value in (value for allocation in compiled.allocations for value in allocation.values):
-            self.dies[value.instruction, value.index] = max(self.dies[value.instruction, value.index], value.dies)
+            self.dies[value.instruction, value.index] = max(
+                self.dies[value.instruction, value.index], value.dies
+            )
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
@@ -51,7 +65,9 @@ class Flow:
         return scope.instructions[name] if scope else None
 
     def label(self, value: Value) -> tuple[str, str, str]:
-        """The kind of a value of the heap, the name stack it was traced under and the line of Python."""
+        """The kind of a value of the heap, the name stack it was traced under and the line of
+        Python.
+        """
         key = (value.instruction, value.index)
         makers = self.makers(key)
         # Of a loop's state, what the loop writes says more than what it starts from.
@@ -64,7 +80,9 @@ class Flow:
             return "gradients", op_name, source
         if self.is_copy(key):
             return "copies of parameters", op_name, source
-        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(key, value):
+        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(
+            key, value
+        ):
             return "activations", op_name, source
         return "temporaries" if op_name else "unattributed", op_name, source
 
@@ -80,7 +98,8 @@ class Flow:
     def _path_of_argument(self, number: int) -> str:
         return self._arguments[number].get(r'\bop_name="([^"]*)"')
 
-    # Values that are other values: the parts of tuples, the state of loops, what is inside a fusion.
+    # Values that are other values: the parts of tuples, the state of loops, what is inside a
+    # fusion.
 
     def upstream(self, key: Key) -> list[Key]:
         """What a value that is only passed on was before; nothing for one that is made here."""
@@ -93,7 +112,9 @@ class Flow:
             case "get-tuple-element":
                 return [(operands[0], (int(made.get(r"\bindex=(\d+)")), *index))]
             case "tuple":
-                return [(operands[index[0]], index[1:])] if index and index[0] < len(operands) else []
+                return (
+                    [(operands[index[0]], index[1:])] if index and index[0] < len(operands) else []
+                )
             case "bitcast" | "opt-barrier":
                 return [(operands[0], index)]
             case "while":
@@ -101,11 +122,17 @@ class Flow:
             case "call":
                 return [(self._root(scope, made, "to_apply"), index)]
             case "conditional":
-                return [(self._root(scope, made, branch), index) for branch in self.program.branches(scope, made)]
+                return [
+                    (self._root(scope, made, branch), index)
+                    for branch in self.program.branches(scope, made)
+                ]
             case "parameter" if scope.caller is not None and scope.outer is not None:
                 caller, number = scope.caller, int(made.argument)
                 if caller.opcode == "while":
-                    return [(caller.operands[0], index), (self._root(scope.outer, caller, "body"), index)]
+                    return [
+                        (caller.operands[0], index),
+                        (self._root(scope.outer, caller, "body"), index),
+                    ]
                 if caller.opcode == "conditional":
                     branches = self.program.branches(scope.outer, caller)
                     taken = [place for place, name in enumerate(branches) if name == scope.name]
@@ -118,12 +145,18 @@ class Flow:
         return next(made.name for made in inside.values() if made.is_root)
 
     def inside(self, key: Key) -> list[Key]:
-        """What a fusion, or a computation that runs beside others, gives as this part of its result."""
+        """What a fusion, or a computation that runs beside others, gives as this part of its
+        result.
+        """
         made, scope = self.made(key[0]), self.scopes.get(key[0])
         if made is None or scope is None or made.opcode not in ("fusion", "async-start"):
             return []
         called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
-        return [(self._root(scope, made, called), key[1])] if called in self.program.computations else []
+        return (
+            [(self._root(scope, made, called), key[1])]
+            if called in self.program.computations
+            else []
+        )
 
     def makers(self, key: Key) -> list[Key]:
         """The values that a value may be, past all that only passes them on."""
@@ -147,7 +180,8 @@ class Flow:
             return None
         if made.opcode == "recv-done":
             return [(made.operands[0], ())]
-        if made.opcode == "recv":  # between slices: what the others sent when this device sent its own
+        # Between slices: what the others sent when this device sent its own.
+        if made.opcode == "recv":
             meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
             others = self.scopes[name].instructions.values()
             return [
@@ -160,8 +194,12 @@ class Flow:
             if opcode == "concatenate":
                 return [(operand, ()) for operand in made.operands]
             several = len(made.operands) > 1 and opcode not in ("dynamic-slice", "pad") and index
-            return [(made.operands[index[-1] if several and index[-1] < len(made.operands) else 0], ())]
-        if made.opcode == "custom-call" and made.get('custom_call_target="(AsyncCollective|ConcatBitcast)'):
+            return [
+                (made.operands[index[-1] if several and index[-1] < len(made.operands) else 0], ())
+            ]
+        if made.opcode == "custom-call" and made.get(
+            'custom_call_target="(AsyncCollective|ConcatBitcast)'
+        ):
             return [(operand, ()) for operand in made.operands]
         return None
 
@@ -205,7 +243,9 @@ class Flow:
         return found
 
     def _summed(self, name: str) -> tuple[set[Key], set[Key]]:
-        """The values that one was moved, summed and accumulated from, and those at which that ends."""
+        """The values that one was moved, summed and accumulated from, and those at which that
+        ends.
+        """
         passed: set[Key] = set()
         ends: set[Key] = set()
         todo: list[Key] = [(name, ())]
@@ -222,7 +262,9 @@ class Flow:
             elif made.opcode == "scatter":  # what is scattered is a gradient of activations
                 todo.append((made.operands[0], ()))
                 ends.add(key)
-            elif made.opcode == "add" or (made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]):
+            elif made.opcode == "add" or (
+                made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]
+            ):
                 todo += [(operand, ()) for operand in made.operands]
                 ends.add(key)
             elif not self._is_blank(key):
@@ -232,11 +274,15 @@ class Flow:
     @cached_property
     def _differentiated(self) -> bool:
         return any(
-            "transpose(" in made.attributes for scope in self.scopes.values() for made in scope.instructions.values()
+            "transpose(" in made.attributes
+            for scope in self.scopes.values()
+            for made in scope.instructions.values()
         )
 
     def _is_update(self, name: str) -> bool:
-        """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed after the loss is."""
+        """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed
+        after the loss is.
+        """
         scope = self.scopes[name]
         made = scope.instructions[name]
         if self._optimizer_named:
@@ -251,7 +297,9 @@ class Flow:
     @cached_property
     def _optimizer_named(self) -> bool:
         return any(
-            "/optimizer/" in made.attributes for scope in self.scopes.values() for made in scope.instructions.values()
+            "/optimizer/" in made.attributes
+            for scope in self.scopes.values()
+            for made in scope.instructions.values()
         )
 
     def _is_argument(self, key: Key) -> bool:
@@ -259,7 +307,9 @@ class Flow:
         return made is not None and made.opcode == "parameter" and self.scopes[key[0]].outer is None
 
     def written(self, key: Key) -> str:
-        """The instruction that made a value; of one that fills a part of an array, what made the part."""
+        """The instruction that made a value; of one that fills a part of an array, what made the
+        part.
+        """
         made = self.made(key[0])
         inside = self.inside(key)
         if made is not None and inside and made.opcode == "fusion":
@@ -273,26 +323,46 @@ class Flow:
         return made is not None and made.opcode == "dynamic-update-slice"
 
     def _is_blank(self, key: Key) -> bool:
-        """Whether a value is the same number everywhere, or counts, as what a sum starts from does."""
+        """Whether a value is the same number everywhere, or counts, as what a sum starts from
+        does.
+        """
         made = self.made(key[0])
-        if made is None or made.opcode in ("constant", "iota") or "AllocateBuffer" in made.attributes:
+        if (
+            made is None
+            or made.opcode in ("constant", "iota")
+            or "AllocateBuffer" in made.attributes
+        ):
             return True
         if made.opcode == "broadcast":
             return all(self._is_blank(one) for one in self.makers((made.operands[0], ())))
         return any(self._is_blank(one) for one in self.inside(key))
 
     def is_read_backward(self, key: Key, value: Value) -> bool:
-        """Whether the last to read a value, or the result of a loop that it goes into, belongs to the backward pass."""
-        lasts = {value.dies} | {self.dies[result] for maker in self.makers(key) for result in self._becomes[maker]}
+        """Whether the last to read a value, or the result of a loop that it goes into, belongs to
+        the backward pass.
+        """
+        lasts = {value.dies} | {
+            self.dies[result] for maker in self.makers(key) for result in self._becomes[maker]
+        }
         return any(self._read_backward_at(last, value.born) for last in lasts)
 
     def _read_backward_at(self, last: int, born: int) -> bool:
         for moment in range(last, born, -1):
             name = self.order[moment]
-            if self.origin(name)[0] and (made := self.made(name)) is not None and made.opcode not in _PLUMBING:
+            if (
+                self.origin(name)[0]
+                and (made := self.made(name)) is not None
+                and made.opcode not in _PLUMBING
+            ):
                 # What is copied may be copied for the backward pass.
-                copied = [self.dies[name, ()]] if self.sources((name, ())) and not self.inside((name, ())) else []
-                return any(is_backward(self.origin(self.order[one])[0]) for one in (moment, *copied))
+                copied = (
+                    [self.dies[name, ()]]
+                    if self.sources((name, ())) and not self.inside((name, ()))
+                    else []
+                )
+                return any(
+                    is_backward(self.origin(self.order[one])[0]) for one in (moment, *copied)
+                )
         return False
 
     @cached_property
@@ -303,13 +373,17 @@ class Flow:
             made = scope.instructions[name]
             if made.opcode == "while":
                 root = self.made(self._root(scope, made, "body"))
-                for part, operand in enumerate(root.operands if root is not None and root.opcode == "tuple" else ()):
+                for part, operand in enumerate(
+                    root.operands if root is not None and root.opcode == "tuple" else ()
+                ):
                     for maker in self.makers((operand, ())):
                         found[maker].append((name, (part,)))
         return found
 
     def origin(self, name: str, depth: int = 0) -> tuple[str, str]:
-        """The name stack and the line of an instruction, or of what is inside it, or of what it was made from."""
+        """The name stack and the line of an instruction, or of what is inside it, or of what it was
+        made from.
+        """
         if name not in self._origins:
             self._origins[name] = self._origin(name, depth)
         return self._origins[name]
@@ -323,4 +397,6 @@ class Flow:
         if depth > 4 or self._is_argument((name, ())):
             return "", ""
         before = [maker for operand in made.operands for maker, _ in self.makers((operand, ()))]
-        return next((found for one in before if (found := self.origin(one, depth + 1))[0]), ("", ""))
+        return next(
+            (found for one in before if (found := self.origin(one, depth + 1))[0]), ("", "")
+        )

@@ -1,8 +1,8 @@
 """Whose memory it is: every byte that a compiled step takes of a device, by kind.
 
-Arguments and outputs are known exactly. What lies in between lives in a heap that the compiler lays out: this file finds
-the moment when most of it is in use and says of each value there what it is, from the name stack it was traced under
-and from where it flows:
+Arguments and outputs are known exactly. What lies in between lives in a heap that the compiler lays
+out: this file finds the moment when most of it is in use and says of each value there what it is,
+from the name stack it was traced under and from where it flows:
 
 - a *gradient* is what the optimizer reads, and what that was moved, summed or accumulated from;
 - a *copy of parameters* is made from parameters by moving alone: gathered, converted, sliced;
@@ -52,7 +52,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, by kind. They add up to `total_bytes`, which is what a program needs to run."""
+    """Bytes on each device, by kind. They add up to `total_bytes`, which is what a program needs to
+    run.
+    """
 
     kinds: dict[str, int]
     most: dict[str, int]  # of each kind at any moment, which need not be the fullest
@@ -60,7 +62,8 @@ class Memory:
     host_bytes: int
     aliased_bytes: int  # outputs that take the place of arguments, counted once, as those
     heap_bytes: int
-    stated_bytes: int | None  # the same as `total_bytes`, as the compiler itself accounts for it, where it does
+    # The same as `total_bytes`, as the compiler itself accounts for it, where it does.
+    stated_bytes: int | None
 
     @property
     def total_bytes(self) -> int:
@@ -73,7 +76,9 @@ class Memory:
 
 
 def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str, str]) -> Memory:
-    """What each byte is, of a program as its compiler laid it out; arguments have kinds by the paths they were traced by."""
+    """What each byte is, of a program as its compiler laid it out; arguments have kinds by the
+    paths they were traced by.
+    """
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     flow = Flow(compiled, kinds_by_path)
     heap_bytes = host_bytes = aliased_bytes = 0
@@ -105,7 +110,15 @@ def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str
                 most[kind] += size
     kinds["program"] = compiled.program_bytes
     pieces.sort(key=lambda piece: -piece.size)
-    return Memory(kinds, {**kinds, **most}, tuple(pieces), host_bytes, aliased_bytes, heap_bytes, compiled.stated_bytes)
+    return Memory(
+        kinds,
+        {**kinds, **most},
+        tuple(pieces),
+        host_bytes,
+        aliased_bytes,
+        heap_bytes,
+        compiled.stated_bytes,
+    )
 
 
 def _fullest_moment(allocation: Allocation) -> list[Value]:
@@ -128,7 +141,9 @@ def _fullest_moment(allocation: Allocation) -> list[Value]:
 
 
 def _most_of_each(allocation: Allocation, flow: "Flow") -> dict[str, int]:
-    """The most bytes of each kind that are in use at one moment; what is tiny beside the whole is left out."""
+    """The most bytes of each kind that are in use at one moment; what is tiny beside the whole is
+    left out.
+    """
     values = [value for value in allocation.values if value.size > 1e-4 * allocation.size]
     labels = {value: flow.label(value)[0] for value in values}
     most: dict[str, int] = defaultdict(int)
@@ -136,7 +151,11 @@ def _most_of_each(allocation: Allocation, flow: "Flow") -> dict[str, int]:
         places: dict[tuple[int, int], str] = {}
         for value in values:
             place = (value.offset, value.size)
-            if value.born <= moment <= value.dies and places.get(place) in (None, "temporaries", "unattributed"):
+            if value.born <= moment <= value.dies and places.get(place) in (
+                None,
+                "temporaries",
+                "unattributed",
+            ):
                 places[place] = labels[value]
         now: dict[str, int] = defaultdict(int)
         for (_, size), kind in places.items():
@@ -155,9 +174,13 @@ def _covered(places: Sequence[tuple[int, int]] | dict[tuple[int, int], int]) -> 
 
 
 def _share_out(alive: list[Value], flow: "Flow") -> Iterator[Piece]:
-    """Each byte to one value: where several share a place, to the one of which most is known, and the larger."""
+    """Each byte to one value: where several share a place, to the one of which most is known, and
+    the larger.
+    """
     labelled = [(flow.label(value), value) for value in alive]
-    labelled.sort(key=lambda pair: (pair[0][0] == "unattributed", pair[0][0] == "temporaries", -pair[1].size))
+    labelled.sort(
+        key=lambda pair: (pair[0][0] == "unattributed", pair[0][0] == "temporaries", -pair[1].size)
+    )
     taken: list[tuple[int, int]] = []
     for (kind, op_name, source), value in labelled:
         before = _covered(taken)

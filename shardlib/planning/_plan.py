@@ -35,7 +35,8 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step will do on a machine: `memory` by kind, every one of its `collectives`, and whether it `fits`.
+    """What a step will do on a machine: `memory` by kind, every one of its `collectives`, and
+    whether it `fits`.
 
     It prints as a report; `as_dict()` is the same for machines.
     """
@@ -63,7 +64,9 @@ class Plan:
 
     @property
     def sent_bytes(self) -> dict[tuple[tuple[str, ...] | None, bool], int]:
-        """What a device sends in a step, by the mesh axes that it is sent over, and whether on the slow network."""
+        """What a device sends in a step, by the mesh axes that it is sent over, and whether on the
+        slow network.
+        """
         totals: dict[tuple[tuple[str, ...] | None, bool], int] = defaultdict(int)
         for one in self.collectives:
             totals[one.axes, one.slow] += one.total_bytes
@@ -71,7 +74,9 @@ class Plan:
 
     @property
     def overlapped_fraction(self) -> float:
-        """How much of what a device sends is under way while it multiplies matrices, as the compiler has scheduled it."""
+        """How much of what a device sends is under way while it multiplies matrices, as the
+        compiler has scheduled it.
+        """
         overlapped = sum(one.total_bytes for one in self.collectives if one.overlapped)
         return overlapped / max(1, sum(one.total_bytes for one in self.collectives))
 
@@ -100,7 +105,11 @@ class Plan:
                 "largest": [dataclasses.asdict(piece) for piece in self.memory.pieces[:20]],
             },
             "collectives": [
-                {**dataclasses.asdict(one), "sent_bytes": one.sent_bytes, "total_bytes": one.total_bytes}
+                {
+                    **dataclasses.asdict(one),
+                    "sent_bytes": one.sent_bytes,
+                    "total_bytes": one.total_bytes,
+                }
                 for one in self.collectives
             ],
             "sent_bytes": [
@@ -112,7 +121,11 @@ class Plan:
             "advice": list(self.advice),
             "zero": [dataclasses.asdict(price) for price in self.prices],
             "estimate": self.estimate
-            and {"kinds": self.estimate.kinds, "total_bytes": self.estimate.total_bytes, "flops": self.estimate.flops},
+            and {
+                "kinds": self.estimate.kinds,
+                "total_bytes": self.estimate.total_bytes,
+                "flops": self.estimate.flops,
+            },
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
@@ -128,12 +141,14 @@ def plan(
     estimate: Estimate | None = None,
     name: str = "",
 ) -> Plan:
-    """Compile a step for a machine that need not be there, and say what it will do: memory, collectives, whether it fits.
+    """Compile a step for a machine that need not be there, and say what it will do: memory,
+    collectives, whether it fits.
 
-    `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both may be abstract
-    (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed. `target` is a machine by name (see
-    `Target`), onto which a step of ours is laid out with the axes it has; by default the devices of its mesh. An
-    `estimate` that was made before (`sl.estimate`) is set beside what the compiler says.
+    `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both
+    may be abstract (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed.
+    `target` is a machine by name (see `Target`), onto which a step of ours is laid out with the
+    axes it has; by default the devices of its mesh. An `estimate` that was made before
+    (`sl.estimate`) is set beside what the compiler says.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -146,7 +161,8 @@ def plan(
     """
     if not isinstance(target, str | Target | None):
         raise ValueError(
-            f"`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got {check.shown(target)}."
+            "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
+            f"{check.shown(target)}."
         )
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
@@ -158,7 +174,8 @@ def plan(
         mesh = _mesh_of((state, batch))
         if not callable(step) or not hasattr(step, "trace"):
             raise ValueError(
-                f"`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got {type(step).__name__}."
+                "`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got "
+                f"{type(step).__name__}."
             )
     platform, chip, options = _machine_of(mesh, machine)
     lowered, paths, lower_seconds = _lower(step, state, batch)
@@ -179,7 +196,9 @@ def plan(
         memory=memory,
         collectives=found,
         remarks=compiled.remarks,
-        advice=_advice(memory, chip, strategy) if memory.total_bytes > chip.usable_bytes or compiled.refusal else (),
+        advice=_advice(memory, chip, strategy)
+        if memory.total_bytes > chip.usable_bytes or compiled.refusal
+        else (),
         prices=prices(state, strategy) if strategy is not None else (),
         estimate=estimate,
         refusal=compiled.refusal,
@@ -189,27 +208,35 @@ def plan(
 
 
 def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
-    """The step and its state, abstract, laid out on the target with the axes that the step's mesh has."""
+    """The step and its state, abstract, laid out on the target with the axes that the step's mesh
+    has.
+    """
     if not isinstance(state, State):
         raise ValueError(
-            f"`plan` of a step of ours takes the `State` that `sl.init` makes; got {type(state).__name__}."
+            "`plan` of a step of ours takes the `State` that `sl.init` makes; got "
+            f"{type(state).__name__}."
         )
     strategy = step.strategy
     if target is not None and not _is_of(strategy, target):
         theirs = strategy.device_mesh
         if theirs.size != target.size:
             raise ValueError(
-                f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` has {target.size}. Make "
-                f"the step for a mesh of the target: `sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
+                f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` "
+                f"has {target.size}. Make the step for a mesh of the target: "
+                f"`sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
             )
         crossing = strategy.dcn or ",".join(slow_axes(theirs)) if target.slices > 1 else ""
         mesh = target.mesh(format_mesh(theirs), dcn=crossing)
         strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
         step = Step(step.loss_fn, strategy)
-        state = dataclasses.replace(state, layout=dataclasses.replace(state.layout, strategy=strategy))
+        state = dataclasses.replace(
+            state, layout=dataclasses.replace(state.layout, strategy=strategy)
+        )
     mesh, specs = strategy.device_mesh, state_specs(state)
     return step, jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
         state,
         specs,
     )
@@ -224,7 +251,14 @@ def _is_of(strategy: Strategy, target: Target) -> bool:
 def _mesh_of(tree: Any) -> Mesh | None:
     """The mesh that some array of a tree lies on."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return next((one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)), None)
+    return next(
+        (
+            one.mesh
+            for one in shardings
+            if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)
+        ),
+        None,
+    )
 
 
 def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dict[str, Any]]:
@@ -233,9 +267,10 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
     if target is not None:
         if mesh is None or set(mesh.devices.flat) != set(target.devices):
             raise ValueError(
-                f"The arrays of this step do not lie on `{target}`. A step that is not of `sl.train_step` takes shapes "
-                f"with shardings on its mesh: `jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` "
-                f"with `mesh = sl.Target({str(target)!r}).mesh(...)`."
+                f"The arrays of this step do not lie on `{target}`. A step that is not of "
+                "`sl.train_step` takes shapes with shardings on its mesh: "
+                "`jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` with "
+                f"`mesh = sl.Target({str(target)!r}).mesh(...)`."
             )
         return target.platform, target.chip, target.compiler_options
     kind = device.device_kind
@@ -245,7 +280,11 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
         raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
-    return platform, chip, Target("gpu:h200:1x1x8").compiler_options if platform == "gpu" and absent else {}
+    return (
+        platform,
+        chip,
+        Target("gpu:h200:1x1x8").compiler_options if platform == "gpu" and absent else {},
+    )
 
 
 _LARGEST_CONSTANT = 2**20
@@ -266,16 +305,20 @@ def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], flo
             lowered = traced.lower()
     except Exception as error:
         where = f" at {line}" if (line := line_of_user(error)) else ""
-        if isinstance(error, _NEEDS_VALUES) or "Shapes must be 1D sequences of concrete values" in str(error):
+        if isinstance(
+            error, _NEEDS_VALUES
+        ) or "Shapes must be 1D sequences of concrete values" in str(error):
             reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
             raise ValueError(
-                f"The step needs values while it is traced{where}, and a plan has only shapes: {reason}. Choose by "
-                "`jnp.where` or `jax.lax.cond`, or make what decides a constant of the step."
+                f"The step needs values while it is traced{where}, and a plan has only shapes: "
+                f"{reason}. Choose by `jnp.where` or `jax.lax.cond`, or make what decides a "
+                "constant of the step."
             ) from error
         if "Unknown backend" in str(error):
             raise ValueError(
-                f"The step calls back into Python{where}, by `jax.debug.print` or a callback, which cannot be compiled for "
-                "GPUs that are not there. Leave that out of the step that is planned."
+                f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
+                "which cannot be compiled for GPUs that are not there. Leave that out of the step "
+                "that is planned."
             ) from error
         raise
     return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
@@ -299,10 +342,13 @@ def line_of_user(error: BaseException) -> str:
 def _check_constants(jaxpr: Any) -> None:
     large = [one for one in _constants(jaxpr) if getattr(one, "nbytes", 0) >= _LARGEST_CONSTANT]
     if large:
-        listed = ", ".join(f"{one.dtype}{list(one.shape)} ({human_bytes(one.nbytes)})" for one in large)
+        listed = ", ".join(
+            f"{one.dtype}{list(one.shape)} ({human_bytes(one.nbytes)})" for one in large
+        )
         raise ValueError(
-            f"The step closes over concrete arrays, {listed}, which every device would hold whole as constants of its "
-            "program. Hand them in with the state or the batch, or make them inside the step."
+            f"The step closes over concrete arrays, {listed}, which every device would hold whole "
+            "as constants of its program. Hand them in with the state or the batch, or make them "
+            "inside the step."
         )
 
 
@@ -320,7 +366,9 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
-    """What each argument is, by its path: a state's parameters, its optimizer's state and the rest of it; then inputs."""
+    """What each argument is, by its path: a state's parameters, its optimizer's state and the rest
+    of it; then inputs.
+    """
     kinds = {}
     for number, path in enumerate(paths):
         if number >= leaves_of_state:
@@ -339,8 +387,9 @@ def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
     )
     if platform == "gpu" and asked and not memory.host_bytes:
         raise ValueError(
-            "Some arrays of this step lie in the host's memory (`pinned_host`), which the compiler ignores for GPUs that are "
-            "not there: it would count them as the device's. Plan for a TPU, or for the GPUs at hand."
+            "Some arrays of this step lie in the host's memory (`pinned_host`), which the compiler "
+            "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
+            "TPU, or for the GPUs at hand."
         )
 
 
@@ -362,17 +411,27 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
     excess = human_bytes(memory.total_bytes - chip.usable_bytes)
     if strategy is not None and strategy.remat == "none" and memory.most["activations"]:
         saved = human_bytes(memory.most["activations"])
-        advice.append((memory.most["activations"], f'Recompute activations, {saved}: `Strategy(remat="full")`.'))
+        advice.append(
+            (
+                memory.most["activations"],
+                f'Recompute activations, {saved}: `Strategy(remat="full")`.',
+            )
+        )
     working = kinds["activations"] + kinds["temporaries"]
-    largest = next((piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None)
+    largest = next(
+        (piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None
+    )
     where = ""
     if largest:
-        where = f" The largest is {largest.type}, {human_bytes(largest.size)}, of {largest.source or 'the compiler'}."
+        where = (
+            f" The largest is {largest.type}, {human_bytes(largest.size)}, of "
+            f"{largest.source or 'the compiler'}."
+        )
     advice.append(
         (
             working,
-            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: {_smaller(strategy)}"
-            f"a smaller batch, or more devices along its axis.{where}",
+            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: "
+            f"{_smaller(strategy)}a smaller batch, or more devices along its axis.{where}",
         )
     )
     advice.append((kept, _split_at_rest(human_bytes(kept), strategy)))
@@ -382,12 +441,14 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
         advice.append(
             (
                 chip.hbm_bytes - chip.usable_bytes,
-                f"JAX takes {human_bytes(chip.usable_bytes)} of {human_bytes(chip.hbm_bytes)} here by default: set "
-                "`XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
+                f"JAX takes {human_bytes(chip.usable_bytes)} of {human_bytes(chip.hbm_bytes)} here "
+                "by default: set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
             )
         )
     first = f"It is {excess} too much." if memory.total_bytes > chip.usable_bytes else ""
-    worth = sorted((one for one in advice if one[0] > 0.01 * memory.total_bytes), key=lambda one: -one[0])
+    worth = sorted(
+        (one for one in advice if one[0] > 0.01 * memory.total_bytes), key=lambda one: -one[0]
+    )
     return tuple(filter(None, (first, *(text for _, text in worth))))
 
 
@@ -395,11 +456,17 @@ def _smaller(strategy: Strategy | None) -> str:
     """How a step of ours takes fewer examples at a time."""
     if strategy is None:
         return ""
-    return "`Strategy(accumulate=...)`, " if strategy.pipeline is None else "more microbatches in the schedule, "
+    return (
+        "`Strategy(accumulate=...)`, "
+        if strategy.pipeline is None
+        else "more microbatches in the schedule, "
+    )
 
 
 def _split_at_rest(size: str, strategy: Strategy | None) -> str:
-    """How parameters and optimizer state are split further; from its first stage on ZeRO splits both at rest."""
+    """How parameters and optimizer state are split further; from its first stage on ZeRO splits
+    both at rest.
+    """
     split = f"Split parameters and optimizer state, {size}, over more devices"
     rules = "rules such as `sl.rules.fsdp`"
     if strategy is None or not _data_devices(strategy):
@@ -408,7 +475,8 @@ def _split_at_rest(size: str, strategy: Strategy | None) -> str:
         mesh = strategy.device_mesh.shape
         over = ",".join(f"{axis}={mesh[axis]}" for axis in strategy.zero_axes)
         return (
-            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or {rules} over another one."
+            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or "
+            f"{rules} over another one."
         )
     first = "`Strategy(zero=1)`, " if _takes_stage(strategy, 1) else ""
     return f"{split}: {first}{rules}, or a longer axis."
@@ -421,7 +489,10 @@ def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[int, 
     advice, now = [], strategy.sharding.stage
     gradients, copies = kinds["gradients"], kinds["copies of parameters"]
     if now < 2 and _takes_stage(strategy, 2):
-        what = f"Scatter each layer's gradients as soon as they are there, {human_bytes(gradients)} now"
+        what = (
+            f"Scatter each layer's gradients as soon as they are there, {human_bytes(gradients)} "
+            "now"
+        )
         advice.append((gradients, f"{what}: `Strategy(zero=2)`."))
     if 1 <= now < 3 and _takes_stage(strategy, 3):
         what = f"Gather parameters a layer at a time, {human_bytes(copies)} of copies now"

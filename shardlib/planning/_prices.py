@@ -13,9 +13,11 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True)
 class Price:
-    """A stage of ZeRO: bytes that a device sends over the axes of data in a step, and what it holds beside what is at rest.
+    """A stage of ZeRO: bytes that a device sends over the axes of data in a step, and what it holds
+    beside what is at rest.
 
-    `held_bytes` are of copies of parameters and sums of gradients; stage 3 holds a layer at a time besides.
+    `held_bytes` are of copies of parameters and sums of gradients; stage 3 holds a layer at a time
+    besides.
     """
 
     stage: int
@@ -37,7 +39,9 @@ def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
         if split.dim is None:
             continue
         devices = math.prod(mesh_shape[axis] for axis in split.axes)
-        others = math.prod(mesh_shape[axis] for axis in spec_axes(split.spec) if axis not in split.axes)
+        others = math.prod(
+            mesh_shape[axis] for axis in spec_axes(split.spec) if axis not in split.axes
+        )
         size = leaf.size / others
         compute = dtypes.of(path, leaf.dtype)
         weight, wire = size * compute.itemsize, size * dtypes.reduced(leaf.dtype).itemsize
@@ -47,8 +51,14 @@ def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
         sent[2] += travelled * (weight + count * wire)
         sent[3] += travelled * count * (2 * weight + wire)
         held[1] += weight + size * summed.itemsize
-        part = wire if count == 1 else size * dtypes.accumulated(dtypes.reduced(leaf.dtype)).itemsize
+        part = (
+            wire if count == 1 else size * dtypes.accumulated(dtypes.reduced(leaf.dtype)).itemsize
+        )
         held[2] += weight + part / devices
         held[3] += part / devices
-    stages = (1, 2, 3) if strategy.pipeline is None else (1,)  # the others would send in every tick, and are refused
-    return tuple(Price(stage, round(sent[stage]), round(held[stage]), stage == zero.stage) for stage in stages)
+    # The others would send in every tick, and are refused.
+    stages = (1, 2, 3) if strategy.pipeline is None else (1,)
+    return tuple(
+        Price(stage, round(sent[stage]), round(held[stage]), stage == zero.stage)
+        for stage in stages
+    )

@@ -24,7 +24,8 @@ def report(plan: Any) -> str:
         _estimated(plan),
         _listed("what the compiler remarked", plan.remarks),
         _listed("what to change", plan.advice, "- "),
-        f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing was run",
+        f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing "
+        "was run",
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -51,7 +52,11 @@ def _memory(plan: Any) -> str:
         for kind, size in memory.kinds.items()
         if size > 1e-4 * scale or (kind == "unattributed" and size)
     ]
-    small = sum(size for kind, size in memory.kinds.items() if size <= 1e-4 * scale and kind != "unattributed")
+    small = sum(
+        size
+        for kind, size in memory.kinds.items()
+        if size <= 1e-4 * scale and kind != "unattributed"
+    )
     if small:
         rows.append(("  all else", human_bytes(small), ""))
     rows.append(("  total", human_bytes(memory.total_bytes), _verdict(plan, usable)))
@@ -95,14 +100,26 @@ def _largest(plan: Any) -> str:
     rows = [("largest at the fullest moment", "", "", "", "")]
     for piece in pieces:
         rows.append(
-            (f"  {piece.type}", human_bytes(piece.size), piece.kind, _operation(piece.op_name), short(piece.source))
+            (
+                f"  {piece.type}",
+                human_bytes(piece.size),
+                piece.kind,
+                _operation(piece.op_name),
+                short(piece.source),
+            )
         )
     return table(rows, right=(1,), width=terminal_width(), shorten=(4, 3, 0), drop=(3, 2))
 
 
 def _operation(op_name: str) -> str:
     parts = [part.rstrip(")") for part in op_name.split("/") if part]
-    again = "again: " if "rematted_computation" in parts else "backward: " if "transpose(" in op_name else ""
+    again = (
+        "again: "
+        if "rematted_computation" in parts
+        else "backward: "
+        if "transpose(" in op_name
+        else ""
+    )
     return again + (parts[-1] if parts else "-")
 
 
@@ -125,7 +142,10 @@ def _estimated(plan: Any) -> str:
         return ""
     rows = [("the most at any moment", "by formula", "compiled", "error")]
     pairs = [(kind, size, plan.memory.most[kind]) for kind, size in plan.estimate.kinds.items()]
-    for kind, guess, size in [*pairs, ("total", plan.estimate.total_bytes, plan.memory.total_bytes)]:
+    for kind, guess, size in [
+        *pairs,
+        ("total", plan.estimate.total_bytes, plan.memory.total_bytes),
+    ]:
         if guess or size:
             error = f"{guess / size - 1:+.0%}" if size else "-"
             rows.append((f"  {kind}", human_bytes(guess), human_bytes(size), error))
@@ -153,29 +173,69 @@ def _communication(plan: Any) -> str:
     lines: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for one in plan.collectives:
         over = "groups of " + str(one.group_size) if one.axes is None else " x ".join(one.axes)
-        note = "".join((" in a branch" * one.conditional, " in a loop of unknown length" * (not one.times_known)))
-        sources = ", ".join(dict.fromkeys(map(short, one.sources[:3]))) + (", …" if len(one.sources) > 3 else "")
+        note = "".join(
+            (
+                " in a branch" * one.conditional,
+                " in a loop of unknown length" * (not one.times_known),
+            )
+        )
+        sources = ", ".join(dict.fromkeys(map(short, one.sources[:3]))) + (
+            ", …" if len(one.sources) > 3 else ""
+        )
         dtypes = "/".join(dict.fromkeys(one.dtypes))
         size = max(one.operand_bytes, one.result_bytes)
         key = (over, "slow" if one.slow else "fast", one.kind, dtypes, size, sources + note)
         lines[key][0] += one.times
         lines[key][1] += one.total_bytes
     ordered = sorted(lines.items(), key=lambda item: -item[1][1])
-    rows = [("communication per step", "network", "collective", "dtype", "times", "of", "sends", "because of")]
+    rows = [
+        (
+            "communication per step",
+            "network",
+            "collective",
+            "dtype",
+            "times",
+            "of",
+            "sends",
+            "because of",
+        )
+    ]
     rows += [
-        (f"  {over}", network, kind, dtype, f"{times:,} x", human_bytes(size), human_bytes(sent), because)
+        (
+            f"  {over}",
+            network,
+            kind,
+            dtype,
+            f"{times:,} x",
+            human_bytes(size),
+            human_bytes(sent),
+            because,
+        )
         for (over, network, kind, dtype, size, because), (times, sent) in ordered[: 2 * _SHOWN]
     ]
     if rest := ordered[2 * _SHOWN :]:
         rows.append(
-            ("  and", "", f"{len(rest)} more", "", f"{sum(times for _, (times, _) in rest):,} x", "",
+            ("  and", "", f"{len(rest)} more", "", f"{sum(times for _, (times, _) in rest):,} x",
+            "",
              human_bytes(sum(sent for _, (_, sent) in rest)), "")
         )  # fmt: skip
     totals = sorted(plan.sent_bytes.items(), key=lambda item: -item[1])
     for (axes, slow), sent in totals:
         over = "other groups" if axes is None else " x ".join(axes)
-        rows.append((f"  all over {over}", "slow" if slow else "fast", "", "", "", "", human_bytes(sent), ""))
+        rows.append(
+            (
+                f"  all over {over}",
+                "slow" if slow else "fast",
+                "",
+                "",
+                "",
+                "",
+                human_bytes(sent),
+                "",
+            )
+        )
     return (
         table(rows, right=(4, 5, 6), width=terminal_width(), shorten=(7,), drop=(5, 3, 4, 1))
-        + f"\n  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as it is scheduled"
+        + f"\n  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as "
+        "it is scheduled"
     )

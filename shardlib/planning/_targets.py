@@ -30,9 +30,10 @@ Platform = Literal["tpu", "gpu", "cpu"]
 class Target:
     """A machine to plan for, which need not be there: `tpu:v5e:16x16`, `gpu:h200:64x1x8`, `cpu:8`.
 
-    - `tpu:GENERATION:SHAPE`, chips along each dim of the torus; several slices as `tpu:v5e:16x16:slices=4`.
-    - `gpu:MODEL:SLICESxHOSTSxGPUS`. A slice is what NVLink joins: one host of up to eight GPUs, or, of B200s, up to 18
-      hosts of four.
+    - `tpu:GENERATION:SHAPE`, chips along each dim of the torus; several slices as
+      `tpu:v5e:16x16:slices=4`.
+    - `gpu:MODEL:SLICESxHOSTSxGPUS`. A slice is what NVLink joins: one host of up to eight GPUs, or,
+      of B200s, up to 18 hosts of four.
     - `cpu:COUNT`, simulated devices.
 
     >>> Target("tpu:v5e:4x4").size, Target("gpu:h200:64x1x8").slices
@@ -72,7 +73,9 @@ class Target:
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """The devices, for compiling alone. Needs the compiler: `shardlib[tpu-plan]` or `shardlib[gpu-plan]`."""
+        """The devices, for compiling alone. Needs the compiler: `shardlib[tpu-plan]` or
+        `shardlib[gpu-plan]`.
+        """
         return _devices(self)
 
     def mesh(self, shape: str = "", *, dcn: str = "") -> Mesh:
@@ -87,8 +90,8 @@ class Target:
         if named and -1 not in named.values() and (asked := math.prod(named.values())) != self.size:
             spelt = ",".join(f"{name}={size}" for name, size in named.items())
             raise ValueError(
-                f"The mesh `{spelt}` is {asked} devices, and `{self}` has {self.size}. Choose sizes whose product is "
-                f"{self.size}, or make one of them -1."
+                f"The mesh `{spelt}` is {asked} devices, and `{self}` has {self.size}. Choose "
+                f"sizes whose product is {self.size}, or make one of them -1."
             )
         return make_mesh(shape, dcn=dcn, devices=self.devices)
 
@@ -114,32 +117,46 @@ def _parse(text: str) -> _Parsed:
     if parts[:1] == ["cpu"] and len(parts) == 2 and re.fullmatch("[0-9]+", parts[1]):
         if not re.fullmatch(_NUMBER, parts[1]) or not 0 < int(parts[1]) <= CPU.largest:
             raise ValueError(
-                f"`{_cut(text)}`: from 1 to {CPU.largest:,} devices can be simulated, as in `cpu:8`. Larger machines are "
-                "planned by their own compilers, `tpu:...` or `gpu:...`."
+                f"`{_cut(text)}`: from 1 to {CPU.largest:,} devices can be simulated, as in "
+                "`cpu:8`. Larger machines are planned by their own compilers, `tpu:...` or "
+                "`gpu:...`."
             )
         return "cpu", CPU, (int(parts[1]),), 1
     if isinstance(text, str) and (name := _cloud_name(text)):
         raise ValueError(name)
     models = {"tpu": TPUS, "gpu": GPUS}.get(parts[0] if parts else "", {})
-    if len(parts) not in (3, 4) or parts[1] not in models or not re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", parts[2]):
+    if (
+        len(parts) not in (3, 4)
+        or parts[1] not in models
+        or not re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", parts[2])
+    ):
         raise ValueError(_unknown(text, parts))
     chip, sizes = models[parts[1]], tuple(map(int, parts[2].split("x")))
-    platform, chip, shape, slices = (_tpu if parts[0] == "tpu" else _gpus)(text, chip, sizes, parts[3:])
+    platform, chip, shape, slices = (_tpu if parts[0] == "tpu" else _gpus)(
+        text, chip, sizes, parts[3:]
+    )
     if (devices := slices * math.prod(shape) * chip.devices) > _LARGEST_MACHINE:
         raise ValueError(
-            f"`{_cut(text)}` has {devices:,} devices; a target has at most {_LARGEST_MACHINE:,}. Take fewer slices."
+            f"`{_cut(text)}` has {devices:,} devices; a target has at most {_LARGEST_MACHINE:,}. "
+            "Take fewer slices."
         )
     return platform, chip, shape, slices
 
 
-# How clouds name TPU slices: a generation and a number, which of some generations counts TensorCores and of others chips.
-_CLOUD_NAME = re.compile(rf"(?:tpu:)?(?:tpu-?)?(v3|v4|v5p|v5litepod|v5e|v6e|v?7x)-({_NUMBER})", re.IGNORECASE)
+# How clouds name TPU slices: a generation and a number, which of some generations counts
+# TensorCores and of others chips.
+_CLOUD_NAME = re.compile(
+    rf"(?:tpu:)?(?:tpu-?)?(v3|v4|v5p|v5litepod|v5e|v6e|v?7x)-({_NUMBER})", re.IGNORECASE
+)
 _CLOUD_GENERATIONS = {"v5litepod": "v5e", "v7x": "7x"}
-_CLOUD_CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}  # TensorCores of a chip, where those are what is counted
+# TensorCores of a chip, where those are what is counted.
+_CLOUD_CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
 
 
 def _cloud_name(text: str) -> str:
-    """What to say of a cloud's name of a slice, `v5p-64`, which does not say the slice's shape; empty for other texts."""
+    """What to say of a cloud's name of a slice, `v5p-64`, which does not say the slice's shape;
+    empty for other texts.
+    """
     match = _CLOUD_NAME.fullmatch(text)
     if not match:
         return ""
@@ -148,13 +165,16 @@ def _cloud_name(text: str) -> str:
     cores = _CLOUD_CORES.get(chip.name)
     if cores is None:
         return (
-            f"`{text}` does not say the shape of the slice. In this name clouds count chips: {_chips(chip, count)}. Write "
-            "the target with its shape."
+            f"`{text}` does not say the shape of the slice. In this name clouds count chips: "
+            f"{_chips(chip, count)}. Write the target with its shape."
         )
-    as_cores = f"no slice, since a chip has {cores}" if count % cores else _chips(chip, count // cores)
+    as_cores = (
+        f"no slice, since a chip has {cores}" if count % cores else _chips(chip, count // cores)
+    )
     return (
-        f"`{text}` can be read in two ways. Clouds count TensorCores in this name, {cores} to a chip: {as_cores}. Read as a "
-        f"number of chips it is {_chips(chip, count)}. Write the target with its shape."
+        f"`{text}` can be read in two ways. Clouds count TensorCores in this name, {cores} to a "
+        f"chip: {as_cores}. Read as a number of chips it is {_chips(chip, count)}. Write the "
+        "target with its shape."
     )
 
 
@@ -173,7 +193,9 @@ def _slice_of(chip: Chip, count: int) -> tuple[int, ...] | None:
         return None
     sides = [side for side in range(1, count + 1) if _is_side(side) and count % side == 0]
     shapes = [
-        shape for shape in itertools.combinations_with_replacement(sides, chip.torus) if math.prod(shape) == count
+        shape
+        for shape in itertools.combinations_with_replacement(sides, chip.torus)
+        if math.prod(shape) == count
     ]
     if not shapes:
         return None
@@ -195,15 +217,17 @@ def _tpu(text: str, chip: Chip, shape: tuple[int, ...], more: list[str]) -> _Par
     match = re.fullmatch(f"slices=({_NUMBER})", more[0]) if more else None
     if more and (not match or not int(match[1])):
         raise ValueError(
-            f"`{_cut(text)}`: several slices are written `{':'.join(text.split(':')[:3])}:slices=4`, of at most "
-            f"{_LARGEST_MACHINE:,} devices in all."
+            f"`{_cut(text)}`: several slices are written "
+            f"`{':'.join(text.split(':')[:3])}:slices=4`, of at most {_LARGEST_MACHINE:,} devices "
+            "in all."
         )
     if len(shape) != chip.torus or not all(map(_is_side, shape)) or math.prod(shape) > chip.largest:
         example = "x".join(["4"] * chip.torus)
         raise ValueError(
-            f"`{_cut(text)}`: a slice of {chip.name} has {chip.torus} dims, each 1, 2 or a multiple of 4, and at most "
-            f"{chip.largest:,} chips, as in "
-            f"`tpu:{chip.name}:{example}`; larger machines are several slices, `tpu:{chip.name}:{example}:slices=2`."
+            f"`{_cut(text)}`: a slice of {chip.name} has {chip.torus} dims, each 1, 2 or a "
+            f"multiple of 4, and at most {chip.largest:,} chips, as in "
+            f"`tpu:{chip.name}:{example}`; larger machines are several slices, "
+            f"`tpu:{chip.name}:{example}:slices=2`."
         )
     return "tpu", chip, shape, int(match[1]) if match else 1
 
@@ -212,13 +236,16 @@ def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], more: list[str]) -> _Pa
     slices, hosts, gpus = sizes if len(sizes) == 3 else (0, 0, 0)
     if more or 0 in (slices, hosts, gpus):
         raise ValueError(
-            f"`{_cut(text)}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` for four hosts of 8."
+            f"`{_cut(text)}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` "
+            "for four hosts of 8."
         )
     if hosts * gpus > chip.largest or gpus > 8 or (hosts > 1 and chip.largest == 8):
         raise ValueError(
-            f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} {chip.name.upper()}s"
+            f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} "
+            f"{chip.name.upper()}s"
             + (" of one host. " if chip.largest == 8 else ", 18 hosts of 4. ")
-            + f"Several hosts on the network are several slices: `gpu:{chip.name}:{slices * hosts}x1x{min(gpus, 8)}`."
+            + "Several hosts on the network are several slices: "
+            f"`gpu:{chip.name}:{slices * hosts}x1x{min(gpus, 8)}`."
         )
     return "gpu", chip, (hosts, gpus), slices
 
@@ -230,12 +257,14 @@ def _unknown(text: Any, parts: list[str]) -> str:
     near = [e for e in examples if named and named in e.split(":")[1]] or difflib.get_close_matches(
         str(text)[:80], examples, 3
     )
+    suggestion = f"Near it: {', '.join(f'`{e}`' for e in near[:3])}. " if near else ""
     return (
-        f"`{_cut(text)}` is no target. " + (f"Near it: {', '.join(f'`{e}`' for e in near[:3])}. " if near else "")
-        + f"There are {', '.join(f'`tpu:{name}`' for name in TPUS)} by the shape of a slice "
-        f"(`tpu:v5e:16x16`, `tpu:v5p:4x4x8:slices=2`), {', '.join(f'`gpu:{name}`' for name in GPUS)} by "
-        "slices x hosts x GPUs (`gpu:h200:4x1x8`), and `cpu:8`."
-    )  # fmt: skip
+        f"`{_cut(text)}` is no target. {suggestion}"
+        f"There are {', '.join(f'`tpu:{name}`' for name in TPUS)} by the shape of a slice "
+        "(`tpu:v5e:16x16`, `tpu:v5p:4x4x8:slices=2`), "
+        f"{', '.join(f'`gpu:{name}`' for name in GPUS)} by slices x hosts x GPUs "
+        "(`gpu:h200:4x1x8`), and `cpu:8`."
+    )
 
 
 @functools.cache
@@ -246,17 +275,21 @@ def _devices(target: Target) -> tuple[Any, ...]:
     _require(target)
     if target.platform == "gpu":
         hosts, gpus = target.shape
-        # Of GPUs that are not there JAX knows the host and not the slice, so a slice is described as one host.
+        # Of GPUs that are not there JAX knows the host and not the slice, so a slice is described
+        # as one host.
         topology = f"{target.slices}x1x{hosts * gpus}"
         options = {"target_config": target.chip.description, "topology": topology}
         with quietly():
             try:
-                found = topologies.get_topology_desc(platform="cuda", topology_name=target.chip.name, **options)
+                found = topologies.get_topology_desc(
+                    platform="cuda", topology_name=target.chip.name, **options
+                )
             except NotImplementedError as error:
                 raise ValueError(
-                    f"`{target}`: JAX has not loaded its CUDA plugin, which without a GPU it does only where it is told to use "
-                    'the CPU: `jax.config.update("jax_platforms", "cpu")` before its first use, `sl.simulate_devices(...)`, '
-                    "or plan from the command line."
+                    f"`{target}`: JAX has not loaded its CUDA plugin, which without a GPU it does "
+                    'only where it is told to use the CPU: `jax.config.update("jax_platforms", '
+                    '"cpu")` before its first use, `sl.simulate_devices(...)`, or plan from the '
+                    "command line."
                 ) from error
             return tuple(found.devices)
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{shape}"
@@ -267,7 +300,9 @@ def _devices(target: Target) -> tuple[Any, ...]:
         options["chips_per_host_bounds"] = (1, 1, 1)
     with quietly():
         try:
-            return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+            return tuple(
+                topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+            )
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(
                 f"`{target}`: the TPU compiler knows no such slice ({str(error).splitlines()[0]})"
@@ -275,14 +310,15 @@ def _devices(target: Target) -> tuple[Any, ...]:
 
 
 def _simulated(target: Target) -> tuple[Any, ...]:
-    with (
-        quietly()
-    ):  # where this is JAX's first use it looks for accelerators too, and libtpu complains that it finds none
+    # Where this is JAX's first use it looks for accelerators too, and libtpu complains that it
+    # finds none.
+    with quietly():
         devices = jax.devices("cpu")
     if len(devices) < target.size:
         raise ValueError(
             f"`{target}` needs {target.size} simulated devices, and JAX sees {len(devices)}: call "
-            f"`sl.simulate_devices({target.size})` before JAX's first use, or plan from the command line."
+            f"`sl.simulate_devices({target.size})` before JAX's first use, or plan from the "
+            "command line."
         )
     return tuple(devices[: target.size])
 
@@ -311,13 +347,16 @@ COMPILE_ONLY = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "CUDA_VISIBLE_DEVICES": "-1",
 }
-# What makes the TPU compiler log its own account of memory; for processes of our own, since it stays so.
+# What makes the TPU compiler log its own account of memory; for processes of our own, since it
+# stays so.
 LOUD = {"TPU_STDERR_LOG_LEVEL": "0", "TPU_MIN_LOG_LEVEL": "0"}
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[Path]:
-    """Run a compiler without its noise: what the process writes to standard error goes into a file, whose path this gives."""
+    """Run a compiler without its noise: what the process writes to standard error goes into a file,
+    whose path this gives.
+    """
     with _ONE_AT_A_TIME, _into_a_file() as path:
         yield path
 

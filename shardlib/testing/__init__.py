@@ -1,4 +1,6 @@
-"""Test the sharding of your own code on a laptop: one call compares a step on many meshes with one device."""
+"""Test the sharding of your own code on a laptop: one call compares a step on many meshes with one
+device.
+"""
 
 from shardlib._moved import Moved as Moved
 from shardlib._moved import memory_traffic as memory_traffic

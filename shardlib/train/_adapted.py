@@ -1,10 +1,12 @@
-"""Losses written for plain `jit` or `pmap`: constraints that name the data axes, and a bound axis called `batch`.
+"""Losses written for plain `jit` or `pmap`: constraints that name the data axes, and a bound axis
+called `batch`.
 
-Models of Flax, T5X and MaxText say `with_sharding_constraint(x, P("data", "model"))`, themselves or by
-`nn.with_logical_constraint`, and `BatchNorm(axis_name="batch")`. In the step, which is manual over the data axes, JAX refuses
-the first and does not know the name of the second. So the loss is traced before it is evaluated, as it would be in a plain
-`jit`, and what was traced is brought into the step: constraints lose the axes that are manual, along which each device has
-its own examples already, and `batch` becomes the data axes.
+Models of Flax, T5X and MaxText say `with_sharding_constraint(x, P("data", "model"))`, themselves or
+by `nn.with_logical_constraint`, and `BatchNorm(axis_name="batch")`. In the step, which is manual
+over the data axes, JAX refuses the first and does not know the name of the second. So the loss is
+traced before it is evaluated, as it would be in a plain `jit`, and what was traced is brought into
+the step: constraints lose the axes that are manual, along which each device has its own examples
+already, and `batch` becomes the data axes.
 """
 
 import math
@@ -27,15 +29,22 @@ _SUMS = ("psum", "psum_invariant", "pmax", "pmin")
 
 
 def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
-    """A function of trees of arrays, for use in the step: it may name the data axes in constraints, and an axis `batch`."""
+    """A function of trees of arrays, for use in the step: it may name the data axes in constraints,
+    and an axis `batch`.
+    """
     axes, automatic = strategy.data_axes, strategy.device_mesh.abstract_mesh
 
-    # Modules that a loss makes of values it has, as `nnx.bridge.ToLinen` does, are not laid out as they are made.
+    # Modules that a loss makes of values it has, as `nnx.bridge.ToLinen` does, are not laid out as
+    # they are made.
     def lazily(*args: Any) -> Any:
         with in_force(pairs_in_force(), eager=False):
             return function(*args)
 
-    bound = [] if BATCH in automatic.shape else [(BATCH, math.prod(automatic.shape[axis] for axis in axes))]
+    bound = (
+        []
+        if BATCH in automatic.shape
+        else [(BATCH, math.prod(automatic.shape[axis] for axis in axes))]
+    )
 
     def call(*args: Any) -> Any:
         mesh, everywhere = jax.sharding.get_abstract_mesh(), False
@@ -57,7 +66,9 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
 
 
 def _is_about_meshes(error: ValueError) -> bool:
-    """Whether JAX refuses a constraint: for what it says, or later, since a constraint brought another mesh along."""
+    """Whether JAX refuses a constraint: for what it says, or later, since a constraint brought
+    another mesh along.
+    """
     return "with_sharding_constraint" in str(error) or "context mesh" in str(error)
 
 
@@ -65,7 +76,9 @@ def _as_if_automatic(
     function: Callable[..., Any], bound: Any, automatic: AbstractMesh, args: Any, error: ValueError
 ) -> Any:
     """Trace a function as if no axis were manual."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype), args)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype), args
+    )
     with all_automatic(automatic):
         try:
             return jax.make_jaxpr(function, axis_env=bound, return_shape=True)(*shapes)
@@ -78,22 +91,26 @@ def _as_if_automatic(
 def _unbound(why: str, manual: tuple[str, ...]) -> str:
     axes = ", ".join(map(repr, (*manual, BATCH)))
     return (
-        f"The loss asks for an axis that the step does not bind; it binds {axes}. A layer's `axis_name` is one of these, or "
-        f"all the axes of the data, `axis_name=strategy.data_axes`. JAX says: {why}"
+        f"The loss asks for an axis that the step does not bind; it binds {axes}. A layer's "
+        "`axis_name` is one of these, or all the axes of the data, `axis_name=strategy.data_axes`. "
+        f"JAX says: {why}"
     )
 
 
 def _refusal(why: str) -> str:
     return (
-        "A sharding constraint in the loss cannot be brought into the step, which is manual over the axes of the data. Name the "
-        "dims of the array instead, `sl.shard(x, names)`; or leave those axes out of the constraint; or leave them to the "
-        f"partitioner, `Strategy(manual=())`. JAX says: {why}"
+        "A sharding constraint in the loss cannot be brought into the step, which is manual over "
+        "the axes of the data. Name the dims of the array instead, `sl.shard(x, names)`; or leave "
+        "those axes out of the constraint; or leave them to the partitioner, "
+        f"`Strategy(manual=())`. JAX says: {why}"
     )
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of differentiation, which JAX traces when it needs it: where the function was traced, then brought along."""
+    """A rule of differentiation, which JAX traces when it needs it: where the function was traced,
+    then brought along.
+    """
 
     rule: Any
     rewriting: "_Rewriting"
@@ -110,9 +127,11 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Rewriting:
-    """Brings a traced function onto `mesh`, on which some axes are manual; `batch` stands for `axes`.
+    """Brings a traced function onto `mesh`, on which some axes are manual; `batch` stands for
+    `axes`.
 
-    Traced on the `automatic` mesh is all of it, `everywhere`, or only what follows a constraint that brought that mesh along.
+    Traced on the `automatic` mesh is all of it, `everywhere`, or only what follows a constraint
+    that brought that mesh along.
     """
 
     mesh: AbstractMesh
@@ -150,12 +169,16 @@ class _Rewriting:
     def _variable(self, variable: Any) -> Any:
         sharding = getattr(variable.aval, "sharding", None)
         moved = self._value(sharding)
-        return variable if moved is sharding else type(variable)(variable.aval.update(sharding=moved))
+        return (
+            variable if moved is sharding else type(variable)(variable.aval.update(sharding=moved))
+        )
 
     def _equation(self, equation: Any, atoms: Callable[[Any], list[Any]]) -> Any:
         name, params = equation.primitive.name, dict(equation.params)
         for key, value in params.items():
-            params[key] = _Rule(value, self) if key in _RULES and self.everywhere else self._value(value)
+            params[key] = (
+                _Rule(value, self) if key in _RULES and self.everywhere else self._value(value)
+            )
         if name == "shard_map" and self.everywhere:
             raise ValueError(_refusal("a `shard_map` beside it runs on each device's own shard."))
         if name == "axis_index" and params["axis_name"] == BATCH:
@@ -211,8 +234,9 @@ class _Rewriting:
         if len(self.axes) != 1:
             listed = ", ".join(map(repr, self.axes)) or "none"
             raise ValueError(
-                f"The loss asks for `{name}` over the axis `{BATCH}`, which stands for the axes over which the step is manual: "
-                f"{listed}. Name one of the mesh, or take the mean over all of them: `sl.batch_mean(x)`."
+                f"The loss asks for `{name}` over the axis `{BATCH}`, which stands for the axes "
+                f"over which the step is manual: {listed}. Name one of the mesh, or take the mean "
+                "over all of them: `sl.batch_mean(x)`."
             )
         return self.axes[0]
 

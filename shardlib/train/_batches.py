@@ -1,4 +1,6 @@
-"""Batches on the mesh, from anybody's iterator: each process gives the examples that its own devices hold."""
+"""Batches on the mesh, from anybody's iterator: each process gives the examples that its own
+devices hold.
+"""
 
 import contextlib
 import inspect
@@ -45,30 +47,34 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
         if leaf.ndim == 0 or leaf.shape[0] != rows:
             here = path or "the batch"
             raise ValueError(
-                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has {rows}, `{here}` has shape "
-                f"{leaf.shape}. Give constants to the loss by closing over them."
+                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has "
+                f"{rows}, `{here}` has shape {leaf.shape}. Give constants to the loss by closing "
+                "over them."
             )
     if rows == 0 or rows % parts:
         along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
         raise ValueError(
-            f"A batch of {rows} examples does not split over {along} and {_microbatches(strategy)}: use a "
-            f"multiple of {parts}."
+            f"A batch of {rows} examples does not split over {along} and "
+            f"{_microbatches(strategy)}: use a multiple of {parts}."
         )
 
 
 def _check_arrays(leaves: list[tuple[str, Any]]) -> None:
-    """Refuse leaves of a batch that are no arrays, or arrays of what JAX has no arrays of, such as text."""
+    """Refuse leaves of a batch that are no arrays, or arrays of what JAX has no arrays of, such as
+    text.
+    """
     for path, leaf in leaves:
         what = f"`{path or 'the batch'}` of the batch"
         if not hasattr(leaf, "ndim") or isinstance(leaf, type):
             raise ValueError(
-                f"{what} is a {type(leaf).__name__}; a batch is a tree of arrays of numbers. Give constants to the loss by "
-                "closing over them."
+                f"{what} is a {type(leaf).__name__}; a batch is a tree of arrays of numbers. Give "
+                "constants to the loss by closing over them."
             )
         if not check_arrays.holds(leaf.dtype):
             raise ValueError(
-                f"{what} is an array of {leaf.dtype}, which no device holds: a batch is a tree of arrays of numbers. Leave it "
-                "out, or turn it into numbers: texts into tokens, dates into days."
+                f"{what} is an array of {leaf.dtype}, which no device holds: a batch is a tree of "
+                "arrays of numbers. Leave it out, or turn it into numbers: texts into tokens, "
+                "dates into days."
             )
 
 
@@ -86,12 +92,17 @@ def local_rows(size: int, strategy: Strategy) -> np.ndarray:
     array([0, 1, 2, 3])
     """
     _check_strategy("local_rows", strategy)
-    size = check.whole("local_rows", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES)
-    parts = int(np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int))
+    size = check.whole(
+        "local_rows", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES
+    )
+    parts = int(
+        np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int)
+    )
     if size % (parts * strategy.microbatches):
         raise ValueError(
-            f"`local_rows(size={size})`: a batch of {size} examples does not split over the {parts} parts that the axes "
-            f"{strategy.batch_axes} make of it and {_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
+            f"`local_rows(size={size})`: a batch of {size} examples does not split over the "
+            f"{parts} parts that the axes {strategy.batch_axes} make of it and "
+            f"{_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
         )
     held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))
@@ -108,11 +119,12 @@ def _is_no_source(source: Any) -> bool:
 def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     """Put batches of numpy arrays on the mesh, `ahead` of them before they are asked for.
 
-    `source` is any iterable of trees of arrays with the examples along dim 0. Where several processes train together, each
-    gives the rows of its own devices, see `local_rows`; a source with a method `local(rows)`, such as
-    `shardlib.data.Sequences`, is told which. What comes out remembers its place in the data: a source whose iterator has
-    `get_state` and `set_state`, as those of `grain` and of `shardlib.data` have, is asked for it; any other is read again
-    from its start and as many batches are dropped, so it should be the same each time.
+    `source` is any iterable of trees of arrays with the examples along dim 0. Where several
+    processes train together, each gives the rows of its own devices, see `local_rows`; a source
+    with a method `local(rows)`, such as `shardlib.data.Sequences`, is told which. What comes out
+    remembers its place in the data: a source whose iterator has `get_state` and `set_state`, as
+    those of `grain` and of `shardlib.data` have, is asked for it; any other is read again from its
+    start and as many batches are dropped, so it should be the same each time.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -124,13 +136,14 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     if isinstance(source, Batches):
         if batch_sharding(source.strategy) != batch_sharding(strategy):
             raise ValueError(
-                f"These batches are put on the mesh as {batch_sharding(source.strategy)}, and wanted as "
-                f"{batch_sharding(strategy)}. Make them with the strategy of the step."
+                f"These batches are put on the mesh as {batch_sharding(source.strategy)}, and "
+                f"wanted as {batch_sharding(strategy)}. Make them with the strategy of the step."
             )
         return source
     if not (hasattr(source, "local") or isinstance(source, Iterable)) or _is_no_source(source):
         raise ValueError(
-            f"`source` is an iterable of batches, each a tree of arrays; got {type(source).__name__}: {check.shown(source)}."
+            "`source` is an iterable of batches, each a tree of arrays; got "
+            f"{type(source).__name__}: {check.shown(source)}."
             + (" For one batch, a list of it: `[batch]`." if isinstance(source, dict) else "")
         )
     ahead = check.whole("batches", "ahead", ahead, "a number of batches", least=1, most=_MOST_AHEAD)
@@ -154,12 +167,16 @@ class Batches(Iterator[Any]):
         return batch
 
     def state(self) -> State:
-        """The place in the data, for `restore`: how many batches were given out, and what the source says of it."""
+        """The place in the data, for `restore`: how many batches were given out, and what the
+        source says of it.
+        """
         return {"batches": self._taken, "source": self._place}
 
     @property
     def identity(self) -> str:
-        """Which data these are, of a source that gives each process its part of the same; to compare between processes."""
+        """Which data these are, of a source that gives each process its part of the same; to
+        compare between processes.
+        """
         return json.dumps(self._place) if hasattr(self._source, "local") else ""
 
     def restore(self, state: State) -> None:
@@ -178,32 +195,39 @@ class Batches(Iterator[Any]):
 
     def _open(self) -> Iterator[Any]:
         source = self._source
-        iterator = source.local(local_rows(source.batch, self.strategy)) if hasattr(source, "local") else iter(source)
+        iterator = (
+            source.local(local_rows(source.batch, self.strategy))
+            if hasattr(source, "local")
+            else iter(source)
+        )
         kind, knows = type(source).__name__, hasattr(iterator, "set_state")
         if self._place is not None and not knows:
             raise ValueError(
-                f"The place in the data was kept by a source that could say where it is; {kind} has no `set_state`. Give the "
-                "source that the run was started with."
+                f"The place in the data was kept by a source that could say where it is; {kind} "
+                "has no `set_state`. Give the source that the run was started with."
             )
         if self._place is not None:
             iterator.set_state(self._place)
         elif self._taken and knows:
             raise ValueError(
-                f"The place in the data, {self._taken} batches from its start, was kept for a source that could not say where it "
-                f"is; {kind} can, and is another. Give the source that the run was started with."
+                f"The place in the data, {self._taken} batches from its start, was kept for a "
+                f"source that could not say where it is; {kind} can, and is another. Give the "
+                "source that the run was started with."
             )
         elif self._taken:
             if iterator is source and not _is_fresh(source):
                 raise ValueError(
-                    f"To go on after {self._taken} batches a source is read again from its start, and this {kind} may have been "
-                    "read from before. Give one that starts anew each time it is iterated, a list or a class with `__iter__`, or "
-                    "a new generator."
+                    f"To go on after {self._taken} batches a source is read again from its start, "
+                    f"and this {kind} may have been read from before. Give one that starts anew "
+                    "each time it is iterated, a list or a class with `__iter__`, or a new "
+                    "generator."
                 )
             for number in range(self._taken):
                 if next(iterator, _ENDED) is _ENDED:
                     raise ValueError(
-                        f"To go on after {self._taken} batches, the source was read again from its start, and it ended after "
-                        f"{number}. Give one that starts anew each time it is iterated, and does not end before."
+                        f"To go on after {self._taken} batches, the source was read again from its "
+                        f"start, and it ended after {number}. Give one that starts anew each time "
+                        "it is iterated, and does not end before."
                     )
         return iterator
 
@@ -215,12 +239,13 @@ class Batches(Iterator[Any]):
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 return leaf  # is on the mesh already
             try:
-                # A copy, since a device may keep the memory it is given, and a source may use it again for its next batch.
+                # A copy, since a device may keep the memory it is given, and a source may use it
+                # again for its next batch.
                 return jax.make_array_from_process_local_data(sharding, np.array(leaf, copy=True))
             except ValueError as error:
                 raise ValueError(
-                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes {self.strategy.batch_axes}: "
-                    f"{error}"
+                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes "
+                    f"{self.strategy.batch_axes}: {error}"
                 ) from error
 
         return map_named(put, batch)
@@ -228,8 +253,16 @@ class Batches(Iterator[Any]):
 
 def _check_place(state: Any) -> None:
     if not isinstance(state, dict) or state.keys() != {"batches", "source"}:
-        raise check.refusal("restore", "state", state, "a place in the data, as `Batches.state()` gives it")
-    check.whole("restore", "state", state["batches"], "a place in the data, after a number of batches", least=0)
+        raise check.refusal(
+            "restore", "state", state, "a place in the data, as `Batches.state()` gives it"
+        )
+    check.whole(
+        "restore",
+        "state",
+        state["batches"],
+        "a place in the data, after a number of batches",
+        least=0,
+    )
 
 
 _ENDED = object()
@@ -241,7 +274,9 @@ def _is_fresh(source: Any) -> bool:
 
 
 def _place_of(iterator: Any) -> Any:
-    """Where an iterator is, as a checkpoint will give it back: a copy, which does not move on with the source."""
+    """Where an iterator is, as a checkpoint will give it back: a copy, which does not move on with
+    the source.
+    """
     if not hasattr(iterator, "get_state"):
         return None
     place = iterator.get_state()
@@ -253,8 +288,9 @@ def _place_of(iterator: Any) -> Any:
         why = ""
     if copied != place:
         raise ValueError(
-            f"The place in the data goes into checkpoints as JSON, and what `get_state` of {type(iterator).__name__} gives "
-            f"does not come back from it as it was{why}. Let it give dicts with text for keys, lists, numbers and text."
+            "The place in the data goes into checkpoints as JSON, and what `get_state` of "
+            f"{type(iterator).__name__} gives does not come back from it as it was{why}. Let it "
+            "give dicts with text for keys, lists, numbers and text."
         )
     return copied
 
@@ -283,7 +319,8 @@ class _Reader:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-        self._thread.join(timeout=1)  # it may be waiting for its source, and ends when that gives something
+        # It may be waiting for its source, and ends when that gives something.
+        self._thread.join(timeout=1)
 
     def _read(self, iterator: Iterator[Any], prepare: Any) -> None:
         try:

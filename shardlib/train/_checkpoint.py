@@ -1,9 +1,10 @@
 """Checkpoints of a run, by Orbax: the only file that imports it.
 
-A checkpoint is a folder named by its step. Beside the arrays, by path, it holds what they are (shape, dtype, names and a
-digest of the bits of each), the strategy, the place in the data and whatever the run says of itself. Values are global
-arrays, so they may be read onto any mesh, stage of ZeRO or number of processes. A digest does not depend on how an array
-lies; comparing it after reading finds whatever went wrong between one device's memory and another's.
+A checkpoint is a folder named by its step. Beside the arrays, by path, it holds what they are
+(shape, dtype, names and a digest of the bits of each), the strategy, the place in the data and
+whatever the run says of itself. Values are global arrays, so they may be read onto any mesh, stage
+of ZeRO or number of processes. A digest does not depend on how an array lies; comparing it after
+reading finds whatever went wrong between one device's memory and another's.
 """
 
 import contextlib
@@ -58,12 +59,15 @@ from shardlib.train._state import State
 
 FORMAT = 1
 _LOGGERS = ("absl", "asyncio")
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that are no checkpoints yet, or no longer
+# In the names of folders that are no checkpoints yet, or no longer.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gives back: the state, the place in the data, and what the run said of itself."""
+    """What a checkpoint gives back: the state, the place in the data, and what the run said of
+    itself.
+    """
 
     state: State
     step: int
@@ -72,7 +76,8 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder: the newest `keep`, and every step that `keep_every` divides.
+    """The checkpoints of one run, in one folder: the newest `keep`, and every step that
+    `keep_every` divides.
 
     Older ones are deleted once the next is complete and was waited for, as the next save does.
 
@@ -110,19 +115,24 @@ class Checkpoints:
             raise ValueError(f"`Checkpoints({str(folder)!r})` takes a folder, and that is a file.")
         if "://" not in str(folder) and (odd := sorted(set("*?[]") & set(str(self.folder)))):
             raise ValueError(
-                f"`Checkpoints({str(folder)!r})`: what is written under a path with {' '.join(odd)} could not be read again, "
-                "since it would be taken for a pattern. Choose another name."
+                f"`Checkpoints({str(folder)!r})`: what is written under a path with "
+                f"{' '.join(odd)} could not be read again, since it would be taken for a pattern. "
+                "Choose another name."
             )
         check_shared(self.folder)
-        # Called by Orbax's thread right before a checkpoint gets its name. Were folders made asynchronously, each of Orbax's
-        # threads would wait for one that cannot be made for up to twenty minutes, and the process could not end before.
+        # Called by Orbax's thread right before a checkpoint gets its name. Were folders made
+        # asynchronously, each of Orbax's threads would wait for one that cannot be made for up to
+        # twenty minutes, and the process could not end before.
         background = ocp.AsyncOptions(
             post_finalization_callback=self._before_commit, create_directories_asynchronously=False
         )
-        options = ocp.CheckpointManagerOptions(async_options=background)  # it keeps all: old ones are deleted here
+        # It keeps all: old ones are deleted here.
+        options = ocp.CheckpointManagerOptions(async_options=background)
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(is_not_of_orbax)
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "about"))
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=options, item_names=("state", "about")
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -145,19 +155,31 @@ class Checkpoints:
         """The steps of all complete checkpoints, in order."""
         return tuple(sorted(self._manager.all_steps()))
 
-    def save(self, state: State, *, data: Any = None, about: Mapping[str, Any] | None = None) -> None:
-        """Begin to save: the state is copied off its devices here, and written while the run goes on.
+    def save(
+        self, state: State, *, data: Any = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin to save: the state is copied off its devices here, and written while the run goes
+        on.
 
-        `data` is a place in the data, as `Batches.state` gives it, and `about` anything that JSON can hold. If the save
-        before this one failed, says so by an `OSError`, once; that before it is still there.
+        `data` is a place in the data, as `Batches.state` gives it, and `about` anything that JSON
+        can hold. If the save before this one failed, says so by an `OSError`, once; that before it
+        is still there.
         """
         check.kind("save", "state", state, State, "the `State` that `sl.init` makes")
-        check.kind("save", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True)
+        check.kind(
+            "save",
+            "about",
+            about,
+            Mapping,
+            "a mapping from names to what JSON can hold",
+            optional=True,
+        )
         try:
             json.dumps([data, dict(about or {})])
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"`save(data=..., about=...)` go into checkpoints as JSON, which cannot hold them: {error}."
+                "`save(data=..., about=...)` go into checkpoints as JSON, which cannot hold them: "
+                f"{error}."
             ) from error
         self._occupied.check_together()
         self.wait()
@@ -183,17 +205,22 @@ class Checkpoints:
         args = self._orbax.args
         with self._failing(step):
             self._manager.save(
-                step, args=args.Composite(state=args.PyTreeSave(written), about=args.JsonSave(about_it)), force=True
+                step,
+                args=args.Composite(state=args.PyTreeSave(written), about=args.JsonSave(about_it)),
+                force=True,
             )
 
     def wait(self) -> None:
-        """Wait until what was begun is saved; if it could not be, an `OSError` says why and what is still there."""
+        """Wait until what was begun is saved; if it could not be, an `OSError` says why and what is
+        still there.
+        """
         self._wait()
         self._delete_old()
 
     def _wait(self) -> None:
         with self._failing(None):
-            # A process that does not commit leaves Orbax's threads waiting for each other, here and in the other processes.
+            # A process that does not commit leaves Orbax's threads waiting for each other, here and
+            # in the other processes.
             while jax.process_count() > 1 and self._manager.is_saving_in_progress():
                 if self._taken is not None:
                     raise self._taken
@@ -230,10 +257,12 @@ class Checkpoints:
         """Read the newest good checkpoint, or that of a step, into the places that `like` has.
 
         `like` is a state of the same model and optimizer under any strategy, best an abstract one:
-        `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that is damaged, so that it cannot be read or
-        its bits are not those that were saved, is put aside under another name, with a warning, and the one before it is used.
-        Where files cannot be read for another reason, a permission say, that is an `OSError`, and nothing is changed. With
-        `release`, the arrays of `like` are deleted from their devices before others are read, once it is seen that these fit.
+        `sl.init(make_model, optimizer, strategy, abstract=True)`. A checkpoint that is damaged, so
+        that it cannot be read or its bits are not those that were saved, is put aside under another
+        name, with a warning, and the one before it is used. Where files cannot be read for another
+        reason, a permission say, that is an `OSError`, and nothing is changed. With `release`, the
+        arrays of `like` are deleted from their devices before others are read, once it is seen that
+        these fit.
         """
         check.kind("restore", "like", like, State, "the `State` that `sl.init` makes")
         check.whole("restore", "step", step, "the step of a checkpoint", least=0, optional=True)
@@ -242,7 +271,8 @@ class Checkpoints:
         if not steps or (step is not None and step not in self.steps()):
             there = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(
-                f"No checkpoint{'' if step is None else f' of step {step}'} in {self.folder}; there are: {there}."
+                f"No checkpoint{'' if step is None else f' of step {step}'} in {self.folder}; "
+                f"there are: {there}."
             )
         failures = []
         for one in reversed(steps):
@@ -253,15 +283,18 @@ class Checkpoints:
                 if step is None:
                     say(
                         (
-                            f"The checkpoint of step {one} in {self.folder} cannot be used: {error}. The one before it is "
-                            f"tried; if that is good, this one is put aside as `unreadable-{one}`.",
+                            f"The checkpoint of step {one} in {self.folder} cannot be used: "
+                            f"{error}. The one before it is tried; if that is good, this one is "
+                            f"put aside as `unreadable-{one}`.",
                         )
                     )
                 continue
             if failures:
                 self.put_aside([one for one in steps if one > restored.step], "unreadable")
             return restored
-        raise ValueError(f"No checkpoint in {self.folder} can be used. " + "; ".join(failures) + ".")
+        raise ValueError(
+            f"No checkpoint in {self.folder} can be used. " + "; ".join(failures) + "."
+        )
 
     def about(self, step: int | None = None) -> Mapping[str, Any]:
         """What the run said of itself when it saved the newest checkpoint, or that of a step."""
@@ -272,20 +305,25 @@ class Checkpoints:
         try:
             return self._content(step)["about"]
         except UnreadableError as error:
-            raise ValueError(f"The checkpoint of step {step} in {self.folder} cannot be read: {error}.") from error
+            raise ValueError(
+                f"The checkpoint of step {step} in {self.folder} cannot be read: {error}."
+            ) from error
 
     def _content(self, step: int) -> dict[str, Any]:
         try:
             sealed = json.loads((self.folder / str(step) / "about" / "metadata").read_text())
             content = unsealed(sealed)
         except (*MISSING, ValueError, KeyError, TypeError) as error:
-            raise UnreadableError(f"what it says of itself is not what was written ({first_line(error)})") from error
+            raise UnreadableError(
+                f"what it says of itself is not what was written ({first_line(error)})"
+            ) from error
         except OSError as error:
             raise self._hindered(step, error) from error
         if content["format"] != FORMAT:
             raise ValueError(
-                f"The checkpoint of step {step} in {self.folder} has format {content['format']}; this version of shardlib "
-                f"reads format {FORMAT}. Read it with the version that wrote it."
+                f"The checkpoint of step {step} in {self.folder} has format {content['format']}; "
+                f"this version of shardlib reads format {FORMAT}. Read it with the version that "
+                "wrote it."
             )
         self._check_step(step, content.get("step", step))
         return content
@@ -293,25 +331,32 @@ class Checkpoints:
     def _check_step(self, step: int, found: int) -> None:
         if found != step:
             raise ValueError(
-                f"The checkpoint in {self.folder / str(step)} is that of step {found}: its folder was renamed or copied from "
-                f"`{found}`. Give it its name again, or remove it; nothing was changed."
+                f"The checkpoint in {self.folder / str(step)} is that of step {found}: its folder "
+                f"was renamed or copied from `{found}`. Give it its name again, or remove it; "
+                "nothing was changed."
             )
 
     def _hindered(self, step: int, error: BaseException) -> OSError:
         """What is said of a checkpoint that may be good, and that cannot be read as things are."""
         return OSError(
-            f"The checkpoint of step {step} in {self.folder} cannot be read: {first_line(error)}. That need not be damage, so "
-            "nothing was changed. Let this process read it, or move the checkpoint elsewhere for the one before it to be used."
+            f"The checkpoint of step {step} in {self.folder} cannot be read: {first_line(error)}. "
+            "That need not be damage, so nothing was changed. Let this process read it, or move "
+            "the checkpoint elsewhere for the one before it to be used."
         )
 
     def _read(self, step: int, like: State, release: bool) -> Restored:
         ocp = self._orbax
         content = in_every_process(lambda: self._content(step))
         held, here = like, like
-        like = saved_like(here, {path: tuple(leaf["shape"]) for path, leaf in content["leaves"].items()})
+        like = saved_like(
+            here, {path: tuple(leaf["shape"]) for path, leaf in content["leaves"].items()}
+        )
         wanted = arrays_of(like)
         check_leaves(content["leaves"], describe_leaves(like, wanted, {}), step, str(self.folder))
-        wanted = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
+        wanted = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for path, x in wanted.items()
+        }
         like, here = (
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), of)
             for of in (like, here)
@@ -321,7 +366,9 @@ class Checkpoints:
                 leaf.delete()
         read = {path: leaf for path, leaf in wanted.items() if leaf.size}
         arguments = {
-            path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            path: ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            )
             for path, leaf in read.items()
         }
 
@@ -329,7 +376,8 @@ class Checkpoints:
             handler = ocp.PyTreeCheckpointHandler()
             try:
                 tree = handler.restore(
-                    self.folder / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=nested(arguments))
+                    self.folder / str(step) / "state",
+                    args=ocp.args.PyTreeRestore(restore_args=nested(arguments)),
                 )
             except Exception as error:  # of whatever kind
                 if hindrance := find_hindrance(self.folder / str(step), error):
@@ -343,7 +391,9 @@ class Checkpoints:
 
         given = in_every_process(arrays)
         found = digests(given)
-        changed = [path for path, digest in found.items() if digest != content["leaves"][path]["digest"]]
+        changed = [
+            path for path, digest in found.items() if digest != content["leaves"][path]["digest"]
+        ]
         if changed:
             listed = ", ".join(f"`{path}`" for path in changed[:3]) + (
                 f" and {len(changed) - 3} more" if changed[3:] else ""
@@ -356,14 +406,19 @@ class Checkpoints:
         return Restored(state, step, of_this_process(content["processes"], step), content["about"])
 
     def put_aside(self, steps: Iterable[int], name: str) -> None:
-        """Rename the checkpoints of these steps to `NAME-STEP`: they are kept to be looked at, and no longer counted."""
+        """Rename the checkpoints of these steps to `NAME-STEP`: they are kept to be looked at, and
+        no longer counted.
+        """
         self._occupied.check_together()
         if jax.process_index() == 0:
             for step in steps:
                 names = (
-                    f"{name}-{step}{number}" for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+                    f"{name}-{step}{number}"
+                    for number in itertools.chain([""], (f".{n}" for n in itertools.count(2)))
                 )
-                (self.folder / str(step)).rename(next(to for one in names if not (to := self.folder / one).exists()))
+                (self.folder / str(step)).rename(
+                    next(to for one in names if not (to := self.folder / one).exists())
+                )
         gather_texts("")  # until it is done
         self._manager.reload()
 
@@ -379,14 +434,22 @@ class Checkpoints:
         self._occupied.check_together()
         if jax.process_index() == 0:
             for step in old:
-                # Under this name it is no checkpoint any more, however much of it is deleted when the process ends.
+                # Under this name it is no checkpoint any more, however much of it is deleted when
+                # the process ends.
                 gone = self.folder / f"{step}{_UNFINISHED}-old"
                 try:
                     (self.folder / str(step)).rename(gone)
                 except OSError as error:
-                    say((f"The checkpoint of step {step} in {self.folder} could not be deleted: {error}.",))
+                    say(
+                        (
+                            f"The checkpoint of step {step} in {self.folder} could not be deleted: "
+                            f"{error}.",
+                        )
+                    )
                     continue
-                thread = threading.Thread(target=shutil.rmtree, args=(gone, True), name="shardlib-delete", daemon=True)
+                thread = threading.Thread(
+                    target=shutil.rmtree, args=(gone, True), name="shardlib-delete", daemon=True
+                )
                 thread.start()
                 self._deleting.append(thread)
         gather_texts("")  # until it is done
@@ -397,7 +460,9 @@ class Checkpoints:
         left = self._remove_unfinished() if jax.process_index() == 0 else []
         say(
             tuple(
-                f"Left by a save that did not end, in {self.folder}, and could not be deleted: {one}." for one in left
+                f"Left by a save that did not end, in {self.folder}, and could not be deleted: "
+                f"{one}."
+                for one in left
             )
         )
         gather_texts("")  # until it is done
@@ -427,7 +492,11 @@ class Checkpoints:
 
     def _failure(self, what: str, why: str) -> str:
         latest = self.latest()
-        still = "there is none before it" if latest is None else f"the last good one is that of step {latest}"
+        still = (
+            "there is none before it"
+            if latest is None
+            else f"the last good one is that of step {latest}"
+        )
         return f"{what} could not be saved in {self.folder}: {why}; {still}."
 
     @contextlib.contextmanager
@@ -438,7 +507,8 @@ class Checkpoints:
             raise
         except Exception as error:  # of whatever kind: Orbax raises TensorStore's, as they come
             if jax.process_count() == 1:
-                # Threads of Orbax may write on for a while, and fail as this one did. What is left then is nobody's checkpoint.
+                # Threads of Orbax may write on for a while, and fail as this one did. What is left
+                # then is nobody's checkpoint.
                 with contextlib.suppress(Exception):
                     self._manager.wait_until_finished()
                 self._occupied.check()

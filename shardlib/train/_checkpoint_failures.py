@@ -1,4 +1,6 @@
-"""What goes wrong with checkpoints: told from what need not be damage, and told to every process."""
+"""What goes wrong with checkpoints: told from what need not be damage, and told to every
+process.
+"""
 
 import contextlib
 import logging
@@ -17,7 +19,13 @@ from shardlib._processes import gather_texts
 _SECONDS_TO_END = 5
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # How libraries say that something else than the files is in the way of reading them.
-_HINDERED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files")
+_HINDERED = (
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "Too many open files",
+)
 T = TypeVar("T")
 
 
@@ -30,7 +38,9 @@ class UnreadableError(Exception):
 
 
 def end_with_the_main_thread() -> None:
-    """See that this process ends with its error: threads of Orbax may wait twenty minutes for those of other processes."""
+    """See that this process ends with its error: threads of Orbax may wait twenty minutes for those
+    of other processes.
+    """
 
     def end() -> None:
         threading.main_thread().join()
@@ -43,7 +53,9 @@ def end_with_the_main_thread() -> None:
 
 
 def check_shared(folder: Any) -> None:
-    """Refuse a folder that some process does not see as the first one does: of a checkpoint it would hold its part alone."""
+    """Refuse a folder that some process does not see as the first one does: of a checkpoint it
+    would hold its part alone.
+    """
     if jax.process_count() == 1:
         return
     first, mark = jax.process_index() == 0, folder / ".seen-by-all"
@@ -63,13 +75,16 @@ def check_shared(folder: Any) -> None:
         mark.unlink(missing_ok=True)
     if blind:
         raise ValueError(
-            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in {folder} what process 0 wrote "
-            "there. Several processes save into one folder, on a file system that they share, by the same name on each."
+            f"Process {', '.join(map(str, blind))} of {jax.process_count()} does not see in "
+            f"{folder} what process 0 wrote there. Several processes save into one folder, on a "
+            "file system that they share, by the same name on each."
         )
 
 
 def is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax logs, tracebacks above all: what there is to say of it is in our errors and warnings."""
+    """Leaves out what Orbax logs, tracebacks above all: what there is to say of it is in our errors
+    and warnings.
+    """
     return f"{os.sep}orbax{os.sep}" not in record.pathname + record.getMessage()
 
 
@@ -80,19 +95,25 @@ def in_every_process(read: Callable[[], T]) -> T:
         result = read()
     except (UnreadableError, OSError) as error:
         failure = error
-    kind = "" if failure is None else "damaged" if isinstance(failure, UnreadableError) else "hindered"
+    kind = (
+        "" if failure is None else "damaged" if isinstance(failure, UnreadableError) else "hindered"
+    )
     said = gather_texts(kind)
     if isinstance(failure, OSError):
         raise failure
     if "hindered" in said:  # what may be good is put aside by none
-        raise OSError(f"Process {said.index('hindered')} cannot read a checkpoint, which need not be damaged.")
+        raise OSError(
+            f"Process {said.index('hindered')} cannot read a checkpoint, which need not be damaged."
+        )
     if "damaged" in said:
         raise failure or UnreadableError(f"process {said.index('damaged')} cannot read it")
     return result  # type: ignore[return-value]
 
 
 def find_hindrance(folder: Any, error: Exception) -> BaseException | None:
-    """What stood in the way of reading a checkpoint's files, if it was something else than what they hold."""
+    """What stood in the way of reading a checkpoint's files, if it was something else than what
+    they hold.
+    """
     failures: list[OSError] = []
     for place, _, names in os.walk(folder, onerror=failures.append):
         for name in names:
@@ -115,9 +136,10 @@ def of_this_process(places: list[Any], step: int) -> Any:
     if all(place == places[0] for place in places):
         return places[0]
     raise ValueError(
-        f"The checkpoint of step {step} was saved by {len(places)} processes, each at its own place in its data, and cannot be "
-        f"given to {jax.process_count()}. Resume with {len(places)} processes, or read data whose place is the same in every "
-        "process, as that of `shardlib.data.Sequences` is."
+        f"The checkpoint of step {step} was saved by {len(places)} processes, each at its own "
+        f"place in its data, and cannot be given to {jax.process_count()}. Resume with "
+        f"{len(places)} processes, or read data whose place is the same in every process, as that "
+        "of `shardlib.data.Sequences` is."
     )
 
 

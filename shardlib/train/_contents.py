@@ -17,8 +17,9 @@ from shardlib.train._state import State
 
 @jax.jit
 def _digests(arrays: list[jax.Array]) -> jax.Array:
-    # Each element's bits are scrambled together with its place, one to one, so that no change of an element goes unseen and
-    # changes of several do not cancel (MurmurHash3's finalizer); then summed, since a sum of integers is alike on every mesh.
+    # Each element's bits are scrambled together with its place, one to one, so that no change of an
+    # element goes unseen and changes of several do not cancel (MurmurHash3's finalizer); then
+    # summed, since a sum of integers is alike on every mesh.
     def digest(x: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(x):
             x = jnp.stack([x.real, x.imag])
@@ -35,12 +36,14 @@ def _digests(arrays: list[jax.Array]) -> jax.Array:
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A number for each array that changes if any of its bits does, and not with how the array lies.
+    """A number for each array that changes if any of its bits does, and not with how the array
+    lies.
 
     >>> digests({"w": jnp.arange(4)}) == digests({"w": jnp.array([0, 1, 3, 2])})
     False
     """
-    # One program for all: a process may not have several with collectives under way on the devices of a CPU.
+    # One program for all: a process may not have several with collectives under way on the devices
+    # of a CPU.
     some = {path: leaf for path, leaf in arrays.items() if leaf.size}
     found = np.asarray(_digests(list(some.values()))) if some else ()
     return {path: f"{int(number):08x}" for path, number in zip(some, found, strict=True)}
@@ -54,7 +57,9 @@ def _bits(x: jax.Array) -> jax.Array:
     width = (jnp.iinfo if integer else jnp.finfo)(x.dtype).bits
     if width < 8:  # less than a byte each: none of the wider values is left out
         return lax.bitcast_convert_type(x.astype(jnp.int32 if integer else jnp.float32), jnp.uint32)
-    return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)).astype(jnp.uint32)
+    return lax.bitcast_convert_type(
+        x, {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)
+    ).astype(jnp.uint32)
 
 
 def arrays_of(state: State) -> dict[str, Any]:
@@ -66,7 +71,9 @@ def _words(keys: Any) -> Any:
     if isinstance(keys, jax.Array):
         return jax.random.key_data(keys)
     return jax.ShapeDtypeStruct(
-        jax.eval_shape(jax.random.key_data, keys).shape, jnp.uint32, sharding=getattr(keys, "sharding", None)
+        jax.eval_shape(jax.random.key_data, keys).shape,
+        jnp.uint32,
+        sharding=getattr(keys, "sharding", None),
     )
 
 
@@ -82,7 +89,9 @@ def as_leaf(like: Any, words: Any, read: Any) -> Any:
     return jax.random.wrap_key_data(read, impl=of[0])
 
 
-def describe_leaves(state: State, arrays: Mapping[str, Any], digest: Mapping[str, str]) -> dict[str, Any]:
+def describe_leaves(
+    state: State, arrays: Mapping[str, Any], digest: Mapping[str, str]
+) -> dict[str, Any]:
     dtypes = {path: str(leaf.dtype) for path, leaf in named_leaves(state)}
     names = dict(state.layout.names)
     return {
@@ -96,26 +105,34 @@ def describe_leaves(state: State, arrays: Mapping[str, Any], digest: Mapping[str
     }
 
 
-def check_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int, folder: str) -> None:
+def check_leaves(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int, folder: str
+) -> None:
     """Refuse a checkpoint of another model or optimizer, naming each leaf that differs."""
 
     def kind(leaf: Mapping[str, Any]) -> str:
         return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
 
     differing = [
-        *(f"`{path}` is {kind(saved[path])} there and {kind(leaf)} here" for path, leaf in wanted.items()
+        *(f"`{path}` is {kind(saved[path])} there and {kind(leaf)} here" for path,
+        leaf in wanted.items()
           if path in saved and kind(saved[path]) != kind(leaf)),
         *(f"`{path}` is there alone, {kind(saved[path])}" for path in saved if path not in wanted),
-        *(f"`{path}` is here alone, {kind(leaf)}" for path, leaf in wanted.items() if path not in saved),
+        *(f"`{path}` is here alone, {kind(leaf)}" for path,
+        leaf in wanted.items() if path not in saved),
     ]  # fmt: skip
     if differing:
         owed = any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys())
         exchange = (
-            " What an exchange has left over, `errors`, belongs to it: restore under the same exchange." if owed else ""
+            " What an exchange has left over, `errors`, belongs to it: restore under the same "
+            "exchange."
+            if owed
+            else ""
         )
         raise ValueError(
-            f"The checkpoint of step {step} in {folder} is of another model or optimizer than the state to read it into: "
-            f"{'; '.join(differing)}. Make the state as it was made then, or start in another folder.{exchange}"
+            f"The checkpoint of step {step} in {folder} is of another model or optimizer than the "
+            f"state to read it into: {'; '.join(differing)}. Make the state as it was made then, "
+            f"or start in another folder.{exchange}"
         )
 
 

@@ -1,13 +1,15 @@
-"""Losses in which examples depend on each other: found in the traced loss, since each device has only some of them.
+"""Losses in which examples depend on each other: found in the traced loss, since each device has
+only some of them.
 
-A step adds up `total` and `weight` over devices and microbatches. That is the loss of the whole batch if the total is a sum
-over examples. A loss that first reduces over the examples at hand and then does anything else with the result is another
-loss on every mesh: `y - y.mean(0)`, a ratio of two sums, a maximum, a branch chosen by a sum.
+A step adds up `total` and `weight` over devices and microbatches. That is the loss of the whole
+batch if the total is a sum over examples. A loss that first reduces over the examples at hand and
+then does anything else with the result is another loss on every mesh: `y - y.mean(0)`, a ratio of
+two sums, a maximum, a branch chosen by a sum.
 
-The walk below follows which dims of each value hold examples (`Rows`). Reducing such dims by a sum gives a *total*, which may
-be added, scaled and returned. A total that has been added up over all devices, as `sl.batch_mean` does, is a constant to the
-walk. Whatever else is made of a total is *coupled*. Unknown operations are given the benefit of the doubt: the walk
-warns, it does not prove.
+The walk below follows which dims of each value hold examples (`Rows`). Reducing such dims by a sum
+gives a *total*, which may be added, scaled and returned. A total that has been added up over all
+devices, as `sl.batch_mean` does, is a constant to the walk. Whatever else is made of a total is
+*coupled*. Unknown operations are given the benefit of the doubt: the walk warns, it does not prove.
 """
 
 import math
@@ -38,9 +40,12 @@ from shardlib.train._examples import (
 
 # Of a total these make a total, whatever their parameters.
 _LINEAR = {
-    "neg", "convert_element_type", "copy", "stop_gradient", "real", "imag", "conj", "reduce_precision",
-    "sharding_constraint", "optimization_barrier", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose",
-    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather", "stack",
+    "neg", "convert_element_type", "copy", "stop_gradient", "real", "imag", "conj",
+    "reduce_precision",
+    "sharding_constraint", "optimization_barrier", "broadcast_in_dim", "reshape", "squeeze",
+    "expand_dims", "transpose",
+    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather",
+    "stack",
 }  # fmt: skip
 _ADDITIVE = {"add", "sub", "add_any"}
 _SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
@@ -51,7 +56,8 @@ _COLLECTIVE_OF = {"sum": ("psum", "psum_invariant"), "max": ("pmax",), "min": ("
 def facts(jaxpr: ClosedJaxpr, inputs: Sequence[Fact], axes: Sequence[str]) -> list[Fact]:
     """What is known of each output of a traced function, given the facts of its inputs.
 
-    `axes` are the manual axes that split the batch: what is reduced over all of them too is the same on every device.
+    `axes` are the manual axes that split the batch: what is reduced over all of them too is the
+    same on every device.
     """
     return _Walk(frozenset(axes)).jaxpr(jaxpr.jaxpr, inputs)
 
@@ -84,7 +90,9 @@ class _Walk:
             return self.call(equation, inner, given)
         if coupled := next((fact for fact in given if fact.coupled), None):
             return [coupled] * count
-        rule: Callable[..., Fact | list[Fact]] | None = getattr(self, f"_{name.replace('-', '_')}", None)
+        rule: Callable[..., Fact | list[Fact]] | None = getattr(
+            self, f"_{name.replace('-', '_')}", None
+        )
         if name in _COLLECTIVES:
             return [self.collective(equation, fact) for fact in _spread(given, count)]
         if any(fact.total for fact in given):
@@ -103,12 +111,17 @@ class _Walk:
     def scan(self, equation: Any, given: list[Fact]) -> list[Fact]:
         body = equation.params["jaxpr"].jaxpr
         constants, carries = scan_parts(equation)
-        before, carry, scanned = given[:constants], given[constants : constants + carries], given[constants + carries :]
+        before = given[:constants]
+        carry = given[constants : constants + carries]
+        scanned = given[constants + carries :]
         over_examples = any(fact.rows is not None and has_row(fact.rows[0]) for fact in scanned)
         each = [one_of(fact) for fact in scanned]
         while True:
             found = self.jaxpr(body, [*before, *carry, *each])
-            grown = [joined(old, new, over_examples) for old, new in zip(carry, found[:carries], strict=True)]
+            grown = [
+                joined(old, new, over_examples)
+                for old, new in zip(carry, found[:carries], strict=True)
+            ]
             if grown == carry:
                 break
             carry = grown
@@ -185,7 +198,9 @@ class _Walk:
         fact, gone = given[0], equation.params["dimensions"]
         if fact.rows is None:
             return fact
-        return with_rows(fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone))
+        return with_rows(
+            fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone)
+        )
 
     def _moved(self, equation: Any, given: list[Fact]) -> Fact:
         """Some of the elements of an array, or more of them, in the same dims."""
@@ -204,10 +219,14 @@ class _Walk:
         example = next((fact for fact in given if fact.rows is not None), given[0])
         if example.rows is None:
             return _elementwise(equation, equation.outvars[0], given)
-        rows = [example.rows[d] if d in dims and d != dim else ((size, False),) for d, size in enumerate(shape)]
+        rows = [
+            example.rows[d] if d in dims and d != dim else ((size, False),)
+            for d, size in enumerate(shape)
+        ]
         if dim in dims:
             rows[dim] = ((shape[dim], True),)
-            if len({atom.aval.shape for atom in equation.invars}) == 1:  # several views of the same examples
+            # Several views of the same examples.
+            if len({atom.aval.shape for atom in equation.invars}) == 1:
                 rows[dim] = ((len(given), False), *example.rows[dim])
         return replace(example, rows=tuple(rows))
 
@@ -248,12 +267,18 @@ class _Walk:
         shape = equation.outvars[0].aval.shape
         dims = equation.params["dimension_numbers"]
         rows = list(plain(shape))
-        for place, dim in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
+        for place, dim in zip(
+            dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True
+        ):
             if dim in indices.dims:
                 rows[place] = factors_of(indices, dim, equation.invars[1].aval.shape)
         if any(map(has_row, rows)):
             return Fact(rows=tuple(rows))
-        lengths = {atom.aval.shape[dim] for atom, fact in zip(equation.invars, given, strict=True) for dim in fact.dims}
+        lengths = {
+            atom.aval.shape[dim]
+            for atom, fact in zip(equation.invars, given, strict=True)
+            for dim in fact.dims
+        }
         if shape and shape[0] in lengths:  # written row by row, most likely
             return with_examples(shape)
         if not (indices.varies or updates.varies):
@@ -265,7 +290,9 @@ class _Walk:
     # What multiplies
 
     def _dot_general(self, equation: Any, given: list[Fact]) -> Fact:
-        (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
+        (left_summed, right_summed), (left_batch, right_batch) = equation.params[
+            "dimension_numbers"
+        ]
         sides = ((given[0], left_summed, left_batch), (given[1], right_summed, right_batch))
         summed = any(fact.dims & set(over) for fact, over, _ in sides)
         free = [fact.several - set(over) - set(batch) for fact, over, batch in sides]
@@ -285,7 +312,11 @@ class _Walk:
                 else factors_of(given[1], right, shapes[1])
             )
         for (fact, over, batch), shape in zip(sides, shapes, strict=True):
-            rows += [factors_of(fact, dim, shape) for dim in range(len(shape)) if dim not in (*over, *batch)]
+            rows += [
+                factors_of(fact, dim, shape)
+                for dim in range(len(shape))
+                if dim not in (*over, *batch)
+            ]
         return with_rows(Fact(rows=(), single=any(fact.single for fact in given)), tuple(rows))
 
     def _conv_general_dilated(self, equation: Any, given: list[Fact]) -> Fact:
@@ -327,15 +358,27 @@ class _Walk:
 
 
 _COLLECTIVES = {
-    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "ppermute", "all_to_all",
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "ppermute",
+    "all_to_all",
     "reduce_scatter", "psum_scatter",
 }  # fmt: skip
-_REDUCTIONS = {"reduce_sum", *_EXTREMES, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"}
+_REDUCTIONS = {
+    "reduce_sum",
+    *_EXTREMES,
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+    "argmax",
+    "argmin",
+}
 
 
 def _draws(equation: Any) -> bool:
     """Whether an equation draws a row for each example."""
-    return equation.primitive.name in ("random_bits", "random_split") and is_row_key(equation.invars[0].aval)
+    return equation.primitive.name in ("random_bits", "random_split") and is_row_key(
+        equation.invars[0].aval
+    )
 
 
 def _of_totals(equation: Any, given: list[Fact]) -> Fact:
@@ -351,7 +394,11 @@ def _of_totals(equation: Any, given: list[Fact]) -> Fact:
         return _couple(equation, first.reduced)
     if first.total != "sum":
         same = name in _LINEAR - {"neg"} or name == first.total
-        return first if same and len({fact.total for fact in totals}) == 1 else _couple(equation, first.reduced)
+        return (
+            first
+            if same and len({fact.total for fact in totals}) == 1
+            else _couple(equation, first.reduced)
+        )
     if name in _LINEAR:
         return first
     scaled = replace(first, scaled=True)
@@ -364,7 +411,9 @@ def _of_totals(equation: Any, given: list[Fact]) -> Fact:
         return scaled
     if name == "select_n" and not given[0].total:
         return first
-    if name in ("scatter-add", "scatter_add", "dynamic_update_slice") and not any(fact.total for fact in given[1:2]):
+    if name in ("scatter-add", "scatter_add", "dynamic_update_slice") and not any(
+        fact.total for fact in given[1:2]
+    ):
         return first
     return _couple(equation, first.reduced)
 
@@ -410,7 +459,9 @@ def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
 
 
 def _unknown(equation: Any, given: list[Fact]) -> Fact:
-    """Of an operation that the walk does not know: examples stay where a dim looks as if they did."""
+    """Of an operation that the walk does not know: examples stay where a dim looks as if they
+    did.
+    """
     shape = equation.outvars[0].aval.shape
     for fact in given:
         for dim in sorted(fact.dims):
@@ -454,34 +505,53 @@ def _inner(equation: Any) -> Jaxpr | None:
         inner = equation.params.get(name)
         if inner is not None:
             inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            same = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
+            same = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(
+                equation.outvars
+            )
             return inner if same else None
     return None
 
 
 def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> str:
-    """The warning that the loss, or a metric, is not a mean over examples; nothing if it is one, as far as can be seen."""
+    """The warning that the loss, or a metric, is not a mean over examples; nothing if it is one, as
+    far as can be seen.
+    """
     what = "The loss" if name == "loss" else f"The metric `{name}`"
     if fact.coupled:
         found = fact.coupled
-        reduced = f", reduced at {found.reduced}," if found.reduced and found.reduced != found.line else ""
+        reduced = (
+            f", reduced at {found.reduced},"
+            if found.reduced and found.reduced != found.line
+            else ""
+        )
         at = f" at {found.line}" if found.line else ""
-        problem = f"makes the examples depend on each other: what they have in common{reduced} goes into `{found.operation}`{at}"
+        problem = (
+            f"makes the examples depend on each other: what they have in common{reduced} goes into "
+            f"`{found.operation}`{at}"
+        )
     elif fact.total in ("max", "min"):
-        problem = f"is a {fact.total}imum over the examples at hand, made at {fact.reduced or 'an unknown line'}"
+        problem = (
+            f"is a {fact.total}imum over the examples at hand, made at "
+            f"{fact.reduced or 'an unknown line'}"
+        )
     elif fact.total and not fact.scaled and not weighted:
-        problem = f"is a sum over the examples at hand, made at {fact.reduced or 'an unknown line'}, and not their mean"
+        problem = (
+            f"is a sum over the examples at hand, made at {fact.reduced or 'an unknown line'}, and "
+            "not their mean"
+        )
         return (
-            f"{what} {problem}. A scalar is taken for the mean over equally many examples on each device and in each "
-            "microbatch, so this one would depend on how many these are. Return `sl.weighted_mean(total, weight)`, whose totals are "
-            "added up over devices and divided once, or a mean."
+            f"{what} {problem}. A scalar is taken for the mean over equally many examples on each "
+            "device and in each microbatch, so this one would depend on how many these are. Return "
+            "`sl.weighted_mean(total, weight)`, whose totals are added up over devices and divided "
+            "once, or a mean."
         )
     else:
         return ""
     alone = "`sl.Strategy(manual=())`" + (", with `accumulate=1`" if accumulate > 1 else "")
     return (
-        f"{what} {problem}. Each device, and each microbatch, has examples of its own, so the result depends on how many "
-        "there are. Of a mean with unequal weights return the two sums, `sl.weighted_mean(total, weight)`. For a statistic of the whole "
-        f"batch use `sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which sees all of it: "
-        f"{alone}."
+        f"{what} {problem}. Each device, and each microbatch, has examples of its own, so the "
+        "result depends on how many there are. Of a mean with unequal weights return the two sums, "
+        "`sl.weighted_mean(total, weight)`. For a statistic of the whole batch use "
+        "`sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which "
+        f"sees all of it: {alone}."
     )

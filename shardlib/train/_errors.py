@@ -1,9 +1,11 @@
-"""What an exchange has left over, as a checkpoint has it: by worker and in the parameter's shape, whatever the mesh.
+"""What an exchange has left over, as a checkpoint has it: by worker and in the parameter's shape,
+whatever the mesh.
 
-In a state each device has its own pieces. Saved, the errors of a parameter are an array with its dims behind one of workers,
-`worker`, and one of its shape, `server`. Read by as many workers as saved them they are what they were, however the rest of the
-mesh has changed. What the mean of messages is owed is the mean of the workers' errors and the servers': so of another number
-of workers each gets the mean of what those before had, and the same is owed.
+In a state each device has its own pieces. Saved, the errors of a parameter are an array with its
+dims behind one of workers, `worker`, and one of its shape, `server`. Read by as many workers as
+saved them they are what they were, however the rest of the mesh has changed. What the mean of
+messages is owed is the mean of the workers' errors and the servers': so of another number of
+workers each gets the mean of what those before had, and the same is owed.
 """
 
 import math
@@ -36,7 +38,9 @@ def saved(state: State) -> State:
 
 
 def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """What is to be read from a checkpoint, which has these shapes by path, for `from_saved` to make such a state of."""
+    """What is to be read from a checkpoint, which has these shapes by path, for `from_saved` to
+    make such a state of.
+    """
     if not state.errors:
         return state
     if not any(path.startswith("errors/") for path in shapes):  # of a run that left nothing over
@@ -56,17 +60,24 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
 
 
 def from_saved(state: State, like: State) -> State:
-    """The state that `saved` made this of; or, were there other workers then, one that owes as much."""
+    """The state that `saved` made this of; or, were there other workers then, one that owes as
+    much.
+    """
     state = reordered(state, natural=False)
     if not like.errors:
         return state
     taken = _taken(like)
     if not state.errors:
         to = jax.tree.map(lambda x: x.sharding, like.errors)
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.errors), out_shardings=to)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.errors),
+            out_shardings=to,
+        )
         return state.replaced(errors=zeros())
     errors = _moved(state.layout, state.errors, natural=False)
-    return state.replaced(errors=_converter(state.layout.strategy, tuple(taken.values()), False)(errors))
+    return state.replaced(
+        errors=_converter(state.layout.strategy, tuple(taken.values()), False)(errors)
+    )
 
 
 def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -75,12 +86,18 @@ def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtype
 
 def _taken(state: State) -> dict[str, Parameter]:
     """The parameters of which the exchange has errors."""
-    return {path: one for path, one in state.layout.parameters(state.params).items() if path in state.errors}
+    return {
+        path: one
+        for path, one in state.layout.parameters(state.params).items()
+        if path in state.errors
+    }
 
 
 @lru_cache(maxsize=64)
 def _converter(strategy: Strategy, taken: tuple[Parameter, ...], natural: bool) -> Any:
-    """A program that lays errors out by worker, or, if not `natural`, from there as devices have them."""
+    """A program that lays errors out by worker, or, if not `natural`, from there as devices have
+    them.
+    """
     mesh, exchange, sizes = strategy.device_mesh, strategy.exchange, strategy.device_mesh.shape
     own, by_worker = PartitionSpec(strategy.every_axis), {}
     for parameter in taken:
@@ -94,9 +111,13 @@ def _converter(strategy: Strategy, taken: tuple[Parameter, ...], natural: bool) 
         if not natural:
             worker, server = cut.all_rows(errors.worker)[mine], cut.all_rows(errors.server)[mine]
             return Errors(worker[None], server[lax.axis_index(over)][None])
-        gather = lambda x, axes: lax.all_gather(x, axes, axis=0, tiled=True) if axes else x  # noqa: E731
+
+        def gather(x: Any, axes: tuple[str, ...]) -> Any:
+            return lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
         stored = NamedSharding(mesh, parameter.stored).shard_shape(parameter.shape)
-        worker, server = gather(errors.worker, shared), gather(gather(errors.server, over)[None], shared)
+        worker = gather(errors.worker, shared)
+        server = gather(gather(errors.server, over)[None], shared)
         return Errors(cut.whole(worker, stored)[None], cut.whole(server, stored))
 
     def converted(errors: dict[str, Errors]) -> dict[str, Errors]:
@@ -104,7 +125,9 @@ def _converter(strategy: Strategy, taken: tuple[Parameter, ...], natural: bool) 
 
     before = by_worker if not natural else jax.tree.map(lambda _: own, by_worker, is_leaf=_is_spec)
     after = by_worker if natural else jax.tree.map(lambda _: own, by_worker, is_leaf=_is_spec)
-    mapped = jax.shard_map(converted, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
+    mapped = jax.shard_map(
+        converted, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
+    )
 
     def by_so_many(errors: dict[str, Errors]) -> dict[str, Errors]:
         """Where there were other workers, each has what the mean of those was owed."""
@@ -134,5 +157,7 @@ def _moved(layout: Layout, errors: dict[str, Errors], natural: bool) -> dict[str
     move, found = Mover(layout.strategy, names, natural), {}
     for path, (worker, server) in errors.items():
         dim = stacked_dim(names.get(path))
-        found[path] = Errors(move(worker, path, None if dim is None else dim + 1), move(server, path, dim))
+        found[path] = Errors(
+            move(worker, path, None if dim is None else dim + 1), move(server, path, dim)
+        )
     return found

@@ -1,4 +1,6 @@
-"""The loss of a state on batches it does not learn from: the forward half of a step, on the same mesh."""
+"""The loss of a state on batches it does not learn from: the forward half of a step, on the same
+mesh.
+"""
 
 import itertools
 from collections.abc import Iterable
@@ -18,7 +20,14 @@ from shardlib._rules import keep_axes
 from shardlib._tree import named_leaves
 from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, batches, check_batch, local_rows
-from shardlib.train._loss import LossFunction, call_loss, check_arguments, every_nth, forward, with_row_keys
+from shardlib.train._loss import (
+    LossFunction,
+    call_loss,
+    check_arguments,
+    every_nth,
+    forward,
+    with_row_keys,
+)
 from shardlib.train._order import check_order
 from shardlib.train._pipelined import Pipelined, checked
 from shardlib.train._state import Layout, State, united
@@ -28,17 +37,19 @@ from shardlib.train._weights import uses, value, with_partitionable_lookups
 
 
 def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
-    """Make what measures a state: `(state, source) -> metrics`, each a mean over all examples of all batches.
+    """Make what measures a state: `(state, source) -> metrics`, each a mean over all examples of
+    all batches.
 
-    `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws nothing,
-    `nnx.view(model, deterministic=True)`. What it changes in the model's state is forgotten. Weights that ZeRO splits are
-    made whole layer by layer, as in the step; batches are not split into microbatches, but for those of a pipeline, which go
-    through one after the other.
+    `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws
+    nothing, `nnx.view(model, deterministic=True)`. What it changes in the model's state is
+    forgotten. Weights that ZeRO splits are made whole layer by layer, as in the step; batches are
+    not split into microbatches, but for those of a pipeline, which go through one after the other.
 
     >>> import shardlib as sl, jax.numpy as jnp
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
     >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, None, strategy)
-    >>> measure = sl.evaluation(lambda model, x, rng: jnp.mean((x @ model["w"] - x[:, 0]) ** 2), strategy)
+    >>> measure = sl.evaluation(lambda model, x, rng: jnp.mean((x @ model["w"] - x[:, 0]) ** 2),
+    ...     strategy)
     >>> measure(state, [np.ones((8, 3)), 3 * np.ones((24, 3))])
     {'loss': 7.0}
     """
@@ -57,15 +68,23 @@ class Evaluation:
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, Any]:
-        """The means over the batches of a source, each weighed by its weight: over all, or `at_most` so many.
+        """The means over the batches of a source, each weighed by its weight: over all, or
+        `at_most` so many.
 
-        Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every example once.
+        Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every
+        example once.
         """
         check.kind("evaluation", "state", state, State, "the `State` that `sl.init` makes")
         check.whole("evaluation", "at_most", at_most, "a number of batches", least=1, optional=True)
         once = hasattr(source, "once")
         if not once:
-            check.kind("evaluation", "source", source, Iterable, "an iterable of batches, each a tree of arrays")
+            check.kind(
+                "evaluation",
+                "source",
+                source,
+                Iterable,
+                "an iterable of batches, each a tree of arrays",
+            )
         whole = source.once(local_rows(source.batch, self.strategy)) if once else source
         some = whole if at_most is None else itertools.islice(whole, at_most)
         on_mesh = batches(some, self.strategy)
@@ -82,7 +101,10 @@ class Evaluation:
             on_mesh.close()
         if not sums:
             raise ValueError("There was no batch to evaluate on.")
-        means = {name: total / weight if weight else total * np.nan for name, (total, weight) in sums.items()}
+        means = {
+            name: total / weight if weight else total * np.nan
+            for name, (total, weight) in sums.items()
+        }
         return {name: float(mean) if np.ndim(mean) == 0 else mean for name, mean in means.items()}
 
     def _program(self, state: State, batch: Any) -> Any:
@@ -90,13 +112,18 @@ class Evaluation:
         check_order(state.layout.strategy, self.strategy, dict(state.layout.names))
         if self.strategy.pipeline is None:
             return self._compiled
-        kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
+        kind = (
+            state.layout,
+            *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)),
+        )
         if kind not in self._programs:
             self._programs[kind] = checked(self._compiled.lower(state, batch).compile())
         return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
-        """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will do."""
+        """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will
+        do.
+        """
         check.kind("Evaluation.trace", "state", state, State, "the `State` that `sl.init` makes")
         check_batch(batch, self.strategy)
         to = batch_sharding(self.strategy)
@@ -113,11 +140,17 @@ class Evaluation:
             same, mine = PartitionSpec(), PartitionSpec(strategy.data_axes or None)
             at_rest = jax.tree.map(lambda use: keep_axes(use.split.spec, axes), used)
             means = jax.shard_map(
-                means, in_specs=(at_rest, same, same, same, mine), out_specs=same, axis_names=set(axes), check_vma=False
+                means,
+                in_specs=(at_rest, same, same, same, mine),
+                out_specs=same,
+                axis_names=set(axes),
+                check_vma=False,
             )
         return means(params, state.streams, state.rest, state.key, batch)
 
-    def _means(self, layout: Layout, used: Any, params: Any, streams: Any, rest: Any, key: Any, batch: Any) -> Any:
+    def _means(
+        self, layout: Layout, used: Any, params: Any, streams: Any, rest: Any, key: Any, batch: Any
+    ) -> Any:
         """Manual over the data axes: `batch` is this device's examples."""
         axes, count = self.strategy.data_axes, self.strategy.microbatches
         rows = jax.tree.leaves(batch)[0].shape[0]
@@ -125,14 +158,22 @@ class Evaluation:
 
         def inputs(number: Any) -> tuple[Any, ...]:
             by_mesh = self.strategy.draws == "by_mesh"
-            keys = partial(with_row_keys, rows=rows // count, start=first + number, stride=count, by_mesh=by_mesh)
+            keys = partial(
+                with_row_keys,
+                rows=rows // count,
+                start=first + number,
+                stride=count,
+                by_mesh=by_mesh,
+            )
             return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
         total = with_partitionable_lookups(partial(forward, call), used, self.strategy)
         if self.strategy.pipeline is not None:
             with jax.named_scope("loss"):
-                means = Pipelined(total, self.strategy, used, params, dict(layout.names), inputs).value()
+                means = Pipelined(
+                    total, self.strategy, used, params, dict(layout.names), inputs
+                ).value()
         else:
             _, (means, _, _) = value(total, used, params, *inputs(0))
         return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means

@@ -1,4 +1,6 @@
-"""Along which dims an array of a traced loss holds examples, and how that changes with its shape."""
+"""Along which dims an array of a traced loss holds examples, and how that changes with its
+shape.
+"""
 
 import math
 from collections.abc import Sequence
@@ -43,14 +45,20 @@ class Fact:
         """The dims that hold examples."""
         if self.rows is None:
             return frozenset()
-        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row for _, row in factors))
+        return frozenset(
+            dim for dim, factors in enumerate(self.rows) if any(row for _, row in factors)
+        )
 
     @property
     def several(self) -> frozenset[int]:
         """The dims that hold more than one example; one alone is not paired with others."""
         if self.rows is None:
             return frozenset()
-        return frozenset(dim for dim, factors in enumerate(self.rows) if any(row and size > 1 for size, row in factors))
+        return frozenset(
+            dim
+            for dim, factors in enumerate(self.rows)
+            if any(row and size > 1 for size, row in factors)
+        )
 
 
 CONSTANT = Fact()
@@ -64,7 +72,9 @@ def with_examples(shape: Sequence[int]) -> Fact:
 
 
 def joined(old: Fact, new: Fact, over_examples: bool) -> Fact:
-    """What a value is that may be either; of a loop over examples, what it carries from one to the next."""
+    """What a value is that may be either; of a loop over examples, what it carries from one to the
+    next.
+    """
     if old.coupled or new.coupled:
         return old if old.coupled else new
     if over_examples and new.varies and old == CONSTANT:
@@ -155,7 +165,9 @@ def resized(fact: Fact, aval: Any) -> Fact:
     if fact.rows is None or len(fact.rows) != len(shape):
         return fact
     rows = [
-        factors if math.prod(size for size, _ in factors) == length else ((length, has_row(factors)),)
+        factors
+        if math.prod(size for size, _ in factors) == length
+        else ((length, has_row(factors)),)
         for factors, length in zip(fact.rows, shape, strict=True)
     ]
     return replace(fact, rows=tuple(rows))

@@ -21,7 +21,9 @@ _DEAD_SECONDS = 4 * BEAT_SECONDS  # of no beat: four were missed
 
 @dataclass(frozen=True)
 class Occupied:
-    """A folder that this run has to itself. Process 0 holds it for all; `claim` is None in the others."""
+    """A folder that this run has to itself. Process 0 holds it for all; `claim` is None in the
+    others.
+    """
 
     claim: Claim | None
 
@@ -31,7 +33,9 @@ class Occupied:
         return self.claim is not None and self.claim.seen_taken
 
     def check(self) -> None:
-        """Raise a `TakenError` if another run may have the folder. Processes other than the first cannot tell."""
+        """Raise a `TakenError` if another run may have the folder. Processes other than the first
+        cannot tell.
+        """
         if self.claim is not None:
             self.claim.check()
 
@@ -50,13 +54,17 @@ class Occupied:
 
 
 def count_failures(folder: Path, step: int | None) -> int:
-    """How many attempts in a row went on from the checkpoint of this step and ended in gradients that are not finite."""
+    """How many attempts in a row went on from the checkpoint of this step and ended in gradients
+    that are not finite.
+    """
     try:
         failures = unsealed(json.loads((folder / _FAILURES).read_text()))
     except FileNotFoundError:
         return 0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.stderr.write(f"shardlib: {folder / _FAILURES} cannot be used, and is left out of account: {error}\n")
+        sys.stderr.write(
+            f"shardlib: {folder / _FAILURES} cannot be used, and is left out of account: {error}\n"
+        )
         return 0
     return failures["times"] if failures["from"] == step else 0
 
@@ -71,12 +79,13 @@ def add_failure(folder: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[Occupied]:
-    """Have the folder to oneself while it lasts, together with the other processes of the run; or refuse, on all of them.
+    """Have the folder to oneself while it lasts, together with the other processes of the run; or
+    refuse, on all of them.
 
     What there is to say of the run goes into its `run.json`.
 
-    A run that was killed leaves its mark. On its own machine it is seen to be gone at once, and from another one after
-    twenty seconds in which it did nothing.
+    A run that was killed leaves its mark. On its own machine it is seen to be gone at once, and
+    from another one after twenty seconds in which it did nothing.
     """
     lock = folder / "occupied.json"
     with contextlib.ExitStack() as held:
@@ -107,26 +116,32 @@ def _enter(lock: Path, held: contextlib.ExitStack) -> tuple[Claim | None, str]:
 
 
 def _look(lock: Path) -> str:
-    """Why the lock cannot be had, if it is held; nothing once it is gone, or was taken away from who does nothing."""
+    """Why the lock cannot be had, if it is held; nothing once it is gone, or was taken away from
+    who does nothing.
+    """
     other, start, said = Other(lock), time.monotonic(), False
     while (found := other.look(_DEAD_SECONDS)) != "gone":
         if found == "alive":
             return (
-                f"A run is under way in {lock.parent}: {other.name}. Let it end, or give this one another folder. SIGTERM makes "
-                "it save and end."
+                f"A run is under way in {lock.parent}: {other.name}. Let it end, or give this one "
+                "another folder. SIGTERM makes it save and end."
             )
         if found == "stalled":
             return (
-                f"A run in {lock.parent} has given no sign of life for {_DEAD_SECONDS:.0f} seconds, and its process is there: "
-                f"{other.name}, which may be stopped. Let it go on (`kill -CONT`) or end it (`kill -KILL`), or give this run "
-                "another folder."
+                f"A run in {lock.parent} has given no sign of life for {_DEAD_SECONDS:.0f} "
+                f"seconds, and its process is there: {other.name}, which may be stopped. Let it go "
+                "on (`kill -CONT`) or end it (`kill -KILL`), or give this run another folder."
             )
         if found == "dead":
             if other.take_away():
-                sys.stderr.write(f"shardlib: {other.name} left {lock} behind; it is taken for dead\n")
+                sys.stderr.write(
+                    f"shardlib: {other.name} left {lock} behind; it is taken for dead\n"
+                )
             return ""
         if not said and time.monotonic() - start > 1:
             said = True
-            sys.stderr.write(f"shardlib: waiting to see whether {other.name} is still at work in {lock.parent}\n")
+            sys.stderr.write(
+                f"shardlib: waiting to see whether {other.name} is still at work in {lock.parent}\n"
+            )
         time.sleep(POLL_SECONDS)
     return ""

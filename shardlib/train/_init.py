@@ -54,28 +54,32 @@ def init(
     trainable: Any = None,
     abstract: bool = False,
 ) -> State:
-    """Make a model and its optimizer's state on the mesh, each array in its place: no device ever holds the whole model.
+    """Make a model and its optimizer's state on the mesh, each array in its place: no device ever
+    holds the whole model.
 
-    `make_model` returns an NNX module or any tree of arrays (Linen's variables, say), and is traced, never run.
-    `trainable` says which leaves the optimizer moves, see `take_apart`. With `abstract` nothing is computed and the
-    leaves are `jax.ShapeDtypeStruct`s with shardings, to compile a step for machines that are not there.
+    `make_model` returns an NNX module or any tree of arrays (Linen's variables, say), and is
+    traced, never run. `trainable` says which leaves the optimizer moves, see `take_apart`. With
+    `abstract` nothing is computed and the leaves are `jax.ShapeDtypeStruct`s with shardings, to
+    compile a step for machines that are not there.
 
     >>> import shardlib as sl
-    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model"))
+    >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None,
+    ...     mlp="model"))
     >>> make = lambda: sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
     >>> sl.init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
     P(None, 'model')
     """
-    if not callable(make_model) or not jax.tree_util.all_leaves([make_model]):  # an NNX module is callable, and a tree
+    # An NNX module is callable, and a tree.
+    if not callable(make_model) or not jax.tree_util.all_leaves([make_model]):
         raise ValueError(
-            f"`init` takes a function that makes the model, so that it can be made in place; got {type(make_model).__name__}: "
-            "`sl.init(lambda: MyModel(...), optimizer, strategy)`."
+            "`init` takes a function that makes the model, so that it can be made in place; got "
+            f"{type(make_model).__name__}: `sl.init(lambda: MyModel(...), optimizer, strategy)`."
         )
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(
-            f"`init(optimizer=...)` takes an optax transformation, such as `optax.adam(1e-3)`, or None; got "
-            f"{check.shown(optimizer)}."
-            " `optax.MultiSteps` is `Strategy(accumulate=...)` here."
+            "`init(optimizer=...)` takes an optax transformation, such as `optax.adam(1e-3)`, or "
+            f"None; got {check.shown(optimizer)}. `optax.MultiSteps` is `Strategy(accumulate=...)` "
+            "here."
         )
     check.kind("init", "strategy", strategy, Strategy, "a `sl.Strategy`")
     seed = check.whole("init", "seed", seed)
@@ -88,10 +92,18 @@ def init(
         with building():
             model = check.called("init", "make_model", make_model)
             parts, names = take_apart(model, trainable)
-            if not found:  # it is traced twice, and `complete_names` may trace the model once more: once is enough
-                shapes = {path: x.shape for tree in (parts.params, parts.rest) for path, x in named_leaves(tree)}
+            # It is traced twice, and `complete_names` may trace the model once more: once is
+            # enough.
+            if not found:
+                shapes = {
+                    path: x.shape
+                    for tree in (parts.params, parts.rest)
+                    for path, x in named_leaves(tree)
+                }
                 names = complete_names(make_model, model, names, shapes)
-                found.update(names=names, rules=_rules_of_variables(model, names, strategy.rules, mesh))
+                found.update(
+                    names=names, rules=_rules_of_variables(model, names, strategy.rules, mesh)
+                )
         names = found["names"]
         check_layers(strategy, names, dict(named_leaves(parts.params)))
         parts = parts._replace(params=place_layers(strategy, parts.params, names))
@@ -101,18 +113,28 @@ def init(
         opt_state = optimizer.init(params) if optimizer is not None else ()
         key = jax.random.key(seed, impl=THREEFRY if strategy.draws == "same" else None)
         count = jnp.int32(0)
-        layout = Layout(parts.definition, optimizer, strategy, tuple(sorted(names.items())), found["rules"])
+        layout = Layout(
+            parts.definition, optimizer, strategy, tuple(sorted(names.items())), found["rules"]
+        )
         found.setdefault("layout", layout)
         errors = {} if optimizer is None else layout.no_errors(params)
-        return strong((count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count))
+        return strong(
+            (count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count)
+        )
 
     with strategy.scope():
         shapes = jax.eval_shape(build)
         _, params, frozen, opt_state, _, _, rest, *_ = shapes
         names, layout = found["names"], found["layout"]
         parameters = united(params, frozen)
-        check_names(names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, layout.rules)
-        check_patterns("Precision(keep=...)", strategy.dtypes.keep, [path for path, _ in named_leaves(parameters)])
+        check_names(
+            names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, layout.rules
+        )
+        check_patterns(
+            "Precision(keep=...)",
+            strategy.dtypes.keep,
+            [path for path, _ in named_leaves(parameters)],
+        )
         relations = relate(optimizer.init, params) if optimizer is not None else {}
         layout = replace(layout, relations=tuple(sorted(relations.items())))
         if optimizer is not None and strategy.exchange.axes:
@@ -121,7 +143,9 @@ def init(
         check_state(strategy, names, relations, dict(named_leaves(opt_state)))
         for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
             say(remarks(path, leaf, names.get(path), layout.rules, mesh.shape))
-        check_data_axes(dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy)
+        check_data_axes(
+            dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy
+        )
         check_layer_pattern(strategy, [path for path, _ in named_leaves(parameters)])
         check_stacked(strategy, names)
         say(describe_nothing_split(strategy, layout.splits(parameters)))
@@ -131,7 +155,9 @@ def init(
             for one in fields(State) if one.name != "layout"
         )  # fmt: skip
         if abstract:
-            leaves = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
+            leaves = jax.tree.map(
+                lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings
+            )
         else:
             leaves = jax.jit(build, out_shardings=shardings)()
     return State(*leaves, layout=layout)
@@ -140,11 +166,15 @@ def init(
 def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     """How every array of a model or a state is laid out on the mesh: a tree of `PartitionSpec`s.
 
-    Of a `State`, a state of specs. Of anything else, the specs that its names come to under `rules` on `mesh`:
+    Of a `State`, a state of specs. Of anything else, the specs that its names come to under `rules`
+    on `mesh`:
 
-    - of an `nnx.State`, as `nnx.split` gives it, one of specs, to hand to `jax.device_put` or `jax.jit`, under the mesh;
-    - of an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in a dict or in the same tree;
-    - of a function that makes a model, likewise. That it is one matters where Flax's layers have fewer names than dims.
+    - of an `nnx.State`, as `nnx.split` gives it, one of specs, to hand to `jax.device_put` or
+      `jax.jit`, under the mesh;
+    - of an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in a
+      dict or in the same tree;
+    - of a function that makes a model, likewise. That it is one matters where Flax's layers have
+      fewer names than dims.
 
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
@@ -154,13 +184,17 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     if isinstance(model, State):
         return jax.tree.map(lambda leaf: leaf.sharding.spec, model)
     if rules is None or mesh is None:
-        raise ValueError("`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` it needs neither.")
+        raise ValueError(
+            "`specs(model, rules, mesh)` needs the rules and the mesh; of a `State` "
+            "it needs neither."
+        )
     check.kind("specs", "rules", rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
     check.kind("specs", "mesh", mesh, Mesh | AbstractMesh, "a mesh: `sl.make_mesh(...)`")
     if is_nnx_state(model):
         return _specs_of_nnx_state(model, rules, mesh)
     found: dict[str, Any] = {}
-    is_function = callable(model) and jax.tree_util.all_leaves([model])  # an NNX module is callable, and a tree
+    # An NNX module is callable, and a tree.
+    is_function = callable(model) and jax.tree_util.all_leaves([model])
 
     def build() -> Any:
         with building():
@@ -173,36 +207,49 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
         return parts.params
 
     params = jax.eval_shape(build) if is_function else build()
-    placement = _checked_placement(found["names"], dict(named_leaves(params)), rules | found["rules"], mesh)
+    placement = _checked_placement(
+        found["names"], dict(named_leaves(params)), rules | found["rules"], mesh
+    )
     return place(placement, params)
 
 
 def _specs_of_nnx_state(state: Any, rules: AxisRules, mesh: Any) -> Any:
     names, leaves = named_variables(state)
-    placement = _checked_placement(names, leaves, rules | _rules_of_variables(state, names, rules, mesh), mesh)
-    return with_values(state, {path: placement(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()})
+    placement = _checked_placement(
+        names, leaves, rules | _rules_of_variables(state, names, rules, mesh), mesh
+    )
+    return with_values(
+        state, {path: placement(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()}
+    )
 
 
-def _checked_placement(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules, mesh: Any) -> Placement:
-    """How names lay out these leaves, once it is known that every name has a rule and every dim a name."""
+def _checked_placement(
+    names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules, mesh: Any
+) -> Placement:
+    """How names lay out these leaves, once it is known that every name has a rule and every dim a
+    name.
+    """
     check_names(names, leaves, rules)
     for path, leaf in leaves.items():
         say(remarks(path, leaf, names.get(path), rules, mesh.shape))
     return by_names(names, rules, mesh.shape)
 
 
-def _rules_of_variables(model: Any, names: dict[str, Names], rules: AxisRules, mesh: Any) -> AxisRules:
+def _rules_of_variables(
+    model: Any, names: dict[str, Names], rules: AxisRules, mesh: Any
+) -> AxisRules:
     """The rules beside `rules` by which the variables of a model are laid out.
 
-    These are the rules that variables have of their own, Flax's `sharding_rules`; and for each name that has no rule and is
-    an axis of the mesh, that axis, as in Flax.
+    These are the rules that variables have of their own, Flax's `sharding_rules`; and for each name
+    that has no rule and is an axis of the mesh, that axis, as in Flax.
     """
     own: dict[str, Any] = {}
     for path, metadata in flax_metadata(model).items():
         if metadata.mesh is not None and dict(metadata.mesh.shape) != dict(mesh.shape):
             raise ValueError(
-                f"`{path}` was made for the mesh {dict(metadata.mesh.shape)} (Flax's `mesh`), and is to be laid out on "
-                f"{dict(mesh.shape)}: leave its `mesh` out, or make the strategy's the same."
+                f"`{path}` was made for the mesh {dict(metadata.mesh.shape)} (Flax's `mesh`), and "
+                f"is to be laid out on {dict(mesh.shape)}: leave its `mesh` out, or make the "
+                "strategy's the same."
             )
         for name, axes in metadata.rules:
             if name in (names.get(path) or ()):
@@ -219,7 +266,9 @@ def _rules_of_variables(model: Any, names: dict[str, Names], rules: AxisRules, m
     return own_rules
 
 
-def _check_same_rule(path: str, name: str, axes: Any, others: dict[str, Any], rules: AxisRules) -> None:
+def _check_same_rule(
+    path: str, name: str, axes: Any, others: dict[str, Any], rules: AxisRules
+) -> None:
     """Refuse a rule of a variable's own that is not the one there is for that name."""
     if rules.says(name):
         theirs, whose = list(rules[name]), "the rules say"
@@ -228,8 +277,8 @@ def _check_same_rule(path: str, name: str, axes: Any, others: dict[str, Any], ru
     if theirs != [axes]:
         other = theirs[0] if len(theirs) == 1 else theirs
         raise ValueError(
-            f"`{path}` has a rule of its own, `{name}={axes!r}` (Flax's `sharding_rules`), and {whose} `{name}={other!r}`: "
-            "leave one of them out."
+            f"`{path}` has a rule of its own, `{name}={axes!r}` (Flax's `sharding_rules`), and "
+            f"{whose} `{name}={other!r}`: leave one of them out."
         )
 
 

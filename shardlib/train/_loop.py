@@ -1,4 +1,6 @@
-"""The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was stopped."""
+"""The loop of a run: it takes steps, says how it goes, measures, saves, and goes on where it was
+stopped.
+"""
 
 import json
 import os
@@ -27,7 +29,8 @@ from shardlib.train._state import State
 from shardlib.train._step import Step
 
 FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
-IN_FLIGHT = 2  # steps that devices have before them: they never wait for the host, which is never far ahead
+# Steps that devices have before them: they never wait for the host, which is never far ahead.
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,11 @@ class Loop:
     """How long a run is, and what happens on the way.
 
     - `steps`: how many steps the run has, those before it was resumed included.
-    - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out data, and checkpoints; after
-      the last step there is one of each in any case.
+    - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out
+      data, and checkpoints; after the last step there is one of each in any case.
     - `keep`, `keep_every`: the newest checkpoints, and every so many steps, that are kept.
-    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite. In such a row nothing is saved.
+    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite. In such a
+      row nothing is saved.
     - `profile`: the first step and the number of steps to profile; look at them with `xprof`.
     """
 
@@ -55,9 +59,15 @@ class Loop:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "profile":
-                pair = isinstance(value, tuple) and len(value) == 2 and all(type(n) is int and n >= 1 for n in value)
+                pair = (
+                    isinstance(value, tuple)
+                    and len(value) == 2
+                    and all(type(n) is int and n >= 1 for n in value)
+                )
                 if value is not None and not pair:
-                    raise check.refusal("Loop", "profile", value, "the first step and how many: `profile=(10, 3)`")
+                    raise check.refusal(
+                        "Loop", "profile", value, "the first step and how many: `profile=(10, 3)`"
+                    )
             else:
                 most, optional = 2**31 - 1, one.name == "keep_every"  # steps are counted in 32 bits
                 value = check.whole("Loop", one.name, value, least=1, most=most, optional=optional)
@@ -78,31 +88,37 @@ def fit(
     flops_per_unit: float | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> State:
-    """Train: take the steps of a run, from where its folder says it was stopped, and return the last state.
+    """Train: take the steps of a run, from where its folder says it was stopped, and return the
+    last state.
 
-    - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint, that is read in its place.
+    - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint,
+      that is read in its place.
     - `source`: an iterable of batches, or what `batches` made of one.
-    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`. Without it nothing is kept. A
-      folder in which another run is under way is refused.
+    - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`.
+      Without it nothing is kept. A folder in which another run is under way is refused.
     - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
-    - `sinks`: called with every record, by the first process alone; by default a bar, and `metrics.jsonl` in the folder.
-    - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning rate has it.
-    - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training on one takes, records
-      say what part of the devices' peak that is (MFU), where their datasheet is known.
-    - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes compare it before the first
-      step.
+    - `sinks`: called with every record, by the first process alone; by default a bar, and
+      `metrics.jsonl` in the folder.
+    - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning
+      rate has it.
+    - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training
+      on one takes, records say what part of the devices' peak that is (MFU), where their datasheet
+      is known.
+    - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes
+      compare it before the first step.
 
     SIGTERM, to any process, saves after the step that is under way, and returns.
 
-    A `FloatingPointError` ends a run that had `Loop(nonfinite=...)` steps in a row whose gradient is not finite, or whose
-    last step had such a gradient.
+    A `FloatingPointError` ends a run that had `Loop(nonfinite=...)` steps in a row whose gradient
+    is not finite, or whose last step had such a gradient.
 
     >>> import shardlib as sl, jax.numpy as jnp, numpy as np, optax
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> state = sl.init(lambda: {"w": jnp.zeros(3)}, optax.sgd(0.02), strategy)
     >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
     >>> records = []
-    >>> state = sl.fit(step, state, [np.ones((16, 3), "f")] * 20, sl.Loop(steps=20), sinks=[records.append])
+    >>> state = sl.fit(step, state, [np.ones((16, 3), "f")] * 20, sl.Loop(steps=20),
+    ...     sinks=[records.append])
     >>> [(record["step"], round(record["loss"], 4)) for record in records if "loss" in record]
     [(10, 0.1002), (20, 0.0078)]
     """
@@ -113,14 +129,16 @@ def fit(
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
     if isinstance(folder, str | os.PathLike) and "://" in str(folder):
         raise ValueError(
-            f"`fit(folder={check.shown(folder)})` takes a folder of a file system; a bucket can be mounted as one (gcsfuse, "
-            "s3fs)."
+            f"`fit(folder={check.shown(folder)})` takes a folder of a file system; a bucket can be "
+            "mounted as one (gcsfuse, s3fs)."
         )
     place = None if folder is None else check.path("fit", "folder", folder).expanduser().absolute()
     try:
         json.dumps(dict(about or {}))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"`fit(about=...)` goes into checkpoints as JSON, which cannot hold it: {error}.") from error
+        raise ValueError(
+            f"`fit(about=...)` goes into checkpoints as JSON, which cannot hold it: {error}."
+        ) from error
     if sinks is None:
         sinks = (Progress(loop.steps), *([JsonLines(place / "metrics.jsonl")] if place else []))
     run = _Run(
@@ -135,7 +153,8 @@ def fit(
         flops_per_unit,
         about,
     )
-    require_agreement({"configuration": _lines(run.about)})  # before anything is looked for in a folder, together
+    # Before anything is looked for in a folder, together.
+    require_agreement({"configuration": _lines(run.about)})
     keep = {"keep": loop.keep, "keep_every": loop.keep_every}
     try:
         if place is None:
@@ -164,15 +183,29 @@ class _Run:
     """One call of `fit`."""
 
     def __init__(
-        self, step: Step, batches: Batches, loop: Loop, folder: Path | None, evaluate: Any, sinks: Sequence[Sink],
-        watch: dict[str, Any], unit: str, flops_per_unit: float | None, about: Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
-        self.step, self.batches, self.loop, self.folder, self.evaluate = step, batches, loop, folder, evaluate
+        self,
+        step: Step,
+        batches: Batches,
+        loop: Loop,
+        folder: Path | None,
+        evaluate: Any,
+        sinks: Sequence[Sink],
+        watch: dict[str, Any],
+        unit: str,
+        flops_per_unit: float | None,
+        about: Mapping[str, Any] | None,
+    ) -> None:
+        self.step = step
+        self.batches = batches
+        self.loop = loop
+        self.folder = folder
+        self.evaluate = evaluate
         self.sinks = sinks if jax.process_index() == 0 else ()
         self.watch = watch
         self.about = dict(about or {})
         self.speed = Speed(unit, flops_per_unit, step.strategy)
-        self.in_flight: deque[tuple[int, Any, Any]] = deque()  # steps, with their metrics and batches
+        # Steps, with their metrics and batches.
+        self.in_flight: deque[tuple[int, Any, Any]] = deque()
         self.nonfinite = 0  # in a row
         self.paths: list[str] = []
         self.held = Occupied(None)
@@ -189,18 +222,23 @@ class _Run:
             self.latest = checkpoints.latest
         if checkpoints is None or checkpoints.latest() is None:
             if isinstance(state.step, jax.ShapeDtypeStruct):
+                elsewhere = ""
+                if checkpoints is not None:
+                    elsewhere = f", or look for the run elsewhere than in {self.folder}"
                 raise ValueError(
-                    "The state is abstract, and there is no checkpoint to fill it from. Make it with `sl.init(...)` without "
-                    f"`abstract`{'' if checkpoints is None else f', or look for the run elsewhere than in {self.folder}'}."
+                    "The state is abstract, and there is no checkpoint to fill it from. Make it "
+                    f"with `sl.init(...)` without `abstract`{elsewhere}."
                 )
             return state
         abandoned = self.go_back(checkpoints)
-        restored = checkpoints.restore(state, release=True)  # what is read takes the place of what was given
+        # What is read takes the place of what was given.
+        restored = checkpoints.restore(state, release=True)
         if restored.data is None:
             raise ValueError(
-                f"The checkpoint of step {restored.step} in {checkpoints.folder} says nothing of the place in the data: it was "
-                "not saved by `fit`. Save it with `Checkpoints.save(state, data=batches.state())`, or begin in another folder "
-                "with `Checkpoints.restore(...).state`."
+                f"The checkpoint of step {restored.step} in {checkpoints.folder} says nothing of "
+                "the place in the data: it was not saved by `fit`. Save it with "
+                "`Checkpoints.save(state, data=batches.state())`, or begin in another folder with "
+                "`Checkpoints.restore(...).state`."
             )
         self.batches.restore(restored.data)
         self.saved = self.resumed = restored.step
@@ -208,13 +246,15 @@ class _Run:
         if abandoned is not None:
             self.note(
                 restored.step,
-                f"{FAILURES} attempts that went on from the checkpoint of step {abandoned} ended in gradients that are not "
-                f"finite: it is put aside as `abandoned-{abandoned}`",
+                f"{FAILURES} attempts that went on from the checkpoint of step {abandoned} ended "
+                f"in gradients that are not finite: it is put aside as `abandoned-{abandoned}`",
             )
         return restored.state
 
     def go_back(self, checkpoints: Checkpoints) -> int | None:
-        """Put the newest checkpoint aside if attempts from it ended badly, and there is another; its step."""
+        """Put the newest checkpoint aside if attempts from it ended badly, and there is another;
+        its step.
+        """
         steps = checkpoints.steps()
         assert self.folder is not None
         again = jax.process_index() == 0 and count_failures(self.folder, steps[-1]) >= FAILURES
@@ -224,7 +264,9 @@ class _Run:
         return steps[-1]
 
     def remember_failure(self) -> None:
-        """That this attempt ended in gradients that are not finite, for the one after the next to begin elsewhere."""
+        """That this attempt ended in gradients that are not finite, for the one after the next to
+        begin elsewhere.
+        """
         if jax.process_index() == 0 and self.resumed is not None:
             assert self.folder is not None
             self.held.check()
@@ -235,8 +277,8 @@ class _Run:
         loop, done = self.loop, int(state.step)
         if done > loop.steps:
             raise ValueError(
-                f"The run has taken {done} steps already, more than `Loop(steps={loop.steps})`: let it have more, or begin "
-                "another run in another folder."
+                f"The run has taken {done} steps already, more than `Loop(steps={loop.steps})`: "
+                "let it have more, or begin another run in another folder."
             )
         if done == loop.steps:
             self.note(done, f"the run has taken its {loop.steps} steps already")
@@ -265,18 +307,24 @@ class _Run:
                     self.settle_all()
                 if last and self.nonfinite:
                     raise FloatingPointError(self.ended_badly(done))
-                if self.evaluate is not None and (last or (done % loop.evaluate_every == 0 and not stopped)):
+                if self.evaluate is not None and (
+                    last or (done % loop.evaluate_every == 0 and not stopped)
+                ):
                     self.measure(state, done, checkpoints)
                 if checkpoints is not None and due:
                     self.save(state, done, checkpoints, last or stopped)
                 if stopped and not last:
                     kept = "; the state is saved" if self.saved == done else ""
-                    self.note(done, f"asked to end: stopped after step {done} of {loop.steps}{kept}")
+                    self.note(
+                        done, f"asked to end: stopped after step {done} of {loop.steps}{kept}"
+                    )
                     break
         return state
 
     def measure(self, state: State, done: int, checkpoints: Checkpoints | None) -> None:
-        """Evaluate, before saving: so that a run which goes on from the checkpoint has this behind it."""
+        """Evaluate, before saving: so that a run which goes on from the checkpoint has this behind
+        it.
+        """
         assert self.evaluate is not None
         try:
             measured = self.evaluate(state)
@@ -285,7 +333,9 @@ class _Run:
                 self.save(state, done, checkpoints, wait=True)
             raise
         if measured:
-            self.say({"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}})
+            self.say(
+                {"step": done, **{f"evaluation/{name}": value for name, value in measured.items()}}
+            )
         self.speed.pause()
 
     def next_batch(self, done: int) -> Any:
@@ -293,14 +343,18 @@ class _Run:
             return next(self.batches)
         except StopIteration:
             raise ValueError(
-                f"The data ended after {done} of {self.loop.steps} steps. Let the run have that many, `Loop(steps={done})`, or "
-                "the data go round."
+                f"The data ended after {done} of {self.loop.steps} steps. Let the run have that "
+                f"many, `Loop(steps={done})`, or the data go round."
             ) from None
 
     def first(self, state: State, batch: Any, done: int) -> None:
-        """Before the first step: what several processes must have alike is compared, while none waits for another."""
+        """Before the first step: what several processes must have alike is compared, while none
+        waits for another.
+        """
         if jax.process_count() > 1:
-            shapes = "\n".join(f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch))
+            shapes = "\n".join(
+                f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in named_leaves(batch)
+            )
             program = self.step.lower(state, batch).as_text()
             require_agreement({"batch": shapes, "program": program, "data": self.batches.identity})
         self.note(done, "compiling the step")
@@ -317,14 +371,16 @@ class _Run:
             skipped = "skipped" if self.step.strategy.skips else "taken all the same"
             self.note(
                 step,
-                f"the gradient of `{self.paths[bad]}`, at least, is not finite, and the loss is {values['loss']:.6g}; "
-                f"the step is {skipped}; {describe_losses(losses, microbatch, self.step.strategy)}{self.blame(batch)}",
+                f"the gradient of `{self.paths[bad]}`, at least, is not finite, and the loss is "
+                f"{values['loss']:.6g}; the step is {skipped}; "
+                f"{describe_losses(losses, microbatch, self.step.strategy)}{self.blame(batch)}",
             )
             if self.nonfinite >= self.loop.nonfinite:
                 raise FloatingPointError(
-                    f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are not finite, that of "
-                    f"`{self.paths[bad]}` among them.{self.kept()} A smaller learning rate, clipping or another precision may "
-                    "help; `Loop(nonfinite=...)` says how many are borne."
+                    f"{self.nonfinite} steps in a row, up to step {step}, had gradients that are "
+                    f"not finite, that of `{self.paths[bad]}` among them.{self.kept()} A smaller "
+                    "learning rate, clipping or another precision may help; `Loop(nonfinite=...)` "
+                    "says how many are borne."
                 )
         else:
             self.nonfinite = 0
@@ -337,23 +393,38 @@ class _Run:
 
     def blame(self, batch: Any) -> str:
         """Which examples of a batch are not finite themselves, and where they lie."""
-        found = [text for text in gather_texts(describe_nonfinite(batch, self.step.strategy)) if text]
+        found = [
+            text for text in gather_texts(describe_nonfinite(batch, self.step.strategy)) if text
+        ]
         return "".join(f"; {text}" for text in found)
 
     def kept(self) -> str:
-        return "" if self.latest() is None else f" The last checkpoint is that of step {self.latest()}."
+        return (
+            ""
+            if self.latest() is None
+            else f" The last checkpoint is that of step {self.latest()}."
+        )
 
     def ended_badly(self, done: int) -> str:
-        """What there is to say where the last gradient was not finite: nobody has seen a good one of these parameters."""
-        steps = "step, " + str(done) if self.nonfinite == 1 else f"{self.nonfinite} steps, up to {done},"
+        """What there is to say where the last gradient was not finite: nobody has seen a good one
+        of these parameters.
+        """
+        steps = (
+            "step, " + str(done)
+            if self.nonfinite == 1
+            else f"{self.nonfinite} steps, up to {done},"
+        )
         said = f"The run ended badly: the last {steps} had a gradient that is not finite"
         if self.step.strategy.skips:
             why = (
-                " and left the parameters as they were, which may be no good either. If a batch is to blame and not they, let "
-                f"the run have another step, `Loop(steps={done + 1})`."
+                " and left the parameters as they were, which may be no good either. If a batch is "
+                f"to blame and not they, let the run have another step, `Loop(steps={done + 1})`."
             )
         else:
-            why = ' and went into the parameters all the same: `Strategy(nonfinite="skip")` leaves such steps out.'
+            why = (
+                ' and went into the parameters all the same: `Strategy(nonfinite="skip")` leaves '
+                "such steps out."
+            )
         return f"{said}{why} They are not saved.{self.kept()}"
 
     def settle_all(self) -> None:
@@ -361,16 +432,22 @@ class _Run:
             self.settle()
 
     def save(self, state: State, done: int, checkpoints: Checkpoints, wait: bool) -> None:
-        """Begin to save. A save that fails is told of and the run goes on, unless it was the last."""
+        """Begin to save. A save that fails is told of and the run goes on, unless it was the
+        last.
+        """
         if done == self.saved:
             return
         if self.nonfinite:
             if not self.owed:
-                self.note(done, "not saved: the last gradient was not finite, and parameters may be to blame")
+                self.note(
+                    done,
+                    "not saved: the last gradient was not finite, and parameters may be to blame",
+                )
             self.owed = True  # to be saved once a gradient is finite
             return
         self.owed = False
-        # Of several processes one may fail while others go on. Then the run ends, to be taken up where all of them were.
+        # Of several processes one may fail while others go on. Then the run ends, to be taken up
+        # where all of them were.
         alone = jax.process_count() == 1
         self.held.check_together()
         try:
@@ -394,17 +471,22 @@ class _Run:
         self.say({"step": step, "note": text})
 
     def may_write(self) -> bool:
-        """Whether the folder is still this run's. A process that is alone ends here if not; several end after one step."""
+        """Whether the folder is still this run's. A process that is alone ends here if not; several
+        end after one step.
+        """
         try:
             self.held.check()
         except TakenError:
             if jax.process_count() == 1:
                 raise
             if not self.lost:
-                os.kill(os.getpid(), signal.SIGTERM)  # by which JAX finds a step after which all can stop
+                # By which JAX finds a step after which all can stop.
+                os.kill(os.getpid(), signal.SIGTERM)
             self.lost = True
         except OSError as error:
-            sys.stderr.write(f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n")
+            sys.stderr.write(
+                f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n"
+            )
             return False
         return not self.lost
 
@@ -415,42 +497,65 @@ class _Run:
             try:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
-                sys.stderr.write(f"shardlib: a record of step {record['step']} could not be written: {error}\n")
+                sys.stderr.write(
+                    f"shardlib: a record of step {record['step']} could not be written: {error}\n"
+                )
 
 
 def _check(step: Any, state: Any, loop: Any) -> None:
     for name, value, kind in (("step", step, Step), ("state", state, State), ("loop", loop, Loop)):
         if not isinstance(value, kind):
             raise ValueError(
-                f"`fit(step, state, batches, loop)` takes what `train_step` and `init` make and a `Loop`; `{name}` is "
-                f"{type(value).__name__}."
+                "`fit(step, state, batches, loop)` takes what `train_step` and `init` make and a "
+                f"`Loop`; `{name}` is {type(value).__name__}."
             )
 
 
-def _check_apart(metrics: Mapping[str, Any], watched: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
+def _check_apart(
+    metrics: Mapping[str, Any], watched: Mapping[str, Any], speed: Mapping[str, Any]
+) -> None:
     """Refuse two numbers of one name, of which a record would have the last."""
     taken = {"step", "note", *metrics}
     for name in (*watched, *speed):
         if name in taken:
             raise ValueError(
-                f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of the step, what is given by "
-                f"`watch`, and the speed, {', '.join(f'`{one}`' for one in speed) or 'none yet'}: call yours something else."
+                f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of "
+                "the step, what is given by `watch`, and the speed, "
+                f"{', '.join(f'`{one}`' for one in speed) or 'none yet'}: call yours something "
+                "else."
             )
         taken.add(name)
 
 
-def _check_more(evaluate: Any, sinks: Any, watch: Any, unit: Any, flops_per_unit: Any, about: Any) -> None:
-    check.function("fit", "evaluate", evaluate, "a function of a state that measures it", optional=True)
-    check.kind("fit", "sinks", sinks, list | tuple, "a list of functions of a record", optional=True)
+def _check_more(
+    evaluate: Any, sinks: Any, watch: Any, unit: Any, flops_per_unit: Any, about: Any
+) -> None:
+    check.function(
+        "fit", "evaluate", evaluate, "a function of a state that measures it", optional=True
+    )
+    check.kind(
+        "fit", "sinks", sinks, list | tuple, "a list of functions of a record", optional=True
+    )
     for sink in sinks or ():
         check.function("fit", "sinks", sink, "functions of a record")
-    check.kind("fit", "watch", watch, Mapping, "a mapping from names to functions of a number of steps", optional=True)
+    check.kind(
+        "fit",
+        "watch",
+        watch,
+        Mapping,
+        "a mapping from names to functions of a number of steps",
+        optional=True,
+    )
     for name, one in (watch or {}).items():
         check.text("fit", "watch", name, "names, as text, of functions of a number of steps")
         check.function("fit", "watch", one, "functions of a number of steps")
     check.text("fit", "unit", unit, "what the weights of the loss count, as text")
-    check.number("fit", "flops_per_unit", flops_per_unit, "a number of FLOPs", above=0, optional=True)
-    check.kind("fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True)
+    check.number(
+        "fit", "flops_per_unit", flops_per_unit, "a number of FLOPs", above=0, optional=True
+    )
+    check.kind(
+        "fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True
+    )
 
 
 def _lines(about: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""What is looked for in a loss before it is compiled: what a step cannot do right, and what was not meant."""
+"""What is looked for in a loss before it is compiled: what a step cannot do right, and what was not
+meant.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,24 +35,31 @@ def check_loss(
 ) -> None:
     """Trace the loss once and look for what a step cannot do right, or what was not meant.
 
-    Refused is state that would differ between devices: made from the examples or parameters of one, or drawn for it. Refused
-    too is `remat="full"` where no block is marked. Warned of are losses that are no mean over examples, and products that
-    are not taken in the dtype that was asked for.
+    Refused is state that would differ between devices: made from the examples or parameters of one,
+    or drawn for it. Refused too is `remat="full"` where no block is marked. Warned of are losses
+    that are no mean over examples, and products that are not taken in the dtype that was asked for.
     """
     index, examples = scanned
-    axes, compute, streams = strategy.data_axes, strategy.dtypes.compute, inputs(rest, index, examples)[0]
+    axes = strategy.data_axes
+    compute = strategy.dtypes.compute
+    streams = inputs(rest, index, examples)[0]
     state = [*named_leaves(streams), *named_leaves(rest)]
     split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
     batch_is_split = bool(split_axes) or strategy.microbatches > 1
     uses = jax.tree.leaves((trained, fixed))
-    # `experts` is the one name that may be split over these axes unless `manual` says that parts are meant, see `init`.
+    # `experts` is the one name that may be split over these axes unless `manual` says that parts
+    # are meant, see `init`.
     in_parts = [use for use in uses if strategy.manual is None and _is_split(use, split_axes)]
     if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
         return
 
     def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
         returned = call(united(params, frozen), *inputs(rest, index, examples))
-        return (returned.streams, returned.rest), _values_returned(returned.out), returned.means["loss"].total
+        return (
+            (returned.streams, returned.rest),
+            _values_returned(returned.out),
+            returned.means["loss"].total,
+        )
 
     whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
     jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
@@ -88,14 +97,17 @@ def _is_split(use: Any, axes: Sequence[str]) -> bool:
 
 
 def _describe_part(use: Any, split_axes: Sequence[str], strategy: Strategy) -> str:
-    """The error for a parameter of which the loss would see each device's own part, and take it for the whole."""
+    """The error for a parameter of which the loss would see each device's own part, and take it for
+    the whole.
+    """
     axes = ", ".join(f"`{axis}`" for axis in spec_axes(use.named) if axis in split_axes)
     return (
-        f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over which each device has its own "
-        f"part: the loss would see an array of shape {use.whole.shape}, and sends nothing along that axis to the other parts. "
-        f"Use it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | sl.AxisRules({EXPERTS}=None)`, and "
-        "split it by ZeRO, `zero=3`; or if each device is meant to use its own part alone, say so: "
-        f"`Strategy(manual={strategy.data_axes})`."
+        f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over "
+        "which each device has its own part: the loss would see an array of shape "
+        f"{use.whole.shape}, and sends nothing along that axis to the other parts. Use it in a "
+        "layer of experts, `sl.experts.moe`; or lay it out whole, `rules | "
+        f"sl.AxisRules({EXPERTS}=None)`, and split it by ZeRO, `zero=3`; or if each device is "
+        f"meant to use its own part alone, say so: `Strategy(manual={strategy.data_axes})`."
     )
 
 
@@ -122,6 +134,7 @@ def _values_returned(out: Any) -> list[_Value]:
 def _check_marked(jaxpr: Any) -> None:
     if not any(equation.primitive.name in REMATS for equation in every_equation(jaxpr.jaxpr)):
         raise ValueError(
-            '`Strategy(remat="full")` keeps the inputs alone of blocks marked with `sl.remat`, and the loss calls none: the '
-            "program would be the same. Mark the model's blocks, `block = sl.remat(block)`; or leave `remat` out."
+            '`Strategy(remat="full")` keeps the inputs alone of blocks marked with `sl.remat`, and '
+            "the loss calls none: the program would be the same. Mark the model's blocks, `block = "
+            "sl.remat(block)`; or leave `remat` out."
         )

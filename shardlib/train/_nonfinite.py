@@ -1,4 +1,6 @@
-"""Where a loss or a batch is not finite, in words: the example, the microbatch, the devices and their processes."""
+"""Where a loss or a batch is not finite, in words: the example, the microbatch, the devices and
+their processes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +18,11 @@ _MOST_DEVICES = 8
 
 
 def describe_losses(count: int, number: int, strategy: Strategy) -> str:
-    """Of how many microbatches the loss is not finite, and on which devices a single one was computed.
+    """Of how many microbatches the loss is not finite, and on which devices a single one was
+    computed.
 
-    `number` counts microbatches worker by worker: a worker is what has examples of its own, a device or several.
+    `number` counts microbatches worker by worker: a worker is what has examples of its own, a
+    device or several.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)
@@ -37,7 +41,9 @@ def describe_losses(count: int, number: int, strategy: Strategy) -> str:
     if microbatches == 1:
         return "the loss is not finite"
     if count > 1:
-        return f"the loss is not finite in {count} of the {microbatches} microbatches of all devices"
+        return (
+            f"the loss is not finite in {count} of the {microbatches} microbatches of all devices"
+        )
     worker, microbatch = divmod(number, strategy.microbatches)
     others = [axis for axis in mesh.axis_names if axis not in axes]
     dims = [mesh.axis_names.index(axis) for axis in (*axes, *others)]
@@ -62,7 +68,8 @@ def _listed_by_process(devices: Sequence[Any]) -> str:
 
 
 def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
-    """The first numbers of a batch, among those that this process holds, that are not finite; nothing if all are.
+    """The first numbers of a batch, among those that this process holds, that are not finite;
+    nothing if all are.
 
     >>> import jax.numpy as jnp, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
@@ -75,13 +82,17 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
         if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         for shard in leaf.addressable_shards:
-            finite = np.isfinite(np.asarray(shard.data, np.complex64 if jnp.iscomplexobj(leaf) else np.float32))
+            finite = np.isfinite(
+                np.asarray(shard.data, np.complex64 if jnp.iscomplexobj(leaf) else np.float32)
+            )
             rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
             if rows.size:
                 example = (shard.index[0].start or 0) + int(rows[0])
                 microbatch = example % (leaf.shape[0] // workers) % strategy.microbatches
                 where = f"device {shard.device.id} of process {shard.device.process_index}"
-                within = f"microbatch {microbatch} on {where}" if strategy.microbatches > 1 else where
+                within = (
+                    f"microbatch {microbatch} on {where}" if strategy.microbatches > 1 else where
+                )
                 what = f"`{path}` of the batch" if path else "the batch"
                 return f"{what} is not finite in example {example}, {within}"
     return ""

@@ -1,7 +1,9 @@
-"""The order of layers in a state: under some pipelines a stage holds parts of the model that do not follow each other.
+"""The order of layers in a state: under some pipelines a stage holds parts of the model that do not
+follow each other.
 
-At rest layers lie stage after stage, and of each stage part after part, so that no stage ever asks another for weights. To
-whoever reads a state, a model or a checkpoint, they lie as the model has them.
+At rest layers lie stage after stage, and of each stage part after part, so that no stage ever asks
+another for weights. To whoever reads a state, a model or a checkpoint, they lie as the model has
+them.
 """
 
 import math
@@ -26,20 +28,28 @@ def loops_of(strategy: Strategy, names: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in strategy.layer_names if name in present)
 
 
-def order_of(strategy: Strategy, layers: int, loop: int = 0, loops: int = 1) -> tuple[int, ...] | None:
-    """Which layer of a loop lies where: of each place the number of the layer; None if they lie as the model has them."""
+def order_of(
+    strategy: Strategy, layers: int, loop: int = 0, loops: int = 1
+) -> tuple[int, ...] | None:
+    """Which layer of a loop lies where: of each place the number of the layer; None if they lie as
+    the model has them.
+    """
     if strategy.pipeline is None:
         return None
     table = table_of(strategy.pipeline)
     parts = table.parts // loops
     per = layers // parts
     mine = table.placement[loop * parts : (loop + 1) * parts]
-    by_stage = [part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage]
+    by_stage = [
+        part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage
+    ]
     order = tuple(part * per + k for part in by_stage for k in range(per))
     return None if order == tuple(range(layers)) else order
 
 
-def orders(strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
+def orders(
+    strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str, tuple[int, ...]]]
+) -> tuple[str, ...]:
     """A line for each loop whose layers do not lie as the model has them."""
     loops, lines = loops_of(strategy, names), {}
     for path, shape in shapes:
@@ -51,8 +61,9 @@ def orders(strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str
             each = len(order) // table_of(strategy.pipeline).stages  # type: ignore[arg-type]
             stages = [" ".join(map(str, order[k : k + each])) for k in range(0, len(order), each)]
             lines[names[path][dim]] = (
-                f"`{names[path][dim]}` lie stage after stage, not as the model has them: {' | '.join(stages)} "
-                "(`state.model` has them in order, `state.with_weights` takes them so)"
+                f"`{names[path][dim]}` lie stage after stage, not as the model has them: "
+                f"{' | '.join(stages)} (`state.model` has them in order, `state.with_weights` "
+                "takes them so)"
             )
     return tuple(lines.values())
 
@@ -60,30 +71,46 @@ def orders(strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str
 def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None:
     """Refuse a state whose layers lie otherwise than a strategy has them."""
     loops = loops_of(theirs, names) or loops_of(mine, names)
-    count = math.lcm(*(table_of(one.pipeline).parts for one in (theirs, mine) if one.pipeline is not None))
+    count = math.lcm(
+        *(table_of(one.pipeline).parts for one in (theirs, mine) if one.pipeline is not None)
+    )
     for loop in range(len(loops)):
         if order_of(theirs, count, loop, len(loops)) != order_of(mine, count, loop, len(loops)):
             raise ValueError(
-                f"The state was made for `pipeline={theirs.pipeline}`, and its layers lie in the order of that; this is for "
-                f"`pipeline={mine.pipeline}`, which has another. Use the strategy that it was made with, "
-                "`state.layout.strategy`; a checkpoint goes from one schedule to another: `sl.Checkpoints`."
+                f"The state was made for `pipeline={theirs.pipeline}`, and its layers lie in the "
+                f"order of that; this is for `pipeline={mine.pipeline}`, which has another. Use "
+                "the strategy that it was made with, `state.layout.strategy`; a checkpoint goes "
+                "from one schedule to another: `sl.Checkpoints`."
             )
 
 
-def check_state(strategy: Strategy, names: dict[str, Any], relations: dict[str, Any], shapes: dict[str, Any]) -> None:
-    """Refuse an optimizer's state of which it is unknown how it follows the layers, if these lie in an order of their own."""
+def check_state(
+    strategy: Strategy, names: dict[str, Any], relations: dict[str, Any], shapes: dict[str, Any]
+) -> None:
+    """Refuse an optimizer's state of which it is unknown how it follows the layers, if these lie in
+    an order of their own.
+    """
     loops = loops_of(strategy, names)
     for path, relation in relations.items():
         of: Any = names.get(relation.parameter)
         dim = stacked_dim(of)
-        if relation.kind != "ambiguous" or dim is None or of[dim] not in loops or not shapes[path].ndim:
+        if (
+            relation.kind != "ambiguous"
+            or dim is None
+            or of[dim] not in loops
+            or not shapes[path].ndim
+        ):
             continue
         table = table_of(strategy.pipeline)  # type: ignore[arg-type]
-        if order_of(strategy, table.parts // len(loops), loops.index(of[dim]), len(loops)) is not None:
+        if (
+            order_of(strategy, table.parts // len(loops), loops.index(of[dim]), len(loops))
+            is not None
+        ):
             raise ValueError(
-                f"`{path}` of the optimizer's state, of shape {shapes[path].shape}, {relation.reason}: under "
-                f"`{strategy.pipeline}` layers lie stage after stage, and it must be known which dim of it counts them. Make the "
-                "number of layers other than the sizes beside it, or use a schedule with one part on a stage."
+                f"`{path}` of the optimizer's state, of shape {shapes[path].shape}, "
+                f"{relation.reason}: under `{strategy.pipeline}` layers lie stage after stage, and "
+                "it must be known which dim of it counts them. Make the number of layers other "
+                "than the sizes beside it, or use a schedule with one part on a stage."
             )
 
 
@@ -92,11 +119,13 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
     schedule = strategy.pipeline
     if schedule is None:
         return
-    table, loops = table_of(schedule), loops_of(strategy, {path: names.get(path) for path in shapes})
+    table = table_of(schedule)
+    loops = loops_of(strategy, {path: names.get(path) for path in shapes})
     if not loops:
         raise ValueError(
-            f"`Strategy(pipeline=...)`: no parameter has a dim named `{LAYERS}`, so there is nothing to cut into stages. "
-            "`sl.Layers([...])` makes one loop of a list of modules; or stack layers that are alike, `nnx.vmap` with "
+            f"`Strategy(pipeline=...)`: no parameter has a dim named `{LAYERS}`, so there is "
+            "nothing to cut into stages. `sl.Layers([...])` makes one loop of a list of modules; "
+            "or stack layers that are alike, `nnx.vmap` with "
             f'`transform_metadata={{nnx.PARTITION_NAME: "{LAYERS}"}}`, and scan them.'
         )
     parts, on_stage = table.parts // len(loops), table.parts // schedule.stages
@@ -106,25 +135,34 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
         for stage in range(table.stages)
     ):
         raise ValueError(
-            f"The model has {len(loops)} loops over layers ({', '.join(f'`{name}`' for name in loops)}), and every stage has "
-            f"parts of each; `{schedule}` has {on_stage} on a stage. `sl.pipeline.Interleaved({schedule.stages}, "
-            f"{schedule.microbatches}, chunks={len(loops)})` has {len(loops)}, and so have `ZBV` and `VHalf` two."
+            f"The model has {len(loops)} loops over layers "
+            f"({', '.join(f'`{name}`' for name in loops)}), and every stage has parts of each; "
+            f"`{schedule}` has {on_stage} on a stage. `sl.pipeline.Interleaved({schedule.stages}, "
+            f"{schedule.microbatches}, chunks={len(loops)})` has {len(loops)}, and so have `ZBV` "
+            "and `VHalf` two."
         )
     for path, leaf in shapes.items():
         dim = stacked_dim(names.get(path))
         if dim is None or names[path][dim] not in loops:
             continue
         if leaf.shape[dim] % parts:
-            per_stage = f", {parts // schedule.stages} on each stage" if parts != schedule.stages else ""
+            per_stage = (
+                f", {parts // schedule.stages} on each stage" if parts != schedule.stages else ""
+            )
             raise ValueError(
-                f"`{path}` of shape {leaf.shape} stacks {leaf.shape[dim]} layers, which do not split evenly into the {parts} "
-                f"parts of `{schedule}`{per_stage}: use a multiple of {parts} layers, or fewer stages."
+                f"`{path}` of shape {leaf.shape} stacks {leaf.shape[dim]} layers, which do not "
+                f"split evenly into the {parts} parts of `{schedule}`{per_stage}: use a multiple "
+                f"of {parts} layers, or fewer stages."
             )
 
 
 def stacked_dim(names: Any) -> int | None:
     """Along which dim layers are stacked, by the names of a parameter."""
-    return next((k for k, name in enumerate(names) if counts_layers(name)), None) if type(names) is tuple else None
+    return (
+        next((k for k, name in enumerate(names) if counts_layers(name)), None)
+        if type(names) is tuple
+        else None
+    )
 
 
 def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
@@ -134,7 +172,9 @@ def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
 
 
 def reordered(state: Any, *, natural: bool) -> Any:
-    """The state with its layers as the model has them, or, if not `natural`, from there to where they lie at rest."""
+    """The state with its layers as the model has them, or, if not `natural`, from there to where
+    they lie at rest.
+    """
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
     move = Mover(layout.strategy, names, natural)
@@ -144,7 +184,11 @@ def reordered(state: Any, *, natural: bool) -> Any:
 
     def of_state(path: str, leaf: Any) -> Any:
         relation = relations.get(path)
-        if relation is None or (dim := stacked_dim(names.get(relation.parameter))) is None or dim not in relation.dims:
+        if (
+            relation is None
+            or (dim := stacked_dim(names.get(relation.parameter))) is None
+            or dim not in relation.dims
+        ):
             return leaf
         return move(leaf, relation.parameter, relation.dims.index(dim))
 
@@ -158,7 +202,9 @@ def reordered(state: Any, *, natural: bool) -> Any:
 
 
 class Mover:
-    """Moves layers from where the model has them to where they lie at rest, or, if `natural`, back."""
+    """Moves layers from where the model has them to where they lie at rest, or, if `natural`,
+    back.
+    """
 
     def __init__(self, strategy: Strategy, names: dict[str, Any], natural: bool) -> None:
         self.strategy, self.names, self.natural = strategy, names, natural

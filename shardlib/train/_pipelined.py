@@ -1,4 +1,6 @@
-"""What takes the place of microbatches one after the other where layers are the stages of a pipeline."""
+"""What takes the place of microbatches one after the other where layers are the stages of a
+pipeline.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,10 +19,11 @@ from shardlib.train._strategy import Strategy
 
 
 class Pipelined:
-    """A loss, cut into the parts of a strategy's pipeline; made while a step is traced, manual over data and stages.
+    """A loss, cut into the parts of a strategy's pipeline; made while a step is traced, manual over
+    data and stages.
 
-    `uses` are those of all parameters, `held` what is held of each all through, `names` of their dims by path;
-    `inputs(number)` is what `total(params, ...)` takes besides for a microbatch.
+    `uses` are those of all parameters, `held` what is held of each all through, `names` of their
+    dims by path; `inputs(number)` is what `total(params, ...)` takes besides for a microbatch.
     """
 
     def __init__(
@@ -43,12 +46,15 @@ class Pipelined:
         structures: list[Any] = []
 
         def function(weights: list[Any], given: list[Any]) -> list[Any]:
-            found, structure = jax.tree.flatten(total(treedef.unflatten(weights), *of_inputs.unflatten(given)))
+            found, structure = jax.tree.flatten(
+                total(treedef.unflatten(weights), *of_inputs.unflatten(given))
+            )
             structures.append(structure)
             return found
 
         self.cut = cut(
-            function, [use.whole for use in self.uses], self.leaves, [use.path for use in self.uses],
+            function, [use.whole for use in self.uses], self.leaves,
+            [use.path for use in self.uses],
             [_stacked_by(use, names.get(use.path), self.axis) for use in self.uses],
             [not use.frozen for use in self.uses], loops_of(strategy, names),
         )  # fmt: skip
@@ -58,13 +64,15 @@ class Pipelined:
         for path, output in named_leaves(rest):
             if not self.cut.unchanged(output, of_rest[path]):
                 raise ValueError(
-                    f"The loss changes `{path}` of the model, as a batch norm does its statistics. Under a pipeline microbatches "
-                    "overlap, so that there is no order in which to change it: leave it as it is, or use what needs no state, a "
-                    "layer norm say."
+                    f"The loss changes `{path}` of the model, as a batch norm does its statistics. "
+                    "Under a pipeline microbatches overlap, so that there is no order in which to "
+                    "change it: leave it as it is, or use what needs no state, a layer norm say."
                 )
 
     def gradient(self) -> tuple[Any, list[Any]]:
-        """What all microbatches give together on this stage, and the gradients of what it holds of trained parameters."""
+        """What all microbatches give together on this stage, and the gradients of what it holds of
+        trained parameters.
+        """
         each = zip(self.uses, self.stored, self.held, strict=True)
         sums = [None if use.frozen else use.sums(one, whole) for use, one, whole in each]
         totals, sums = self._executor().gradient(sums)
@@ -72,8 +80,9 @@ class Pipelined:
         streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
         if streams is None:
             raise ValueError(
-                "The layers change a random stream of the model, and a pipeline has none to hand from layer to layer. Give "
-                "them keys made from one, `jax.random.fold_in(key, number)`."
+                "The layers change a random stream of the model, and a pipeline has none to hand "
+                "from layer to layer. Give them keys made from one, `jax.random.fold_in(key, "
+                "number)`."
             )
         found = _like(self.means, totals), _like(self.streams, streams), self.rest
         return found, [one for one, use in zip(sums, self.uses, strict=True) if not use.frozen]
@@ -84,8 +93,12 @@ class Pipelined:
 
     def _executor(self, trains: bool = True) -> Executor:
         recompute = trains and self.strategy.remat == "stage"
-        program = program_of(self.schedule, loops=len(self.cut.loops), recompute=recompute, trains=trains)
-        return Executor(self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means))
+        program = program_of(
+            self.schedule, loops=len(self.cut.loops), recompute=recompute, trains=trains
+        )
+        return Executor(
+            self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means)
+        )
 
 
 def _like(tree: Any, leaves: Any) -> Any:
@@ -99,16 +112,23 @@ def checked(compiled: Any) -> Any:
 
 
 def check_branches(found: Iterable[Collective]) -> None:
-    """Refuse a program in which a stage's own work has a permute: devices that do other work would never join it."""
+    """Refuse a program in which a stage's own work has a permute: devices that do other work would
+    never join it.
+    """
     for one in found:
-        if one.kind == "collective-permute" and one.conditional and ("loss" in one.op_name or not one.op_name):
+        if (
+            one.kind == "collective-permute"
+            and one.conditional
+            and ("loss" in one.op_name or not one.op_name)
+        ):
             where = f"`{one.sources[0]}`" if one.sources else f"`{one.op_name.rsplit('/', 1)[-1]}`"
             raise ValueError(
                 f"The compiled step has a permute within the work of one stage, from {where}, of "
-                f"{human_bytes(one.operand_bytes)} among {one.group_size} devices: something there shifts along a dim that is "
-                "split, as `jnp.roll` and slices do. While one stage goes forward another goes backward, and a permute waits "
-                "for both: the step would hang. Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no rule "
-                "splits."
+                f"{human_bytes(one.operand_bytes)} among {one.group_size} devices: something there "
+                "shifts along a dim that is split, as `jnp.roll` and slices do. While one stage "
+                "goes forward another goes backward, and a permute waits for both: the step would "
+                "hang. Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no "
+                "rule splits."
             )
 
 
@@ -119,7 +139,8 @@ def _stacked_by(use: Any, names: Any, axis: str) -> str | None:
     dim = stacked_dim(names)
     if dim != 0:
         raise ValueError(
-            f"`{use.path}` of shape {use.shape} is laid out as {use.named}: the stages' axis `{axis}` splits the first dim of "
-            f"stacked weights, which is named `{LAYERS}`, and no other."
+            f"`{use.path}` of shape {use.shape} is laid out as {use.named}: the stages' axis "
+            f"`{axis}` splits the first dim of stacked weights, which is named `{LAYERS}`, and no "
+            "other."
         )
     return names[dim]

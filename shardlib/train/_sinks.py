@@ -1,5 +1,5 @@
-"""Where the records of a run go. A record is a dict with the step and, by name, numbers or lists of them; or with a `note`
-in words. A sink is anything that may be called with one.
+"""Where the records of a run go. A record is a dict with the step and, by name, numbers or lists of
+them; or with a `note` in words. A sink is anything that may be called with one.
 """
 
 import json
@@ -21,9 +21,10 @@ Sink = Callable[[Record], None]
 class JsonLines:
     """A file with one line of JSON per record.
 
-    A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that are taken again is
-    dropped. So is a line that was damaged, such as one half written on a full disk, and that is said on standard error. To
-    tell these, each line ends with a checksum of what precedes it, `crc32`.
+    A run that is resumed goes on in the same file: what an earlier attempt wrote of the steps that
+    are taken again is dropped. So is a line that was damaged, such as one half written on a full
+    disk, and that is said on standard error. To tell these, each line ends with a checksum of what
+    precedes it, `crc32`.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +43,12 @@ class JsonLines:
         """Add a line."""
         _check_record("JsonLines", record)
         if "crc32" in record:
-            raise check.refusal("JsonLines", "record", record, "a record without `crc32`, which the sink adds itself")
+            raise check.refusal(
+                "JsonLines",
+                "record",
+                record,
+                "a record without `crc32`, which the sink adds itself",
+            )
         if not self._opened:
             self._begin(_first_anew(record))
             self._opened = True
@@ -70,12 +76,18 @@ class JsonLines:
                 continue
             checked = _matches_checksum(line)
             if checked is None:
-                self._say(number, line, "has no checksum: another program wrote it, or it was damaged")
+                self._say(
+                    number, line, "has no checksum: another program wrote it, or it was damaged"
+                )
             elif not checked:
-                self._say(number, line, "does not match its checksum, hence was damaged, and is left out")
+                self._say(
+                    number, line, "does not match its checksum, hence was damaged, and is left out"
+                )
                 continue
             if found < before:
-                self._say(number, line, f"is of a step before that of the record above it, {before}")
+                self._say(
+                    number, line, f"is of a step before that of the record above it, {before}"
+                )
             before = found
             if found < step:
                 kept.append(line + b"\n")
@@ -139,7 +151,8 @@ class TensorBoard:
                 several = dict(enumerate(np.ravel(value))) if np.ndim(value) else {"": value}
                 for at, one in several.items():
                     self._writer.add_scalar(f"{name}/{at}".rstrip("/"), one, step)
-        self._writer.flush()  # so that nothing waits to be written by the time that the folder may be another run's
+        # So that nothing waits to be written by the time that the folder may be another run's.
+        self._writer.flush()
 
 
 class Progress:
@@ -147,7 +160,9 @@ class Progress:
 
     def __init__(self, steps: int, file: TextIO | None = None, width: int = 24) -> None:
         self.steps = check.whole("Progress", "steps", steps, "a number of steps", least=0)
-        self.width = check.whole("Progress", "width", width, "a number of letters", least=1, most=10_000)
+        self.width = check.whole(
+            "Progress", "width", width, "a number of letters", least=1, most=10_000
+        )
         if file is not None and not hasattr(file, "write"):
             raise check.refusal("Progress", "file", file, "a file to write to, or None")
         self._file = sys.stderr if file is None else file
@@ -193,13 +208,19 @@ class Progress:
 
 def _check_record(sink: str, record: Any) -> None:
     takes = "a record: a mapping from names to numbers, with the step"
-    if not isinstance(record, Mapping) or "step" not in record or not all(isinstance(name, str) for name in record):
+    if (
+        not isinstance(record, Mapping)
+        or "step" not in record
+        or not all(isinstance(name, str) for name in record)
+    ):
         raise check.refusal(sink, "record", record, takes)
     check.whole(sink, "step", record["step"], "a number of steps", least=0)
 
 
 def _first_anew(record: Record) -> int:
-    """The first step that this attempt takes itself: a note, of where it went on, comes after what was recorded there."""
+    """The first step that this attempt takes itself: a note, of where it went on, comes after what
+    was recorded there.
+    """
     return record["step"] + ("note" in record)
 
 
@@ -233,7 +254,9 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if minutes < 60:
         return f"{minutes} min {int(seconds) % 60:02d} s"
-    return f"{hours} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+    return (
+        f"{hours} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,9 @@ class _UnderWay:
 
 
 class Speed:
-    """How fast it goes, from the moments at which steps have ended; what is not training does not count."""
+    """How fast it goes, from the moments at which steps have ended; what is not training does not
+    count.
+    """
 
     def __init__(self, unit: str, flops_per_unit: float | None, strategy: Any) -> None:
         self.unit, self.flops = unit, flops_per_unit
@@ -34,9 +36,11 @@ class Speed:
         self.under_way: deque[_UnderWay] = deque()
 
     def begun(self, result: Any) -> None:
-        """A step is on the devices, with an array that is ready when it has ended; of those before it, note which have.
+        """A step is on the devices, with an array that is ready when it has ended; of those before
+        it, note which have.
 
-        Steps are counted later, several at a time; their ends are known best from looking after every step.
+        Steps are counted later, several at a time; their ends are known best from looking after
+        every step.
         """
         self.under_way.append(_UnderWay(result))
         now = time.perf_counter()
@@ -74,7 +78,10 @@ class Profile:
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path | None) -> None:
         if steps is not None and folder is None:
-            raise ValueError(f"`Loop(profile={steps})` needs a folder for what it writes: `fit(..., folder=...)`.")
+            raise ValueError(
+                f"`Loop(profile={steps})` needs a folder for what it writes: "
+                "`fit(..., folder=...)`."
+            )
         self.first, self.last = (0, 0) if steps is None else (steps[0], steps[0] + steps[1] - 1)
         self.folder = None if folder is None else folder / "profile"
         self.running = False

@@ -25,7 +25,9 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True)
 class Layout:
-    """What a state is besides arrays: how to rebuild its model, its optimizer, its strategy, the names of its leaves."""
+    """What a state is besides arrays: how to rebuild its model, its optimizer, its strategy, the
+    names of its leaves.
+    """
 
     definition: Definition
     optimizer: Any
@@ -37,7 +39,16 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.definition, self.optimizer, self.strategy, self.names, self.variable_rules, self.relations))
+        return hash(
+            (
+                self.definition,
+                self.optimizer,
+                self.strategy,
+                self.names,
+                self.variable_rules,
+                self.relations,
+            )
+        )
 
     @cached_property
     def rules(self) -> AxisRules:
@@ -65,17 +76,23 @@ class Layout:
         """What an exchange is told of each parameter, by its path."""
         manual, dtypes = self.strategy.manual_axes, self.strategy.dtypes
         leaves = dict(named_leaves(params))
-        named = {path: self.named(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()}
+        named = {
+            path: self.named(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()
+        }
         return {
             path: Parameter(
-                path, leaf.shape, named[path], tuple(axis for axis in manual if axis not in spec_axes(named[path])),
+                path, leaf.shape, named[path],
+                tuple(axis for axis in manual if axis not in spec_axes(named[path])),
                 split.spec, dtypes.reduced(leaf.dtype),
             )
-            for (path, leaf), split in zip(leaves.items(), self.splits(params).values(), strict=True)
+            for (path, leaf), split in zip(leaves.items(), self.splits(params).values(),
+            strict=True)
         }  # fmt: skip
 
     def no_errors(self, params: Any) -> ErrorsByPath:
-        """What the exchange has left over before the first step: nothing, of each parameter that it takes."""
+        """What the exchange has left over before the first step: nothing, of each parameter that it
+        takes.
+        """
         exchange, mesh = self.strategy.exchange, self.strategy.device_mesh
         if not exchange.keeps_errors:
             return {}
@@ -96,11 +113,12 @@ class Layout:
 class State:
     """A run between two steps: a pytree of global arrays, each with its sharding.
 
-    `params` are the parameters that the optimizer moves, `frozen` those that stay as they are; where one tree has a leaf,
-    the other has None. `errors` is what a compressed exchange has left over, by the paths of parameters, each device's own
-    along dim 0; a checkpoint has it by worker and in the parameter's shape. `rest` is whatever else the model carries,
-    `streams` the random streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts the
-    steps whose gradient was not finite.
+    `params` are the parameters that the optimizer moves, `frozen` those that stay as they are;
+    where one tree has a leaf, the other has None. `errors` is what a compressed exchange has left
+    over, by the paths of parameters, each device's own along dim 0; a checkpoint has it by worker
+    and in the parameter's shape. `rest` is whatever else the model carries, `streams` the random
+    streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts
+    the steps whose gradient was not finite.
     """
 
     step: Any
@@ -116,29 +134,48 @@ class State:
 
     @property
     def model(self) -> Any:
-        """The model with this state's values, for evaluation and sampling: use it under `strategy.scope()`."""
+        """The model with this state's values, for evaluation and sampling: use it under
+        `strategy.scope()`.
+        """
         state = reordered(self, natural=True)
-        return self.layout.definition.merge(united(state.params, state.frozen), state.streams, state.rest)
+        return self.layout.definition.merge(
+            united(state.params, state.frozen), state.streams, state.rest
+        )
 
     def with_weights(self, weights: Any) -> "State":
-        """The state with these parameters, each put in its place: a tree as `model` has it, of arrays on the host or anywhere.
+        """The state with these parameters, each put in its place: a tree as `model` has it, of
+        arrays on the host or anywhere.
 
-        Assigning to `params` is not the same: under some pipelines layers lie there in another order than the model's.
+        Assigning to `params` is not the same: under some pipelines layers lie there in another
+        order than the model's.
         """
         of = united(self.params, self.frozen)
         given, here = (dict(named_leaves(tree)) for tree in (weights, of))
-        if lost := [path for path in here if path not in given] or [path for path in given if path not in here]:
-            raise ValueError(f"`with_weights` takes a tree as the model's parameters are; `{lost[0]}` is in one alone.")
+        if lost := [path for path in here if path not in given] or [
+            path for path in given if path not in here
+        ]:
+            raise ValueError(
+                "`with_weights` takes a tree as the model's parameters are; "
+                f"`{lost[0]}` is in one alone."
+            )
         for path, leaf in here.items():
             check_arrays.array("with_weights", path, given[path])
             if given[path].shape != leaf.shape:
                 raise ValueError(
-                    f"`{path}` is of shape {leaf.shape}, and the weights given for it {given[path].shape}."
+                    f"`{path}` is of shape {leaf.shape}, and the weights given for it "
+                    f"{given[path].shape}."
                 )
-        put = jax.tree.map(lambda leaf, one: jax.device_put(one.astype(leaf.dtype), leaf.sharding), of, weights)
+        put = jax.tree.map(
+            lambda leaf, one: jax.device_put(one.astype(leaf.dtype), leaf.sharding), of, weights
+        )
         put = place_layers(self.layout.strategy, put, dict(self.layout.names))
-        mine = lambda tree: jax.tree.map(lambda old, new: None if old is None else new, tree, put, is_leaf=_is_none)  # noqa: E731
-        return self.replaced(params=mine(self.params), frozen=mine(self.frozen))
+
+        def new_values(old: Any) -> Any:
+            return jax.tree.map(
+                lambda old, new: None if old is None else new, old, put, is_leaf=_is_none
+            )
+
+        return self.replaced(params=new_values(self.params), frozen=new_values(self.frozen))
 
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
@@ -149,7 +186,11 @@ def state_specs(state: State) -> State:
     """The specs of a state from its layout and shapes alone, for use while it is traced."""
     layout = state.layout
     named = layout.named
-    stored = {path: split.spec for tree in (state.params, state.frozen) for path, split in layout.splits(tree).items()}
+    stored = {
+        path: split.spec
+        for tree in (state.params, state.frozen)
+        for path, split in layout.splits(tree).items()
+    }
     follow = like_parameters(dict(layout.relations), stored)
     whole = PartitionSpec()
 
@@ -173,13 +214,20 @@ def state_specs(state: State) -> State:
 def united(params: Any, frozen: Any) -> Any:
     """All parameters of a model: those that move, and those that do not."""
     return jax.tree.map(
-        lambda p, f: f if p is None else p, params, frozen, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held)
+        lambda p, f: f if p is None else p,
+        params,
+        frozen,
+        is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held),
     )
 
 
 def strong(tree: Any) -> Any:
-    """The arrays with types of their own: of a weak type, as `jnp.asarray(2.0)` has it, a step would make another."""
-    return jax.tree.map(lambda x: x if is_key(x) else jax.lax.convert_element_type(x, x.dtype), tree)
+    """The arrays with types of their own: of a weak type, as `jnp.asarray(2.0)` has it, a step
+    would make another.
+    """
+    return jax.tree.map(
+        lambda x: x if is_key(x) else jax.lax.convert_element_type(x, x.dtype), tree
+    )
 
 
 def _is_none(leaf: Any) -> bool:

@@ -1,13 +1,16 @@
 """The train step. The order of `_gradients` and `_run` below is the design.
 
-    batch -> microbatches -> [manual over the data axes: forward and backward under annotations -> contributions summed
-    in float32 -> exchange, once] -> [automatic: the optimizer, on global arrays laid out in shards] -> new state.
+    batch -> microbatches -> [manual over the data axes: forward and backward under annotations ->
+    contributions summed in float32 -> exchange, once] -> [automatic: the optimizer, on global
+    arrays laid out in shards] -> new state.
 
-The contract of differentiation. Inside the manual region the loss of a step is `sum of totals / sum of weights` over
-devices and microbatches, and what is differentiated on each device is the sum of all devices' totals. Every collective
-transposes as the linear map it is (`check_vma=False`): a `psum` inside a loss is part of that sum like anything else,
-so using one is exact, and needs no knowledge of what the step does. The contributions of the devices to a parameter's
-gradient are then added by the exchange, over the data axes that do not split the parameter.
+The contract of differentiation. Inside the manual region the loss of a step is
+`sum of totals / sum of weights` over devices and microbatches, and what is differentiated on each
+device is the sum of all devices' totals. Every collective transposes as the linear map it is
+(`check_vma=False`): a `psum` inside a loss is part of that sum like anything else, so using one is
+exact, and needs no knowledge of what the step does. The contributions of the devices to a
+parameter's gradient are then added by the exchange, over the data axes that do not split the
+parameter.
 """
 
 import contextlib
@@ -59,13 +62,15 @@ Metrics = dict[str, jax.Array]
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
-    """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old state donated.
+    """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old
+    state donated.
 
-    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns `sl.weighted_mean(total, weight)`, or a
-    scalar, which says that all examples weigh the same; either alone or with a dict of metrics, each of the same kind or
-    `sl.weighted_mean(total, weight)` of an array.
-    What it changes in the model's state other than parameters is kept. `rng` is a key whose draws do not depend on the
-    mesh. Every leaf of `batch` has the examples along dim 0.
+    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns
+    `sl.weighted_mean(total, weight)`, or a scalar, which says that all examples weigh the same;
+    either alone or with a dict of metrics, each of the same kind or
+    `sl.weighted_mean(total, weight)` of an array. What it changes in the model's state other than
+    parameters is kept. `rng` is a key whose draws do not depend on the mesh. Every leaf of `batch`
+    has the examples along dim 0.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -84,8 +89,8 @@ class Step:
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
         if not callable(loss_fn) or not isinstance(strategy, Strategy):
             raise ValueError(
-                "`train_step(loss_fn, strategy)` takes a function of model, batch and key, and a `sl.Strategy`; got "
-                f"{type(loss_fn).__name__} and {type(strategy).__name__}."
+                "`train_step(loss_fn, strategy)` takes a function of model, batch and key, and a "
+                f"`sl.Strategy`; got {type(loss_fn).__name__} and {type(strategy).__name__}."
             )
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, strategy
@@ -96,13 +101,18 @@ class Step:
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take one step. `state` is donated: use the one returned.
 
-        A step may stand in a function that is traced, by `jax.jit`, `lax.scan` or `jax.make_jaxpr`. There nothing is donated but
-        by the outer `jax.jit(..., donate_argnums=0)`.
+        A step may stand in a function that is traced, by `jax.jit`, `lax.scan` or `jax.make_jaxpr`.
+        There nothing is donated but by the outer `jax.jit(..., donate_argnums=0)`.
         """
         _check_call(state, batch)
-        if not isinstance(state.step, Tracer) and isinstance(state.step, jax.Array) and state.step.is_deleted():
+        if (
+            not isinstance(state.step, Tracer)
+            and isinstance(state.step, jax.Array)
+            and state.step.is_deleted()
+        ):
             raise ValueError(
-                "This state has been through a step already, which put the new one in its place: use that."
+                "This state has been through a step already, which put the new one in its place: "
+                "use that."
             )
         with self._in_force():
             step = self._jitted(state, batch)
@@ -113,11 +123,18 @@ class Step:
             return (step if _traced(state, batch) else program)(state, batch)
 
     def _checked(self, step: Any, state: State, batch: Any) -> Any:
-        """The program of a step, compiled before its first run, since there are some that would hang."""
-        kind = (state.layout, *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)))
+        """The program of a step, compiled before its first run, since there are some that would
+        hang.
+        """
+        kind = (
+            state.layout,
+            *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)),
+        )
         if kind not in self._programs:
             if _traced(state, batch):
-                state, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
+                state, batch = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch)
+                )
             self._programs[kind] = checked(step.lower(state, batch).compile())
         return self._programs[kind]
 
@@ -128,23 +145,42 @@ class Step:
             return self._jitted(state, batch).trace(state, batch)
 
     def lower(self, state: State, batch: Any) -> Any:
-        """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need not be there."""
+        """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need
+        not be there.
+        """
         with _explained():
             return self.trace(state, batch).lower()
 
     @contextlib.contextmanager
     def _in_force(self) -> Iterator[None]:
-        """The mesh and the rules of the strategy, and a record of the names that annotations use."""
+        """The mesh and the rules of the strategy, and a record of the names that annotations
+        use.
+        """
         strategy = self.strategy
-        with mesh_of_step(strategy.device_mesh), strategy.scope(), recording(self._used), _explained():
+        with (
+            mesh_of_step(strategy.device_mesh),
+            strategy.scope(),
+            recording(self._used),
+            _explained(),
+        ):
             yield
 
     @property
     def unused_rules(self) -> tuple[str, ...]:
-        """Rules that split something, and that no parameter and no annotation of the traced step has used."""
-        named = {n for layout in self._compiled for _, names in layout.names for n in names or () if isinstance(n, str)}
+        """Rules that split something, and that no parameter and no annotation of the traced step
+        has used.
+        """
+        named = {
+            n
+            for layout in self._compiled
+            for _, names in layout.names
+            for n in names or ()
+            if isinstance(n, str)
+        }
         rules = self.strategy.rules
-        splitting = [name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)]
+        splitting = [
+            name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)
+        ]
         return tuple(name for name in splitting if name not in self._used.names | named | {BATCH})
 
     def _jitted(self, state: State, batch: Any) -> Any:
@@ -153,18 +189,24 @@ class Step:
         layout = state.layout
         if layout not in self._compiled:
             if layout.optimizer is None:
-                raise ValueError("The state has no optimizer: `sl.init(make_model, optimizer, strategy)`.")
+                raise ValueError(
+                    "The state has no optimizer: `sl.init(make_model, optimizer, strategy)`."
+                )
             if (
                 theirs := layout.strategy
             ).device_mesh != self.strategy.device_mesh or theirs.rules != self.strategy.rules:
-                raise ValueError(f"The state was made for {theirs}; the step is for {self.strategy}. Use one strategy.")
+                raise ValueError(
+                    f"The state was made for {theirs}; the step is for "
+                    f"{self.strategy}. Use one strategy."
+                )
             if theirs.exchange.axes or self.strategy.exchange.axes:
-                for name in ("exchange", "zero_axes", "every_axis"):  # by which errors lie as they do
+                # By which errors lie as they do.
+                for name in ("exchange", "zero_axes", "every_axis"):
                     if getattr(theirs, name) != getattr(self.strategy, name):
                         raise ValueError(
-                            f"The state was made for another exchange than the step's: `{name}` is {getattr(theirs, name)} "
-                            f"there and {getattr(self.strategy, name)} here. Use one strategy; a checkpoint may be read into "
-                            "another."
+                            f"The state was made for another exchange than the step's: `{name}` is "
+                            f"{getattr(theirs, name)} there and {getattr(self.strategy, name)} "
+                            "here. Use one strategy; a checkpoint may be read into another."
                         )
             check_sender(layout.optimizer, self.strategy)
             check_order(theirs, self.strategy, dict(layout.names))
@@ -179,17 +221,31 @@ class Step:
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         specs, manual = state_specs(state), self.strategy.manual_axes
-        trained, frozen = self._uses(state, state.params, False), self._uses(state, state.frozen, True)
+        trained = self._uses(state, state.params, False)
+        frozen = self._uses(state, state.frozen, True)
         sender = self._sender(state, specs)
         gradients = partial(self._gradients, state.layout, trained, frozen, sender)
         if manual:
             mine, same = PartitionSpec(self.strategy.data_axes or None), PartitionSpec()
             at_rest = partial(jax.tree.map, lambda use: keep_axes(use.split.spec, manual))
             errors = jax.tree.map(lambda _: PartitionSpec(manual), state.errors)
-            of_sender = () if sender is None else jax.tree.map(lambda spec: keep_axes(spec, manual), sender.specs)
+            of_sender = (
+                ()
+                if sender is None
+                else jax.tree.map(lambda spec: keep_axes(spec, manual), sender.specs)
+            )
             gradients = jax.shard_map(
                 gradients,
-                in_specs=(at_rest(trained), at_rest(frozen), errors, of_sender, same, same, same, mine),
+                in_specs=(
+                    at_rest(trained),
+                    at_rest(frozen),
+                    errors,
+                    of_sender,
+                    same,
+                    same,
+                    same,
+                    mine,
+                ),
                 out_specs=(Gradient(at_rest(trained), errors, same, same), same, same, same),
                 axis_names=set(manual),
                 check_vma=False,
@@ -206,13 +262,17 @@ class Step:
         gradient, streams, rest, metrics = gradients(*every, key, batch)
         self._check_experts(state.layout)
 
-        # Automatic from here: global values laid out in shards, so that every optax transformation is right.
-        # What the user said of implicit promotion is of the loss; optimizers of optax need it.
+        # Automatic from here: global values laid out in shards, so that every optax transformation
+        # is right. What the user said of implicit promotion is of the loss; optimizers of optax
+        # need it.
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
-            params, opt_state, errors, bad, of_gradient = self._update(state, gradient, trained, metrics["loss"])
+            params, opt_state, errors, bad, of_gradient = self._update(
+                state, gradient, trained, metrics["loss"]
+            )
         params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
         after = state.replaced(
-            step=state.step + 1, params=params, opt_state=opt_state, errors=errors, streams=streams, rest=rest,
+            step=state.step + 1, params=params, opt_state=opt_state, errors=errors,
+            streams=streams, rest=rest,
             nonfinite=state.nonfinite + bad,
         )  # fmt: skip
         return after, metrics | of_gradient
@@ -225,19 +285,26 @@ class Step:
         return Sender(optimizer, state.opt_state, specs.opt_state, clip)
 
     def _check_experts(self, layout: Layout) -> None:
-        """Refuse experts none of whose weights is split as the rule says, where a layer cannot see that itself."""
+        """Refuse experts none of whose weights is split as the rule says, where a layer cannot see
+        that itself.
+        """
         if EXPERTS not in self._used.names:
             return
         sizes, candidates = self.strategy.device_mesh.shape, self.strategy.rules[EXPERTS]
         axes = [axis for entry in candidates for axis in as_tuple(entry) if sizes[axis] > 1]
         literal = [names for _, names in layout.names if isinstance(names, PartitionSpec)]
-        named = any(EXPERTS in (names or ()) for _, names in layout.names if not isinstance(names, PartitionSpec))
+        named = any(
+            EXPERTS in (names or ())
+            for _, names in layout.names
+            if not isinstance(names, PartitionSpec)
+        )
         split = named or any(not set(axes).isdisjoint(spec_axes(spec)) for spec in literal)
         if axes and not split:
             raise ValueError(
-                f"The loss has a layer of experts, which the rule `{EXPERTS}` splits over `{axes[0]}`, and no parameter has a "
-                f"dim of that name: every device would hold all of them. Name the first dim of their weights `{EXPERTS}`, or "
-                f"have them whole: `rules | sl.AxisRules({EXPERTS}=None)`."
+                f"The loss has a layer of experts, which the rule `{EXPERTS}` splits over "
+                f"`{axes[0]}`, and no parameter has a dim of that name: every device would hold "
+                f"all of them. Name the first dim of their weights `{EXPERTS}`, or have them "
+                f"whole: `rules | sl.AxisRules({EXPERTS}=None)`."
             )
 
     def _uses(self, state: State, params: Any, frozen: bool) -> Any:
@@ -247,13 +314,20 @@ class Step:
     def _update(
         self, state: State, made: Gradient, trained: Any, loss: jax.Array
     ) -> tuple[Any, Any, Any, jax.Array, Metrics]:
-        """Clip and let the optimizer move the parameters. The norm is that of the whole gradient, computed once."""
+        """Clip and let the optimizer move the parameters. The norm is that of the whole gradient,
+        computed once.
+        """
         strategy, gradient, optimizer = self.strategy, made.values, state.layout.optimizer
         norm, all_finite = jnp.sqrt(made.square), jnp.all(made.finite)
-        metrics = {"grad_norm": norm, "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(made.finite))}
+        metrics = {
+            "grad_norm": norm,
+            "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(made.finite)),
+        }
         extra: dict[str, Any] = {}
         if isinstance(optimizer, Local):
-            extra["sent"] = jax.tree.map(lambda use: bool(strategy.exchange.over(use.parameter)), trained)
+            extra["sent"] = jax.tree.map(
+                lambda use: bool(strategy.exchange.over(use.parameter)), trained
+            )
             metrics["compressed"] = optimizer.sends(state.opt_state)
         if isinstance(strategy.clip, optax.GradientTransformation):
             gradient = _clipped(strategy.clip, gradient, state.params)
@@ -261,9 +335,15 @@ class Step:
             scale = strategy.clip / jnp.maximum(norm, strategy.clip)
             scales = jax.tree.map(lambda _: scale, gradient)
             if extra:  # what was sent was clipped before
-                scales = jax.tree.map(lambda sent: jnp.where(metrics["compressed"] & sent, 1, scale), extra["sent"])
-            gradient = jax.tree.map(lambda g, scale: g * scale.astype(g.real.dtype), gradient, scales)
-        updates, opt_state = _updated(optimizer, gradient, state.opt_state, state.params, loss, extra)
+                scales = jax.tree.map(
+                    lambda sent: jnp.where(metrics["compressed"] & sent, 1, scale), extra["sent"]
+                )
+            gradient = jax.tree.map(
+                lambda g, scale: g * scale.astype(g.real.dtype), gradient, scales
+            )
+        updates, opt_state = _updated(
+            optimizer, gradient, state.opt_state, state.params, loss, extra
+        )
         params = optax.apply_updates(state.params, updates)
         if strategy.skips:
             new, old = (params, opt_state), (state.params, state.opt_state)
@@ -300,21 +380,31 @@ class Step:
 
         def inputs(rest: Any, index: Any, examples: Any) -> Any:
             by_mesh = self.strategy.draws == "by_mesh"
-            keys = partial(with_row_keys, rows=rows // count, start=first + index, stride=count, by_mesh=by_mesh)
+            keys = partial(
+                with_row_keys,
+                rows=rows // count,
+                start=first + index,
+                stride=count,
+                by_mesh=by_mesh,
+            )
             return keys(streams), keys(rest), keys(key), examples
 
         def numbered_inputs(rest: Any, index: Any, examples: Any) -> Any:
             return *inputs(rest, index, examples), jnp.float32(worker * count + index)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
-        total = with_partitionable_lookups(partial(forward, call), united(trained, fixed), self.strategy)
+        total = with_partitionable_lookups(
+            partial(forward, call), united(trained, fixed), self.strategy
+        )
         first_of_each = jax.tree.map(lambda x: x[0], scanned)
         check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy)
         total = with_wide_rows(total)
         if self.strategy.pipeline is not None:
 
             def numbered(number: Any) -> Any:
-                return numbered_inputs(rest, number, jax.tree.map(lambda x: x[number], microbatches))
+                return numbered_inputs(
+                    rest, number, jax.tree.map(lambda x: x[number], microbatches)
+                )
 
             with jax.named_scope("loss"):
                 of_all = united(trained, fixed), united(params, frozen), dict(layout.names)
@@ -329,7 +419,9 @@ class Step:
 
             with jax.named_scope("loss"):
                 apart = any(use.overlapped for use in weights.uses)
-                (means, streams, rest), gradient = _accumulate(microbatch, rest, scanned, count, apart)
+                (means, streams, rest), gradient = _accumulate(
+                    microbatch, rest, scanned, count, apart
+                )
                 summed = weights.summed(gradient)
 
         totals = lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means
@@ -340,7 +432,9 @@ class Step:
         with jax.named_scope("exchange"):
             if sender is not None:
                 sender = sender._replace(state=opt_state)
-            made = exchange_gradients(self.strategy.exchange, summed, weight, parameters, errors, sender)
+            made = exchange_gradients(
+                self.strategy.exchange, summed, weight, parameters, errors, sender
+            )
         values = jax.tree.map(lambda g, p: g.astype(p.dtype), made.values, params)
         metrics |= {"weight": weight, **nonfinite_metrics(nonfinite)}
         return made._replace(values=values), streams, rest, metrics
@@ -350,17 +444,22 @@ def check_compiles() -> None:
     """Refuse to run without a compiler."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
-            "`jax_disable_jit` is on, and a step is a compiled program on a mesh: turn it off. To look inside, print by "
-            "`jax.debug.print` in the loss, or call the loss alone, `loss_fn(state.model, batch, rng)`, under `sl.unsharded()`."
+            "`jax_disable_jit` is on, and a step is a compiled program on a mesh: turn it off. To "
+            "look inside, print by `jax.debug.print` in the loss, or call the loss alone, "
+            "`loss_fn(state.model, batch, rng)`, under `sl.unsharded()`."
         )
 
 
 def _check_call(state: Any, batch: Any) -> None:
     check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        raise ValueError("The state is abstract, of shapes alone: make it by `sl.init` without `abstract`.")
+        raise ValueError(
+            "The state is abstract, of shapes alone: make it by `sl.init` without `abstract`."
+        )
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-        raise ValueError("The batch has no values, but shapes alone: `step.trace(state, batch)` takes these.")
+        raise ValueError(
+            "The batch has no values, but shapes alone: `step.trace(state, batch)` takes these."
+        )
 
 
 def _traced(*trees: Any) -> bool:
@@ -376,38 +475,54 @@ def _explained() -> Iterator[None]:
         if "callbacks are only supported" not in str(error):
             raise
         raise ValueError(
-            "The loss calls back into Python (`jax.pure_callback`, `jax.experimental.io_callback`), and JAX has that only where "
-            "a step is manual over every axis of its mesh, or over none. Leave all axes to the partitioner, "
-            "`Strategy(manual=())`; use a mesh of data axes alone; or print by `jax.debug.print`, which works everywhere."
+            "The loss calls back into Python (`jax.pure_callback`, "
+            "`jax.experimental.io_callback`), and JAX has that only where a step is manual over "
+            "every axis of its mesh, or over none. Leave all axes to the partitioner, "
+            "`Strategy(manual=())`; use a mesh of data axes alone; or print by `jax.debug.print`, "
+            "which works everywhere."
         ) from error
 
 
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
-    """What keeps the compiler of a GPU from joining the buckets of an exchange: it would hold the buffers of all."""
+    """What keeps the compiler of a GPU from joining the buckets of an exchange: it would hold the
+    buffers of all.
+    """
     devices, exchange = strategy.device_mesh.devices.flat, strategy.exchange.within
     if devices[0].platform not in ("gpu", "cuda"):
         return None
     parts = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes)
     # The compiler counts what comes out: of a scatter one part.
-    limits = {"all_reduce": exchange.bucket_bytes, "reduce_scatter": max(1, exchange.bucket_bytes // parts)}
+    limits = {
+        "all_reduce": exchange.bucket_bytes,
+        "reduce_scatter": max(1, exchange.bucket_bytes // parts),
+    }
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
-    return {name: size for name, size in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+    return {
+        name: size for name, size in options.items() if name not in os.environ.get("XLA_FLAGS", "")
+    }
 
 
 def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
     state = clip.init(params)
     if jax.tree.leaves(state):
         raise ValueError(
-            "`Strategy(clip=...)` takes a transformation without state; this one has some. Put it into the optimizer: "
-            "`optax.chain(clip, optimizer)`."
+            "`Strategy(clip=...)` takes a transformation without state; this one has some. Put it "
+            "into the optimizer: `optax.chain(clip, optimizer)`."
         )
     return clip.update(gradient, state, params)[0]
 
 
 def _updated(
-    optimizer: Any, gradient: Any, opt_state: Any, params: Any, loss: jax.Array, extra: dict[str, Any]
+    optimizer: Any,
+    gradient: Any,
+    opt_state: Any,
+    params: Any,
+    loss: jax.Array,
+    extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it wants them."""
+    """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it
+    wants them.
+    """
     extra = {"value": loss, "grad": gradient} | extra
     accepted = inspect.signature(optimizer.update).parameters
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
@@ -419,12 +534,15 @@ def _updated(
         if missing is None:
             raise
         raise ValueError(
-            f"The optimizer wants {missing[1]}, which a step has not: it gives `value`, the loss of the whole batch, and "
-            "`grad`, its gradient. Line searches, which evaluate the loss again, are not supported."
+            f"The optimizer wants {missing[1]}, which a step has not: it gives `value`, the loss "
+            "of the whole batch, and `grad`, its gradient. Line searches, which evaluate the loss "
+            "again, are not supported."
         ) from error
 
 
-def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool) -> tuple[Any, Any]:
+def _accumulate(
+    microbatch: Any, rest: Any, scanned: Any, count: int, apart: bool
+) -> tuple[Any, Any]:
     """What all microbatches give together: in a scan, or with the last `apart`.
 
     `rest` goes from each to the next, random streams start alike in all.
@@ -438,9 +556,13 @@ def _accumulate(microbatch: Any, rest: Any, scanned: Any, count: int, apart: boo
     if count == 1:
         return microbatch(True, rest, jax.tree.map(lambda x: x[0], scanned))
     gradients: list[Any] = []
-    rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[: count - apart], scanned))
+    rest, (means, streams) = lax.scan(
+        body, rest, jax.tree.map(lambda x: x[: count - apart], scanned)
+    )
     before = jax.tree.map(lambda x: x.sum(0), means)
     if not apart:
         return (before, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]
-    (means, streams, rest), gradient = microbatch(True, rest, jax.tree.map(lambda x: x[-1], scanned))
+    (means, streams, rest), gradient = microbatch(
+        True, rest, jax.tree.map(lambda x: x[-1], scanned)
+    )
     return (jax.tree.map(jnp.add, before, means), streams, rest), gradient

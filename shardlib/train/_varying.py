@@ -1,7 +1,8 @@
 """Which outputs of a traced function differ from device to device: a walk over its jaxpr.
 
-JAX's own `check_vma` types would say so, and would refuse much user code that is right (a scan whose carry starts as
-`jnp.zeros(())`). The step needs the answer for one thing alone: state that must be the same on every device.
+JAX's own `check_vma` types would say so, and would refuse much user code that is right (a scan
+whose carry starts as `jnp.zeros(())`). The step needs the answer for one thing alone: state that
+must be the same on every device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +17,18 @@ from shardlib._random import is_row_key, rows_of
 _SAME_AFTER = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
-def varying_outputs(jaxpr: ClosedJaxpr, varying_inputs: Sequence[bool], axes: Iterable[str]) -> list[bool]:
+def varying_outputs(
+    jaxpr: ClosedJaxpr, varying_inputs: Sequence[bool], axes: Iterable[str]
+) -> list[bool]:
     """For each output, whether it may differ along the manual `axes`, given which inputs do."""
     every = frozenset(axes)
     inputs = [every if varies else frozenset() for varies in varying_inputs]
     return [bool(found) for found in _walk(jaxpr.jaxpr, inputs, every)]
 
 
-def _walk(jaxpr: Jaxpr, inputs: Sequence[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
+def _walk(
+    jaxpr: Jaxpr, inputs: Sequence[frozenset[str]], axes: frozenset[str]
+) -> list[frozenset[str]]:
     known: dict[Any, frozenset[str]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> frozenset[str]:
@@ -35,14 +40,21 @@ def _walk(jaxpr: Jaxpr, inputs: Sequence[frozenset[str]], axes: frozenset[str]) 
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
+def _equation(
+    equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]
+) -> list[frozenset[str]]:
     name, parameters, outputs = equation.primitive.name, equation.params, len(equation.outvars)
     if name == "axis_index":
         return [axes & set(_as_tuple(parameters["axis_name"]))]
     if name == "random_wrap" and is_row_key(equation.outvars[0].aval):
-        return [frozenset()]  # a row key says which examples are here, and is the same stream everywhere
+        # A row key says which examples are here, and is the same stream everywhere.
+        return [frozenset()]
     if name in ("random_bits", "random_split") and is_row_key(equation.invars[0].aval):
-        return [inputs[0] | axes if parameters["shape"][:1] == (rows_of(equation.invars[0].aval),) else inputs[0]]
+        return [
+            inputs[0] | axes
+            if parameters["shape"][:1] == (rows_of(equation.invars[0].aval),)
+            else inputs[0]
+        ]
     if name in _SAME_AFTER and parameters.get("axis_index_groups") is None:
         over = set(_as_tuple(parameters.get("axes", parameters.get("axis_name"))))
         return (
@@ -65,7 +77,9 @@ def _equation(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str])
     return [frozenset().union(*inputs)] * outputs
 
 
-def _scan(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
+def _scan(
+    equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]
+) -> list[frozenset[str]]:
     body = equation.params["jaxpr"].jaxpr
     constants, carries = scan_parts(equation)
     carry = inputs[constants : constants + carries]
@@ -77,9 +91,12 @@ def _scan(equation: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> 
         carry = grown
 
 
-def _while(parameters: Any, inputs: list[frozenset[str]], axes: frozenset[str]) -> list[frozenset[str]]:
+def _while(
+    parameters: Any, inputs: list[frozenset[str]], axes: frozenset[str]
+) -> list[frozenset[str]]:
     of_condition, of_body = parameters["cond_nconsts"], parameters["body_nconsts"]
-    constants, carry = inputs[of_condition : of_condition + of_body], inputs[of_condition + of_body :]
+    constants = inputs[of_condition : of_condition + of_body]
+    carry = inputs[of_condition + of_body :]
     while True:
         (stops,) = _walk(parameters["cond_jaxpr"].jaxpr, [*inputs[:of_condition], *carry], axes)
         found = _walk(parameters["body_jaxpr"].jaxpr, [*constants, *carry], axes)
@@ -101,7 +118,14 @@ def _as_tuple(axes: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
-_SENDS = {*_SAME_AFTER, "all_to_all", "ppermute", "psum_scatter", "ragged_all_to_all", "reduce_scatter"}
+_SENDS = {
+    *_SAME_AFTER,
+    "all_to_all",
+    "ppermute",
+    "psum_scatter",
+    "ragged_all_to_all",
+    "reduce_scatter",
+}
 
 
 def sends_between(jaxpr: ClosedJaxpr | Jaxpr, axes: Iterable[str]) -> bool:
@@ -122,7 +146,8 @@ def sends_between(jaxpr: ClosedJaxpr | Jaxpr, axes: Iterable[str]) -> bool:
 def describe_varying(paths: Sequence[str]) -> str:
     """The error for state that would differ from device to device."""
     return (
-        f"The loss changes state of the model from the examples at hand: {', '.join(f'`{path}`' for path in paths)}. It "
-        "would differ from device to device. Compute it from the whole batch: `sl.batch_mean(x)` and `sl.gather_batch(x)`, "
-        "or a layer's own option, `nnx.BatchNorm(..., axis_name=<the data axes>)`."
+        "The loss changes state of the model from the examples at hand: "
+        f"{', '.join(f'`{path}`' for path in paths)}. It would differ from device to device. "
+        "Compute it from the whole batch: `sl.batch_mean(x)` and `sl.gather_batch(x)`, or a "
+        "layer's own option, `nnx.BatchNorm(..., axis_name=<the data axes>)`."
     )

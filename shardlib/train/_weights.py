@@ -1,4 +1,6 @@
-"""What a step makes of a parameter: in which form it starts, when it is whole, and where its gradient is added up."""
+"""What a step makes of a parameter: in which form it starts, when it is whole, and where its
+gradient is added up.
+"""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One parameter in a step. What it does is done manual over the data axes, to a device's own part."""
+    """One parameter in a step. What it does is done manual over the data axes, to a device's own
+    part.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -49,11 +53,18 @@ class Use:
         """Whether its gradient is exchanged in the last backward pass."""
         exchange = self.strategy.exchange
         large = self.split.layer > self.strategy.sharding.small
-        return isinstance(exchange, Exact) and exchange.overlap and large and not (self.scattered or self.frozen)
+        return (
+            isinstance(exchange, Exact)
+            and exchange.overlap
+            and large
+            and not (self.scattered or self.frozen)
+        )
 
     @cached_property
     def parameter(self) -> Parameter:
-        """What the exchange is told of it. What is scattered in the backward pass comes to the exchange in parts."""
+        """What the exchange is told of it. What is scattered in the backward pass comes to the
+        exchange in parts.
+        """
         exchanged = self.scattered or self.overlapped
         done = () if not exchanged else self.split.axes if self.split.dim is not None else self.axes
         return Parameter(
@@ -65,10 +76,14 @@ class Use:
     @property
     def axes(self) -> tuple[str, ...]:
         """The manual axes over which its gradient is a sum."""
-        return tuple(axis for axis in self.strategy.manual_axes if axis not in spec_axes(self.named))
+        return tuple(
+            axis for axis in self.strategy.manual_axes if axis not in spec_axes(self.named)
+        )
 
     def weight(self, last: bool) -> Weight | None:
-        """How it is made whole and its gradient reduced, in the last microbatch or one before; None: as it is."""
+        """How it is made whole and its gradient reduced, in the last microbatch or one before;
+        None: as it is.
+        """
         adds = not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
         if not (self.late or self.scattered or adds or (last and self.overlapped)):
             return None
@@ -97,7 +112,9 @@ class Use:
 
     def sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
         """The sum of its gradients, before any: of a device's own, or scattered."""
-        return self._laid_out(jnp.zeros((stored if self.scattered else whole).shape, self._summed), 0)
+        return self._laid_out(
+            jnp.zeros((stored if self.scattered else whole).shape, self._summed), 0
+        )
 
     @property
     def _summed(self) -> Any:
@@ -121,7 +138,9 @@ class Use:
         """What the model gets of it: whole but for what its names split over the data axes."""
         sizes = [
             math.prod(
-                self.strategy.device_mesh.shape[axis] for axis in as_tuple(entry) if axis in self.strategy.data_axes
+                self.strategy.device_mesh.shape[axis]
+                for axis in as_tuple(entry)
+                if axis in self.strategy.data_axes
             )
             for entry in (*self.named, *[None] * (len(self.shape) - len(self.named)))
         ]
@@ -137,13 +156,27 @@ class Use:
         with jax.named_scope("gather"):
             part = cast(stored, self._compute)
             limit = self.strategy.sharding.bucket_bytes if not taken else 0
-            return gather(part, PartitionSpec(*self.named[taken:]), self.split.dim - taken, self.split.axes, limit)
+            return gather(
+                part,
+                PartitionSpec(*self.named[taken:]),
+                self.split.dim - taken,
+                self.split.axes,
+                limit,
+            )
 
 
-def uses(tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *, frozen: bool) -> Any:
-    """A `Use` for each of a tree of parameters, from their shapes, their specs by name and how ZeRO splits them."""
+def uses(
+    tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *, frozen: bool
+) -> Any:
+    """A `Use` for each of a tree of parameters, from their shapes, their specs by name and how ZeRO
+    splits them.
+    """
     return map_named(
-        lambda path, leaf, spec: Use(path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen), tree, named
+        lambda path, leaf, spec: Use(
+            path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen
+        ),
+        tree,
+        named,
     )
 
 
@@ -153,16 +186,22 @@ def with_partitionable_lookups(total: Any, uses: Any, strategy: Strategy) -> Any
 
 
 def value(total: Any, uses: Any, params: Any, *others: Any) -> Any:
-    """What `total(params, *others)` gives where nothing is differentiated: the uses are those of frozen parameters."""
+    """What `total(params, *others)` gives where nothing is differentiated: the uses are those of
+    frozen parameters.
+    """
     described = jax.tree.map(lambda use: use.weight(True) or WHOLE, uses)
-    held = jax.tree.map(lambda use, p: Held(use.start(p), None) if use.late else use.start(p), uses, params)
+    held = jax.tree.map(
+        lambda use, p: Held(use.start(p), None) if use.late else use.start(p), uses, params
+    )
     if all(weight is WHOLE for weight in jax.tree.leaves(described)):
         return total(held, *others)
     return evaluate_on_use(total, described, held, *others)
 
 
 class Weights:
-    """All parameters of a step, manual over the data axes: what is held of each, and the sum of its gradients so far."""
+    """All parameters of a step, manual over the data axes: what is held of each, and the sum of its
+    gradients so far.
+    """
 
     def __init__(self, trained: Any, fixed: Any, params: Any, frozen: Any) -> None:
         starts = partial(jax.tree.map, lambda use, stored: use.start(stored))
@@ -172,11 +211,13 @@ class Weights:
         self.held = self.treedef.flatten_up_to(starts(trained, params))
         of_each = zip(self.uses, self.stored, self.held, strict=True)
         self.sums: list[Any] = [
-            jax.new_ref(use.sums(p, h)) if use.strategy.accumulate > 1 else None for use, p, h in of_each
+            jax.new_ref(use.sums(p, h)) if use.strategy.accumulate > 1 else None
+            for use, p, h in of_each
         ]
 
     def gradient(self, total: Any, others: Any, last: bool) -> tuple[Any, list[Any]]:
-        """What `total(params, *others)` gives beside the sum that is differentiated, and its gradient.
+        """What `total(params, *others)` gives beside the sum that is differentiated, and its
+        gradient.
 
         Of what it has added to the sums, the gradient is None.
         """
@@ -185,7 +226,9 @@ class Weights:
             self.treedef.unflatten([weight or WHOLE for weight in weights]),
             jax.tree.map(lambda use: use.weight(last) or WHOLE, self.fixed),
         )
-        fixed = jax.tree.map(lambda use, h: Held(h, None) if use.late else h, self.fixed, self.fixed_held)
+        fixed = jax.tree.map(
+            lambda use, h: Held(h, None) if use.late else h, self.fixed, self.fixed_held
+        )
         # The derivative is taken to what is whole, or to the zero that stands for what is not.
         at = [
             h if weight is None else jnp.float32(0) if weight.adds else use.zero(p)
@@ -199,7 +242,9 @@ class Weights:
                 a if weight is None else Held(h, a, sums)
                 for weight, a, h, sums in zip(weights, at, self.held, self.sums, strict=True)
             ]
-            return evaluate_on_use(total, described, united(self.treedef.unflatten(given), fixed), *others)
+            return evaluate_on_use(
+                total, described, united(self.treedef.unflatten(given), fixed), *others
+            )
 
         (_, aux), gradient = jax.value_and_grad(loss, has_aux=True)(at)
         adds = [weight is not None and weight.adds for weight in weights]
@@ -207,5 +252,7 @@ class Weights:
 
     def summed(self, gradient: list[Any]) -> Any:
         """The whole gradient, of which the last microbatch gave what is not None."""
-        leaves = [sums[...] if g is None else g for g, sums in zip(gradient, self.sums, strict=True)]
+        leaves = [
+            sums[...] if g is None else g for g, sums in zip(gradient, self.sums, strict=True)
+        ]
         return self.treedef.unflatten(leaves)

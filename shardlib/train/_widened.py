@@ -1,4 +1,6 @@
-"""Weights that were given in a narrow dtype and are multiplied in a wider one: what was asked for, and did not happen."""
+"""Weights that were given in a narrow dtype and are multiplied in a wider one: what was asked for,
+and did not happen.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,13 +12,16 @@ from shardlib._jaxpr import line_of
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _MOVES = (
-    "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "gather", "reshape", "rev",
+    "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "gather",
+    "reshape", "rev",
     "sharding_constraint", "slice", "squeeze", "stack", "transpose",
 )  # fmt: skip
 
 
 def widened(jaxpr: ClosedJaxpr, paths: Sequence[str | None], width: int) -> dict[str, str]:
-    """Of the inputs that have a path, those that a product takes with more than `width` bytes; the line of the first."""
+    """Of the inputs that have a path, those that a product takes with more than `width` bytes; the
+    line of the first.
+    """
     found: dict[str, str] = {}
     for path, line in _products(jaxpr.jaxpr, paths, width):
         found.setdefault(path, line)
@@ -41,11 +46,20 @@ def _products(jaxpr: Any, paths: Sequence[str | None], width: int) -> Iterator[t
             for inner in filter(None, map(_jaxpr, inside)):
                 if len(inner.invars) == len(of_inside):
                     # What was traced before, for another call, has no line of this one.
-                    yield from ((path, line or line_of(equation)) for path, line in _products(inner, of_inside, width))
+                    yield from (
+                        (path, line or line_of(equation))
+                        for path, line in _products(inner, of_inside, width)
+                    )
 
 
 def _jaxpr(value: Any) -> Jaxpr | None:
-    return value.jaxpr if isinstance(value, ClosedJaxpr) else value if isinstance(value, Jaxpr) else None
+    return (
+        value.jaxpr
+        if isinstance(value, ClosedJaxpr)
+        else value
+        if isinstance(value, Jaxpr)
+        else None
+    )
 
 
 def describe_widened(found: dict[str, str], compute: str) -> str:
@@ -54,7 +68,8 @@ def describe_widened(found: dict[str, str], compute: str) -> str:
     more = f", and so are {len(found) - 1} others" if len(found) > 1 else ""
     at = f" at {line}" if line else ""
     return (
-        f"The model gets `{path}` in {compute}, as `Strategy(precision=...)` says, and it is multiplied in a wider dtype{at}"
-        f"{more}: what it meets is wider. Cast that, `x.astype({path.rsplit('/', 1)[-1]}.dtype)`; or if that is meant, keep "
-        f'the parameter as it is: `sl.Precision("{compute}", keep=({re.escape(path)!r},))`.'
+        f"The model gets `{path}` in {compute}, as `Strategy(precision=...)` says, and it is "
+        f"multiplied in a wider dtype{at}{more}: what it meets is wider. Cast that, "
+        f"`x.astype({path.rsplit('/', 1)[-1]}.dtype)`; or if that is meant, keep the parameter as "
+        f'it is: `sl.Precision("{compute}", keep=({re.escape(path)!r},))`.'
     )

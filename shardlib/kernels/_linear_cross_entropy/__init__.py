@@ -13,7 +13,16 @@ from shardlib import _arrays as check_arrays
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._linear_cross_entropy._reference import Loss
-from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, place, varying, varying_alike
+from shardlib.kernels._shards import (
+    Lie,
+    Names,
+    lie,
+    partitioned,
+    per_shard,
+    place,
+    varying,
+    varying_alike,
+)
 
 OP = "linear_cross_entropy"
 IMPLEMENTATIONS = (
@@ -37,15 +46,17 @@ def linear_cross_entropy(
     ignored: int = -1,
     implementation: str | None = None,
 ) -> jax.Array:
-    """For each row of `x` the cross-entropy of its target under `softmax(kernel @ row)`, in float32.
+    """For each row of `x` the cross-entropy of its target under `softmax(kernel @ row)`, in
+    float32.
 
     Args:
         x: what the head reads, `(..., width)`. Products are taken in its dtype.
         kernel: of the head, `(vocabulary, width)`.
-        targets: a row of the kernel for each row of `x`. One that is none makes the loss nan, but `ignored`.
+        targets: a row of the kernel for each row of `x`. One that is none makes the loss nan, but
+            `ignored`.
         names: of the dims of `x`, where they are split over devices; its width must be whole.
-        vocab_name: of the kernel's rows. Where devices have different ones, they exchange four numbers for each row of `x`, and
-            backward the gradient to `x`.
+        vocab_name: of the kernel's rows. Where devices have different ones, they exchange four
+            numbers for each row of `x`, and backward the gradient to `x`.
         vocab: how many of the kernel's rows count; all, unless the kernel has more to fill up.
         z_loss: by what the square of the logarithm of the softmax's divisor is added.
         smoothing: the share of each target that all of the vocabulary has evenly.
@@ -56,7 +67,8 @@ def linear_cross_entropy(
     It keeps one number for each row for backward, which makes the logits again.
 
     >>> kernel = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    >>> linear_cross_entropy(jnp.array([[9.0, 0.0], [0.0, 0.0]]), kernel, jnp.array([0, -1])).round(3)
+    >>> linear_cross_entropy(jnp.array([[9.0, 0.0], [0.0, 0.0]]), kernel, jnp.array([0,
+    ...     -1])).round(3)
     Array([0., 0.], dtype=float32)
     """
     x, kernel = check_arrays.as_array(OP, "x", x), check_arrays.as_array(OP, "kernel", kernel)
@@ -72,7 +84,9 @@ def linear_cross_entropy(
     targets = targets.astype(jnp.int32)
     arrays = {"x": (x, of_x), "kernel": (kernel, of_kernel), "targets": (targets, of_targets)}
     here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items()}
-    task = Task(OP, here, partitioned=partitioned(of_x), summed=of_kernel.axes[0], device=device_here())
+    task = Task(
+        OP, here, partitioned=partitioned(of_x), summed=of_kernel.axes[0], device=device_here()
+    )
     call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_kernel, of_targets, loss)
     if targets.size == 0:
         return jnp.zeros(targets.shape, jnp.float32)
@@ -95,7 +109,11 @@ class Call:
 
     def automatic(self, of: Lie, *dims: int) -> tuple[str, ...]:
         """The automatic axes that split some dims of an array."""
-        return () if of.spec is None else tuple(axis for dim in dims for axis in as_tuple(of.spec[dim]))
+        return (
+            ()
+            if of.spec is None
+            else tuple(axis for dim in dims for axis in as_tuple(of.spec[dim]))
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,19 +127,26 @@ def _forward(call: Call, x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
         first = place(call.over_vocab, kernel.shape[0])
         axes = {"axes": call.over_vocab} if call.over_vocab else {}
         forward = call.chosen.implementation.forward
-        losses, log_z = forward(rows, kernel, targets.reshape(-1), first, loss=call.loss, **axes, **call.chosen.options)
+        losses, log_z = forward(
+            rows, kernel, targets.reshape(-1), first, loss=call.loss, **axes, **call.chosen.options
+        )
         return losses.reshape(targets.shape), log_z.reshape(targets.shape)
 
     lies = (call.of_x, call.of_kernel, call.of_targets)
-    losses, log_z = per_shard(here, (x, kernel, targets), lies, (call.of_targets,) * 2, same=call.over_vocab)
+    losses, log_z = per_shard(
+        here, (x, kernel, targets), lies, (call.of_targets,) * 2, same=call.over_vocab
+    )
     return losses, (x, kernel, targets, log_z)
 
 
 def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
     x, kernel, targets, log_z = saved
     automatic = call.automatic(call.of_kernel, 0)
-    # Where JAX keeps account of what differs, it adds up itself what was made to differ before: see `varying_alike`.
-    over_vocab = tuple(axis for axis in call.over_vocab if axis in automatic or axis not in varying(x))
+    # Where JAX keeps account of what differs, it adds up itself what was made to differ before: see
+    # `varying_alike`.
+    over_vocab = tuple(
+        axis for axis in call.over_vocab if axis in automatic or axis not in varying(x)
+    )
     over_rows = call.automatic(call.of_x, *range(x.ndim - 1))
 
     def here(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
@@ -149,7 +174,9 @@ def _loss(rows: int, vocab: Any, z_loss: Any, smoothing: Any, cap: Any, ignored:
     vocab = rows if vocab is None else check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
     ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
     if 0 <= ignored < vocab:
-        raise ValueError(f"`{OP}(ignored={ignored})` is a token of the {vocab}: choose one that is none.")
+        raise ValueError(
+            f"`{OP}(ignored={ignored})` is a token of the {vocab}: choose one that is none."
+        )
     return Loss(
         vocab,
         float(check.number(OP, "z_loss", z_loss, "a factor", least=0)),
@@ -168,18 +195,19 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
         or not all(check_arrays.is_float(one.dtype) for one in (x, kernel))
     ):
         raise ValueError(
-            f"`{OP}`: {shapes}; they are floats of 16 bits or more, `(..., width)` and `(vocabulary, width)`."
+            f"`{OP}`: {shapes}; they are floats of 16 bits or more, `(..., width)` and "
+            "`(vocabulary, width)`."
         )
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
-            f"`{OP}`: `targets` is {targets.dtype}{list(targets.shape)}; it has an integer for each of the rows "
-            f"{list(x.shape[:-1])} of `x`."
+            f"`{OP}`: `targets` is {targets.dtype}{list(targets.shape)}; it has an integer for "
+            f"each of the rows {list(x.shape[:-1])} of `x`."
         )
 
 
 def _check_whole_width(of_x: Lie) -> None:
     if of_x.axes[-1]:
         raise ValueError(
-            f"`{OP}`: the width of `x` is split over `{', '.join(of_x.axes[-1])}`, and every logit would be a sum over devices. "
-            "Lay it out whole: give its name no axis."
+            f"`{OP}`: the width of `x` is split over `{', '.join(of_x.axes[-1])}`, and every logit "
+            "would be a sum over devices. Lay it out whole: give its name no axis."
         )

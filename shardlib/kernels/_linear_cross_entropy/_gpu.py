@@ -1,7 +1,8 @@
-"""A linear head's cross-entropy on a GPU: what is made of a tile of logits is made as it leaves the matrix unit.
+"""A linear head's cross-entropy on a GPU: what is made of a tile of logits is made as it leaves the
+matrix unit.
 
-Forward writes four numbers for each row of each tile. Backward writes the gradient to a chunk of logits, in the dtype of `x`, of
-which XLA's products make the gradients to `x` and to the kernel.
+Forward writes four numbers for each row of each tile. Backward writes the gradient to a chunk of
+logits, in the dtype of `x`, of which XLA's products make the gradients to `x` and to the kernel.
 """
 
 from functools import partial
@@ -29,7 +30,8 @@ from shardlib.kernels._linear_cross_entropy._reference import (
 )
 from shardlib.kernels._rows import merged
 
-CHUNK_BYTES = 2**28  # of the gradient to logits that is there at a time: what is added up for each chunk costs the less
+# Of the gradient to logits that is there at a time: what is added up for each chunk costs the less.
+CHUNK_BYTES = 2**28
 
 
 def refuses(task: Task) -> str | None:
@@ -37,15 +39,18 @@ def refuses(task: Task) -> str | None:
     if reason := refuses_device(task):
         return reason
     assert task.device is not None
-    takes, precision = {"bfloat16", "float16"}, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    takes = {"bfloat16", "float16"}
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision in (None, "default", "tensorfloat32") and generation(task.device.kind) == "hopper":
         takes |= {"float32"}
-    if str(task.arrays["x"].dtype) in takes and str(task.arrays["kernel"].dtype) in takes | {"float32"}:
+    if str(task.arrays["x"].dtype) in takes and str(task.arrays["kernel"].dtype) in takes | {
+        "float32"
+    }:
         return None
     return (
-        f"multiplies {' and '.join(sorted(takes))} here, by a kernel of these dtypes or float32, and float32 as TF32 alone, on "
-        f"Hopper, if `jax_default_matmul_precision` allows that; it is {precision!r}, `x` {task.arrays['x'].dtype} and `kernel` "
-        f"{task.arrays['kernel'].dtype}"
+        f"multiplies {' and '.join(sorted(takes))} here, by a kernel of these dtypes or float32, "
+        "and float32 as TF32 alone, on Hopper, if `jax_default_matmul_precision` allows that; it "
+        f"is {precision!r}, `x` {task.arrays['x'].dtype} and `kernel` {task.arrays['kernel'].dtype}"
     )
 
 
@@ -60,11 +65,15 @@ def forward(
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As the reference's."""
-    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(x, kernel, targets, first)
+    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(
+        x, kernel, targets, first
+    )
     return of_sums(Sums(*sums), targets, loss, axes)
 
 
-def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any) -> tuple[jax.Array, ...]:
+def _sums(
+    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any
+) -> tuple[jax.Array, ...]:
     rows, (x, targets) = x.shape[0], _whole_rows(x, targets)
 
     def head_forward(tile: Tile, targets_ref: Any, at_ref: Any) -> tuple[jax.Array, ...]:
@@ -73,7 +82,11 @@ def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first:
         e = jnp.where(counts, jnp.exp(z - tile.across(highest)), jnp.zeros_like(z))
         is_target = place == tile.across(tile.of_rows(targets_ref))
         of_target = jnp.where(is_target, z, jnp.zeros_like(z)).sum(1)
-        sum_z = jnp.where(counts, z, jnp.zeros_like(z)).sum(1) if loss.smoothing else jnp.zeros_like(of_target)
+        sum_z = (
+            jnp.where(counts, z, jnp.zeros_like(z)).sum(1)
+            if loss.smoothing
+            else jnp.zeros_like(of_target)
+        )
         return highest, e.sum(1), of_target, sum_z
 
     def of_chunk(sums: Sums, part: jax.Array, begin: jax.Array) -> Sums:
@@ -121,11 +134,18 @@ def _gradients(
     (rows, width), (x, *columns) = x.shape, _whole_rows(x, targets, *of_row)
 
     def head_backward(
-        tile: Tile, targets_ref: Any, log_z_ref: Any, of_log_z_ref: Any, gradient_ref: Any, at_ref: Any
+        tile: Tile,
+        targets_ref: Any,
+        log_z_ref: Any,
+        of_log_z_ref: Any,
+        gradient_ref: Any,
+        at_ref: Any,
     ) -> tuple[jax.Array]:
         z, place, counts = _logits(tile, at_ref, loss)
         is_target = place == tile.across(tile.of_rows(targets_ref))
-        log_z, of_log_z, gradient = (tile.across(tile.of_rows(ref)) for ref in (log_z_ref, of_log_z_ref, gradient_ref))
+        log_z, of_log_z, gradient = (
+            tile.across(tile.of_rows(ref)) for ref in (log_z_ref, of_log_z_ref, gradient_ref)
+        )
         of_z = of_logits(z, is_target, log_z, of_log_z, gradient, loss)
         return (jnp.where(counts, of_z, jnp.zeros_like(z)),)
 
@@ -133,12 +153,24 @@ def _gradients(
         (of_x, of_kernel), whole = gradients, padded(part, COLUMNS, x.dtype)
         beside, results = (*columns, _limits(part, first + begin, loss)), [("tile", x.dtype)]
         (of_z,) = over_tiles(
-            head_backward, x, whole, beside, results, name="head_backward", simulated=simulated, rough=loss.cap is None
+            head_backward,
+            x,
+            whole,
+            beside,
+            results,
+            name="head_backward",
+            simulated=simulated,
+            rough=loss.cap is None,
         )
         of_part = product(of_z, x, 0, 0).astype(kernel.dtype)[: part.shape[0], :width]
-        return of_x + product(of_z, whole, 1, 0), lax.dynamic_update_slice_in_dim(of_kernel, of_part, begin, 0)
+        return of_x + product(of_z, whole, 1, 0), lax.dynamic_update_slice_in_dim(
+            of_kernel, of_part, begin, 0
+        )
 
-    zeros = tuple(like(x, one, kernel, columns[0]) for one in (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel)))
+    zeros = tuple(
+        like(x, one, kernel, columns[0])
+        for one in (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel))
+    )
     of_x, of_kernel = over_chunks(of_chunk, zeros, kernel, _at_once(x))
     return of_x[:rows, :width], of_kernel
 

@@ -1,10 +1,13 @@
-"""A linear head's cross-entropy on a TPU: logits are made block by block in fast memory and gone with it.
+"""A linear head's cross-entropy on a TPU: logits are made block by block in fast memory and gone
+with it.
 
-Logits lie there with the rows of `x` along the lanes, so that what is summed over the vocabulary is added lane by lane, and
-what each row has is a vector of lanes. Forward walks over the vocabulary for each block of rows. Backward walks over the rows
-for each block of the vocabulary, whose gradient stays in fast memory meanwhile; the gradient to `x`, of which every block of the
-vocabulary has a part, comes and goes through the memory, one block ahead and one behind. Where fast memory holds too little of
-the vocabulary for that, on v4 from a width of some thousand, backward is the reference's, whose products XLA makes well.
+Logits lie there with the rows of `x` along the lanes, so that what is summed over the vocabulary is
+added lane by lane, and what each row has is a vector of lanes. Forward walks over the vocabulary
+for each block of rows. Backward walks over the rows for each block of the vocabulary, whose
+gradient stays in fast memory meanwhile; the gradient to `x`, of which every block of the vocabulary
+has a part, comes and goes through the memory, one block ahead and one behind. Where fast memory
+holds too little of the vocabulary for that, on v4 from a width of some thousand, backward is the
+reference's, whose products XLA makes well.
 """
 
 import math
@@ -31,18 +34,30 @@ from shardlib.kernels._linear_cross_entropy._reference import (
     scale,
 )
 from shardlib.kernels._rows import merged
-from shardlib.kernels._tpu import LANES, MIB, cores, interpreted, parameters, shaped, supported, vmem_bytes
+from shardlib.kernels._tpu import (
+    LANES,
+    MIB,
+    cores,
+    interpreted,
+    parameters,
+    shaped,
+    supported,
+    vmem_bytes,
+)
 
 LOGIT = 16  # bytes of fast memory for each logit of a block, and for what is computed of it
 SOME = 512  # numbers of a row whose gradients are made at a time
-# Rows of the kernel in a block of backward: for each block the gradient to `x` goes there and back, and below 512 rows that takes
-# longer than the products; the reference's, of XLA, are no slower then.
+# Rows of the kernel in a block of backward: for each block the gradient to `x` goes there and back,
+# and below 512 rows that takes longer than the products; the reference's, of XLA, are no slower
+# then.
 PARTS = range(512, 2049, 128)
 SLOTS = 3  # of blocks of the gradient to `x`: one comes, one is added to, one goes
 
 
 class Blocks(NamedTuple):
-    """How many rows of `x` and of the kernel a block has, and the bytes of fast memory that takes."""
+    """How many rows of `x` and of the kernel a block has, and the bytes of fast memory that
+    takes.
+    """
 
     rows: int
     vocab: int
@@ -56,12 +71,14 @@ def refuses(task: Task) -> str | None:
         return reason
     assert task.device is not None
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-    room, least = vmem_bytes(task.device.kind), min(one.used for one in _forward_blocks(flat, kernel))
+    room = vmem_bytes(task.device.kind)
+    least = min(one.used for one in _forward_blocks(flat, kernel))
     if least <= room:
         return None
     return (
-        f"holds blocks of whole rows in a core's fast memory: the least, of {x.shape[-1]} numbers a row, take "
-        f"{least / MIB:.0f} MiB, and a core of {task.device.kind} has {room / MIB:.0f} for a kernel"
+        f"holds blocks of whole rows in a core's fast memory: the least, of {x.shape[-1]} numbers "
+        f"a row, take {least / MIB:.0f} MiB, and a core of {task.device.kind} has {room / MIB:.0f} "
+        "for a kernel"
     )
 
 
@@ -76,11 +93,15 @@ def forward(
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As the reference's."""
-    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(x, kernel, targets, first)
+    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(
+        x, kernel, targets, first
+    )
     return of_sums(Sums(*sums), targets, loss, axes)
 
 
-def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any) -> tuple[jax.Array, ...]:
+def _sums(
+    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any
+) -> tuple[jax.Array, ...]:
     (rows, width), vocab = x.shape, kernel.shape[0]
     blocks = _fitting(_forward_blocks(x, kernel))
     assert blocks is not None, "see `refuses`"
@@ -104,7 +125,13 @@ def _sums(loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first:
 
 
 def head_forward(
-    first_ref: Any, x_ref: Any, kernel_ref: Any, targets_ref: Any, *sums_refs: Any, loss: Loss, vocab: int
+    first_ref: Any,
+    x_ref: Any,
+    kernel_ref: Any,
+    targets_ref: Any,
+    *sums_refs: Any,
+    loss: Loss,
+    vocab: int,
 ) -> None:
     highest_ref, total_ref, of_target_ref, sum_ref = sums_refs
     here = pl.program_id(1) * kernel_ref.shape[0]
@@ -147,16 +174,27 @@ def backward(
     loss: Loss,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's, and by it where fast memory holds too little of the vocabulary at a time."""
+    """As the reference's, and by it where fast memory holds too little of the vocabulary at a
+    time.
+    """
     if (blocks := _fitting(_backward_blocks(x, kernel))) is None:
         return _reference.backward(x, kernel, targets, first, log_z, gradient, loss=loss)
     gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
     arrays = (x, kernel, targets, first, log_z, of_log_z, gradient)
-    return jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))(*arrays)
+    return jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))(
+        *arrays
+    )
 
 
 def _gradients(
-    blocks: Blocks, loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any, *of_row: Any
+    blocks: Blocks,
+    loss: Loss,
+    simulated: bool,
+    x: Any,
+    kernel: Any,
+    targets: Any,
+    first: Any,
+    *of_row: Any,
 ) -> tuple[jax.Array, jax.Array]:
     (rows, width), vocab = x.shape, kernel.shape[0]
     row_blocks, vocab_blocks = math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)
@@ -213,16 +251,22 @@ def head_backward(
 ) -> None:
     core, j, i = (pl.program_id(k) for k in range(3))
     step, (each, row_blocks) = j * steps[1] + i, steps
-    block, here, last = x_ref.shape[0], (core * each + j) * kernel_ref.shape[0], each * row_blocks - 1
+    block = x_ref.shape[0]
+    here = (core * each + j) * kernel_ref.shape[0]
+    last = each * row_blocks - 1
     total = wider[0] if wider else of_kernel_ref
 
     def moving(step: jax.Array, there: bool) -> Any:
         """The copy that brings a step's part of the gradient to `x`, or takes it back."""
         slot = lax.rem(step, SLOTS)
-        at, part = of_x_ref.at[core, pl.ds(lax.rem(step, row_blocks) * block, block)], parts.at[slot]
-        return pltpu.make_async_copy(*((part, at) if there else (at, part)), (writes if there else reads).at[slot])
+        at = of_x_ref.at[core, pl.ds(lax.rem(step, row_blocks) * block, block)]
+        part = parts.at[slot]
+        return pltpu.make_async_copy(
+            *((part, at) if there else (at, part)), (writes if there else reads).at[slot]
+        )
 
-    # What a step reads was written `row_blocks` steps before: it must be there, and the slot free. One block never leaves.
+    # What a step reads was written `row_blocks` steps before: it must be there, and the slot free.
+    # One block never leaves.
     behind = min(SLOTS, row_blocks) - 1
     if behind:
         pl.when(step >= behind)(lambda: moving(step - behind, True).wait())
@@ -240,7 +284,9 @@ def head_backward(
         some = slice(begin, min(begin + SOME, x_ref.shape[1]))
         # What is beyond an array is anything, and times zero it may be no number.
         x = _until(x_ref[:, some], rows - i * block, rows % block)
-        kernel = _until(kernel_ref[:, some].astype(x.dtype), vocab - here, vocab % kernel_ref.shape[0])
+        kernel = _until(
+            kernel_ref[:, some].astype(x.dtype), vocab - here, vocab % kernel_ref.shape[0]
+        )
         _add(total.at[:, some], product(of_z, x, 1, 0), i == 0)
         _add(parts.at[slot, :, some], product(of_z, kernel, 0, 0), j == 0)
     if wider:
@@ -274,7 +320,11 @@ def _add(ref: Any, x: jax.Array, first: jax.Array) -> None:
 
 def _until(x: jax.Array, size: jax.Array, ragged: int) -> jax.Array:
     """So many rows of a block, and zeros."""
-    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < size, x, jnp.zeros_like(x)) if ragged else x
+    return (
+        jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < size, x, jnp.zeros_like(x))
+        if ragged
+        else x
+    )
 
 
 def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
@@ -288,7 +338,9 @@ def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
 
 
 def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
-    """`x` is read, and its gradient there and back, once for every block of the vocabulary; all cores should have as many."""
+    """`x` is read, and its gradient there and back, once for every block of the vocabulary; all
+    cores should have as many.
+    """
     (rows, width), vocab = x.shape, kernel.shape[0]
     of_x, of_kernel, cast = _row_bytes(x, kernel, width)
     wide = 4 * _lanes(width)

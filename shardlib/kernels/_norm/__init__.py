@@ -35,8 +35,10 @@ def rms_norm(
     Args:
         x: float32, bfloat16 or float16. It is computed in float32 and rounded once.
         scale: of the last dim's size, of any float dtype.
-        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`, and `(y, h)` is given.
-        names: of the dims of `x`, where they are split over devices. Where the last is, devices exchange a sum for each row.
+        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`,
+            and `(y, h)` is given.
+        names: of the dims of `x`, where they are split over devices. Where the last is, devices
+            exchange a sum for each row.
         epsilon: is added to the mean of squares.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
 
@@ -65,8 +67,10 @@ def layer_norm(
         x: float32, bfloat16 or float16. It is computed in float32 and rounded once.
         scale: of the last dim's size, of any float dtype.
         bias: as `scale`.
-        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`, and `(y, h)` is given.
-        names: of the dims of `x`, where they are split over devices. Where the last is, devices exchange two sums for each row.
+        residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`,
+            and `(y, h)` is given.
+        names: of the dims of `x`, where they are split over devices. Where the last is, devices
+            exchange two sums for each row.
         epsilon: is added to the variance.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
 
@@ -80,7 +84,14 @@ def layer_norm(
 
 
 def _norm(
-    op: str, x: Any, scale: Any, bias: Any, residual: Any, names: Names | None, epsilon: float, asked: str | None
+    op: str,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    residual: Any,
+    names: Names | None,
+    epsilon: float,
+    asked: str | None,
 ) -> Any:
     x = check_arrays.as_array(op, "x", x)
     scale, bias, residual = (
@@ -92,8 +103,14 @@ def _norm(
     of_x = lie(op, x, names)
     arrays = {"x": (x, of_x), "residual": (residual, of_x)}
     arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
-    here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items() if one is not None}
-    differing = frozenset().union(*(varying(one) for one in (x, residual, scale, bias) if one is not None))
+    here = {
+        name: jax.ShapeDtypeStruct(of.here, one.dtype)
+        for name, (one, of) in arrays.items()
+        if one is not None
+    }
+    differing = frozenset().union(
+        *(varying(one) for one in (x, residual, scale, bias) if one is not None)
+    )
     task = Task(op, here, partitioned(of_x), of_x.axes[-1], differing, device_here())
     call = Call(choose(IMPLEMENTATIONS, task, asked), of_x, float(epsilon), op == "layer_norm")
     if x.size == 0:
@@ -122,8 +139,14 @@ class Call:
 
     @property
     def over_rows(self) -> tuple[str, ...]:
-        """The automatic axes that split rows: over them gradients of what all rows share are added up here."""
-        return () if self.of_x.spec is None else tuple(axis for e in self.of_x.spec[:-1] for axis in as_tuple(e))
+        """The automatic axes that split rows: over them gradients of what all rows share are added
+        up here.
+        """
+        return (
+            ()
+            if self.of_x.spec is None
+            else tuple(axis for e in self.of_x.spec[:-1] for axis in as_tuple(e))
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,14 +167,22 @@ def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, 
 
     def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         biased = {"biased": bias is not None}
-        of_x, *of_rows = call.chosen.implementation.backward(h, scale, gradient, of_h, **biased, **call.options)
-        return of_x, *(lax.psum(one, call.over_rows) if call.over_rows and one is not None else one for one in of_rows)
+        of_x, *of_rows = call.chosen.implementation.backward(
+            h, scale, gradient, of_h, **biased, **call.options
+        )
+        return of_x, *(
+            lax.psum(one, call.over_rows) if call.over_rows and one is not None else one
+            for one in of_rows
+        )
 
     lies = (call.of_x, call.of_row, call.of_x, call.of_x)
     operands = (h, scale, gradient, of_h if added else None)
     results = (call.of_x, *(None if one is None else call.of_row for one in (scale, bias)))
     of_x, *of_rows = per_shard(here, operands, lies, results)
-    rounded = (None if one is None else of.astype(one.dtype) for one, of in zip((scale, bias), of_rows, strict=True))
+    rounded = (
+        None if one is None else of.astype(one.dtype)
+        for one, of in zip((scale, bias), of_rows, strict=True)
+    )
     return of_x, of_x if added else None, *rounded
 
 
@@ -161,16 +192,18 @@ _normed.defvjp(_forward, _backward)
 def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any) -> None:
     if not check_arrays.is_float(x.dtype) or x.ndim < 1:
         raise ValueError(
-            f"`{op}` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim for the numbers of a row."
+            f"`{op}` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim "
+            "for the numbers of a row."
         )
     for name, one in (("scale", scale), ("bias", bias)):
         if one is not None and (one.shape != x.shape[-1:] or not check_arrays.is_float(one.dtype)):
             raise ValueError(
-                f"`{op}`: `{name}` is {one.dtype}{list(one.shape)}; it has a float for each of the {x.shape[-1]} numbers of a "
-                f"row of `x`, which is {x.dtype}{list(x.shape)}."
+                f"`{op}`: `{name}` is {one.dtype}{list(one.shape)}; it has a float for each of the "
+                f"{x.shape[-1]} numbers of a row of `x`, which is {x.dtype}{list(x.shape)}."
             )
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is {x.dtype}{list(x.shape)}: they are added, "
-            "in one dtype; `astype` the one that is to be rounded."
+            f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is "
+            f"{x.dtype}{list(x.shape)}: they are added, in one dtype; `astype` the one that is to "
+            "be rounded."
         )

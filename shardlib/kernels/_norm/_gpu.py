@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm on a GPU: a row in the registers of a warpgroup, each array read once and written once."""
+"""RMSNorm and LayerNorm on a GPU: a row in the registers of a warpgroup, each array read once and
+written once.
+"""
 
 from typing import Any
 
@@ -8,13 +10,24 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._gpu import call
-from shardlib.kernels._gpu_rows import SHARED, Numbers, Rows, each, over_rows, parts, refuses, shared_bytes, wide
+from shardlib.kernels._gpu_rows import (
+    SHARED,
+    Numbers,
+    Rows,
+    each,
+    over_rows,
+    parts,
+    refuses,
+    shared_bytes,
+    wide,
+)
 from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
 FEW = 8  # rows, at least, that a warpgroup sums, or times 128 where lanes do
-PROCESSORS = 132  # of a GPU, about: so many times some warpgroups sum gradients over rows, each its own
+# Of a GPU, about: so many times some warpgroups sum gradients over rows, each its own.
+PROCESSORS = 132
 
 
 def forward(
@@ -41,7 +54,8 @@ def forward(
             inputs, of_shared, (y_ref,), h_refs, space = parts(refs, *sizes)
             loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
             same = [
-                of.load_shared(ref, group if len(one) > 1 else 0) for ref, one in zip(of_shared, shared, strict=True)
+                of.load_shared(ref, group if len(one) > 1 else 0)
+                for ref, one in zip(of_shared, shared, strict=True)
             ]
             for index, given in zip(indices, loaded, strict=True):
                 h, *added = (each(wide, one) for one in given)
@@ -49,13 +63,17 @@ def forward(
                     h = each(lambda h, residual: wide((h + residual).astype(x.dtype)), h, one)
                 h = each(wide, of.keep(h, space))
                 y, _ = _unit(of, h, epsilon, centred)
-                for put, one in zip([jnp.multiply] * (scale is not None) + [jnp.add], same, strict=False):
+                for put, one in zip(
+                    [jnp.multiply] * (scale is not None) + [jnp.add], same, strict=False
+                ):
                     y = each(put, y, each(wide, one))
                 of.store((y_ref, index, y), *((ref, index, h) for ref in h_refs))
 
         count = len(of_rows[0])
         outs = [jax.ShapeDtypeStruct((count, of.row), x.dtype)] * len(of_rows)
-        results = over_rows(norm_forward, of, groups, count // groups, outs, of.room(x.dtype))(*of_rows, *shared)
+        results = over_rows(norm_forward, of, groups, count // groups, outs, of.room(x.dtype))(
+            *of_rows, *shared
+        )
         y, *sums = (of.unflat(one, x.shape, groups) for one in results)
         return y, sums[0] if sums else x
 
@@ -73,14 +91,17 @@ def backward(
     biased: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share, in its shared memory."""
+    """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share,
+    in its shared memory.
+    """
 
     def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
         groups, (scale,) = grouped(depth, h, scale)
         dtypes = [one.dtype for one in (h, gradient, of_h, scale) if one is not None]
         of = Rows.of(h.shape[-1], dtypes, simulated=simulated)
         count = h.size // of.row // groups
-        there = max(count, of.held)  # rows of a group, with those that `flat` adds, which have no gradient
+        # Rows of a group, with those that `flat` adds, which have no gradient.
+        there = max(count, of.held)
         given = [
             of.flat(h, groups, mode="edge"),
             *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
@@ -97,7 +118,8 @@ def backward(
                 refs, len(given), scale is not None, 1, kinds, len(scratch)
             )
             group, block = lax.axis_index("group"), lax.axis_index("block")
-            own = (group * blocks + block) * of.held  # the first of its sums, which it adds up there if nowhere nearer
+            # The first of its sums, which it adds up there if nowhere nearer.
+            own = (group * blocks + block) * of.held
             sums = [(ref, own) for ref in sum_refs]
             if scratch:
                 sums = [(own_sums[0], which * of.held) for which in range(kinds)]
@@ -132,15 +154,22 @@ def backward(
             lax.fori_loop(0, -(-count // (blocks * of.held)), of_turn, None)
             if scratch:
                 of.store(
-                    *((out, own, of.load(ref, at, now=False)) for out, (ref, at) in zip(sum_refs, sums, strict=True))
+                    *(
+                        (out, own, of.load(ref, at, now=False))
+                        for out, (ref, at) in zip(sum_refs, sums, strict=True)
+                    )
                 )
 
         sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
         of_x, *of_rows = call(
-            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[sums] * kinds], simulated,
+            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype),
+            *[sums] * kinds], simulated,
             scratch_types=[*scratch, *room], grid=(groups, blocks), grid_names=("group", "block"),
         )(*given, *([] if scale is None else [scale]))  # fmt: skip
-        summed = (one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row) for one in of_rows)
+        summed = (
+            one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row)
+            for one in of_rows
+        )
         return of.unflat(of_x, h.shape, groups), *summed
 
     of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
@@ -148,9 +177,11 @@ def backward(
 
 
 def _share(count: int, at_once: int) -> int:
-    """How many warpgroups share so many rows, each about as many as the others, if a processor has so many of them at once.
+    """How many warpgroups share so many rows, each about as many as the others, if a processor has
+    so many of them at once.
 
-    Each writes sums, which are read again: that is a third of what `FEW` rows move, and less of more.
+    Each writes sums, which are read again: that is a third of what `FEW` rows move, and less of
+    more.
     """
     turns = max(-(-count // (PROCESSORS * at_once)), FEW)
     return -(-count // turns)

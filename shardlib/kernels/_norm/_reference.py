@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm with a residual added, in plain JAX: the specification.
 
-Of each row `h = x + residual`, rounded to the dtype of `x`, then `y = (h - m) * rsqrt(mean((h - m)^2) + epsilon) * scale + bias`,
-in float32 or wider, rounded once; `m` is the mean of the row if the norm is centred, which is LayerNorm, and zero if not.
+Of each row `h = x + residual`, rounded to the dtype of `x`, then `y = (h - m) * rsqrt(mean((h -
+m)^2) + epsilon) * scale + bias`, in float32 or wider, rounded once; `m` is the mean of the row if
+the norm is centred, which is LayerNorm, and zero if not.
 """
 
 from typing import Any
@@ -42,7 +43,8 @@ def backward(
     biased: bool,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradients to `x`, which is that to the residual, to `scale` and to `bias`: of these, if there, the sums over rows here.
+    """The gradients to `x`, which is that to the residual, to `scale` and to `bias`: of these, if
+    there, the sums over rows here.
 
     `of_h` is the gradient to `h` from elsewhere.
     """
@@ -57,10 +59,16 @@ def backward(
     if of_h is not None:
         of_x += of_h.astype(unit.dtype)
     rows = tuple(range(h.ndim - 1))
-    return of_x.astype(h.dtype), None if scale is None else (g * unit).sum(rows), g.sum(rows) if biased else None
+    return (
+        of_x.astype(h.dtype),
+        None if scale is None else (g * unit).sum(rows),
+        g.sum(rows) if biased else None,
+    )
 
 
-def _unit(h: jax.Array, epsilon: float, centred: bool, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+def _unit(
+    h: jax.Array, epsilon: float, centred: bool, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
     """Rows of mean square one, and by what they were multiplied to be that."""
     z: Any = h.astype(wide(h.dtype))
     if centred:

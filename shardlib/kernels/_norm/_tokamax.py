@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm by Tokamax, whose kernels for GPUs are Triton's.
 
-Where a residual is added, the gradient to it and that through the norm are rounded before they are added too.
+Where a residual is added, the gradient to it and that through the norm are rounded before they are
+added too.
 """
 
 import importlib
@@ -19,10 +20,14 @@ def refuses(task: Task) -> str | None:
         return 'is Tokamax\'s, which is not installed: `pip install "shardlib[tokamax]"`'
     if jax.default_backend() != "gpu":
         return (
-            f"is Tokamax's, which fits its kernels to the GPU that is there, and JAX has {jax.default_backend()} here"
+            "is Tokamax's, which fits its kernels to the GPU that is there, and JAX has "
+            f"{jax.default_backend()} here"
         )
     if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+        return (
+            "adds up nothing between devices, and the last dim is split over "
+            f"`{', '.join(task.summed)}`"
+        )
     if task.differing:
         return (
             "keeps no account of what differs between devices, and here that is known over "
@@ -56,10 +61,14 @@ def backward(
     centred: bool,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows. What Tokamax saves of a forward is made again, by one more of it."""
+    """As the reference's, of whole rows. What Tokamax saves of a forward is made again, by one more
+    of it.
+    """
     bias = jnp.zeros(h.shape[-1:], jnp.float32) if biased else None
     scale = None if scale is None else scale.astype(jnp.float32)  # and so are its gradients
-    _, back = jax.vjp(lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias)
+    _, back = jax.vjp(
+        lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias
+    )
     of_x, of_scale, of_bias = back(gradient)
     return of_x if of_h is None else of_x + of_h, of_scale, of_bias
 

@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm on a TPU: whole rows at a time in fast memory, each array read once and written once."""
+"""RMSNorm and LayerNorm on a TPU: whole rows at a time in fast memory, each array read once and
+written once.
+"""
 
 import math
 from functools import partial
@@ -11,15 +13,29 @@ from jax.experimental import pallas as pl
 
 from shardlib.kernels._choice import Task
 from shardlib.kernels._rows import batched, grouped
-from shardlib.kernels._tpu import fits, interpreted, padded, parameters, rows_at_once, shaped, supported, tile_rows
+from shardlib.kernels._tpu import (
+    fits,
+    interpreted,
+    padded,
+    parameters,
+    rows_at_once,
+    shaped,
+    supported,
+    tile_rows,
+)
 
 
 def refuses(task: Task) -> str | None:
     """Why it cannot do a task, if it cannot."""
     if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+        return (
+            "adds up nothing between devices, and the last dim is split over "
+            f"`{', '.join(task.summed)}`"
+        )
     x = task.arrays["x"]
-    return supported(task) or fits(_row_bytes(x.shape[-1], x.dtype), tile_rows(x.dtype), x.shape[-1], task)
+    return supported(task) or fits(
+        _row_bytes(x.shape[-1], x.dtype), tile_rows(x.dtype), x.shape[-1], task
+    )
 
 
 def forward(
@@ -40,7 +56,8 @@ def forward(
         shape, block, blocks = _blocks(x, groups)
         row, blocks_each = shape[-1], blocks // shape[1]
         of_rows = pl.BlockSpec(
-            (None, None, block, row), lambda group, at: (group, at // blocks_each, at % blocks_each, 0)
+            (None, None, block, row),
+            lambda group, at: (group, at // blocks_each, at % blocks_each, 0),
         )
         given = [(one.reshape(shape), of_rows) for one in (x, residual) if one is not None]
         given += [(one[:, None], _of_group(one)) for one in beside if one is not None]
@@ -81,7 +98,8 @@ def backward(
         groups, (scale,) = grouped(depth, h, scale)
         shape, block, blocks = _blocks(h, groups)
         row, blocks_each = shape[-1], blocks // shape[1]
-        cores = 2 if blocks % 2 == 0 else 1  # of a chip whose two cores are one device: each sums by itself
+        # Of a chip whose two cores are one device: each sums by itself.
+        cores = 2 if blocks % 2 == 0 else 1
 
         def place(group: Any, core: Any, at: Any) -> tuple[Any, ...]:
             at = core * (blocks // cores) + at
@@ -94,25 +112,32 @@ def backward(
         sums = (scale is not None) + biased
         of_x, *of_rows = pl.pallas_call(
             partial(
-                norm_backward, epsilon=epsilon, centred=centred, added=of_h is not None, scaled=scale is not None, biased=biased,
+                norm_backward, epsilon=epsilon, centred=centred, added=of_h is not None,
+                scaled=scale is not None, biased=biased,
                 rows=shape[2], block=block, blocks=blocks // cores,
             ),
             grid=(groups, cores, blocks // cores),
             in_specs=[spec for _, spec in given],
             out_specs=[of_block, *[of_sums] * sums],
-            out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32, h)] * sums],
-            compiler_params=parameters(("parallel", "parallel", "arbitrary"), block * _row_bytes(row, h.dtype)),
+            out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32,
+            h)] * sums],
+            compiler_params=parameters(("parallel", "parallel", "arbitrary"),
+            block * _row_bytes(row, h.dtype)),
             interpret=interpreted(simulated, h),
             name="norm_backward",
         )(*(one for one, _ in given))  # fmt: skip
-        return of_x.reshape(h.shape), *(one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows)
+        return of_x.reshape(h.shape), *(
+            one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows
+        )
 
     of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
     return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
 
 
 def _blocks(x: jax.Array, groups: int) -> tuple[tuple[int, int, int, int], int, int]:
-    """How rows are seen, `(groups, _, rows, row)`, how many make a block, and how many blocks a group has."""
+    """How rows are seen, `(groups, _, rows, row)`, how many make a block, and how many blocks a
+    group has.
+    """
     row = x.shape[-1]
     count = x.size // row // groups
     rows = x.shape[-2] if padded(x) else count
@@ -122,10 +147,14 @@ def _blocks(x: jax.Array, groups: int) -> tuple[tuple[int, int, int, int], int, 
 
 def _of_group(one: jax.Array) -> pl.BlockSpec:
     """The row that belongs to a group, or to all."""
-    return pl.BlockSpec((None, 1, one.shape[-1]), lambda group, *_: (group if len(one) > 1 else 0, 0, 0))
+    return pl.BlockSpec(
+        (None, 1, one.shape[-1]), lambda group, *_: (group if len(one) > 1 else 0, 0, 0)
+    )
 
 
-def norm_forward(*refs: Any, epsilon: float, centred: bool, added: bool, scaled: bool, biased: bool) -> None:
+def norm_forward(
+    *refs: Any, epsilon: float, centred: bool, added: bool, scaled: bool, biased: bool
+) -> None:
     """One block of rows."""
     given = iter(refs)
     h = next(given)[...]
@@ -171,7 +200,8 @@ def norm_backward(
             ref[...] = jnp.zeros_like(ref)
 
     begin = (pl.program_id(1) * blocks + pl.program_id(2)) % math.ceil(rows / block) * block
-    there = lax.broadcasted_iota(jnp.int32, h.shape, 0) + begin < rows  # rows beyond the last are whatever was there
+    # Rows beyond the last are whatever was there.
+    there = lax.broadcasted_iota(jnp.int32, h.shape, 0) + begin < rows
 
     for ref, x in pairs:
         ref[...] += jnp.where(there, x, 0).reshape(-1, 8, h.shape[-1]).sum(0)
@@ -186,5 +216,7 @@ def _unit(h: jax.Array, epsilon: float, centred: bool) -> tuple[jax.Array, jax.A
 
 
 def _row_bytes(row: int, dtype: Any) -> int:
-    """Of four blocks, each there twice so that one is on its way, and of what is computed of them."""
+    """Of four blocks, each there twice so that one is on its way, and of what is computed of
+    them.
+    """
     return row * (2 * 4 * jnp.dtype(dtype).itemsize + 5 * 4)

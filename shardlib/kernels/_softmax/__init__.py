@@ -31,13 +31,16 @@ def softmax(
     """The softmax of `scale * x` over the last dim, of what the mask leaves.
 
     Args:
-        x: float32, bfloat16 or float16, of one dim or more. It is computed in float32 and rounded once.
-        names: of the dims of `x`, where they are split over devices. Where the last is split, devices exchange a maximum and a
-            sum for each row, and one number for each backward.
-        where: what to leave in, bools that broadcast to `x`; only what is there of it is read (on GPUs, of rows of 128 numbers
-            or more). What is left out is zero, and a row of which nothing is left.
+        x: float32, bfloat16 or float16, of one dim or more. It is computed in float32 and rounded
+            once.
+        names: of the dims of `x`, where they are split over devices. Where the last is split,
+            devices exchange a maximum and a sum for each row, and one number for each backward.
+        where: what to leave in, bools that broadcast to `x`; only what is there of it is read (on
+            GPUs, of rows of 128 numbers or more). What is left out is zero, and a row of which
+            nothing is left.
         scale: a number.
-        causal: leave to each query, of the dim before the last, the keys up to its own place. Nothing is read for it.
+        causal: leave to each query, of the dim before the last, the keys up to its own place.
+            Nothing is read for it.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
 
     Backward, only what it gave is needed: it saves no other array.
@@ -47,17 +50,21 @@ def softmax(
     """
     x = check_arrays.as_array("softmax", "x", x)
     causal = check.boolean("softmax", "causal", causal)
-    scale = check.number("softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient")
+    scale = check.number(
+        "softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient"
+    )
     where = _checked(x, where, causal)
     of_x = lie("softmax", x, names)
     if causal and of_x.whole[-1] != of_x.whole[-2]:
         raise ValueError(
-            f"`softmax(causal=True)` of {list(of_x.whole)}: {of_x.whole[-2]} queries and {of_x.whole[-1]} keys, and it is not "
-            "said which stand at the same place. Name the dims if they are parts, or say what each query sees: `where=...`."
+            f"`softmax(causal=True)` of {list(of_x.whole)}: {of_x.whole[-2]} queries and "
+            f"{of_x.whole[-1]} keys, and it is not said which stand at the same place. Name the "
+            "dims if they are parts, or say what each query sees: `where=...`."
         )
     of_where = None if where is None else of_x.like(where.shape)
     task = Task(
-        "softmax", {"x": _here(x, of_x)} | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
+        "softmax", {"x": _here(x,
+        of_x)} | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
         partitioned=partitioned(of_x), summed=of_x.axes[-1], device=device_here(),
     )  # fmt: skip
     call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_where, float(scale), causal)
@@ -88,8 +95,15 @@ def _softmax(call: Call, x: jax.Array, where: jax.Array | None) -> jax.Array:
     def here(x: jax.Array, where: jax.Array | None) -> jax.Array:
         first = None
         if call.causal:
-            first = jnp.stack([place(axes, size) for axes, size in zip(call.of_x.axes[-2:], x.shape[-2:], strict=True)])
-        return call.chosen.implementation.forward(x, where, first, causal=call.causal, **call.options)
+            first = jnp.stack(
+                [
+                    place(axes, size)
+                    for axes, size in zip(call.of_x.axes[-2:], x.shape[-2:], strict=True)
+                ]
+            )
+        return call.chosen.implementation.forward(
+            x, where, first, causal=call.causal, **call.options
+        )
 
     return per_shard(here, (x, where), (call.of_x, call.of_where), call.of_x)
 
@@ -115,18 +129,24 @@ def _checked(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
     """The mask with a dim for each of `x`, if what was given can be meant."""
     if not check_arrays.is_float(x.dtype) or x.ndim < 1 + causal:
         raise ValueError(
-            f"`softmax` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim for the rows' numbers"
+            f"`softmax` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim "
+            "for the rows' numbers"
             + (", and, as it is `causal`, one for the queries before." if causal else ".")
         )
     if where is None:
         return None
     where = check_arrays.as_array("softmax", "where", where, "an array of bools")
     if where.dtype != bool:
-        raise ValueError(f"`softmax(where={where.dtype}{list(where.shape)})`: bools, true where `x` is left in.")
+        raise ValueError(
+            f"`softmax(where={where.dtype}{list(where.shape)})`: bools, true where `x` is left in."
+        )
     try:
         fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"`softmax`: `where` of shape {where.shape} does not broadcast to `x` of shape {x.shape}.")
+        raise ValueError(
+            f"`softmax`: `where` of shape {where.shape} does not broadcast to `x` of "
+            f"shape {x.shape}."
+        )
     return where.reshape((1,) * (x.ndim - where.ndim) + where.shape)

@@ -1,4 +1,6 @@
-"""Masked, scaled softmax on a GPU: a row in the registers of a warpgroup, read once and written once."""
+"""Masked, scaled softmax on a GPU: a row in the registers of a warpgroup, read once and written
+once.
+"""
 
 import functools
 from typing import Any, cast
@@ -23,10 +25,13 @@ def forward(
 ) -> jax.Array:
     """As the reference's, of whole rows."""
 
-    def here(depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None) -> jax.Array:
+    def here(
+        depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None
+    ) -> jax.Array:
         del depth
         of = Rows.of(x.shape[-1], [x.dtype], x.dtype, simulated)
-        if where is not None and of.apart:  # a lane finds its row's part of a mask where it finds its row
+        # A lane finds its row's part of a mask where it finds its row.
+        if where is not None and of.apart:
             where = jnp.broadcast_to(where, x.shape)
         shapes = rows(x.shape, None if where is None else where.shape, apart=causal)
         *lead, row = shapes.x
@@ -47,7 +52,9 @@ def forward(
             def kept(piece: Piece) -> jax.Array:
                 found = None
                 if alike:
-                    found = jnp.broadcast_to(refs[0][beside, 0].astype(jnp.int32) != 0, (piece.size,))
+                    found = jnp.broadcast_to(
+                        refs[0][beside, 0].astype(jnp.int32) != 0, (piece.size,)
+                    )
                 elif mask is not None:
                     found = mask(piece).astype(jnp.int32) != 0
                 if not causal:
@@ -80,7 +87,9 @@ def forward(
     return batched(here, "rows", "beside", "same")(x, where, first)
 
 
-def backward(y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False) -> jax.Array:
+def backward(
+    y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False
+) -> jax.Array:
     """As the reference's, of whole rows."""
 
     def here(depth: int, y: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -94,12 +103,16 @@ def backward(y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool
             for index, pair in zip(indices, loaded, strict=True):
                 y, g = (each(wide, of.keep(x, space[k : k + 1])) for k, x in enumerate(pair))
                 total = of.total(each(jnp.multiply, y, g))
-                of.store((x_ref, index, each(lambda y, g, total: scale * y * (g - total), y, g, total)))
+                of.store(
+                    (x_ref, index, each(lambda y, g, total: scale * y * (g - total), y, g, total))
+                )
 
         operands = of.flat(y), of.flat(gradient)
         outs = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)
         room = of.room(y.dtype, gradient.dtype)
-        return of.unflat(over_rows(softmax_backward, of, 1, len(operands[0]), outs, room)(*operands), y.shape)
+        return of.unflat(
+            over_rows(softmax_backward, of, 1, len(operands[0]), outs, room)(*operands), y.shape
+        )
 
     return batched(here, "rows", "rows")(y, gradient)
 

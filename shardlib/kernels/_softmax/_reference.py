@@ -1,8 +1,9 @@
 """Masked, scaled softmax in plain JAX: the specification.
 
-Of each row, `exp(z - max z) / sum exp(z - max z)` with `z = scale * x`, in float32 or wider whatever the dtype of `x`. What the
-mask leaves out counts for nothing and is zero; a row of which nothing is left is zero. A number that is not one, or an
-infinity, makes of its row what this formula makes of it.
+Of each row, `exp(z - max z) / sum exp(z - max z)` with `z = scale * x`, in float32 or wider
+whatever the dtype of `x`. What the mask leaves out counts for nothing and is zero; a row of which
+nothing is left is zero. A number that is not one, or an infinity, makes of its row what this
+formula makes of it.
 """
 
 import jax
@@ -23,8 +24,8 @@ def forward(
 ) -> jax.Array:
     """The softmax of the rows of `x`.
 
-    `where` has as many dims, of its size or one. If `causal`, query `first[0]` and key `first[1]` are the first of their
-    dims here. Over `axes` devices have parts of a row.
+    `where` has as many dims, of its size or one. If `causal`, query `first[0]` and key `first[1]`
+    are the first of their dims here. Over `axes` devices have parts of a row.
     """
     z = x.astype(wide(x.dtype)) * scale
     kept = left(x, where, first, causal)
@@ -39,15 +40,21 @@ def forward(
     return (y if kept is None else jnp.where(kept, y, 0)).astype(x.dtype)
 
 
-def backward(y: jax.Array, gradient: jax.Array, *, scale: float, axes: tuple[str, ...] = ()) -> jax.Array:
-    """The gradient to `x`, from the softmax and the gradient to it: what is masked is zero in `y`, hence here."""
+def backward(
+    y: jax.Array, gradient: jax.Array, *, scale: float, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """The gradient to `x`, from the softmax and the gradient to it: what is masked is zero in `y`,
+    hence here.
+    """
     y_, g = y.astype(wide(y.dtype)), gradient.astype(wide(y.dtype))
     dot = (y_ * g).sum(-1, keepdims=True)
     dot = lax.psum(dot, axes) if axes else dot
     return (scale * y_ * (g - dot)).astype(y.dtype)
 
 
-def left(x: jax.Array, where: jax.Array | None, first: jax.Array | None, causal: bool) -> jax.Array | None:
+def left(
+    x: jax.Array, where: jax.Array | None, first: jax.Array | None, causal: bool
+) -> jax.Array | None:
     """What the mask leaves; None where there is none."""
     if not causal:
         return where

@@ -1,4 +1,6 @@
-"""Masked, scaled softmax on a TPU: whole rows at a time in fast memory, read once and written once."""
+"""Masked, scaled softmax on a TPU: whole rows at a time in fast memory, read once and written
+once.
+"""
 
 import math
 from functools import partial
@@ -12,15 +14,28 @@ from jax.experimental.pallas import tpu as pltpu
 
 from shardlib.kernels._choice import Task
 from shardlib.kernels._rows import Rows, batched, rows
-from shardlib.kernels._tpu import fits, interpreted, padded, parameters, rows_at_once, shaped, supported, tile_rows
+from shardlib.kernels._tpu import (
+    fits,
+    interpreted,
+    padded,
+    parameters,
+    rows_at_once,
+    shaped,
+    supported,
+    tile_rows,
+)
 
 
 def refuses(task: Task) -> str | None:
     """Why it cannot do a task, if it cannot."""
     if task.summed:
-        return f"adds up nothing between devices, and the last dim is split over `{', '.join(task.summed)}`"
+        return (
+            "adds up nothing between devices, and the last dim is split over "
+            f"`{', '.join(task.summed)}`"
+        )
     x, where = task.arrays["x"], task.arrays.get("where")
-    row_bytes, tile = _row_bytes(x.shape[-1], x.dtype, where is not None), _tile(x.dtype, where is not None)
+    row_bytes = _row_bytes(x.shape[-1], x.dtype, where is not None)
+    tile = _tile(x.dtype, where is not None)
     return supported(task) or fits(row_bytes, tile, x.shape[-1], task)
 
 
@@ -35,32 +50,47 @@ def forward(
 ) -> jax.Array:
     """As the reference's, of whole rows."""
 
-    def here(depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None) -> jax.Array:
+    def here(
+        depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None
+    ) -> jax.Array:
         del depth
         shapes = rows(x.shape, None if where is None else where.shape, apart=causal or padded(x))
-        masks = [] if where is None else [(where.astype(jnp.int8).reshape(shapes.where or ()), shapes.where)]
+        masks = (
+            []
+            if where is None
+            else [(where.astype(jnp.int8).reshape(shapes.where or ()), shapes.where)]
+        )
         kernel = partial(softmax_forward, scale=scale, causal=causal, masked=where is not None)
-        return _over_rows(kernel, shapes, [x.reshape(shapes.x)], masks, first, simulated).reshape(x.shape)
+        return _over_rows(kernel, shapes, [x.reshape(shapes.x)], masks, first, simulated).reshape(
+            x.shape
+        )
 
     return batched(here, "rows", "beside", "same")(x, where, first)
 
 
-def backward(y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False) -> jax.Array:
+def backward(
+    y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False
+) -> jax.Array:
     """As the reference's, of whole rows."""
 
     def here(depth: int, y: jax.Array, gradient: jax.Array) -> jax.Array:
         del depth
         shapes = rows(y.shape, None, apart=padded(y))
         operands = [y.reshape(shapes.x), gradient.reshape(shapes.x)]
-        return _over_rows(partial(softmax_backward, scale=scale), shapes, operands, [], None, simulated).reshape(
-            y.shape
-        )
+        return _over_rows(
+            partial(softmax_backward, scale=scale), shapes, operands, [], None, simulated
+        ).reshape(y.shape)
 
     return batched(here, "rows", "rows")(y, gradient)
 
 
 def _over_rows(
-    kernel: Any, shapes: Rows, operands: list[jax.Array], masks: list[Any], first: jax.Array | None, simulated: bool
+    kernel: Any,
+    shapes: Rows,
+    operands: list[jax.Array],
+    masks: list[Any],
+    first: jax.Array | None,
+    simulated: bool,
 ) -> jax.Array:
     """Run a kernel over blocks of rows. Where a mask serves several in turn, it is read once."""
     *lead, count, row = shapes.x
@@ -94,7 +124,9 @@ def _over_rows(
     )(*scalars, *operands, *(mask for mask, _ in masks))
 
 
-def softmax_forward(*refs: Any, scale: float, causal: bool, masked: bool, rows_axis: int = 0, block: int = 0) -> None:
+def softmax_forward(
+    *refs: Any, scale: float, causal: bool, masked: bool, rows_axis: int = 0, block: int = 0
+) -> None:
     *scalars, x_ref = refs[: 1 + causal]
     y_ref = refs[-1]
     z = x_ref[...].astype(jnp.float32) * scale
@@ -103,7 +135,9 @@ def softmax_forward(*refs: Any, scale: float, causal: bool, masked: bool, rows_a
         kept = jnp.broadcast_to(refs[-2][...].astype(jnp.int32) != 0, z.shape)
     if causal:
         (first_ref,) = scalars
-        query = lax.broadcasted_iota(jnp.int32, z.shape, 0) + (first_ref[0] + pl.program_id(rows_axis) * block)
+        query = lax.broadcasted_iota(jnp.int32, z.shape, 0) + (
+            first_ref[0] + pl.program_id(rows_axis) * block
+        )
         seen = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first_ref[1] <= query
         kept = seen if kept is None else kept & seen
     if kept is not None:
@@ -115,7 +149,9 @@ def softmax_forward(*refs: Any, scale: float, causal: bool, masked: bool, rows_a
 
 def softmax_backward(y_ref: Any, gradient_ref: Any, x_ref: Any, *, scale: float) -> None:
     y, gradient = y_ref[...].astype(jnp.float32), gradient_ref[...].astype(jnp.float32)
-    x_ref[...] = (scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))).astype(x_ref.dtype)
+    x_ref[...] = (scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))).astype(
+        x_ref.dtype
+    )
 
 
 def _tile(dtype: Any, masked: bool) -> int:
@@ -123,5 +159,7 @@ def _tile(dtype: Any, masked: bool) -> int:
 
 
 def _row_bytes(row: int, dtype: Any, masked: bool) -> int:
-    """Of three blocks, each there twice so that one is on its way, and of what is computed of them."""
+    """Of three blocks, each there twice so that one is on its way, and of what is computed of
+    them.
+    """
     return row * (2 * (3 * jnp.dtype(dtype).itemsize + masked) + 4 * 4)
