@@ -394,7 +394,7 @@ NOT_CALLED: dict[str, str] = {
             "planning.Module", "planning.Memory",
             "planning.Piece", "Plan", "planning.Price", "Restored",
             "Description", "State", "collectives.Encoded", "collectives.Errors",
-            "collectives.Told", "experts.Told",
+            "collectives.ExchangeInputs", "experts.MoEStats",
             "experts.Choices", "kernels.Explained", "kernels.Explanation",
             "optimizers.OneBitAdamState", "pipeline.Ticks",
             "pipeline.Timeline", "data.Skipped", "data.Prepared", "data.Reader", "testing.Moved",

@@ -42,7 +42,7 @@ from shardlib.pipeline import SCHEDULES, UNIT, Costs, pack, simulate
 from shardlib.pipeline._program import program_of
 from shardlib.pipeline._schedules import COSTED
 from shardlib.planning._targets import COMPILE_ONLY, installed
-from shardlib.train._order import reordered
+from shardlib.train._layer_order import reordered
 
 BOUNDS = {
     "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0,

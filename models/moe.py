@@ -113,7 +113,7 @@ class Experts(nnx.Module):
 
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, real_BS: jax.Array | None
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         config, weights = self.config, {"up": self.up[...], "down": self.down[...]}
         if self.gate is not None:
             weights["gate"] = self.gate[...]
@@ -128,14 +128,14 @@ class Experts(nnx.Module):
             )
             return times(h_ENF, "down")
 
-        y_BSD, told = sl.experts.moe(
+        y_BSD, stats = sl.experts.moe(
             gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE), config.router, experts,
             gate=self.router[...], weights=weights,
             key=None if self.deterministic else key, group=config.group, form=config.form,
             real=real_BS,
             names=gpt.WHOLE,
         )  # fmt: skip
-        return gpt.lay_out(y_BSD, gpt.WHOLE, gpt.RESIDUAL), told
+        return gpt.lay_out(y_BSD, gpt.WHOLE, gpt.RESIDUAL), stats
 
 
 class ExpertBlock(gpt.Block):
@@ -146,12 +146,12 @@ class ExpertBlock(gpt.Block):
 
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         x_BSD = self._attended(x_BSD, key, seen)
-        y_BSD, told = self.mlp(
+        y_BSD, stats = self.mlp(
             self._before(x_BSD, self.mlp_norm), gpt.fold_in(key, 2), seen.real_BS
         )
-        return self._added(x_BSD, y_BSD, self.mlp_norm, gpt.fold_in(key, 1)), told
+        return self._added(x_BSD, y_BSD, self.mlp_norm, gpt.fold_in(key, 1)), stats
 
 
 class Stretch(nnx.Module):
@@ -166,7 +166,7 @@ class Stretch(nnx.Module):
 
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         for number, block in enumerate(self.plain):
             x_BSD, _ = block(x_BSD, gpt.fold_in(key, number), seen)
         return self.expert(x_BSD, gpt.fold_in(key, len(self.plain)), seen)
@@ -203,13 +203,13 @@ class MoE(gpt.GPT):
         segments_BS: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         """The features, and what the layers of experts tell: the mean over them."""
         count = self.config.layers // self.config.every
-        x_BSD, told = self._run(
+        x_BSD, stats = self._run(
             tokens_BS, self.blocks, count, key, gpt.Seen(segments_BS=segments_BS)
         )
-        return self._last(x_BSD, self.norm), jax.tree.map(lambda x: x.mean(0), told)
+        return self._last(x_BSD, self.norm), jax.tree.map(lambda x: x.mean(0), stats)
 
 
 def stacked(path: str, parameter: Any) -> int:
@@ -231,9 +231,9 @@ def loss(
     segments_BS = (
         sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
     )
-    x_BSD, told = model.routed(tokens[:, :-1], segments_BS, key=rng)
+    x_BSD, stats = model.routed(tokens[:, :-1], segments_BS, key=rng)
     entropy = gpt.entropy(model, x_BSD, tokens[:, 1:], batch.get("mask"))
-    return entropy + config.balance * told.balance + config.z * told.z, {
+    return entropy + config.balance * stats.balance + config.z * stats.z, {
         "cross_entropy": entropy,
-        **told.metrics,
+        **stats.metrics,
     }

@@ -98,11 +98,11 @@ class Translation(moe.MoE):
         real_BT: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         """What the decoder attends to; `real_BT` is false for padding."""
         seen = gpt.Seen(segments_BS=_segments(real_BT), real_BS=real_BT)
-        x_BTD, told = self._run(source_BT, self.encoder, self.stretches, key, seen, ENCODER)
-        return self._last(x_BTD, self.encoder_norm), told
+        x_BTD, stats = self._run(source_BT, self.encoder, self.stretches, key, seen, ENCODER)
+        return self._last(x_BTD, self.encoder_norm), stats
 
     def decoded(
         self,
@@ -112,7 +112,7 @@ class Translation(moe.MoE):
         real_BS: jax.Array | None = None,
         *,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         """What the head reads for the token after each of the target, and what the layers of
         experts tell: the mean over all.
         """
@@ -122,17 +122,17 @@ class Translation(moe.MoE):
         x_BSD, of_decoder = self._run(
             target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen
         )
-        told = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
-        return self._last(x_BSD, self.norm), told
+        stats = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
+        return self._last(x_BSD, self.norm), stats
 
     def translated(
         self, *tokens: Any, key: jax.Array | None = None
-    ) -> tuple[jax.Array, sl.experts.Told]:
+    ) -> tuple[jax.Array, sl.experts.MoEStats]:
         """Logits for the token after each of the target, of what `decoded` takes, and what the
         layers of experts tell.
         """
-        x_BSD, told = self.decoded(*tokens, key=key)
-        return self.logits(x_BSD), told
+        x_BSD, stats = self.decoded(*tokens, key=key)
+        return self.logits(x_BSD), stats
 
 
 def _segments(real: jax.Array | None) -> jax.Array | None:
@@ -155,11 +155,11 @@ def loss(
         real_BT = source_BT != pad_B1
         real_BS = target[:, :-1] != pad_B1
         mask_BS = target[:, 1:] != pad_B1
-    x_BSD, told = model.decoded(source_BT, target[:, :-1], real_BT, real_BS, key=rng)
+    x_BSD, stats = model.decoded(source_BT, target[:, :-1], real_BT, real_BS, key=rng)
     entropy = gpt.entropy(model, x_BSD, target[:, 1:], mask_BS)
-    return entropy + config.balance * told.balance + config.z * told.z, {
+    return entropy + config.balance * stats.balance + config.z * stats.z, {
         "cross_entropy": entropy,
-        **told.metrics,
+        **stats.metrics,
     }
 
 

@@ -40,7 +40,7 @@ class Weight:
     adds: bool = False
 
 
-class Held(NamedTuple):
+class StoredWeight(NamedTuple):
     """What stands for a weight.
 
     What is stored of it, a zero to which the derivative is taken (of a frozen one, None), and a
@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Root:
+class WeightSlice:
     """A weight, less the dims that loops have taken off: which of each is `where`."""
 
     weight: Weight
@@ -73,7 +73,7 @@ class Root:
     def reduced(self, gradient: jax.Array, reader: Any) -> jax.Array:
         """What its gradient comes to, because of the equation that reads the weight."""
         assert self.weight.reduced is not None
-        return because(reader, functools.partial(self.weight.reduced, self.taken), gradient)
+        return with_source_of(reader, functools.partial(self.weight.reduced, self.taken), gradient)
 
     @property
     def target(self) -> Any:
@@ -99,13 +99,13 @@ class Root:
         target.defvjp(forwards, backwards)
         return target(self.zero, self.sums, self.where)
 
-    def at(self, index: int) -> "Root":
+    def at(self, index: int) -> "WeightSlice":
         return self.layer(
             self.stored[index], self.zero if self._scalar else self.zero[index], index
         )
 
-    def layer(self, stored: Any, zero: Any, index: Any) -> "Root":
-        return Root(self.weight, stored, zero, self.sums, (*self.where, index))
+    def layer(self, stored: Any, zero: Any, index: Any) -> "WeightSlice":
+        return WeightSlice(self.weight, stored, zero, self.sums, (*self.where, index))
 
     @property
     def scanned(self) -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ class Root:
         return self.zero is None or self.weight.adds
 
 
-def enter(root: Root, reader: Any) -> jax.Array:
+def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
     """A weight that is stored whole, whose gradient is reduced when all of it is there; `reader` is
     to blame for it.
     """
@@ -144,7 +144,9 @@ def enter(root: Root, reader: Any) -> jax.Array:
 
 
 def use(
-    body: Callable[[list[Any], dict[Root, Any]], list[Any]], plain: list[Any], roots: list[Root]
+    body: Callable[[list[Any], dict[WeightSlice, Any]], list[Any]],
+    plain: list[Any],
+    roots: list[WeightSlice],
 ) -> list[Any]:
     """`body(plain, weights)`, which keeps for its backward pass neither weights nor what is made of
     them alone.
@@ -165,12 +167,12 @@ def use(
 
     def make(stored: list[Any]) -> list[Any]:
         return [
-            because(reader, root.whole, one)
+            with_source_of(reader, root.whole, one)
             for root, reader, one in zip(roots, readers, stored, strict=True)
         ]
 
     def at_once(floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
-        floats, others, stored = _in_one_go(floats, others, stored)
+        floats, others, stored = _barrier(floats, others, stored)
         return [*floats, *others, *make(stored)]
 
     @jax.custom_vjp
@@ -192,7 +194,7 @@ def use(
         gradients = [
             g if isinstance(g, jax.Array) else jnp.zeros(g.shape, g.dtype) for g in gradients[0]
         ]
-        gradients, stored = _in_one_go(gradients, stored)
+        gradients, stored = _barrier(gradients, stored)
         of_floats, of_trained = back(make(stored), gradients)
         reduced = [
             root.reduced(g, reader)
@@ -200,7 +202,7 @@ def use(
         ]
         # Lest whole gradients wait: what comes before in the computation, and after this, waits for
         # them to be reduced.
-        of_floats, reduced = _in_one_go(of_floats, reduced)
+        of_floats, reduced = _barrier(of_floats, reduced)
         return of_floats, None, None, reduced
 
     used.defvjp(forwards, backwards, symbolic_zeros=True)
@@ -297,7 +299,7 @@ def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
     return next((equation for equation in jaxpr.eqns if var in variables(equation.invars)), None)
 
 
-def because(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
+def with_source_of(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
     """Call a function as if from the line of an equation, which is to blame for it; `deep`, for
     what it calls too.
     """
@@ -314,7 +316,7 @@ def _again(jaxpr: Jaxpr, wanted: list[Any], before: int, whole: list[Any]) -> li
     return made_of(jaxpr, wanted, dict(zip(jaxpr.invars[before:], whole, strict=True)))
 
 
-def _in_one_go(*trees: Any) -> Any:
+def _barrier(*trees: Any) -> Any:
     """Nothing of it before all of it is there. Keys are no arrays to a compiler."""
     leaves, treedef = jax.tree.flatten(trees)
     numbers = [

@@ -10,7 +10,7 @@ import jax
 
 from shardlib import _arguments as check
 from shardlib._annotate import Remat, current_scope
-from shardlib._on_use import MARK
+from shardlib._stored_weights import MARK
 
 Block = TypeVar("Block", bound=Callable)
 REMATS: tuple[Remat, ...] = ("none", "full", "stage")

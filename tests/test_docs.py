@@ -200,6 +200,7 @@ def test_the_reference_lists_every_public_name():
             shardlib.experts,
             shardlib.optimizers,
             shardlib.pipeline,
+            shardlib.planning,
             shardlib.testing,
         )
         for name, value in vars(module).items()

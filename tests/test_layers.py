@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.train._order import reordered
+from shardlib.train._layer_order import reordered
 
 WIDTH = 8
 

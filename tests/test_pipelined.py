@@ -18,7 +18,7 @@ from models import gpt, moe, translation
 from shardlib import pipeline
 from shardlib._traffic import collectives
 from shardlib.pipeline._program import BUFFERS, program, program_of
-from shardlib.train._order import reordered
+from shardlib.train._layer_order import reordered
 
 RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
 ALL = [

@@ -575,12 +575,14 @@ class InHalf(sl.Exchange):
 
     axes: tuple[str, ...] = ("data",)
 
-    def average(self, gradients, parameters, told):
+    def average(self, gradients, parameters, inputs):
         means = [
             lax.pmean(g.astype(jnp.bfloat16), self.over(p))
             for g, p in zip(gradients, parameters, strict=True)
         ]
-        return [mean.astype(g.dtype) for mean, g in zip(means, gradients, strict=True)], told.errors
+        return [
+            mean.astype(g.dtype) for mean, g in zip(means, gradients, strict=True)
+        ], inputs.errors
 
 
 def test_an_exchange_of_ones_own_averages_what_it_takes():

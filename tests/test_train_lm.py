@@ -228,7 +228,7 @@ def test_a_process_with_another_configuration_is_named_before_the_first_step(tex
 def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys\nimport shardlib as sl\nsl.join()\n"
+        "import os, sys\nimport shardlib as sl\nsl.initialize_distributed()\n"
         "try:\n    sl.Checkpoints(os.path.join(sys.argv[1], os.environ['SHARDLIB_PROCESS']))\n"
         "except ValueError as error:\n    print(error)\n"
     )

@@ -583,10 +583,10 @@ class Doubled(sl.Exchange):
 
     axes: tuple[str, ...] = ("pod",)
 
-    def average(self, gradients, parameters, told):
+    def average(self, gradients, parameters, inputs):
         return [
             2 * lax.pmean(g, self.over(p)) for g, p in zip(gradients, parameters, strict=True)
-        ], told.errors
+        ], inputs.errors
 
 
 def strategy(**options):

@@ -14,7 +14,7 @@ from shardlib.collectives._compressed import pmean as pmean
 from shardlib.collectives._compressed import pmean_bytes as pmean_bytes
 from shardlib.collectives._compressed import psum_scatter as psum_scatter
 from shardlib.collectives._compressed import psum_scatter_bytes as psum_scatter_bytes
+from shardlib.collectives._exact import ExchangeInputs as ExchangeInputs
 from shardlib.collectives._exact import Parameter as Parameter
-from shardlib.collectives._exact import Told as Told
 from shardlib.collectives._exchanges import OneBit as OneBit
 from shardlib.collectives._exchanges import Quantised as Quantised

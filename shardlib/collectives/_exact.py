@@ -74,7 +74,10 @@ class Exchange:
         )
 
     def average(
-        self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: "Told"
+        self,
+        gradients: Sequence[jax.Array],
+        parameters: Sequence[Parameter],
+        inputs: "ExchangeInputs",
     ) -> tuple[list[jax.Array], Sequence[Any]]:
         """The mean over workers of each gradient, and what of it is left over for the next step.
 
@@ -83,7 +86,7 @@ class Exchange:
         raise NotImplementedError
 
 
-class Told(NamedTuple):
+class ExchangeInputs(NamedTuple):
     """What else an exchange is told, of each gradient."""
 
     # The axes along which it is the same on every device, for they do not split it.

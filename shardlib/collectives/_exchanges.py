@@ -12,7 +12,7 @@ from shardlib import _arguments as check
 from shardlib._rules import as_tuple
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
-from shardlib.collectives._exact import Exchange, Parameter, Told
+from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,21 @@ class Compressed(Exchange):
         )
 
     def average(
-        self, gradients: Sequence[jax.Array], parameters: Sequence[Parameter], told: Told
+        self,
+        gradients: Sequence[jax.Array],
+        parameters: Sequence[Parameter],
+        inputs: ExchangeInputs,
     ) -> tuple[list[jax.Array], Sequence[Any]]:
         """Those that have the same axes go together, in two collectives."""
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
-        for i, (parameter, shared) in enumerate(zip(parameters, told.shared, strict=True)):
+        for i, (parameter, shared) in enumerate(zip(parameters, inputs.shared, strict=True)):
             groups[self.over(parameter), shared].append(i)
-        means, errors = list(gradients), list(told.errors)
+        means, errors = list(gradients), list(inputs.errors)
         for (over, shared), members in groups.items():
             found, left = pmean(
                 [gradients[i] for i in members], over, self.codec,
-                [told.errors[i] for i in members] if self.feedback else None,
-                alive=[told.alive[i] for i in members], shared=shared,
+                [inputs.errors[i] for i in members] if self.feedback else None,
+                alive=[inputs.alive[i] for i in members], shared=shared,
             )  # fmt: skip
             for k, i in enumerate(members):
                 means[i] = found[k]

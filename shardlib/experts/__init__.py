@@ -1,7 +1,7 @@
 """Layers of experts: tokens routed to a few of many, which lie on different devices."""
 
 from shardlib.experts._dispatch import Form as Form
-from shardlib.experts._moe import Told as Told
+from shardlib.experts._moe import MoEStats as MoEStats
 from shardlib.experts._moe import local_experts as local_experts
 from shardlib.experts._moe import moe as moe
 from shardlib.experts._routing import Choices as Choices

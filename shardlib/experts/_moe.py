@@ -35,9 +35,8 @@ Experts = Callable[[Any, jax.Array], jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Told:
-    """What a layer of experts tells of itself: sums over the tokens here, and what to divide them
-    by.
+class MoEStats:
+    """Statistics of a layer of experts: sums over local tokens, with what to divide them by.
 
     - `balance`: the router's loss of uneven load, a mean over groups.
     - `z`: the square of the logarithm of the softmax's sum, a mean over tokens.
@@ -76,7 +75,7 @@ def moe(
     form: Form = "scatter",
     real: jax.Array | None = None,
     names: tuple[str | None, ...] = ("batch", "seq", "act_embed"),
-) -> tuple[jax.Array, Told]:
+) -> tuple[jax.Array, MoEStats]:
     """Send each token to the experts that a router chooses, and add up what they make of it. A
     token that finds no place gives zeros: have the layer beside a residual stream.
 
@@ -97,11 +96,11 @@ def moe(
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
     >>> gate = jnp.zeros((4, 2)).at[0, 1].set(9.0)
     >>> with sl.unsharded():
-    ...     y, told = moe(
+    ...     y, stats = moe(
     ...         jnp.ones((1, 3,
     ...     4)), sl.experts.TopK(1), lambda w, x: x @ w, gate=gate, weights=weights
     ...     )
-    >>> y[0, 0].tolist(), told.load.total.tolist()
+    >>> y[0, 0].tolist(), stats.load.total.tolist()
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
     _check(x, gate, form, real, names)
@@ -149,7 +148,7 @@ def moe(
         )
     y_GECM = across.to_tokens(made.reshape(here, all_groups, room, -1).swapaxes(0, 1))
     y = sent.from_experts(y_GECM).reshape(*x.shape[:-1], -1).astype(x.dtype)
-    return shard(y, *names), _told(router, choices, sent.kept_GSK, logits_GSE, real_GS)
+    return shard(y, *names), _stats(router, choices, sent.kept_GSK, logits_GSE, real_GS)
 
 
 def local_experts(count: int) -> int:
@@ -352,9 +351,9 @@ def _checked(choices: Choices, real_GS: jax.Array, count: int) -> Choices:
     )
 
 
-def _told(
+def _stats(
     router: Router, choices: Choices, kept_GSK: jax.Array, logits_GSE: jax.Array, real_GS: jax.Array
-) -> Told:
+) -> MoEStats:
     count = logits_GSE.shape[-1]
     finite_GS = jnp.isfinite(logits_GSE).all(-1)
     if not isinstance(finite_GS, Tracer) and not bool((finite_GS | ~real_GS).all()):
@@ -376,7 +375,7 @@ def _told(
     by_expert = (jax.nn.one_hot(choices.expert, count) * choices.wanted[..., None]).sum((0, 1, 2))
     logarithm_GSE = jax.nn.log_softmax(logits_GSE)
     entropy_GS = -(jnp.where(probability_GSE > 0, probability_GSE * logarithm_GSE, 0)).sum(-1)
-    return Told(
+    return MoEStats(
         WeightedMean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
         WeightedMean((z_loss(logits_GSE) * each_GS).sum(), each_GS.sum()),
         WeightedMean(by_expert * count, wanted),

@@ -1,5 +1,5 @@
-"""How the arrays of an op lie where it is called, from the names of their dims, and the op run on
-each device's own shard.
+"""How the arrays of an op are laid out where it is called, from the names of their dims, and the op
+run on each device's own shard.
 
 A kernel is one device's: the partitioner cannot take it apart. So an op that is given names runs
 under a `shard_map` over all axes that are still automatic where it is called. Over axes that are
@@ -26,9 +26,9 @@ Names: TypeAlias = Sequence[str | None]
 
 
 @dataclass(frozen=True)
-class Lie:
-    """How an array lies: its spec over the automatic axes, and of each dim all the axes that split
-    it, the manual first.
+class ArrayLayout:
+    """How an array is laid out: its spec over the automatic axes, and of each dim all the axes that
+    split it, the manual first.
 
     Without names nothing is known of it: `spec` is None.
     """
@@ -53,34 +53,34 @@ class Lie:
         pairs = zip(self.here, self.axes, strict=True)
         return tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in pairs)
 
-    def like(self, shape: tuple[int, ...]) -> "Lie":
-        """How an array lies that has the same dims, but for those of size one, which are on every
+    def like(self, shape: tuple[int, ...]) -> "ArrayLayout":
+        """The layout of an array with the same dims, but for those of size one, which are on every
         device.
         """
         if self.spec is None:
-            return Lie(shape, None, self.axes)
+            return ArrayLayout(shape, None, self.axes)
         whole = [to == 1 and size != 1 for to, size in zip(shape, self.shape, strict=True)]
         spec = PartitionSpec(
             *(None if one else entry for one, entry in zip(whole, self.spec, strict=True))
         )
-        return Lie(
+        return ArrayLayout(
             shape,
             spec,
             tuple(() if one else axes for one, axes in zip(whole, self.axes, strict=True)),
         )
 
-    def of(self, *dims: int) -> "Lie":
-        """How an array lies that has these of its dims."""
+    def of(self, *dims: int) -> "ArrayLayout":
+        """The layout of an array that has only these of the dims."""
         shape, axes = tuple(self.shape[dim] for dim in dims), tuple(self.axes[dim] for dim in dims)
-        return Lie(
+        return ArrayLayout(
             shape,
             None if self.spec is None else PartitionSpec(*(self.spec[dim] for dim in dims)),
             axes,
         )
 
 
-def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
-    """How an array lies that has these names; without any, or where there is no sharding on
+def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLayout:
+    """The layout of an array with these names; without any, or where there is no sharding on
     purpose, nothing is known.
     """
     shape = tuple(x.shape)
@@ -102,7 +102,7 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
         )
     scope, mesh = current_scope(), mesh_of_shards()
     if names is None or (scope is not None and scope.rules is None):
-        return Lie(shape, None, ((),) * len(shape))
+        return ArrayLayout(shape, None, ((),) * len(shape))
     if scope is None or scope.rules is None or mesh.empty:
         raise ValueError(
             f"`{op}(names={tuple(names)})` outside any rules: nothing says what the names mean. "
@@ -130,7 +130,7 @@ def lie(op: str, x: Any, names: Names | None, what: str = "x") -> Lie:
     axes = tuple(
         (*already, *as_tuple(entry)) for already, entry in zip(held, resolution.spec, strict=True)
     )
-    return Lie(shape, resolution.spec, axes)
+    return ArrayLayout(shape, resolution.spec, axes)
 
 
 def _held(op: str, rules: AxisRules, mesh: AbstractMesh, name: Any, what: str) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def automatic_axes() -> tuple[str, ...]:
     )
 
 
-def partitioned(of: Lie) -> bool:
+def partitioned(of: ArrayLayout) -> bool:
     """Whether the partitioner would have to take apart what is done with an array: it may be split,
     and how is not known.
     """
@@ -177,19 +177,19 @@ def partitioned(of: Lie) -> bool:
 def per_shard(
     body: Callable[..., Any],
     arrays: Sequence[Any],
-    lies: Sequence[Lie | None],
+    layouts: Sequence[ArrayLayout | None],
     results: Any,
     *,
     same: tuple[str, ...] = (),
 ) -> Any:
     """Run a function of arrays on each device's own shard; a None among the arrays is handed on.
 
-    `results` is a tree of how what it gives lies; over the axes `same` they do not differ. Where no
-    names were given, the function sees the arrays as they are.
+    `results` is a tree of the layouts of its results; over the axes `same` they do not differ.
+    Where no names were given, the function sees the arrays as they are.
     """
     automatic = automatic_axes()
     given = [k for k, x in enumerate(arrays) if x is not None]
-    if not automatic or any(lies[k].spec is None for k in given):  # type: ignore[union-attr]
+    if not automatic or any(layouts[k].spec is None for k in given):  # type: ignore[union-attr]
         return body(*arrays)
 
     def of_given(*some: Any) -> Any:
@@ -198,9 +198,11 @@ def per_shard(
             every[k] = x
         return body(*every)
 
-    specs: Any = tuple(lies[k].spec for k in given)  # type: ignore[union-attr]
+    specs: Any = tuple(layouts[k].spec for k in given)  # type: ignore[union-attr]
     operands = [constrain(arrays[k], spec) for k, spec in zip(given, specs, strict=True)]
-    out = jax.tree.map(lambda lie: lie.spec, results, is_leaf=lambda lie: isinstance(lie, Lie))
+    out = jax.tree.map(
+        lambda layout: layout.spec, results, is_leaf=lambda layout: isinstance(layout, ArrayLayout)
+    )
     mapped = jax.shard_map(
         of_given, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False
     )

@@ -28,7 +28,7 @@ from shardlib._jaxpr import (
     scan_parts,
     variables,
 )
-from shardlib._on_use import has_layers
+from shardlib._stored_weights import has_layers
 from shardlib.pipeline._loop import Loop, Shapes, aside, body_of, outputs_behind
 
 Arrays = list[Any]

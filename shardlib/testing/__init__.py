@@ -2,8 +2,8 @@
 device.
 """
 
-from shardlib._moved import Moved as Moved
-from shardlib._moved import memory_traffic as memory_traffic
+from shardlib._memory_traffic import Moved as Moved
+from shardlib._memory_traffic import memory_traffic as memory_traffic
 from shardlib._traffic import Collective as Collective
 from shardlib._traffic import collectives as collectives
 from shardlib._traffic import summary as summary

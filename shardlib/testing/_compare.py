@@ -22,7 +22,7 @@ from shardlib._random import is_key
 from shardlib._rules import LAYERS, AxisRules, as_tuple, spec_axes
 from shardlib._tree import map_named, named_leaves
 from shardlib.train._init import init
-from shardlib.train._order import reordered
+from shardlib.train._layer_order import reordered
 from shardlib.train._state import State
 from shardlib.train._step import Step, train_step
 from shardlib.train._strategy import Strategy

@@ -14,8 +14,8 @@ from shardlib._random import is_key
 from shardlib._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, resolve, spec_axes
 from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
-from shardlib.train._order import orders
-from shardlib.train._state import State, united
+from shardlib.train._layer_order import orders
+from shardlib.train._state import State, combine
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def describe(state: State) -> Description:
 
     rows = tuple(
         row(path, leaf, remark(path, leaf.shape))
-        for tree in (united(state.params, state.frozen), state.rest)
+        for tree in (combine(state.params, state.frozen), state.rest)
         for path, leaf in named_leaves(tree)
     )
     of_optimizer = tuple(

@@ -22,7 +22,7 @@ from shardlib._rules import spec_axes
 from shardlib.collectives._compressed import Errors
 from shardlib.collectives._exact import Parameter
 from shardlib.train._exchange import pieces
-from shardlib.train._order import Mover, reordered, stacked_dim
+from shardlib.train._layer_order import Mover, reordered, stacked_dim
 from shardlib.train._state import Layout, State
 from shardlib.train._strategy import Strategy
 

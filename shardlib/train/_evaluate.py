@@ -20,6 +20,7 @@ from shardlib._rules import keep_axes
 from shardlib._tree import named_leaves
 from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, batches, check_batch, local_rows
+from shardlib.train._layer_order import check_order
 from shardlib.train._loss import (
     LossFunction,
     call_loss,
@@ -28,12 +29,11 @@ from shardlib.train._loss import (
     forward,
     with_row_keys,
 )
-from shardlib.train._order import check_order
-from shardlib.train._pipelined import Pipelined, checked
-from shardlib.train._state import Layout, State, united
+from shardlib.train._pipelined import Pipelined, refuse_if_it_would_hang
+from shardlib.train._state import Layout, State, combine
 from shardlib.train._step import check_compiles
 from shardlib.train._strategy import Strategy
-from shardlib.train._weights import uses, value, with_partitionable_lookups
+from shardlib.train._weights import evaluate_loss, step_parameters, with_partitionable_lookups
 
 
 def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
@@ -117,7 +117,9 @@ class Evaluation:
             *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)),
         )
         if kind not in self._programs:
-            self._programs[kind] = checked(self._compiled.lower(state, batch).compile())
+            self._programs[kind] = refuse_if_it_would_hang(
+                self._compiled.lower(state, batch).compile()
+            )
         return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
@@ -132,9 +134,9 @@ class Evaluation:
             return self._compiled.trace(state, shapes)
 
     def _run(self, state: State, batch: Any) -> dict[str, WeightedMean]:
-        strategy, params = self.strategy, united(state.params, state.frozen)
+        strategy, params = self.strategy, combine(state.params, state.frozen)
         named = place(state.layout.named, params)
-        used = uses(params, named, state.layout.splits(params), strategy, frozen=True)
+        used = step_parameters(params, named, state.layout.splits(params), strategy, frozen=True)
         means = partial(self._means, state.layout, used)
         if axes := strategy.manual_axes:
             same, mine = PartitionSpec(), PartitionSpec(strategy.data_axes or None)
@@ -175,5 +177,5 @@ class Evaluation:
                     total, self.strategy, used, params, dict(layout.names), inputs
                 ).value()
         else:
-            _, (means, _, _) = value(total, used, params, *inputs(0))
+            _, (means, _, _) = evaluate_loss(total, used, params, *inputs(0))
         return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means

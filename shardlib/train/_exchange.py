@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib._rules import keep_axes, spec_axes
 from shardlib.collectives._compressed import Errors, Pieces
-from shardlib.collectives._exact import Exchange, Parameter, Told, buckets
+from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
 from shardlib.optimizers._local import Local
 
 ErrorsByPath = dict[str, Errors]
@@ -208,7 +208,7 @@ class _Exchanged:
         owed: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
             owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]
-        means, left = self.exchange.average(own, described, Told(shared, owed, alive))
+        means, left = self.exchange.average(own, described, ExchangeInputs(shared, owed, alive))
         if self.exchange.keeps_errors:
             left = [jax.tree.map(lambda x: x[None], one) for one in left]
             errors = {one.path: one_left for one, one_left in zip(described, left, strict=True)}

@@ -40,8 +40,8 @@ from shardlib.train._init_checks import (
     describe_nothing_split,
     remarks,
 )
-from shardlib.train._order import check_layers, check_state, place_layers
-from shardlib.train._state import Layout, State, state_specs, strong, united
+from shardlib.train._layer_order import check_layers, check_state, place_layers
+from shardlib.train._state import Layout, State, combine, drop_weak_types, state_specs
 from shardlib.train._strategy import Strategy
 
 
@@ -118,7 +118,7 @@ def init(
         )
         found.setdefault("layout", layout)
         errors = {} if optimizer is None else layout.no_errors(params)
-        return strong(
+        return drop_weak_types(
             (count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count)
         )
 
@@ -126,7 +126,7 @@ def init(
         shapes = jax.eval_shape(build)
         _, params, frozen, opt_state, _, _, rest, *_ = shapes
         names, layout = found["names"], found["layout"]
-        parameters = united(params, frozen)
+        parameters = combine(params, frozen)
         check_names(
             names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, layout.rules
         )

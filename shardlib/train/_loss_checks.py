@@ -18,10 +18,10 @@ from shardlib._tree import named_leaves
 from shardlib.train._coupled import describe_coupled, facts
 from shardlib.train._examples import CONSTANT, with_examples
 from shardlib.train._loss import Returned
-from shardlib.train._state import united
+from shardlib.train._promoted_products import describe_widened, widened
+from shardlib.train._state import combine
 from shardlib.train._strategy import Strategy
 from shardlib.train._varying import describe_varying, sends_between, varying_outputs
-from shardlib.train._widened import describe_widened, widened
 
 
 def check_loss(
@@ -54,7 +54,7 @@ def check_loss(
         return
 
     def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
-        returned = call(united(params, frozen), *inputs(rest, index, examples))
+        returned = call(combine(params, frozen), *inputs(rest, index, examples))
         return (
             (returned.streams, returned.rest),
             _values_returned(returned.out),

@@ -14,7 +14,7 @@ from shardlib._tree import named_leaves
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._program import program_of
-from shardlib.train._order import loops_of, stacked_dim
+from shardlib.train._layer_order import loops_of, stacked_dim
 from shardlib.train._strategy import Strategy
 
 
@@ -105,7 +105,7 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def checked(compiled: Any) -> Any:
+def refuse_if_it_would_hang(compiled: Any) -> Any:
     """A compiled program, unless it would hang."""
     check_branches(collectives(compiled))
     return compiled

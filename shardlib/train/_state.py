@@ -12,14 +12,14 @@ from shardlib import _arrays as check_arrays
 from shardlib._flax import Definition, Names
 from shardlib._placement import Placement, by_names, like_parameters, place
 from shardlib._random import is_key
-from shardlib._region import Held
+from shardlib._region import StoredWeight
 from shardlib._relate import Relation
 from shardlib._rules import AxisRules, spec_axes
 from shardlib._tree import named_leaves
 from shardlib._zero import Split, split_further
 from shardlib.collectives._exact import Parameter
 from shardlib.train._exchange import ErrorsByPath, pieces
-from shardlib.train._order import place_layers, reordered
+from shardlib.train._layer_order import place_layers, reordered
 from shardlib.train._strategy import Strategy
 
 
@@ -139,7 +139,7 @@ class State:
         """
         state = reordered(self, natural=True)
         return self.layout.definition.merge(
-            united(state.params, state.frozen), state.streams, state.rest
+            combine(state.params, state.frozen), state.streams, state.rest
         )
 
     def with_weights(self, weights: Any) -> "State":
@@ -149,7 +149,7 @@ class State:
         Assigning to `params` is not the same: under some pipelines layers lie there in another
         order than the model's.
         """
-        of = united(self.params, self.frozen)
+        of = combine(self.params, self.frozen)
         given, here = (dict(named_leaves(tree)) for tree in (weights, of))
         if lost := [path for path in here if path not in given] or [
             path for path in given if path not in here
@@ -211,17 +211,17 @@ def state_specs(state: State) -> State:
     )
 
 
-def united(params: Any, frozen: Any) -> Any:
+def combine(params: Any, frozen: Any) -> Any:
     """All parameters of a model: those that move, and those that do not."""
     return jax.tree.map(
         lambda p, f: f if p is None else p,
         params,
         frozen,
-        is_leaf=lambda leaf: leaf is None or isinstance(leaf, Held),
+        is_leaf=lambda leaf: leaf is None or isinstance(leaf, StoredWeight),
     )
 
 
-def strong(tree: Any) -> Any:
+def drop_weak_types(tree: Any) -> Any:
     """The arrays with types of their own: of a weak type, as `jnp.asarray(2.0)` has it, a step
     would make another.
     """

@@ -41,6 +41,7 @@ from shardlib.train._adapted import adapted
 from shardlib.train._batches import batch_sharding, check_batch
 from shardlib.train._exchange import Gradient, Sender, exchange_gradients
 from shardlib.train._init_checks import check_sender
+from shardlib.train._layer_order import check_order
 from shardlib.train._loss import (
     NONFINITE,
     LossFunction,
@@ -52,11 +53,10 @@ from shardlib.train._loss import (
     with_row_keys,
 )
 from shardlib.train._loss_checks import check_loss
-from shardlib.train._order import check_order
-from shardlib.train._pipelined import Pipelined, checked
-from shardlib.train._state import Layout, State, state_specs, strong, united
+from shardlib.train._pipelined import Pipelined, refuse_if_it_would_hang
+from shardlib.train._state import Layout, State, combine, drop_weak_types, state_specs
 from shardlib.train._strategy import Strategy
-from shardlib.train._weights import Weights, uses, with_partitionable_lookups
+from shardlib.train._weights import Weights, step_parameters, with_partitionable_lookups
 
 Metrics = dict[str, jax.Array]
 
@@ -135,7 +135,7 @@ class Step:
                 state, batch = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch)
                 )
-            self._programs[kind] = checked(step.lower(state, batch).compile())
+            self._programs[kind] = refuse_if_it_would_hang(step.lower(state, batch).compile())
         return self._programs[kind]
 
     def trace(self, state: State, batch: Any) -> Any:
@@ -269,7 +269,7 @@ class Step:
             params, opt_state, errors, bad, of_gradient = self._update(
                 state, gradient, trained, metrics["loss"]
             )
-        params, opt_state, streams, rest = strong((params, opt_state, streams, rest))
+        params, opt_state, streams, rest = drop_weak_types((params, opt_state, streams, rest))
         after = state.replaced(
             step=state.step + 1, params=params, opt_state=opt_state, errors=errors,
             streams=streams, rest=rest,
@@ -309,7 +309,9 @@ class Step:
 
     def _uses(self, state: State, params: Any, frozen: bool) -> Any:
         named = place(state.layout.named, params)
-        return uses(params, named, state.layout.splits(params), self.strategy, frozen=frozen)
+        return step_parameters(
+            params, named, state.layout.splits(params), self.strategy, frozen=frozen
+        )
 
     def _update(
         self, state: State, made: Gradient, trained: Any, loss: jax.Array
@@ -394,7 +396,7 @@ class Step:
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
         total = with_partitionable_lookups(
-            partial(forward, call), united(trained, fixed), self.strategy
+            partial(forward, call), combine(trained, fixed), self.strategy
         )
         first_of_each = jax.tree.map(lambda x: x[0], scanned)
         check_loss(call, inputs, trained, fixed, rest, first_of_each, self.strategy)
@@ -407,7 +409,7 @@ class Step:
                 )
 
             with jax.named_scope("loss"):
-                of_all = united(trained, fixed), united(params, frozen), dict(layout.names)
+                of_all = combine(trained, fixed), combine(params, frozen), dict(layout.names)
                 made = Pipelined(total, self.strategy, *of_all, numbered)
                 (means, streams, rest), gradient = made.gradient()
                 summed = jax.tree.unflatten(jax.tree.structure(trained), gradient)

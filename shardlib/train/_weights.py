@@ -13,19 +13,19 @@ from jax.sharding import PartitionSpec
 
 from shardlib._annotate import constrain
 from shardlib._lookups import partitionable
-from shardlib._on_use import WHOLE, evaluate_on_use
 from shardlib._precision import cast
-from shardlib._region import Held, Weight
+from shardlib._region import StoredWeight, Weight
 from shardlib._rules import as_tuple, keep_axes, spec_axes
+from shardlib._stored_weights import WHOLE, evaluate_on_use
 from shardlib._tree import map_named
 from shardlib._zero import Split, gather, scatter, total
 from shardlib.collectives._exact import Exact, Parameter
-from shardlib.train._state import united
+from shardlib.train._state import combine
 from shardlib.train._strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class StepParameter:
     """One parameter in a step. What it does is done manual over the data axes, to a device's own
     part.
     """
@@ -165,14 +165,14 @@ class Use:
             )
 
 
-def uses(
+def step_parameters(
     tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *, frozen: bool
 ) -> Any:
-    """A `Use` for each of a tree of parameters, from their shapes, their specs by name and how ZeRO
-    splits them.
+    """A `StepParameter` for each of a tree of parameters, from their shapes, their specs by name
+    and how ZeRO splits them.
     """
     return map_named(
-        lambda path, leaf, spec: Use(
+        lambda path, leaf, spec: StepParameter(
             path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen
         ),
         tree,
@@ -185,13 +185,13 @@ def with_partitionable_lookups(total: Any, uses: Any, strategy: Strategy) -> Any
     return partitionable(total, jax.tree.map(lambda use: use.named, uses), strategy.batch_axes)
 
 
-def value(total: Any, uses: Any, params: Any, *others: Any) -> Any:
+def evaluate_loss(total: Any, uses: Any, params: Any, *others: Any) -> Any:
     """What `total(params, *others)` gives where nothing is differentiated: the uses are those of
     frozen parameters.
     """
     described = jax.tree.map(lambda use: use.weight(True) or WHOLE, uses)
     held = jax.tree.map(
-        lambda use, p: Held(use.start(p), None) if use.late else use.start(p), uses, params
+        lambda use, p: StoredWeight(use.start(p), None) if use.late else use.start(p), uses, params
     )
     if all(weight is WHOLE for weight in jax.tree.leaves(described)):
         return total(held, *others)
@@ -222,12 +222,12 @@ class Weights:
         Of what it has added to the sums, the gradient is None.
         """
         weights = [use.weight(last) for use in self.uses]
-        described = united(
+        described = combine(
             self.treedef.unflatten([weight or WHOLE for weight in weights]),
             jax.tree.map(lambda use: use.weight(last) or WHOLE, self.fixed),
         )
         fixed = jax.tree.map(
-            lambda use, h: Held(h, None) if use.late else h, self.fixed, self.fixed_held
+            lambda use, h: StoredWeight(h, None) if use.late else h, self.fixed, self.fixed_held
         )
         # The derivative is taken to what is whole, or to the zero that stands for what is not.
         at = [
@@ -237,13 +237,13 @@ class Weights:
 
         def loss(at: list[Any]) -> Any:
             if all(weight is WHOLE for weight in jax.tree.leaves(described)):
-                return total(united(self.treedef.unflatten(at), fixed), *others)
+                return total(combine(self.treedef.unflatten(at), fixed), *others)
             given = [
-                a if weight is None else Held(h, a, sums)
+                a if weight is None else StoredWeight(h, a, sums)
                 for weight, a, h, sums in zip(weights, at, self.held, self.sums, strict=True)
             ]
             return evaluate_on_use(
-                total, described, united(self.treedef.unflatten(given), fixed), *others
+                total, described, combine(self.treedef.unflatten(given), fixed), *others
             )
 
         (_, aux), gradient = jax.value_and_grad(loss, has_aux=True)(at)

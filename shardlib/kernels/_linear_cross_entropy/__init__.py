@@ -14,9 +14,9 @@ from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._linear_cross_entropy._reference import Loss
 from shardlib.kernels._shards import (
-    Lie,
+    ArrayLayout,
     Names,
-    lie,
+    layout_of,
     partitioned,
     per_shard,
     place,
@@ -75,8 +75,8 @@ def linear_cross_entropy(
     targets = check_arrays.as_array(OP, "targets", targets, "an array of whole numbers")
     _check(x, kernel, targets)
     check.text(OP, "vocab_name", vocab_name, "the name of the kernel's rows", optional=True)
-    of_x = lie(OP, x, names)
-    of_kernel = lie(OP, kernel, None if names is None else (vocab_name, names[-1]), "kernel")
+    of_x = layout_of(OP, x, names)
+    of_kernel = layout_of(OP, kernel, None if names is None else (vocab_name, names[-1]), "kernel")
     of_targets = of_x.of(*range(x.ndim - 1))
     rows = of_kernel.whole[0]
     loss = _loss(rows, vocab, z_loss, smoothing, cap, ignored)
@@ -98,16 +98,16 @@ class Call:
     """What is known of a call before its numbers are."""
 
     chosen: Chosen
-    of_x: Lie
-    of_kernel: Lie
-    of_targets: Lie
+    of_x: ArrayLayout
+    of_kernel: ArrayLayout
+    of_targets: ArrayLayout
     loss: Loss
 
     @property
     def over_vocab(self) -> tuple[str, ...]:
         return self.of_kernel.axes[0]
 
-    def automatic(self, of: Lie, *dims: int) -> tuple[str, ...]:
+    def automatic(self, of: ArrayLayout, *dims: int) -> tuple[str, ...]:
         """The automatic axes that split some dims of an array."""
         return (
             ()
@@ -132,9 +132,9 @@ def _forward(call: Call, x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
         )
         return losses.reshape(targets.shape), log_z.reshape(targets.shape)
 
-    lies = (call.of_x, call.of_kernel, call.of_targets)
+    layouts = (call.of_x, call.of_kernel, call.of_targets)
     losses, log_z = per_shard(
-        here, (x, kernel, targets), lies, (call.of_targets,) * 2, same=call.over_vocab
+        here, (x, kernel, targets), layouts, (call.of_targets,) * 2, same=call.over_vocab
     )
     return losses, (x, kernel, targets, log_z)
 
@@ -159,9 +159,9 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
         of_kernel = lax.psum(of_kernel, over_rows) if over_rows else of_kernel
         return of_x.reshape(x.shape).astype(x.dtype), of_kernel
 
-    lies = (call.of_x, call.of_kernel, call.of_targets, call.of_targets, call.of_targets)
+    layouts = (call.of_x, call.of_kernel, call.of_targets, call.of_targets, call.of_targets)
     operands = varying_alike(x, kernel, targets, log_z, gradient)
-    of_x, of_kernel = per_shard(here, operands, lies, (call.of_x, call.of_kernel))
+    of_x, of_kernel = per_shard(here, operands, layouts, (call.of_x, call.of_kernel))
     return of_x, of_kernel, None
 
 
@@ -205,7 +205,7 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
         )
 
 
-def _check_whole_width(of_x: Lie) -> None:
+def _check_whole_width(of_x: ArrayLayout) -> None:
     if of_x.axes[-1]:
         raise ValueError(
             f"`{OP}`: the width of `x` is split over `{', '.join(of_x.axes[-1])}`, and every logit "

@@ -11,7 +11,15 @@ from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
 from shardlib._rules import as_tuple
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
-from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, varying, varying_alike
+from shardlib.kernels._shards import (
+    ArrayLayout,
+    Names,
+    layout_of,
+    partitioned,
+    per_shard,
+    varying,
+    varying_alike,
+)
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
@@ -100,7 +108,7 @@ def _norm(
     )
     epsilon = check.number(op, "epsilon", epsilon, "a number", least=0)
     _check(op, x, scale, bias, residual)
-    of_x = lie(op, x, names)
+    of_x = layout_of(op, x, names)
     arrays = {"x": (x, of_x), "residual": (residual, of_x)}
     arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
     here = {
@@ -124,7 +132,7 @@ class Call:
     """What is known of a call before its numbers are."""
 
     chosen: Chosen
-    of_x: Lie
+    of_x: ArrayLayout
     epsilon: float
     centred: bool
 
@@ -134,7 +142,7 @@ class Call:
         return {"epsilon": self.epsilon, "centred": self.centred, **axes, **self.chosen.options}
 
     @property
-    def of_row(self) -> Lie:
+    def of_row(self) -> ArrayLayout:
         return self.of_x.of(len(self.of_x.shape) - 1)
 
     @property
@@ -152,8 +160,8 @@ class Call:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
     here = partial(call.chosen.implementation.forward, **call.options)
-    lies = (call.of_x, call.of_x, call.of_row, call.of_row)
-    return per_shard(here, (x, residual, scale, bias), lies, (call.of_x, call.of_x))
+    layouts = (call.of_x, call.of_x, call.of_row, call.of_row)
+    return per_shard(here, (x, residual, scale, bias), layouts, (call.of_x, call.of_x))
 
 
 def _forward(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
@@ -175,10 +183,10 @@ def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, 
             for one in of_rows
         )
 
-    lies = (call.of_x, call.of_row, call.of_x, call.of_x)
+    layouts = (call.of_x, call.of_row, call.of_x, call.of_x)
     operands = (h, scale, gradient, of_h if added else None)
     results = (call.of_x, *(None if one is None else call.of_row for one in (scale, bias)))
-    of_x, *of_rows = per_shard(here, operands, lies, results)
+    of_x, *of_rows = per_shard(here, operands, layouts, results)
     rounded = (
         None if one is None else of.astype(one.dtype)
         for one, of in zip((scale, bias), of_rows, strict=True)

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
-from shardlib.kernels._shards import Lie, Names, lie, partitioned, per_shard, place, varying_alike
+from shardlib.kernels._shards import (
+    ArrayLayout,
+    Names,
+    layout_of,
+    partitioned,
+    per_shard,
+    place,
+    varying_alike,
+)
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
@@ -54,7 +62,7 @@ def softmax(
         "softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient"
     )
     where = _checked(x, where, causal)
-    of_x = lie("softmax", x, names)
+    of_x = layout_of("softmax", x, names)
     if causal and of_x.whole[-1] != of_x.whole[-2]:
         raise ValueError(
             f"`softmax(causal=True)` of {list(of_x.whole)}: {of_x.whole[-2]} queries and "
@@ -79,8 +87,8 @@ class Call:
     """What is known of a call before its numbers are."""
 
     chosen: Chosen
-    of_x: Lie
-    of_where: Lie | None
+    of_x: ArrayLayout
+    of_where: ArrayLayout | None
     scale: float
     causal: bool
 
@@ -121,7 +129,7 @@ def _backward(call: Call, y: jax.Array, gradient: jax.Array) -> tuple[jax.Array,
 _softmax.defvjp(_forward, _backward)
 
 
-def _here(x: jax.Array, of_x: Lie) -> jax.ShapeDtypeStruct:
+def _here(x: jax.Array, of_x: ArrayLayout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(of_x.here, x.dtype)
 
 

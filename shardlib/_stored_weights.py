@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
 from shardlib._jaxpr import CALLS, JITS, REMATS, Stretch, inputs_of, scan_parts, variables
-from shardlib._region import Root, Weight, because, enter, reader_of, use
+from shardlib._region import Weight, WeightSlice, bind_whole_weight, reader_of, use, with_source_of
 
 MARK = "shardlib_layer"
 """The name of the `jax.jit` around a marked block, by which it is known in what was traced."""
@@ -44,7 +44,8 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args
     """`function(params, *args)`, where each parameter that has a `Weight` is whole only where it is
     used.
 
-    `weights` has a `Weight` or `WHOLE` for each parameter, `held` a `Held` or the parameter itself.
+    `weights` has a `Weight` or `WHOLE` for each parameter, `held` a `StoredWeight` or the parameter
+    itself.
     """
     described, treedef = jax.tree.flatten(weights)
     given = treedef.flatten_up_to(held)
@@ -55,7 +56,7 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
     inputs: list[Any] = []
     for weight, one in zip(described, given, strict=True):
-        inputs.append(Root(weight, *one) if isinstance(weight, Weight) else one)
+        inputs.append(WeightSlice(weight, *one) if isinstance(weight, Weight) else one)
     results = _evaluate(traced.jaxpr, traced.consts, [*inputs, *jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -70,18 +71,18 @@ class _Derived:
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, Root | _Derived)
+    return isinstance(value, WeightSlice | _Derived)
 
 
-def _roots(value: Any) -> Iterable[Root]:
-    if isinstance(value, Root):
+def _roots(value: Any) -> Iterable[WeightSlice]:
+    if isinstance(value, WeightSlice):
         yield value
     elif isinstance(value, _Derived):
         for one in value.inputs:
             yield from _roots(one)
 
 
-Entry = Any  # an array, a `Root` or a `_Derived`
+Entry = Any  # an array, a `WeightSlice` or a `_Derived`
 
 
 def _evaluate(
@@ -143,14 +144,14 @@ def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
     """Of the inputs of a jaxpr, let the weights enter that are stored whole and are not taken layer
     by layer.
     """
-    entered: dict[Root, Any] = {}
+    entered: dict[WeightSlice, Any] = {}
 
     def enters(var: Any, value: Entry) -> bool:
         roots = [root for root in _roots(value) if root.weight.whole is None]
-        if not roots or _is_layered(jaxpr, var, roots[0], picked=isinstance(value, Root)):
+        if not roots or _is_layered(jaxpr, var, roots[0], picked=isinstance(value, WeightSlice)):
             return False
         if roots[0] not in entered:
-            entered[roots[0]] = enter(roots[0], reader_of(jaxpr, var))
+            entered[roots[0]] = bind_whole_weight(roots[0], reader_of(jaxpr, var))
         return True
 
     return [
@@ -159,7 +160,7 @@ def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
     ]
 
 
-def _is_layered(jaxpr: Jaxpr, var: Any, root: Root, picked: bool = True) -> bool:
+def _is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, picked: bool = True) -> bool:
     """Whether all that becomes of a stack of weights is that one loop takes them one by one, or
     that numbers pick some.
     """
@@ -182,7 +183,7 @@ def _is_layered(jaxpr: Jaxpr, var: Any, root: Root, picked: bool = True) -> bool
     return picked and None not in numbers and len(set(numbers)) == len(numbers)
 
 
-def _number_picked(jaxpr: Jaxpr, equation: Any, root: Root) -> int | None:
+def _number_picked(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
     """Which layer of a stack an equation picks by its number, to take it as it is."""
     shape = (1, *root.weight.shape[root.taken + 1 :])
     if equation.primitive.name != "slice" or equation.outvars[0].aval.shape != shape:
@@ -227,13 +228,13 @@ def _derive(jaxpr: Jaxpr, equation: Any, read: list[Any]) -> Entry:
         and equation.params["dimensions"] == (0,)
         and isinstance(of, _Derived)
         and of.equation.primitive.name == "slice"
-        and isinstance(root := of.inputs[0], Root)
+        and isinstance(root := of.inputs[0], WeightSlice)
         and root.taken < root.weight.stacked
         and of.equation.outvars[0].aval.shape == (1, *root.weight.shape[root.taken + 1 :])
     ):
         layer = root.at(of.equation.params["start_indices"][0])  # one of a stack, by its number
         return (
-            enter(layer, reader_of(jaxpr, equation.outvars[0]))
+            bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
             if root.weight.whole is None
             else layer
         )
@@ -244,8 +245,8 @@ def _made_whole(value: Entry) -> Any:
     return _region(lambda values: values, [value])[0] if _is_weight(value) else value
 
 
-def _resolve(value: Entry, whole: dict[Root, Any]) -> Any:
-    if isinstance(value, Root):
+def _resolve(value: Entry, whole: dict[WeightSlice, Any]) -> Any:
+    if isinstance(value, WeightSlice):
         return whole[value]
     if isinstance(value, _Derived):
         make = Stretch(
@@ -261,7 +262,7 @@ def _resolve(value: Entry, whole: dict[Root, Any]) -> Any:
 def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> list[Any]:
     """Call a function of arrays, the weights among its inputs whole for the time of the call."""
     roots = list(dict.fromkeys(root for value in inputs for root in _roots(value)))
-    entered = {root: enter(root, None) for root in roots if root.weight.whole is None}
+    entered = {root: bind_whole_weight(root, None) for root in roots if root.weight.whole is None}
     roots = [root for root in roots if root not in entered]
     inputs = [
         _resolve(value, entered) if entered.keys() & set(_roots(value)) else value
@@ -269,7 +270,7 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> 
     ]
     plain = [value for value in inputs if not _is_weight(value)]
 
-    def body(plain: list[Any], whole: dict[Root, Any]) -> list[Any]:
+    def body(plain: list[Any], whole: dict[WeightSlice, Any]) -> list[Any]:
         rest = iter(plain)
         return function(
             [_resolve(value, whole) if _is_weight(value) else next(rest) for value in inputs]
@@ -334,12 +335,12 @@ def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     )
 
 
-def _replaced(value: Entry, now: dict[Root, Root]) -> Entry:
+def _replaced(value: Entry, now: dict[WeightSlice, WeightSlice]) -> Entry:
     if isinstance(value, _Derived):
         return _Derived(
             value.jaxpr, value.equation, tuple(_replaced(one, now) for one in value.inputs)
         )
-    return now.get(value, value) if isinstance(value, Root) else value
+    return now.get(value, value) if isinstance(value, WeightSlice) else value
 
 
 def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
@@ -393,17 +394,17 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
         )
 
     plain = [value for value in scanned if not _is_weight(value)]
-    carry, stacked = because(
+    carry, stacked = with_source_of(
         equation, scan, before, plain, [root.scanned for root in roots], deep=False
     )
     return _picked(stretch, [*carry, *stacked])
 
 
-def _stack(value: Entry) -> Root | None:
+def _stack(value: Entry) -> WeightSlice | None:
     """The stacked weight of which each iteration gets one: as it is, or in another dtype."""
     while isinstance(value, _Derived) and value.equation.primitive.name == "convert_element_type":
         (value,) = value.inputs
-    return value if isinstance(value, Root) else None
+    return value if isinstance(value, WeightSlice) else None
 
 
 _HOW: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
