@@ -59,6 +59,7 @@ KINDS = {
 ROOMS = (
     "",
     "collectives",
+    "planning",
     "optimizers",
     "experts",
     "kernels",
