@@ -247,9 +247,8 @@ def judged(attempt: Callable[[], str]) -> tuple[str, str]:
                 f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})",
             )
     for one in said:
-        if different and issubclass(
-            one.category, UserWarning
-        ):  # those of libraries about themselves are of other kinds
+        # Those of libraries about themselves are of other kinds.
+        if different and issubclass(one.category, UserWarning):
             return "refused", f"{different}, with the warning: {one.message}"
     return ("silent", different) if different else ("ran", "")
 

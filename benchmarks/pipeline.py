@@ -130,9 +130,8 @@ def simulated() -> dict[str, Any]:
     table5: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
     for row in PUBLISHED:
         for name, found, share in published(row):
-            over = (
-                abs(found - share) if name not in COSTED else max(0.0, found - share)
-            )  # what is searched may be better
+            # What is searched may be better.
+            over = abs(found - share) if name not in COSTED else max(0.0, found - share)
             table5[name] = max(table5[name], over)
     return {
         "worst_difference": max(worst, *table5.values()), "worst_held": max(0.0, held),

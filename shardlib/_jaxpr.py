@@ -118,9 +118,8 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
                 inner, constants = (
                     (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
                 )
-                if not any(
-                    map(line_of, inner.eqns)
-                ):  # what was traced before, for another call, has no line of this one
+                # What was traced before, for another call, has no line of this one.
+                if not any(map(line_of, inner.eqns)):
                     inner = relocated(inner, equation.source_info.traceback, deep=True)
                 values.update(zip(equation.outvars, evaluate(inner, constants, given), strict=True))
             else:

@@ -129,9 +129,8 @@ def _search(
                     queue,
                     ((cost + lacking, steps + 1), next(found), cost, step.after, (*path, step)),
                 )
-    raise AssertionError(
-        f"no way from {start} to {end}"
-    )  # there always is one: sum and gather everything, and slice
+    # There always is one: sum and gather everything, and slice.
+    raise AssertionError(f"no way from {start} to {end}")
 
 
 def _steps(

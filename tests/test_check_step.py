@@ -60,9 +60,8 @@ def mean_of_means(model, batch, rng):
 
 
 def alike(model, batch, rng):
-    kept = jax.random.bernoulli(
-        jax.random.key(7), 0.5, batch["mask"].shape
-    )  # no key of the step's: the same everywhere
+    # No key of the step's: the same everywhere.
+    kept = jax.random.bernoulli(jax.random.key(7), 0.5, batch["mask"].shape)
     return sl.weighted_mean(jnp.sum(errors(model, batch) * kept), batch["mask"].size)
 
 

@@ -1061,9 +1061,8 @@ def test_every_flipped_bit_is_noticed(learned, name):
                 all_of(opened)
             (learned.folder / "suspect").unlink()
         else:
-            called = (
-                r"[\w.]+" if name == "sha256sums" else name
-            )  # a digest that differs from its file may be either's fault
+            # A digest that differs from its file may be either's fault.
+            called = r"[\w.]+" if name == "sha256sums" else name
             assert re.fullmatch(f"`{called}` is not as it was written", str(opened))
         path.write_bytes(whole)
     assert all_of(store_room._open(learned.folder, learned.corpus)) == expected

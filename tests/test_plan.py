@@ -214,9 +214,8 @@ def test_a_step_for_the_devices_at_hand_is_planned_for_a_tpu():
     step, state, batch = layers_step("data=8")
     found = sl.plan(step, state, batch, "tpu:v5e:2x4")
     assert found.chip.name == "v5e" and found.fits and found.devices == 8
-    assert (
-        sum(one.operand_bytes for one in found.collectives) == LAYERS * MATRIX + 16
-    )  # the loss, its weight, and two numbers of what is not finite
+    # The loss, its weight, and two numbers of what is not finite.
+    assert sum(one.operand_bytes for one in found.collectives) == LAYERS * MATRIX + 16
 
 
 def test_layouts_that_the_partitioner_gave_up_on_are_remarked():

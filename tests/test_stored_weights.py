@@ -266,9 +266,8 @@ def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
         for stage in (2, 3)
     )
     assert stage_2 > depth * layer
-    assert (
-        stage_3 < depth * layer // 8 + 3 * layer
-    )  # the shards of the gradient, and a layer: its weights, its gradient
+    # The shards of the gradient, and a layer: its weights, its gradient.
+    assert stage_3 < depth * layer // 8 + 3 * layer
 
 
 LAYERS = {

@@ -47,9 +47,8 @@ def test_an_evaluation_gathers_what_is_split_once_and_sums_nothing_but_the_loss(
     # A CPU's compiler may send what is asked for in bfloat16 as float32.
     gathered = sum(one.total_bytes for one in found.collectives if one.kind == "all-gather")
     width = 4 if platform == "cpu" else 2
-    again = (
-        CONFIG.dims["vocab"] * CONFIG.width if stage == 3 else 0
-    )  # the table, where it is embedding and where it is head
+    # The table, where it is embedding and where it is head.
+    again = CONFIG.dims["vocab"] * CONFIG.width if stage == 3 else 0
     assert (
         gathered <= (size + again) * width * 7 // 8 * 1.01 and gathered >= size * 2 * 7 // 8 * 0.98
     )

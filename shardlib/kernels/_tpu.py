@@ -23,10 +23,8 @@ VMEM = {
     "TPU v5 lite": 100,
     "TPU v6 lite": 100,
 }
-CORES = {
-    "TPU v4": 2,
-    "TPU v5": 2,
-}  # that a device has and a grid is shared out to; of all others one
+# That a device has and a grid is shared out to; of all others one.
+CORES = {"TPU v4": 2, "TPU v5": 2}
 LANES = 128
 # For blocks and what is computed of them: more hides no more of the memory's latency.
 COMFORTABLE = 12 * MIB

@@ -46,9 +46,8 @@ class _Rounds:
             )
             for stage in range(stages)
         ]
-        self.table = Table(
-            tuple(shape), self.placement
-        )  # of one microbatch: who waits for whom, and what takes how long
+        # Of one microbatch: who waits for whom, and what takes how long.
+        self.table = Table(tuple(shape), self.placement)
         self.orders: list[list[Op]] = [[] for _ in range(stages)]
         self.end: dict[Op, float] = {}
         self.now, self.held, self.waited = ([0.0] * stages for _ in range(3))

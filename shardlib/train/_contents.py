@@ -83,9 +83,8 @@ def as_leaf(like: Any, words: Any, read: Any) -> Any:
     if not is_key(like):
         return read
     of: list[Any] = []
-    jax.eval_shape(
-        lambda keys: of.append(jax.random.key_impl(keys)), like
-    )  # which `like`, when abstract, does not tell
+    # Which `like`, when abstract, does not tell.
+    jax.eval_shape(lambda keys: of.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(read, impl=of[0])
 
 
