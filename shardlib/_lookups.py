@@ -22,6 +22,7 @@ only:
 Scatters, sorts and `top_k` are treated alike, because they or their derivatives are lookups too.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,9 +142,10 @@ class _Rewriting:
             dims = equation.params["dimension_numbers"].start_index_map
             axes = tuple(axis for dim in dims for axis in as_tuple(spec[dim]))
             if axes and _picks_whole_rows(equation):
+                batch_axes = self.batch_axes if indices.varies else frozenset()
                 return _replaced(
                     equation,
-                    lambda x, i: _looked_up_in_parts(equation, _laid_out(x, spec), i, axes),
+                    lambda x, i: _looked_up_in_parts(equation, x, i, axes, spec, batch_axes),
                 )
             spec = PartitionSpec(
                 *(None if dim in dims else entry for dim, entry in enumerate(spec))
@@ -245,48 +247,115 @@ def _picks_whole_rows(equation: Any) -> bool:
 
 
 def _looked_up_in_parts(
-    equation: Any, table: jax.Array, indices: jax.Array, axes: tuple[str, ...]
+    equation: Any,
+    table: jax.Array,
+    indices: jax.Array,
+    axes: tuple[str, ...],
+    spec: PartitionSpec,
+    batch_axes: frozenset[str],
 ) -> jax.Array:
     """A lookup in a table that is split along the dim of the indices: each device adds what it has
     of the rows.
+
+    Args:
+        equation: the gather.
+        table: the table, which is laid out as `spec` says.
+        indices: which rows to take.
+        axes: the axes that split the dim that the indices select from.
+        spec: the layout of the table over the automatic axes.
+        batch_axes: the axes over which the indices may be split, by example.
     """
     dims, mode = equation.params["dimension_numbers"], equation.params["mode"]
     (dim,) = dims.start_index_map
+    table = _laid_out(table, spec)
+    layout = _layout_of_parts(equation, axes, spec, batch_axes)
     size, shape = table.shape[dim], equation.outvars[0].aval.shape
     in_place = [length for d, length in enumerate(shape) if d not in dims.offset_dims]
     broadcast = [1 if d in dims.offset_dims else length for d, length in enumerate(shape)]
+    slices = equation.params["slice_sizes"]
     if mode == lax.GatherScatterMode.CLIP:
         indices = jnp.clip(indices, 0, size - 1)
 
     def part(table: jax.Array, indices: jax.Array) -> jax.Array:
         rows = table.shape[dim]
         local = indices - (lax.axis_index(axes) * rows).astype(indices.dtype)
-        here = ((local >= 0) & (local < rows)).reshape(in_place).reshape(broadcast)
+        sizes = tuple(map(min, slices, table.shape))
 
         def take(table: jax.Array, indices: jax.Array) -> jax.Array:
-            sizes = tuple(equation.params["slice_sizes"])
             return lax.gather(
                 table, indices, dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
             )
 
         found = wide(take, table)(table, jnp.clip(local, 0, rows - 1))
+        here = lax.squeeze((local >= 0) & (local < rows), (local.ndim - 1,))
+        here = lax.expand_dims(here, dims.offset_dims)
         found = jnp.where(here, found, jnp.zeros((), found.dtype))
         # Summed in 32 bits: XLA's compiler for CPUs aborts on narrower sums where some axes are
         # left automatic.
         return lax.psum(found.astype(_of_32_bits(found.dtype)), axes).astype(found.dtype)
 
-    spec = PartitionSpec(*(axes if d == dim else None for d in range(table.ndim)))
     found = jax.shard_map(
         part,
-        in_specs=(spec, PartitionSpec()),
-        out_specs=PartitionSpec(),
-        axis_names=set(axes),
+        in_specs=(layout.table, layout.indices),
+        out_specs=layout.rows,
+        axis_names=set(layout.manual),
         check_vma=False,
     )(table, indices)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         inside = ((indices >= 0) & (indices < size)).reshape(in_place).reshape(broadcast)
         found = jnp.where(inside, found, _filling(equation.params["fill_value"], found.dtype))
     return found
+
+
+class _Layout(NamedTuple):
+    """The layouts in which each device looks up its own part."""
+
+    manual: tuple[str, ...]  # the axes over which a device sees its own shards
+    table: PartitionSpec
+    indices: PartitionSpec
+    rows: PartitionSpec
+
+
+def _layout_of_parts(
+    equation: Any, axes: tuple[str, ...], spec: PartitionSpec, batch_axes: frozenset[str]
+) -> _Layout:
+    """The layouts of a lookup in parts, manual over `axes` and over as few others as possible.
+
+    XLA of JAX 0.12 aborts on a `shard_map` inside another that leaves an axis automatic, unless its
+    axes come after those of the outer one in the mesh ("Manual axes must be sorted by mesh axis
+    index"). On such a mesh the lookup is manual over all axes: the table keeps its layout, and the
+    indices are split by example.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    table, indices = (atom.aval for atom in equation.invars)
+    dims = equation.params["dimension_numbers"]
+    (dim,) = dims.start_index_map
+    entries: list[Any] = [None] * table.ndim
+    entries[dim] = axes
+    places = {axis: place for place, axis in enumerate(mesh.axis_names)}
+    last = max((places[axis] for axis in mesh.manual_axes), default=-1)
+    if all(places[axis] > last for axis in axes):
+        return _Layout(axes, PartitionSpec(*entries), PartitionSpec(), PartitionSpec())
+    for d, entry in enumerate(spec):
+        if d != dim and equation.params["slice_sizes"][d] == table.shape[d]:
+            entries[d] = entry
+    used = spec_axes(PartitionSpec(*entries))
+    split = tuple(axis for axis in mesh.auto_axes if axis in batch_axes and axis not in used)
+    parts = math.prod(mesh.shape[axis] for axis in split)
+    by_example = split if indices.ndim > 1 and indices.shape[0] % parts == 0 else None
+    rows: list[Any] = [None] * equation.outvars[0].aval.ndim
+    kept = [d for d in range(table.ndim) if d not in dims.collapsed_slice_dims]
+    for place, d in zip(dims.offset_dims, kept, strict=True):
+        rows[place] = entries[d]
+    of_indices = [place for place in range(len(rows)) if place not in dims.offset_dims]
+    if of_indices:
+        rows[of_indices[0]] = by_example
+    return _Layout(
+        tuple(mesh.auto_axes),
+        PartitionSpec(*entries),
+        PartitionSpec(by_example),
+        PartitionSpec(*rows),
+    )
 
 
 def _of_32_bits(dtype: Any) -> Any:
