@@ -15,15 +15,15 @@ COMPILERS = {
 
 
 def pytest_configure(config):
-    os.environ.pop(
-        "COLUMNS", None
-    )  # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it
+    if any("::" in argument for argument in config.args) and config.option.markexpr == "not slow":
+        config.option.markexpr = ""  # a test that is asked for by its name is run
+    # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it.
+    os.environ.pop("COLUMNS", None)
     # With libtpu installed and no TPU, do not ask the metadata server for one.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["TPU_LOG_DIR"] = "disabled"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
-        "1"  # it guards one machine's TPUs; several processes may compile at once
-    )
+    # It guards one machine's TPUs; several processes may compile at once.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     if _for_gpu(config):
         # Several processes share its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -44,6 +44,7 @@ def _for_gpu(config):
     return config.option.markexpr == "gpu"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks that were asked for
 def pytest_collection_modifyitems(config, items):
     import jax
 
@@ -56,6 +57,9 @@ def pytest_collection_modifyitems(config, items):
         for marker, (module, command) in COMPILERS.items():
             if item.get_closest_marker(marker) and not _installed(module):
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}: {command}"))
+        compiled = any(item.get_closest_marker(marker) for marker in COMPILERS)
+        if compiled and not item.get_closest_marker("sentinel"):
+            item.add_marker(pytest.mark.slow)
 
 
 def _installed(module):

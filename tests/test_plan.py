@@ -209,6 +209,7 @@ def test_a_step_is_laid_out_on_another_machine():
         sl.plan(step, state, batch, "cpu:4")
 
 
+@pytest.mark.sentinel
 @pytest.mark.tpu_compiler
 def test_a_step_for_the_devices_at_hand_is_planned_for_a_tpu():
     step, state, batch = layers_step("data=8")
