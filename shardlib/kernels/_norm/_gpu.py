@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._gpu import call
@@ -126,7 +127,12 @@ def backward(
             of.store(*((ref, at, lambda piece: of.full(0.0)) for ref, at in sums))
 
             def of_turn(turn: jax.Array, _: None) -> None:
+                # In the last turn there may be no rows left: what another warpgroup writes is not
+                # written a second time.
                 first = (block + turn * blocks) * of.held
+                pl.when(first < there)(lambda: of_rows_from(first))
+
+            def of_rows_from(first: jax.Array) -> None:
                 at = jnp.minimum(first, there - of.held)
                 index = group * there + at
                 h, g, *added = (of.load(ref, index) for ref in inputs)
