@@ -13,7 +13,7 @@ exception), `silent` (a value, a gradient or a file differs from the reference, 
 or a warning), an `abort` (of the process) or a `hang`: of these there should be none, and the exit
 code says so. Any case can be drawn again from the seed and its number.
 
-On two cores some forty minutes; `--only meshes --meshes 50` is a taste.
+On two cores some twelve minutes; `--only meshes --meshes 50` is a taste.
 
     python -m benchmarks.strangers --json
 """
