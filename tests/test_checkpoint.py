@@ -281,14 +281,14 @@ def test_a_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
         with pytest.raises(ValueError, match="another model or optimizer") as error:
             checkpoints.restore(wider)
         assert (
-            "`params/blocks/mlp/up/kernel` is float32[2,64,16] there and float32[2,48,16] here"
+            "`params/blocks/mlp/up/kernel` is float32[2,64,16] in the checkpoint and float32[2,48,16] in the state"
             in str(error.value)
         )
         assert "params/embedding" not in str(error.value)
         other = start(STRATEGIES["stage 1"], optimizer=optax.sgd(0.1, momentum=0.9), abstract=True)
         with pytest.raises(
             ValueError,
-            match=r"`opt_state/0/nu/.*` is there alone.*`opt_state/0/trace/.*` is here alone",
+            match=r"`opt_state/0/nu/.*` is only in the checkpoint.*`opt_state/0/trace/.*` is only in the state",
         ):
             checkpoints.restore(other)
 

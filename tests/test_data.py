@@ -259,7 +259,9 @@ BAD_LINES = {
 def test_bad_lines(tmp_path, line):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(jsonl(["first"]) + line + b"\n" + jsonl(["third"]) + line)
-    with pytest.raises(ValueError, match=f"lines.jsonl`, {BAD_LINES[line]}.*Mend it, or pass over"):
+    with pytest.raises(
+        ValueError, match=f"lines.jsonl`, {BAD_LINES[line]}.*Fix it, or skip bad records"
+    ):
         read(path)
     documents, reading = read(path, bad="skip")
     assert documents == ["first", "third"]

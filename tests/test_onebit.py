@@ -449,7 +449,8 @@ def test_a_run_says_how_long_it_is(tmp_path):
         checkpoints.wait()
         plain = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", feedback=False))
         with pytest.raises(
-            ValueError, match="`errors/bias/worker` is there alone.*under the same exchange"
+            ValueError,
+            match="`errors/bias/worker` is only in the checkpoint.*under the same exchange",
         ):
             checkpoints.restore(sl.init(make, adam(4), plain, abstract=True))
     with sl.Checkpoints(tmp_path / "without") as checkpoints:

@@ -30,13 +30,13 @@ class Codec(Protocol):
     """What turns the last dim of an array of rows into bytes and back."""
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
-        """Rows `(n, elements)` as bytes `(n, size(elements))`; of what is not `alive` nothing need
-        come back.
+        """Rows `(n, elements)` as bytes `(n, size(elements))`. Elements that are not `alive` need
+        not be recovered by `decode`.
         """
         ...
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """What the rows were, about, in float32."""
+        """An approximation of the rows that were encoded, in float32."""
         ...
 
     def size(self, elements: int) -> int:

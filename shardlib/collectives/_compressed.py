@@ -40,11 +40,11 @@ class Pieces(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Those of a part; the last may be filled up."""
+        """The elements of a part; the last part may be padded."""
         return -(-self.size // (self.shared * self.workers))
 
     def errors(self, dtype: Any = jnp.float32) -> Errors:
-        """None owed, of one device."""
+        """The errors of one device before the first exchange: zero."""
         return Errors(
             jnp.zeros((self.workers, self.elements), dtype), jnp.zeros(self.elements, dtype)
         )

@@ -87,7 +87,7 @@ class Exchange:
 
 
 class ExchangeInputs(NamedTuple):
-    """What else an exchange is told, of each gradient."""
+    """What an exchange is given besides the gradients, for each of them."""
 
     # The axes along which it is the same on every device, for they do not split it.
     shared: Sequence[tuple[str, ...]]
@@ -121,12 +121,12 @@ class Exact(Exchange):
 
     @property
     def within(self) -> "Exact":
-        """All of it is exact."""
+        """The exchange itself, since all of it is exact."""
         return self
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """None: over all they are summed."""
+        """No axes: every gradient is summed exactly over all of them."""
         return ()
 
     def reduce(

@@ -73,7 +73,7 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
 def _bad(source: Source, corpus: Corpus, reading: Reading, where: str, reason: str) -> None:
     if corpus.bad == "stop":
         raise ValueError(
-            f"`{source.path}`, {where}: {reason}. Mend it, or pass over such records: `Corpus(..., "
+            f"`{source.path}`, {where}: {reason}. Fix it, or skip bad records: `Corpus(..., "
             'bad="skip")`.'
         )
     earlier = reading.skipped.get(source.path)

@@ -213,7 +213,7 @@ class _Across(NamedTuple):
         return self.lay_out(self._sent(x_GECM, split=1, joined=0), *self._by_expert)
 
     def to_tokens(self, y_GECM: jax.Array) -> jax.Array:
-        """And back."""
+        """From the devices of the experts back to those of the groups."""
         y_GECM = self.lay_out(y_GECM, *self._by_expert)
         return self.lay_out(self._sent(y_GECM, split=0, joined=1), *self._by_group)
 

@@ -87,7 +87,7 @@ class Top2:
 
     @property
     def choices(self) -> int:
-        """Two."""
+        """A token has two experts."""
         return 2
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:

@@ -98,7 +98,7 @@ class Cut:
         ]
 
     def unpacked(self, loop: int, sent: Arrays, *, back: bool = False) -> Arrays:
-        """And the other way."""
+        """The arrays that travel through a loop, or their gradients, out of what was sent."""
         return [sent[k] for k in self._places_of(loop, back)]
 
     # What is not in a loop.
@@ -187,11 +187,8 @@ class Cut:
                 )
         return one is other
 
-    # Of which of the outer weights, by their number among these, values are made, not through a
-    # loop.
-
     def reaching(self, wanted: Sequence[Any]) -> list[int]:
-        """Some values."""
+        """The outer weights, by number, that some values are computed from outside the loops."""
         found = frozenset().union(
             *(self.depends.get(atom, frozenset()) for atom in variables(wanted))
         )

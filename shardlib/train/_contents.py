@@ -113,13 +113,20 @@ def check_leaves(
         return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
 
     differing = [
-        *(f"`{path}` is {kind(saved[path])} there and {kind(leaf)} here" for path,
-        leaf in wanted.items()
-          if path in saved and kind(saved[path]) != kind(leaf)),
-        *(f"`{path}` is there alone, {kind(saved[path])}" for path in saved if path not in wanted),
-        *(f"`{path}` is here alone, {kind(leaf)}" for path,
-        leaf in wanted.items() if path not in saved),
-    ]  # fmt: skip
+        f"`{path}` is {kind(saved[path])} in the checkpoint and {kind(leaf)} in the state"
+        for path, leaf in wanted.items()
+        if path in saved and kind(saved[path]) != kind(leaf)
+    ]
+    differing += [
+        f"`{path}` is only in the checkpoint, {kind(leaf)}"
+        for path, leaf in saved.items()
+        if path not in wanted
+    ]
+    differing += [
+        f"`{path}` is only in the state, {kind(leaf)}"
+        for path, leaf in wanted.items()
+        if path not in saved
+    ]
     if differing:
         owed = any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys())
         exchange = (

@@ -80,7 +80,7 @@ class Description:
         if self.optimizer_rows:
             scalars = len(self.optimizer_rows) - len(own) - self.like_parameters
             said = [
-                f"{self.like_parameters} lie as their parameters do",
+                f"{self.like_parameters} sharded like their parameters",
                 f"{scalars} scalar" + "s" * (scalars != 1),
             ]
             said += [f"{len(own)} listed above"] if own else []

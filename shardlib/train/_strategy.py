@@ -46,9 +46,9 @@ class Strategy:
     - `nonfinite`: what happens to a step whose gradient is not finite: it is counted; and `"skip"`
       leaves parameters and optimizer as they were, `"count"` takes the step all the same, so that
       one bad batch may make every parameter nan.
-    - `remat`: what is kept for the backward pass: `"none"` of it recomputed; `"full"`, the inputs
-      alone of blocks marked with `sl.remat`; `"stage"`, under a pipeline, what was sent to each
-      stage alone, and again inputs of its blocks alone.
+    - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
+      only the inputs of blocks marked with `sl.remat`; `"stage"`, under a pipeline, keeps only what
+      was sent to each stage, and, while a stage is recomputed, only the inputs of its blocks.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
       of data what `sl.collectives` has, `sl.collectives.OneBit("pod")`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis

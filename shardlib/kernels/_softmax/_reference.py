@@ -1,9 +1,8 @@
 """Masked, scaled softmax in plain JAX: the specification.
 
-Of each row, `exp(z - max z) / sum exp(z - max z)` with `z = scale * x`, in float32 or wider
+For each row, `exp(z - max z) / sum exp(z - max z)` with `z = scale * x`, in float32 or wider
 whatever the dtype of `x`. What the mask leaves out counts for nothing and is zero; a row of which
-nothing is left is zero. A number that is not one, or an infinity, makes of its row what this
-formula makes of it.
+nothing is left is zero. NaN and infinity propagate within their row, as the formula says.
 """
 
 import jax
