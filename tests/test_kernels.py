@@ -359,7 +359,18 @@ def test_names_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"kernels": "fastest", "fused_loss": True}, {"kernels": "tpu_simulated"}], ids=str
+    "changes",
+    [
+        {"kernels": "fastest", "fused_loss": True},
+        pytest.param(
+            {"kernels": "tpu_simulated"},
+            marks=pytest.mark.skipif(
+                jax.__version__.startswith("0.11."),
+                reason="simulated devices wait for each other forever beside JAX 0.11's simulator",
+            ),
+        ),
+    ],
+    ids=str,
 )
 def test_a_step_takes_them_by_configuration(changes):
     def after(**changes):
