@@ -357,12 +357,25 @@ def hierarchical(mesh: Mesh) -> tuple[Any, Any, Any]:
 
 
 HAND_WRITTEN = (
-    HandWritten("data_parallel", "data=8", "", data_parallel, {("all-reduce",
-    "data"): reduced(SQUARE + SCALAR)}),
-    HandWritten("accumulation", "data=8", "", accumulation, {("all-reduce",
-    "data"): reduced(SQUARE + SCALAR)}),
     HandWritten(
-        "gathered_in_the_loop", "data=8", "", gathered_in_the_loop,
+        "data_parallel",
+        "data=8",
+        "",
+        data_parallel,
+        {("all-reduce", "data"): reduced(SQUARE + SCALAR)},
+    ),
+    HandWritten(
+        "accumulation",
+        "data=8",
+        "",
+        accumulation,
+        {("all-reduce", "data"): reduced(SQUARE + SCALAR)},
+    ),
+    HandWritten(
+        "gathered_in_the_loop",
+        "data=8",
+        "",
+        gathered_in_the_loop,
         {
             ("all-gather", "data"): 2 * moved(SQUARE),
             ("reduce-scatter", "data"): moved(SQUARE),
@@ -370,26 +383,45 @@ HAND_WRITTEN = (
         },
     ),
     HandWritten(
-        "optimizer_in_shards", "data=8", "", optimizer_in_shards,
+        "optimizer_in_shards",
+        "data=8",
+        "",
+        optimizer_in_shards,
         {
             ("reduce-scatter", "data"): moved(SQUARE),
             ("all-gather", "data"): moved(SQUARE),
             ("all-reduce", "data"): reduced(SCALAR),
         },
     ),
-    HandWritten("tensor_parallel", "model=8", "", tensor_parallel, {("all-reduce",
-    "model"): 2 * LAYERS * reduced(STREAM)}),
     HandWritten(
-        "data_and_tensor", "data=2,model=4", "", data_and_tensor,
+        "tensor_parallel",
+        "model=8",
+        "",
+        tensor_parallel,
+        {("all-reduce", "model"): 2 * LAYERS * reduced(STREAM)},
+    ),
+    HandWritten(
+        "data_and_tensor",
+        "data=2,model=4",
+        "",
+        data_and_tensor,
         {
             ("all-reduce", "model"): 2 * LAYERS * reduced(STREAM, 4),
             ("all-reduce", "data"): reduced(2 * LAYERS * HIDDEN * WIDTH * 4 // 4 + SCALAR, 2),
         },
     ),
-    HandWritten("recomputed", "model=8", "", recomputed, {("all-reduce",
-    "model"): 2 * LAYERS * reduced(STREAM)}),
     HandWritten(
-        "sequence_parallel", "model=8", "", sequence_parallel,
+        "recomputed",
+        "model=8",
+        "",
+        recomputed,
+        {("all-reduce", "model"): 2 * LAYERS * reduced(STREAM)},
+    ),
+    HandWritten(
+        "sequence_parallel",
+        "model=8",
+        "",
+        sequence_parallel,
         {
             ("all-gather", "model"): 2 * LAYERS * moved(8 * STREAM // 4),
             ("reduce-scatter", "model"): 2 * LAYERS * moved(8 * STREAM // 4),
@@ -397,21 +429,37 @@ HAND_WRITTEN = (
         },
     ),
     HandWritten(
-        "ring", "seq=8", "", ring,
-        {("collective-permute", "seq"): 2 * 8 * STREAM, ("all-reduce",
-        "seq"): reduced(MATRIX + SCALAR)},
+        "ring",
+        "seq=8",
+        "",
+        ring,
+        {
+            ("collective-permute", "seq"): 2 * 8 * STREAM,
+            ("all-reduce", "seq"): reduced(MATRIX + SCALAR),
+        },
     ),
     HandWritten(
-        "all_to_all", "seq=8", "", all_to_all,
-        {("all-to-all", "seq"): 4 * LAYERS * moved(STREAM), ("all-reduce",
-        "seq"): reduced(SQUARE + SCALAR)},
+        "all_to_all",
+        "seq=8",
+        "",
+        all_to_all,
+        {
+            ("all-to-all", "seq"): 4 * LAYERS * moved(STREAM),
+            ("all-reduce", "seq"): reduced(SQUARE + SCALAR),
+        },
     ),
     HandWritten(
-        "nested_loops", "model=8", "", nested_loops,
+        "nested_loops",
+        "model=8",
+        "",
+        nested_loops,
         {("all-reduce", "model"): 3 * LAYERS * reduced(STREAM) + reduced(SCALAR)},
     ),
     HandWritten(
-        "hierarchical", "pod=2,data=4", "pod", hierarchical,
+        "hierarchical",
+        "pod=2,data=4",
+        "pod",
+        hierarchical,
         {
             ("reduce-scatter", "data"): moved(SQUARE, 4),
             ("all-reduce", "pod"): reduced(SQUARE // 4, 2),
@@ -419,4 +467,4 @@ HAND_WRITTEN = (
             ("all-reduce", "data"): reduced(SCALAR, 4),
         },
     ),
-)  # fmt: skip
+)

@@ -161,9 +161,12 @@ def main() -> None:
         nonlocal worst, programs
         ratios[name][what] = sent / exact
         worst, programs = max(worst, sent / formula, formula / sent), programs + 1
-        print(f"{name:7} {what:34} {sent:>12,} bytes, {sent / exact:.5f} of float32, "
-              f"{sent / formula:.4f} of the formula",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{name:7} {what:34} {sent:>12,} bytes, {sent / exact:.5f} of float32, "
+            f"{sent / formula:.4f} of the formula",
+            file=sys.stderr,
+            flush=True,
+        )
 
     reduced = 2 * 4 * ELEMENTS * (DEVICES - 1) / DEVICES
     for machine in arguments.machines.split(","):

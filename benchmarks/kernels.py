@@ -112,9 +112,11 @@ def arrays_of(op: str, dtype: str, shape: tuple[int, ...]) -> list[jax.ShapeDtyp
     if op == HEAD:
         rows, width, vocab = shape
         return [
-            like((rows, width), dtype), like((vocab, width), dtype), like((rows,), "int32"),
-            like((rows,), "float32")
-        ]  # fmt: skip
+            like((rows, width), dtype),
+            like((vocab, width), dtype),
+            like((rows,), "int32"),
+            like((rows,), "float32"),
+        ]
     x = like(shape, dtype)
     return [x, x, like(shape[1:], "float32"), *[x] * OPS[op].outs]
 

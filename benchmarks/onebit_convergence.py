@@ -100,11 +100,12 @@ def restart(steps: int) -> tuple[int, float]:
     strategies = [
         sl.Strategy(
             mesh=sl.make_mesh(f"data={devices}", devices=jax.devices()[:devices]),
-            rules=sl.rules.data, clip=1.0,
+            rules=sl.rules.data,
+            clip=1.0,
             exchange=sl.collectives.OneBit("data"),
         )
         for devices in (DEVICES, DEVICES // 2)
-    ]  # fmt: skip
+    ]
     make = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
     source = windows(texts()[1], 0)
 

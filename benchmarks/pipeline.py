@@ -134,12 +134,13 @@ def simulated() -> dict[str, Any]:
             over = abs(found - share) if name not in COSTED else max(0.0, found - share)
             table5[name] = max(table5[name], over)
     return {
-        "worst_difference": max(worst, *table5.values()), "worst_held": max(0.0, held),
+        "worst_difference": max(worst, *table5.values()),
+        "worst_held": max(0.0, held),
         "formulas": cases,
-        "formulas_worst": worst, "table5_worst": {name: round(one, 5) for name,
-        one in table5.items()},
+        "formulas_worst": worst,
+        "table5_worst": {name: round(one, 5) for name, one in table5.items()},
         "bubble_and_in_ticks_8_32": lockstep,
-    }  # fmt: skip
+    }
 
 
 def toy(layers: int) -> Any:
@@ -299,12 +300,13 @@ def efficiency(rounds: int) -> dict[str, Any]:
         **{
             name: sl.Strategy(mesh="stage=2,data=1", rules=rules, pipeline=schedule)
             for name, schedule in {
-                "eager-1f1b": sl.pipeline.Eager1F1B(2, count), "1f1b": sl.pipeline.OneFOneB(2,
-                count),
-                "gpipe": sl.pipeline.GPipe(2, count), "zb-h1": sl.pipeline.ZBH1(2, count),
+                "eager-1f1b": sl.pipeline.Eager1F1B(2, count),
+                "1f1b": sl.pipeline.OneFOneB(2, count),
+                "gpipe": sl.pipeline.GPipe(2, count),
+                "zb-h1": sl.pipeline.ZBH1(2, count),
             }.items()
         },
-    }  # fmt: skip
+    }
     steps: dict[str, list[Any]] = {}
     for name, strategy in kinds.items():
         state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adamw(1e-3), strategy)

@@ -54,24 +54,39 @@ CASES = (
     Case("automatic", strategy("data=2,model=4", manual=())),
     Case("accumulation", strategy("data=4,model=2", accumulate=2, precision="bf16")),
     Case("recomputed", strategy("data=4,model=2", remat="full")),
-    *(Case(f"zero_{stage}", strategy("data=4,model=2", zero=sl.Zero(stage, small=0),
-    accumulate=2)) for stage in (1, 2, 3)),
-    Case("presets", strategy("data=2,fsdp=2,model=2",
-    sl.rules.data | sl.rules.fsdp | sl.rules.tensor, zero=sl.Zero(3, small=0))),
+    *(
+        Case(
+            f"zero_{stage}", strategy("data=4,model=2", zero=sl.Zero(stage, small=0), accumulate=2)
+        )
+        for stage in (1, 2, 3)
+    ),
+    Case(
+        "presets",
+        strategy(
+            "data=2,fsdp=2,model=2",
+            sl.rules.data | sl.rules.fsdp | sl.rules.tensor,
+            zero=sl.Zero(3, small=0),
+        ),
+    ),
     Case("experts", strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor), EXPERTS),
-    Case("experts_zero_3", strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor,
-    zero=sl.Zero(3, small=0)), EXPERTS),
+    Case(
+        "experts_zero_3",
+        strategy("data=4,model=2", sl.rules.experts | sl.rules.tensor, zero=sl.Zero(3, small=0)),
+        EXPERTS,
+    ),
     Case(
         "pipeline_1f1b",
         strategy(
-            "stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.OneFOneB(2,
-            4)
+            "stage=2,data=2,model=2",
+            PRESETS | sl.rules.pipeline,
+            pipeline=sl.pipeline.OneFOneB(2, 4),
         ),
     ),
     Case(
         "pipeline_zb_v",
-        strategy("stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.ZBV(2,
-        4)),
+        strategy(
+            "stage=2,data=2,model=2", PRESETS | sl.rules.pipeline, pipeline=sl.pipeline.ZBV(2, 4)
+        ),
         gpt.tiny(layers=4, width=32, heads=4, context=16, vocab=64, tied=False),
     ),
     Case("int8", strategy("pod=2,data=4", PODS, exchange=sl.collectives.Quantised("pod", bits=8))),
@@ -80,7 +95,7 @@ CASES = (
         strategy("pod=2,data=4", PODS, exchange=sl.collectives.OneBit("pod"), zero=1),
         optimizer=lambda: sl.optimizers.onebit_adam(1e-3, freeze=4),
     ),
-)  # fmt: skip
+)
 
 
 def program(case: Case) -> str:

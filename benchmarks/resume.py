@@ -64,9 +64,12 @@ def start(folder: Path) -> subprocess.Popen[str]:
     ]
     return subprocess.Popen(
         [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "2", "--", *train],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def result(folder: Path) -> dict[str, object]:

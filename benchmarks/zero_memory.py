@@ -88,10 +88,11 @@ def columns(found: sl.Plan, stage: int, sizes: Sizes) -> dict[str, float]:
     if stage >= 2 and found.devices > 1:
         whole = {layer for _, layer in sizes}
         waiting = sum(
-            piece.size for piece in found.memory.pieces
-            if piece.kind == "gradients" and math.prod(map(int, re.findall(r"\d+",
-            piece.type.partition("[")[2]))) in whole
-        )  # fmt: skip
+            piece.size
+            for piece in found.memory.pieces
+            if piece.kind == "gradients"
+            and math.prod(map(int, re.findall(r"\d+", piece.type.partition("[")[2]))) in whole
+        )
     model = (
         kinds["parameters"]
         + kinds["optimizer state"]

@@ -113,10 +113,14 @@ class Muon:
     def make(self, steps: int) -> optax.GradientTransformation:
         """The optimizer for a run of so many steps."""
         return optax.contrib.muon(
-            self.schedule(steps), beta=self.momentum, weight_decay=self.weight_decay,
-            consistent_rms=self.reach, adam_b1=self.b1, adam_b2=self.b2,
+            self.schedule(steps),
+            beta=self.momentum,
+            weight_decay=self.weight_decay,
+            consistent_rms=self.reach,
+            adam_b1=self.b1,
+            adam_b2=self.b2,
             muon_weight_dimension_numbers=_kernels,
-        )  # fmt: skip
+        )
 
 
 def _check_rates(optimizer: AdamW | Muon) -> None:

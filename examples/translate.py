@@ -28,10 +28,15 @@ TOKENS = ["<pad>", "<first>", "<end>", " ", *LETTERS, *LETTERS.upper()]
 PAD, FIRST, END = 0, 1, 2
 LENGTH, BATCH, STEPS, EXPERTS = 16, 128, 600, 8
 CONFIG = translation.tiny(
-    width=64, hidden=64, context=LENGTH, vocab=len(TOKENS), experts=EXPERTS,
-    router=sl.experts.Top2(capacity=1.25), balance=0.5,
+    width=64,
+    hidden=64,
+    context=LENGTH,
+    vocab=len(TOKENS),
+    experts=EXPERTS,
+    router=sl.experts.Top2(capacity=1.25),
+    balance=0.5,
     group=BATCH // EXPERTS * LENGTH,
-)  # fmt: skip
+)
 
 
 def translated(text: str) -> str:

@@ -126,12 +126,21 @@ class GPTConfig:
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
         return sl.planning.Decoder(
-            layers=self.layers, width=self.width, heads=self.heads, sequence=self.context,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            sequence=self.context,
             vocab=self.dims["vocab"],
-            kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden, norm=self.norm,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            hidden=self.hidden,
+            norm=self.norm,
             mlp=self.mlp,
-            positions=self.positions, bias=self.bias, tied=self.tied, final_norm=self.norm_first,
-        )  # fmt: skip
+            positions=self.positions,
+            bias=self.bias,
+            tied=self.tied,
+            final_norm=self.norm_first,
+        )
 
 
 def _is_count(value: Any) -> bool:

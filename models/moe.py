@@ -129,12 +129,17 @@ class Experts(nnx.Module):
             return times(h_ENF, "down")
 
         y_BSD, stats = sl.experts.moe(
-            gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE), config.router, experts,
-            gate=self.router[...], weights=weights,
-            key=None if self.deterministic else key, group=config.group, form=config.form,
+            gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE),
+            config.router,
+            experts,
+            gate=self.router[...],
+            weights=weights,
+            key=None if self.deterministic else key,
+            group=config.group,
+            form=config.form,
             real=real_BS,
             names=gpt.WHOLE,
-        )  # fmt: skip
+        )
         return gpt.lay_out(y_BSD, gpt.WHOLE, gpt.RESIDUAL), stats
 
 

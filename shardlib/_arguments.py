@@ -233,10 +233,12 @@ def path(
     longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH:
         raise refusal(
-            function, argument, value,
+            function,
+            argument,
+            value,
             f"{takes}, of at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes; "
             f"this has {len(encoded):,}, and {longest:,}",
-        )  # fmt: skip
+        )
     return Path(written)
 
 

@@ -31,12 +31,17 @@ def pytest_configure(config):
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Machine code for simulated devices is made in a third of the time where nobody thinks long
     # about it; programs are as ever.
-    os.environ["XLA_FLAGS"] = " ".join([
-        "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
-        # Unknown later.
-        *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
-        os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8",
-    ])  # fmt: skip
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            # Unknown later.
+            *["--xla_cpu_use_fusion_emitters=false"]
+            * importlib.metadata.version("jaxlib").startswith("0.10."),
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=8",
+        ]
+    )
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # compile for GPUs, do not look for any
 
 

@@ -87,9 +87,15 @@ def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
                 )
             )(X)
         with pytest.raises(ValueError, match="names the axis `data`"):
-            jax.jit(jax.shard_map(lambda x: sl.split(x, 0, 2, axis="data"), in_specs=P("data"),
-            out_specs=P("data"),
-                                  axis_names={"data"}, check_vma=False))(X)  # fmt: skip
+            jax.jit(
+                jax.shard_map(
+                    lambda x: sl.split(x, 0, 2, axis="data"),
+                    in_specs=P("data"),
+                    out_specs=P("data"),
+                    axis_names={"data"},
+                    check_vma=False,
+                )
+            )(X)
 
 
 def test_no_rules_is_an_error_and_unsharded_says_on_purpose():

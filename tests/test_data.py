@@ -538,9 +538,11 @@ def test_it_is_described(tmp_path, capsys):
         "held out          0       0   0 B              -",
     ]
     assert lines[6] == "1 empty document left out"
-    assert lines[7].endswith("a.jsonl: 1 skipped, the first at line 4: not JSON (Expecting "
-                             "property name enclosed in double quotes: line 1 column 2 (char "
-                             "1))")  # fmt: skip
+    assert lines[7].endswith(
+        "a.jsonl: 1 skipped, the first at line 4: not JSON (Expecting "
+        "property name enclosed in double quotes: line 1 column 2 (char "
+        "1))"
+    )
     assert "1 skipped, the first at line 4" in capsys.readouterr().err
     assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
 
@@ -667,10 +669,22 @@ def start(lines, cache, count, others):
     """A process that builds, or waits for who does; it has not built before as many have begun."""
     # The thread that beats must not be told from a main thread that works.
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SLOW_BUILD, str(lines), str(cache), str(count),
-        str(others)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            SLOW_BUILD,
+            str(lines),
+            str(cache),
+            str(count),
+            str(others),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
 
 
 def until(condition):
@@ -857,9 +871,10 @@ def test_shares_make_the_batch(documents):
     for k, batch in enumerate(whole):
         assert same(batch, sequences.examples(np.arange(8 * k, 8 * k + 8)))
         assert [(name, one.shape, one.dtype) for name, one in batch.items()] == [
-            ("tokens", (8, 17), np.int32), ("segments", (8, 17), np.int32), ("mask", (8, 16),
-            np.float32)
-        ]  # fmt: skip
+            ("tokens", (8, 17), np.int32),
+            ("segments", (8, 17), np.int32),
+            ("mask", (8, 16), np.float32),
+        ]
     for shares in (2, 4, 8):
         readers = [
             sequences.local(slice(8 // shares * k, 8 // shares * (k + 1))) for k in range(shares)

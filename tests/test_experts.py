@@ -293,12 +293,15 @@ MESHES = {
     "one axis, automatic": ("data=8", sl.rules.experts, ()),
     "two experts each": ("data=4,model=2", sl.rules.experts | sl.rules.tensor, None),
     "with tensor, automatic": ("data=4,model=2", sl.rules.experts | sl.rules.tensor, ()),
-    "an axis of their own": ("data=2,expert=4", sl.rules.data | sl.AxisRules(experts="expert"),
-    None),
+    "an axis of their own": (
+        "data=2,expert=4",
+        sl.rules.data | sl.AxisRules(experts="expert"),
+        None,
+    ),
     "apart, of the batch too": ("data=2,expert=4", BOTH | sl.AxisRules(experts="expert"), None),
     "both axes": ("data=2,expert=4", BOTH | sl.AxisRules(experts=("data", "expert")), None),
     "sequence, too": ("data=4,model=2", sl.rules.experts | sl.rules.tensor_sequence, None),
-}  # fmt: skip
+}
 OPTIMIZER = optax.sgd(1.0)  # the change of a parameter is its gradient
 
 
@@ -376,10 +379,13 @@ def test_microbatches():
 
 def layer(**changes):
     options = {
-        "x": jnp.ones((4, 6, 8)), "router": TopK(2), "experts": lambda w, x: x @ w,
+        "x": jnp.ones((4, 6, 8)),
+        "router": TopK(2),
+        "experts": lambda w, x: x @ w,
         "gate": jnp.ones((8, 4)),
-        "weights": {"up": jnp.ones((4, 8, 8))}, **changes,
-    }  # fmt: skip
+        "weights": {"up": jnp.ones((4, 8, 8))},
+        **changes,
+    }
     x, router, experts = (options.pop(name) for name in ("x", "router", "experts"))
     weights = options.pop("weights")
     with sl.unsharded():

@@ -422,9 +422,9 @@ def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
     with sl.use(RULES, sl.make_mesh("data=8,model=1")):
         said = kernels.explain(model, X)
     assert [(call.op, call.runs, call.task) for call in said.calls] == [
-        ("softmax", "reference", "x: float32[1, 128]"), ("rms_norm", "reference",
-        "x: float32[8, 128]")
-    ]  # fmt: skip
+        ("softmax", "reference", "x: float32[1, 128]"),
+        ("rms_norm", "reference", "x: float32[8, 128]"),
+    ]
     assert "is a kernel for TPUs, and this is traced for cpu" in str(said)
     assert str(kernels.explain(jnp.sin, X)) == "No op of `shardlib.kernels` was called."
 
@@ -480,10 +480,12 @@ def test_a_race_in_a_kernel_would_be_found(capsys):
         copy.wait()
 
     run = pl.pallas_call(
-        reads_before_it_is_there, out_shape=X, in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        reads_before_it_is_there,
+        out_shape=X,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
         interpret=interpreted(True, X),
-    )  # fmt: skip
+    )
     try:
         jax.block_until_ready(run(X))
     except (

@@ -236,11 +236,26 @@ if jax.process_index() == {stopped}:
 time.sleep(90)  # longer than the tests wait, and shorter than the default would let it
 """)
     result = subprocess.run(
-        [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--",
-        sys.executable, str(path)],
-        capture_output=True, text=True, timeout=80, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | ({"SHARDLIB_HEARTBEAT_TIMEOUT": "6"} if how == "environment" else {}),
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "shardlib.launch",
+            "-n",
+            "2",
+            "--devices",
+            "1",
+            "--",
+            sys.executable,
+            str(path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT)}
+        | ({"SHARDLIB_HEARTBEAT_TIMEOUT": "6"} if how == "environment" else {}),
+    )
     assert result.returncode == 128 + signal.SIGABRT, result.stderr
     said = result.stderr[result.stderr.index("shardlib.launch: ") :]
     assert said.startswith(f"shardlib.launch: process {stopped} sent no heartbeats: it was stopped")

@@ -250,9 +250,12 @@ def test_of_several_processes_all_end_when_the_folder_is_lost(tmp_path):
     launch = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--"]
     run = subprocess.run(
         [*launch, sys.executable, str(script), str(folder)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=240,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=240,
         check=False,
-    )  # fmt: skip
+    )
     assert run.returncode == 1
     for process in (0, 1):
         assert f"[{process}] shardlib._lock.TakenError: " in run.stderr, run.stderr

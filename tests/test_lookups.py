@@ -255,10 +255,15 @@ def test_experts_beside_three_axes_equal_one_device():
     config = moe.tiny(layers=1, every=1, width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4)
     rules = PRESETS | sl.rules.experts | sl.AxisRules(batch=("data", "fsdp"))
     testing.check_step(
-        lambda: moe.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), moe.loss, TOKENS, rules,
+        lambda: moe.MoE(config, rngs=nnx.Rngs(0)),
+        optax.sgd(0.1),
+        moe.loss,
+        TOKENS,
+        rules,
         meshes=[THREE],
-        zero=sl.Zero(1, small=16), steps=1,
-    )  # fmt: skip
+        zero=sl.Zero(1, small=16),
+        steps=1,
+    )
 
 
 FOUR = {
@@ -287,9 +292,11 @@ def test_four_axes_equal_one_device():
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     ran = subprocess.run(
         [sys.executable, "-c", "import test_lookups; test_lookups.on_four_axes()"],
-        cwd=Path(__file__).parent, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert "four axes are equal to one device" in ran.stdout, ran.stderr[-2000:]
 
 

@@ -22,10 +22,18 @@ from shardlib.train._layer_order import reordered
 
 RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
 ALL = [
-    pipeline.GPipe, pipeline.OneFOneB, pipeline.Eager1F1B, pipeline.Interleaved, pipeline.ZBH1,
-    pipeline.ZBH2, pipeline.ZBV,
-    pipeline.VHalf, pipeline.VMin, pipeline.DualPipeV, pipeline.ZeroBubble,
-]  # fmt: skip
+    pipeline.GPipe,
+    pipeline.OneFOneB,
+    pipeline.Eager1F1B,
+    pipeline.Interleaved,
+    pipeline.ZBH1,
+    pipeline.ZBH2,
+    pipeline.ZBV,
+    pipeline.VHalf,
+    pipeline.VMin,
+    pipeline.DualPipeV,
+    pipeline.ZeroBubble,
+]
 WIDTH, LAYERS, ROWS = 8, 8, 32
 
 

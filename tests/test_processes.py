@@ -361,7 +361,10 @@ def test_a_disagreement_is_described_in_bounds():
 
 
 def test_the_odd_one_of_three_is_named_on_all(tmp_path):
-    code, out, shown = launch(tmp_path, 3, """
+    code, out, shown = launch(
+        tmp_path,
+        3,
+        """
 import os
 import shardlib as sl
 odd = os.environ["SHARDLIB_PROCESS"] == "1"
@@ -375,7 +378,8 @@ except ValueError as error:
 _processes._initialized_with[:] = [100]
 require_agreement({"configuration": "the same"})
 require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
-""")  # fmt: skip
+""",
+    )
     assert code == 1
     for process in range(3):
         assert f"[{process}] Process 1 differs from processes 0, 2 in `heartbeat_timeout`." in out
@@ -388,7 +392,10 @@ require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 
 
 
 def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
-    code, out, error = launch(tmp_path, 2, """
+    code, out, error = launch(
+        tmp_path,
+        2,
+        """
 import shardlib as sl
 sl.initialize_distributed()
 import os, signal, time
@@ -408,7 +415,8 @@ with catch_termination() as stop:
 if not first:
     raise RuntimeError("the checkpoint is full")
 process_allgather(np.ones(1))
-""")  # fmt: skip
+""",
+    )
     assert code == 1
     stopped = dict(re.findall(r"\[(\d)\] stopped after (\d+)", out))
     assert set(stopped) == {"0", "1"} and stopped["0"] == stopped["1"]
@@ -417,7 +425,10 @@ process_allgather(np.ones(1))
 
 
 def test_processes_of_unequal_size_are_named(tmp_path):
-    code, _, error = launch(tmp_path, 3, """
+    code, _, error = launch(
+        tmp_path,
+        3,
+        """
 import os
 if os.environ["SHARDLIB_PROCESS"] == "2":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -425,7 +436,8 @@ import shardlib as sl
 sl.initialize_distributed()
 from shardlib._processes import require_agreement
 require_agreement({})
-""")  # fmt: skip
+""",
+    )
     assert code == 1
     assert (
         "ValueError: Processes have different numbers of devices: process 2 has 2; processes 0-1 "

@@ -217,9 +217,10 @@ def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
 
     def make_tree():
         key = jax.random.key(0)
-        return sl.annotate({"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16,
-        8))},
-                           {"w": ("embed", "mlp"), "v": ("mlp", "embed")})  # fmt: skip
+        return sl.annotate(
+            {"w": jax.random.normal(key, (8, 16)), "v": jax.random.normal(key, (16, 8))},
+            {"w": ("embed", "mlp"), "v": ("mlp", "embed")},
+        )
 
     def loss(model, batch, rng):
         return jnp.mean((jnp.tanh(batch["x"] @ model["w"]) @ model["v"] - batch["x"]) ** 2)
@@ -587,9 +588,17 @@ class InHalf(sl.Exchange):
 
 def test_an_exchange_of_ones_own_averages_what_it_takes():
     meshes = ["data=4,model=2", "data=2,model=4"]
-    testing.check_step(make(), optax.sgd(1e-2), masked_loss, BATCH, RULES, meshes=meshes,
-    accumulate=(1, 2),
-                       tolerance=2**-6, exchange=InHalf())  # fmt: skip
+    testing.check_step(
+        make(),
+        optax.sgd(1e-2),
+        masked_loss,
+        BATCH,
+        RULES,
+        meshes=meshes,
+        accumulate=(1, 2),
+        tolerance=2**-6,
+        exchange=InHalf(),
+    )
     mesh = sl.make_mesh("data=4,model=2")
     strategy = sl.Strategy(mesh=mesh, rules=RULES, exchange=InHalf())
     state = sl.init(make(), optax.sgd(0.1), strategy, abstract=True)

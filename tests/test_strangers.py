@@ -40,10 +40,10 @@ def test_every_end_of_a_case_is_counted_and_the_cases_after_it_run(tmp_path):
     environment = _strangers.fast_compiles(1)
     environment["PYTHONPATH"] += f":{tmp_path}"
     outcomes = list(in_children("part", 3, 0, len(ENDS), environment, patience=3))
-    assert outcomes == [Outcome.of(kind, f"case {k} of seed 3: {kind}", seen) for (k, kind),
-    seen in zip(
-        enumerate(ENDS), [said(one) for one in outcomes], strict=True
-    )]  # fmt: skip
+    assert outcomes == [
+        Outcome.of(kind, f"case {k} of seed 3: {kind}", seen)
+        for (k, kind), seen in zip(enumerate(ENDS), [said(one) for one in outcomes], strict=True)
+    ]
     assert "0.5 against 0.4" in said(outcomes[1]) and "IndexError" in said(outcomes[2])
     assert "exit code -6" in said(outcomes[3]) and "no end after 3 s" in said(outcomes[5])
 

@@ -92,10 +92,16 @@ MESHES = ["data=8,model=1", "data=4,model=2"]
 )
 def test_every_stage_is_one_device(stage, remat, meshes, accumulate):
     compared = testing.check_step(
-        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage,
-        small=0), remat=remat,
-        meshes=meshes, accumulate=accumulate,
-    )  # fmt: skip
+        decoder,
+        optax.sgd(0.1, momentum=0.9),
+        next_token,
+        TOKENS,
+        RULES,
+        zero=sl.Zero(stage, small=0),
+        remat=remat,
+        meshes=meshes,
+        accumulate=accumulate,
+    )
     assert all(comparison.randomness == 0 for comparison in compared)
 
 
@@ -729,10 +735,16 @@ def test_over_some_or_all_of_two_data_axes_it_is_one_device(zero, dcn):
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
 def test_an_exchange_that_overlaps_is_one_device(stage, accumulate):
     testing.check_step(
-        decoder, optax.sgd(0.1, momentum=0.9), next_token, TOKENS, RULES, zero=sl.Zero(stage,
-        small=0),
-        exchange=sl.Exact(overlap=True), meshes=["data=4,model=2"], accumulate=accumulate,
-    )  # fmt: skip
+        decoder,
+        optax.sgd(0.1, momentum=0.9),
+        next_token,
+        TOKENS,
+        RULES,
+        zero=sl.Zero(stage, small=0),
+        exchange=sl.Exact(overlap=True),
+        meshes=["data=4,model=2"],
+        accumulate=accumulate,
+    )
 
 
 def test_over_two_data_axes_an_exchange_overlaps_within_and_sums_shards_across():
@@ -770,11 +782,16 @@ def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overl
         return jnp.mean((hidden @ model["shared"] - X) ** 2)
 
     state, _ = trained(
-        loss, optax.sgd(1.0), lambda: sl.annotate({"own": own, "shared": shared}, {"own": P("data",
-        None, None)}),
-        mesh="pod=2,data=4", rules=PODS, manual=("pod", "data"), zero=sl.Zero(stage, small=0),
-        exchange=sl.Exact(overlap=overlap), accumulate=accumulate,
-    )[1:]  # fmt: skip
+        loss,
+        optax.sgd(1.0),
+        lambda: sl.annotate({"own": own, "shared": shared}, {"own": P("data", None, None)}),
+        mesh="pod=2,data=4",
+        rules=PODS,
+        manual=("pod", "data"),
+        zero=sl.Zero(stage, small=0),
+        exchange=sl.Exact(overlap=overlap),
+        accumulate=accumulate,
+    )[1:]
     gradient = jax.grad(alone)({"own": own, "shared": shared})
     expected = jax.tree.map(jnp.subtract, {"own": own, "shared": shared}, gradient)
     chex.assert_trees_all_close(jax.device_get(state.params), expected, rtol=1e-5, atol=1e-6)

@@ -15,10 +15,14 @@ def run() -> Run:
         llama3_8b.run(),
         name="llama3_8b_3d",
         strategy=sl.Strategy(
-            mesh="stage=4,data=8,model=8", dcn="stage",
+            mesh="stage=4,data=8,model=8",
+            dcn="stage",
             rules=sl.rules.data | sl.rules.tensor | sl.rules.pipeline,
-            pipeline=sl.pipeline.Eager1F1B(stages=4, microbatches=32), zero=1, precision="bf16",
-            remat="full", clip=1.0,
+            pipeline=sl.pipeline.Eager1F1B(stages=4, microbatches=32),
+            zero=1,
+            precision="bf16",
+            remat="full",
+            clip=1.0,
             nonfinite="skip",
         ),
-    )  # fmt: skip
+    )

@@ -86,10 +86,13 @@ class Compressed(Exchange):
         means, errors = list(gradients), list(inputs.errors)
         for (over, shared), members in groups.items():
             found, left = pmean(
-                [gradients[i] for i in members], over, self.codec,
+                [gradients[i] for i in members],
+                over,
+                self.codec,
                 [inputs.errors[i] for i in members] if self.feedback else None,
-                alive=[inputs.alive[i] for i in members], shared=shared,
-            )  # fmt: skip
+                alive=[inputs.alive[i] for i in members],
+                shared=shared,
+            )
             for k, i in enumerate(members):
                 means[i] = found[k]
                 if self.feedback:

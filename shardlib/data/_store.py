@@ -174,10 +174,18 @@ def _read(folder: Path, corpus: Corpus) -> Prepared | str:
     train, held_out = parts
     skipped = tuple(Skipped(**one) for one in told["skipped"])
     return Prepared(
-        corpus, folder, train, held_out, told["files"], told["empty"], skipped,
+        corpus,
+        folder,
+        train,
+        held_out,
+        told["files"],
+        told["empty"],
+        skipped,
         tuple(told["left_out"]),
-        **told["learned"], unknown=told["unknown"], tokenizer_sha256=told["tokenizer_sha256"],
-    )  # fmt: skip
+        **told["learned"],
+        unknown=told["unknown"],
+        tokenizer_sha256=told["tokenizer_sha256"],
+    )
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

@@ -276,10 +276,12 @@ def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> 
     )
     inner.decoder = package_.decoders.ByteLevel()
     trainer = package_.trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, special_tokens=[end or _ENDS[0]],
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[end or _ENDS[0]],
         initial_alphabet=marks.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     inner.train_from_iterator(texts, trainer)
     return inner
 

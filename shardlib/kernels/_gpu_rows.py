@@ -307,9 +307,14 @@ def over_rows(
         kernel(group, [begin + k for k in range(block)], *refs)
 
     return call(
-        of_block, kernel.__name__, outs, rows.simulated, scratch_types=room, grid=(groups, blocks),
-        grid_names=("group", "block")
-    )  # fmt: skip
+        of_block,
+        kernel.__name__,
+        outs,
+        rows.simulated,
+        scratch_types=room,
+        grid=(groups, blocks),
+        grid_names=("group", "block"),
+    )
 
 
 def refuses(task: Task) -> str | None:

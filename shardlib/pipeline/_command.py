@@ -149,10 +149,14 @@ _HEAD = ("schedule", "takes", "bubble", "in ticks", "bubble in ticks", "held at 
 def _row(name: str, timeline: Timeline, paired: bool) -> tuple[str, ...]:
     ticks = pack(timeline.table, paired)
     return (
-        name, f"{timeline.makespan:g}", f"{timeline.bubble:.1%}",
+        name,
+        f"{timeline.makespan:g}",
+        f"{timeline.bubble:.1%}",
         f"{len(ticks.rows)}{' paired' if paired else ''}",
-        f"{ticks.bubble(timeline.costs):.1%}", f"{max(timeline.live):g}", str(timeline.sends),
-    )  # fmt: skip
+        f"{ticks.bubble(timeline.costs):.1%}",
+        f"{max(timeline.live):g}",
+        str(timeline.sends),
+    )
 
 
 def _compared(arguments: argparse.Namespace, costs: Costs) -> str:

@@ -292,10 +292,16 @@ def cut(
             elif atom in of_weights:
                 (moved if _moves(atom, depends) else still).append(k)
         loop = Loop(
-            equation, tuple(places), tuple(of[equation.invars[k]] for k in places), tuple(along),
+            equation,
+            tuple(places),
+            tuple(of[equation.invars[k]] for k in places),
+            tuple(along),
             tuple(moved),
-            tuple(still), (), (), (),
-        )  # fmt: skip
+            tuple(still),
+            (),
+            (),
+            (),
+        )
         whole = {
             k: of_weights[atom]
             for k, atom in enumerate(equation.invars)

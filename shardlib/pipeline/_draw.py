@@ -123,9 +123,11 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
             while at < len(order) and timeline.end[order[at]] <= moment:
                 at += 1
             busy = at < len(order) and timeline.start[order[at]] <= moment
-            cells.append(_cell(table.chunk(order[at].part), order[at], digits, numbered,
-            colour) if busy
-                         else "." * (digits + 1 if numbered else 1))  # fmt: skip
+            cells.append(
+                _cell(table.chunk(order[at].part), order[at], digits, numbered, colour)
+                if busy
+                else "." * (digits + 1 if numbered else 1)
+            )
         lines.append(
             f"{f'stage {stage}':{lead - 3}} | {(' ' if numbered else '').join(cells)}".rstrip()
         )

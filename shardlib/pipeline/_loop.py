@@ -71,9 +71,11 @@ class Loop:
         """Under which names what travels is known after the last part, where it is."""
         outputs = self.equation.outvars
         return [
-            *outputs[: self.parts[1]], *[None] * len(self.along), *self.passing,
+            *outputs[: self.parts[1]],
+            *[None] * len(self.along),
+            *self.passing,
             *[outputs[k] for k in self.told],
-        ]  # fmt: skip
+        ]
 
     @cached_property
     def travelling(self) -> Shapes:

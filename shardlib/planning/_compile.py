@@ -116,7 +116,7 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
             + analysis.output_size_in_bytes
             - analysis.alias_size_in_bytes
             + analysis.temp_size_in_bytes
-        )  # fmt: skip
+        )
     return Compiled(
         text,
         order,

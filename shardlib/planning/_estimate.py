@@ -97,7 +97,8 @@ class Decoder:
             Module("embedding", 1, width * (self.vocab + learned * self.sequence), 0, stream, 0),
             _renamed(norm, "attention_norm", self.layers),
             Module(
-                "attention", self.layers,
+                "attention",
+                self.layers,
                 2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
                 4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
                 stream,
@@ -107,7 +108,8 @@ class Decoder:
             ),
             _renamed(norm, "mlp_norm", self.layers),
             Module(
-                "mlp", self.layers,
+                "mlp",
+                self.layers,
                 matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
                 2 * matrices * tokens * width * hidden // tensor,
                 stream,
@@ -116,11 +118,14 @@ class Decoder:
             ),
             *([_renamed(norm, "norm", 1)] if self.final_norm else []),
             Module(
-                "head", 1, 0 if self.tied else self.vocab * width,
+                "head",
+                1,
+                0 if self.tied else self.vocab * width,
                 2 * tokens * width * self.vocab // tensor,
-                (examples, self.sequence, self.vocab), tokens * self.vocab * itemsize // tensor,
+                (examples, self.sequence, self.vocab),
+                tokens * self.vocab * itemsize // tensor,
             ),
-        ]  # fmt: skip
+        ]
         return tuple(parts)
 
     @property
@@ -205,11 +210,16 @@ class Estimate:
     def __str__(self) -> str:
         rows = [("module", "", "parameters", "forward FLOPs", "output", "kept")]
         rows += [
-            (one.name, f"{one.count} x", f"{one.parameters:,}", f"{one.flops:.3g}",
-            "x".join(map(str, one.output)),
-             human_bytes(one.kept_bytes))
+            (
+                one.name,
+                f"{one.count} x",
+                f"{one.parameters:,}",
+                f"{one.flops:.3g}",
+                "x".join(map(str, one.output)),
+                human_bytes(one.kept_bytes),
+            )
             for one in self.modules
-        ]  # fmt: skip
+        ]
         kinds = [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]
         memory = [
             ("bytes per device", ""),
@@ -218,10 +228,12 @@ class Estimate:
         largest = self.largest_module
         modules = table(rows, right=(1, 2, 3, 5), width=terminal_width(), shorten=(0,), drop=(4, 1))
         return (
-            modules + "\n\n" + table(memory, right=(1,))
+            modules
+            + "\n\n"
+            + table(memory, right=(1,))
             + f"\n\n{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, "
-              f"{largest.parameters:,} parameters"
-        )  # fmt: skip
+            f"{largest.parameters:,} parameters"
+        )
 
 
 def estimate(

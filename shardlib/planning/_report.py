@@ -215,10 +215,17 @@ def _communication(plan: Any) -> str:
     ]
     if rest := ordered[2 * _SHOWN :]:
         rows.append(
-            ("  and", "", f"{len(rest)} more", "", f"{sum(times for _, (times, _) in rest):,} x",
-            "",
-             human_bytes(sum(sent for _, (_, sent) in rest)), "")
-        )  # fmt: skip
+            (
+                "  and",
+                "",
+                f"{len(rest)} more",
+                "",
+                f"{sum(times for _, (times, _) in rest):,} x",
+                "",
+                human_bytes(sum(sent for _, (_, sent) in rest)),
+                "",
+            )
+        )
     totals = sorted(plan.sent_bytes.items(), key=lambda item: -item[1])
     for (axes, slow), sent in totals:
         over = "other groups" if axes is None else " x ".join(axes)

@@ -147,9 +147,14 @@ def describe(state: State) -> Description:
 
     def row(path: str, leaf: Any, remark: str) -> Row:
         return Row(
-            path, leaf.shape, str(leaf.dtype), names.get(path), leaf.sharding.spec,
-            _bytes_here(leaf), remark
-        )  # fmt: skip
+            path,
+            leaf.shape,
+            str(leaf.dtype),
+            names.get(path),
+            leaf.sharding.spec,
+            _bytes_here(leaf),
+            remark,
+        )
 
     rows = tuple(
         row(path, leaf, remark(path, leaf.shape))
@@ -223,10 +228,14 @@ def _total_here(tree: Any) -> int:
 
 def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
     return (
-        row.path, "x".join(map(str, row.shape)) or "scalar", row.dtype, _names_text(row.names),
+        row.path,
+        "x".join(map(str, row.shape)) or "scalar",
+        row.dtype,
+        _names_text(row.names),
         _spec_text(row.spec),
-        human_bytes(row.bytes_per_device), row.remark,
-    )  # fmt: skip
+        human_bytes(row.bytes_per_device),
+        row.remark,
+    )
 
 
 def _remark(

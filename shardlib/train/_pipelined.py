@@ -53,11 +53,14 @@ class Pipelined:
             return found
 
         self.cut = cut(
-            function, [use.whole for use in self.uses], self.leaves,
+            function,
+            [use.whole for use in self.uses],
+            self.leaves,
             [use.path for use in self.uses],
             [_stacked_by(use, names.get(use.path), self.axis) for use in self.uses],
-            [not use.frozen for use in self.uses], loops_of(strategy, names),
-        )  # fmt: skip
+            [not use.frozen for use in self.uses],
+            loops_of(strategy, names),
+        )
         numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
         self.means, self.streams, rest = numbers[1]
         of_rest = dict(named_leaves(of_inputs.unflatten(range(len(self.leaves)))[1]))

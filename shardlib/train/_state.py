@@ -81,13 +81,17 @@ class Layout:
         }
         return {
             path: Parameter(
-                path, leaf.shape, named[path],
+                path,
+                leaf.shape,
+                named[path],
                 tuple(axis for axis in manual if axis not in spec_axes(named[path])),
-                split.spec, dtypes.reduced(leaf.dtype),
+                split.spec,
+                dtypes.reduced(leaf.dtype),
             )
-            for (path, leaf), split in zip(leaves.items(), self.splits(params).values(),
-            strict=True)
-        }  # fmt: skip
+            for (path, leaf), split in zip(
+                leaves.items(), self.splits(params).values(), strict=True
+            )
+        }
 
     def no_errors(self, params: Any) -> ErrorsByPath:
         """What the exchange has left over before the first step: nothing, of each parameter that it

@@ -271,10 +271,14 @@ class Step:
             )
         params, opt_state, streams, rest = drop_weak_types((params, opt_state, streams, rest))
         after = state.replaced(
-            step=state.step + 1, params=params, opt_state=opt_state, errors=errors,
-            streams=streams, rest=rest,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            errors=errors,
+            streams=streams,
+            rest=rest,
             nonfinite=state.nonfinite + bad,
-        )  # fmt: skip
+        )
         return after, metrics | of_gradient
 
     def _sender(self, state: State, specs: State) -> Sender | None:

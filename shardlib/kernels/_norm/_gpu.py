@@ -168,10 +168,14 @@ def backward(
 
         sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
         of_x, *of_rows = call(
-            norm_backward, "norm_backward", [jax.ShapeDtypeStruct(given[0].shape, h.dtype),
-            *[sums] * kinds], simulated,
-            scratch_types=[*scratch, *room], grid=(groups, blocks), grid_names=("group", "block"),
-        )(*given, *([] if scale is None else [scale]))  # fmt: skip
+            norm_backward,
+            "norm_backward",
+            [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[sums] * kinds],
+            simulated,
+            scratch_types=[*scratch, *room],
+            grid=(groups, blocks),
+            grid_names=("group", "block"),
+        )(*given, *([] if scale is None else [scale]))
         summed = (
             one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row)
             for one in of_rows

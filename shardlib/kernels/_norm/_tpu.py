@@ -112,20 +112,29 @@ def backward(
         sums = (scale is not None) + biased
         of_x, *of_rows = pl.pallas_call(
             partial(
-                norm_backward, epsilon=epsilon, centred=centred, added=of_h is not None,
-                scaled=scale is not None, biased=biased,
-                rows=shape[2], block=block, blocks=blocks // cores,
+                norm_backward,
+                epsilon=epsilon,
+                centred=centred,
+                added=of_h is not None,
+                scaled=scale is not None,
+                biased=biased,
+                rows=shape[2],
+                block=block,
+                blocks=blocks // cores,
             ),
             grid=(groups, cores, blocks // cores),
             in_specs=[spec for _, spec in given],
             out_specs=[of_block, *[of_sums] * sums],
-            out_shape=[shaped(shape, h.dtype, h), *[shaped((groups, cores, 8, row), jnp.float32,
-            h)] * sums],
-            compiler_params=parameters(("parallel", "parallel", "arbitrary"),
-            block * _row_bytes(row, h.dtype)),
+            out_shape=[
+                shaped(shape, h.dtype, h),
+                *[shaped((groups, cores, 8, row), jnp.float32, h)] * sums,
+            ],
+            compiler_params=parameters(
+                ("parallel", "parallel", "arbitrary"), block * _row_bytes(row, h.dtype)
+            ),
             interpret=interpreted(simulated, h),
             name="norm_backward",
-        )(*(one for one, _ in given))  # fmt: skip
+        )(*(one for one, _ in given))
         return of_x.reshape(h.shape), *(
             one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows
         )

@@ -71,10 +71,13 @@ def softmax(
         )
     of_where = None if where is None else of_x.like(where.shape)
     task = Task(
-        "softmax", {"x": _here(x,
-        of_x)} | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
-        partitioned=partitioned(of_x), summed=of_x.axes[-1], device=device_here(),
-    )  # fmt: skip
+        "softmax",
+        {"x": _here(x, of_x)}
+        | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
+        partitioned=partitioned(of_x),
+        summed=of_x.axes[-1],
+        device=device_here(),
+    )
     call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_where, float(scale), causal)
     if x.size == 0:
         return x
