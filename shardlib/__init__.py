@@ -9,6 +9,7 @@ from shardlib import pipeline as pipeline
 from shardlib import planning as planning
 from shardlib import rules as rules
 from shardlib import testing as testing
+from shardlib._agreement import require_agreement as require_agreement
 from shardlib._annotate import replicate as replicate
 from shardlib._annotate import shard as shard
 from shardlib._annotate import split as split
@@ -19,15 +20,14 @@ from shardlib._batch import batch_mean as batch_mean
 from shardlib._batch import gather_batch as gather_batch
 from shardlib._batch import weighted_mean as weighted_mean
 from shardlib._chips import Chip as Chip
+from shardlib._describe_mesh import describe_mesh as describe_mesh
 from shardlib._flax import annotate as annotate
 from shardlib._flax import logical as logical
 from shardlib._layers import Layers as Layers
-from shardlib._mesh import describe_mesh as describe_mesh
 from shardlib._mesh import make_mesh as make_mesh
 from shardlib._mesh import simulate_devices as simulate_devices
 from shardlib._precision import Precision as Precision
 from shardlib._processes import initialize_distributed as initialize_distributed
-from shardlib._processes import require_agreement as require_agreement
 from shardlib._random import replicated_draws as replicated_draws
 from shardlib._remat import remat as remat
 from shardlib._remat import zero3_layer as zero3_layer

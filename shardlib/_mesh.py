@@ -25,7 +25,6 @@ from shardlib import _arguments as check
 _MOST_DIGITS = 18
 _MOST_ON_AXIS = 10**9
 _ENTRY = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:=\s*([+-]?\d+)\s*)?")
-_MAX_DRAWN_DEVICES = 16
 _MOST_SIMULATED = 65_536  # of 4,096 there is a use, and with many more a laptop is at its end
 
 
@@ -86,7 +85,8 @@ def make_mesh(
     # shape that does not go with these devices.
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`make_mesh` cannot lay `{_spell(named)}` out on {_count(devices)}: {_way_out(error)}"
+            f"`make_mesh` cannot lay `{_spell(named)}` out on {count_devices(devices)}: "
+            f"{_way_out(error)}"
         ) from error
     return Mesh(laid_out, tuple(named), axis_types=(axis_type,) * len(named))
 
@@ -111,9 +111,9 @@ class PortableMesh:
         known = _devices_by_id(platform)
         if any(known.get(device.id) != device for device in devices):
             raise ValueError(
-                f"A strategy whose mesh is of {_count(devices)} that this process does not have "
-                "cannot be pickled: no other process could find them. Pickle one whose mesh is "
-                "text, and give it the mesh there: `dataclasses.replace(strategy, mesh=...)`."
+                f"A strategy whose mesh is of {count_devices(devices)} that this process does not "
+                "have cannot be pickled: no other process could find them. Pickle one whose mesh "
+                "is text, and give it the mesh there: `dataclasses.replace(strategy, mesh=...)`."
             )
         ids = tuple(device.id for device in devices)
         return cls(mesh.axis_names, mesh.axis_types, platform, ids, mesh.devices.shape)
@@ -162,7 +162,7 @@ def simulate_devices(count: int = 8) -> None:
     if len(found) != count or found[0].platform != "cpu":
         raise ValueError(
             f"`simulate_devices({count})` came too late, or `XLA_FLAGS` says otherwise: JAX sees "
-            f"{_count(found)}. Call it before anything asks JAX for devices or arrays."
+            f"{count_devices(found)}. Call it before anything asks JAX for devices or arrays."
         )
 
 
@@ -203,59 +203,10 @@ def slow_axes(mesh: Mesh) -> tuple[str, ...]:
     >>> slow_axes(make_mesh("pod=2,model=4", dcn="pod"))
     ()
     """
-    slices = _slices(mesh)
+    slices = slices_of(mesh)
     return tuple(
         name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any()
     )
-
-
-def describe_mesh(mesh: Mesh) -> str:
-    """A picture of a mesh for the terminal: its axes, the networks they lie on, and where each
-    device stands.
-
-    Up to 16 devices along one or two axes are drawn, with their ids; double lines are the slow
-    network. Of others, the table shows the first few along each axis. For TPUs it also says on
-    which dimensions of the torus each axis lies.
-
-    >>> print(describe_mesh(make_mesh("data=2,model=4")))
-    data=2,model=4 on 8 cpu devices
-    <BLANKLINE>
-    axis   size
-    data      2
-    model     4
-    <BLANKLINE>
-             model →
-            ┌─────────┐
-    data ↓  │ 0 1 2 3 │
-            │ 4 5 6 7 │
-            └─────────┘
-    """
-    check.kind("describe_mesh", "mesh", mesh, Mesh, "a mesh of devices, `sl.make_mesh(...)`")
-    devices, slices = mesh.devices, _slices(mesh)
-    count = len(np.unique(slices))
-    title = f"{format_mesh(mesh)} on {_count(devices.flat)}"
-    if count > 1:
-        title += f" in {count} {_slices_called(devices.flat)}"
-
-    columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
-    # One line through the mesh along each axis, from its first device, stands for all the lines
-    # parallel to it.
-    lines = [
-        tuple(slice(None) if k == axis else 0 for k in range(devices.ndim))
-        for axis in range(devices.ndim)
-    ]
-    if count > 1:
-        columns.append(["network", *(_networks(slices[line]) for line in lines)])
-    if hasattr(devices.flat[0], "coords"):
-        columns.append(["torus", *(_torus(devices[line]) for line in lines)])
-    long = [axis for axis, size in enumerate(devices.shape) if size > 1]
-    if devices.size > _MAX_DRAWN_DEVICES or len(long) not in (1, 2):
-        columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
-        return f"{title}\n\n{_table(columns)}"
-    names = ["", *(mesh.axis_names[axis] for axis in long)][-2:]
-    grid = (-1, devices.shape[long[-1]])
-    picture = _picture(devices.reshape(grid), slices.reshape(grid), *names)
-    return f"{title}\n\n{_table(columns)}\n\n{picture}"
 
 
 def _devices(devices: Any) -> list[Any]:
@@ -385,7 +336,7 @@ def _crossing(
                 f"`{name}={axes[name]}`."
             )
     slices = collections.Counter(map(slice_index, devices))
-    count, product, called = len(slices), math.prod(factors.values()), _slices_called(devices)
+    count, product, called = len(slices), math.prod(factors.values()), name_slices(devices)
     if len(set(slices.values())) > 1:
         raise ValueError(
             f"A mesh over several {called} takes equally many devices of each; "
@@ -461,11 +412,11 @@ def slice_index(device: Any) -> int:
     return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
 
 
-def _slices(mesh: Mesh) -> np.ndarray:
+def slices_of(mesh: Mesh) -> np.ndarray:
     return np.vectorize(slice_index, otypes=[int])(mesh.devices)
 
 
-def _slices_called(devices: Iterable[Any]) -> str:
+def name_slices(devices: Iterable[Any]) -> str:
     device = next(iter(devices))
     return "slices" if hasattr(device, "slice_index") or device.platform == "tpu" else "processes"
 
@@ -499,64 +450,6 @@ def _spell(axes: Mapping[Any, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in axes.items())
 
 
-def _count(devices: Iterable[Any]) -> str:
+def count_devices(devices: Iterable[Any]) -> str:
     devices = list(devices)
     return f"{len(devices)} {devices[0].device_kind} device" + ("s" if len(devices) > 1 else "")
-
-
-def _networks(line: np.ndarray) -> str:
-    slow = len(np.unique(line))
-    fast = len(line) // slow
-    return (
-        ", ".join(f"{name} ×{size}" for name, size in (("slow", slow), ("fast", fast)) if size > 1)
-        or "-"
-    )
-
-
-def _torus(line: np.ndarray) -> str:
-    coordinates = np.array([(*device.coords, device.core_on_chip) for device in line])
-    extents = [len(np.unique(column)) for column in coordinates.T]
-    return (
-        " ".join(
-            f"{name}×{n}" for name, n in zip(("x", "y", "z", "core"), extents, strict=True) if n > 1
-        )
-        or "-"
-    )
-
-
-def _first_few(line: np.ndarray) -> str:
-    return " ".join([*(str(device.id) for device in line[:4]), *(["…"] if len(line) > 4 else [])])
-
-
-def _table(columns: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in columns]
-    # Sizes, the second column, are numbers and stand to the right.
-    formats = [f"{{:{'>' if k == 1 else '<'}{width}}}" for k, width in enumerate(widths)]
-    return "\n".join("  ".join(formats).format(*row).rstrip() for row in zip(*columns, strict=True))
-
-
-def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) -> str:
-    """The ids of a grid of devices, with double lines where neighbours are of different slices."""
-    width = max(len(str(device.id)) for device in devices.flat)
-    new_row = [False, *(slices[1:] != slices[:-1]).any(axis=1)]
-    new_column = [False, *(slices[:, 1:] != slices[:, :-1]).any(axis=0)]
-    rows = [
-        "".join(
-            f"{' ║' if new else ''} {device.id:>{width}}"
-            for device, new in zip(row, new_column, strict=True)
-        )
-        + " "
-        for row in devices
-    ]
-
-    def rule(left: str, fill: str, crossing: str, right: str) -> str:
-        return (
-            left + "".join(crossing if character == "║" else fill for character in rows[0]) + right
-        )
-
-    lines = [f" {across} →", rule("┌", "─", "╥", "┐")]
-    for row, new in zip(rows, new_row, strict=True):
-        lines += [rule("╞", "═", "╬", "╡"), f"│{row}│"] if new else [f"│{row}│"]
-    lines.append(rule("└", "─", "╨", "┘"))
-    label = f"{down} ↓  " if down else ""
-    return "\n".join((label if k == 2 else " " * len(label)) + line for k, line in enumerate(lines))

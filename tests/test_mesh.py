@@ -17,7 +17,8 @@ from jax.sharding import AxisType
 from machines import devices_of
 
 import shardlib._mesh as mesh_module
-from shardlib._mesh import describe_mesh, format_mesh, make_mesh, parse_axes, slow_axes
+from shardlib._describe_mesh import describe_mesh
+from shardlib._mesh import format_mesh, make_mesh, parse_axes, slow_axes
 
 
 def ids(mesh):

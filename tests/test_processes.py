@@ -16,13 +16,12 @@ import jax
 import pytest
 
 from shardlib import _processes
+from shardlib._agreement import describe_disagreement, require_agreement
 from shardlib._processes import (
     catch_termination,
-    describe_disagreement,
     heartbeat_timeout_of,
     how_to_join,
     initialize_distributed,
-    require_agreement,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +250,7 @@ def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds,
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.update(how))
     monkeypatch.setattr(_processes, "_leave_when_failing", lambda: None)
-    monkeypatch.setattr(_processes, "_initialized_with", [])
+    monkeypatch.setattr(_processes, "initialized_with", [])
     for name, value in (
         TOLD | environment | {"SHARDLIB_COORDINATOR": "host:1", "SHARDLIB_PROCESS": "1"}
     ).items():
@@ -370,12 +369,12 @@ import shardlib as sl
 odd = os.environ["SHARDLIB_PROCESS"] == "1"
 sl.initialize_distributed(heartbeat_timeout=90 if odd else None)
 from shardlib import _processes
-from shardlib._processes import require_agreement
+from shardlib._agreement import require_agreement
 try:
     require_agreement({"configuration": "the same"})
 except ValueError as error:
     print(error)
-_processes._initialized_with[:] = [100]
+_processes.initialized_with[:] = [100]
 require_agreement({"configuration": "the same"})
 require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 if odd else 128}]\\nmask: bool[8]"})
 """,
@@ -434,7 +433,7 @@ if os.environ["SHARDLIB_PROCESS"] == "2":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import shardlib as sl
 sl.initialize_distributed()
-from shardlib._processes import require_agreement
+from shardlib._agreement import require_agreement
 require_agreement({})
 """,
     )

@@ -24,9 +24,9 @@ from typing import Any
 import jax
 
 from shardlib import _arguments as check
+from shardlib._agreement import gather_texts
 from shardlib._annotate import say
 from shardlib._lock import TakenError
-from shardlib._processes import gather_texts
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
 from shardlib.train._checkpoint_failures import (

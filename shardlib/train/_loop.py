@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from shardlib import _arguments as check
+from shardlib._agreement import gather_texts, require_agreement
 from shardlib._lock import TakenError
-from shardlib._processes import catch_termination, gather_texts, require_agreement
+from shardlib._processes import catch_termination
 from shardlib._tree import named_leaves
 from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
