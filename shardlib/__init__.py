@@ -55,8 +55,8 @@ from shardlib.train._evaluate import Evaluation as Evaluation
 from shardlib.train._evaluate import evaluation as evaluation
 from shardlib.train._init import init as init
 from shardlib.train._init import specs as specs
-from shardlib.train._loop import Loop as Loop
 from shardlib.train._loop import fit as fit
+from shardlib.train._loop_options import Loop as Loop
 from shardlib.train._sinks import JsonLines as JsonLines
 from shardlib.train._sinks import Progress as Progress
 from shardlib.train._sinks import TensorBoard as TensorBoard

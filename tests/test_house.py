@@ -98,6 +98,7 @@ ORDER = [
             "_describe",
             "_varying",
             "_examples",
+            "_example_rules",
             "_coupled",
             "_promoted_products",
             "_adapted",
@@ -105,11 +106,16 @@ ORDER = [
             "_loss",
             "_loss_checks",
             "_pipelined",
+            "_optimizer_update",
+            "_step_calls",
             "_step",
         )
     ),
     *(f"train.{name}" for name in ("_evaluate", "_contents", "_folder", "_checkpoint_failures")),
-    *(f"train.{name}" for name in ("_checkpoint", "_nonfinite", "_sinks", "_speed", "_loop")),
+    *(
+        f"train.{name}"
+        for name in ("_checkpoint", "_nonfinite", "_sinks", "_speed", "_loop_options", "_loop")
+    ),
     "train",
     *(
         f"planning.{name}"

@@ -12,7 +12,6 @@ devices, as `sl.batch_mean` does, is a constant to the walk. Whatever else is ma
 *coupled*. Unknown operations are given the benefit of the doubt: the walk warns, it does not prove.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,9 +20,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib._jaxpr import line_of, scan_parts
 from shardlib._random import is_row_key, rows_of
+from shardlib.train._example_rules import (
+    REDUCTIONS,
+    SAME_SHAPE_ALONG_AXIS,
+    along_axis,
+    chosen_by,
+    couple,
+    elementwise,
+    located,
+    of_totals,
+    reduced_over,
+    unknown,
+)
 from shardlib.train._examples import (
     CONSTANT,
-    Coupling,
     Fact,
     Factor,
     factors_of,
@@ -38,18 +48,6 @@ from shardlib.train._examples import (
     with_rows,
 )
 
-# Of a total these make a total, whatever their parameters.
-_LINEAR = {
-    "neg", "convert_element_type", "copy", "stop_gradient", "real", "imag", "conj",
-    "reduce_precision",
-    "sharding_constraint", "optimization_barrier", "broadcast_in_dim", "reshape", "squeeze",
-    "expand_dims", "transpose",
-    "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather",
-    "stack",
-}  # fmt: skip
-_ADDITIVE = {"add", "sub", "add_any"}
-_SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
-_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
 _COLLECTIVE_OF = {"sum": ("psum", "psum_invariant"), "max": ("pmax",), "min": ("pmin",)}
 
 
@@ -96,15 +94,15 @@ class _Walk:
         if name in _COLLECTIVES:
             return [self.collective(equation, fact) for fact in _spread(given, count)]
         if any(fact.total for fact in given):
-            return [_of_totals(equation, given)] * count
+            return [of_totals(equation, given)] * count
         if rule is not None:
             found = rule(equation, given)
             return found if isinstance(found, list) else [found] * count
-        if name in _SAME_SHAPE_ALONG_AXIS:
-            return [_along(equation, given[0], equation.params["axis"])] * count
-        if name in _REDUCTIONS:
-            return [_reduced(equation, given[0])] * count
-        return [_elementwise(equation, var, given) for var in equation.outvars]
+        if name in SAME_SHAPE_ALONG_AXIS:
+            return [along_axis(equation, given[0], equation.params["axis"])] * count
+        if name in REDUCTIONS:
+            return [reduced_over(equation, given[0])] * count
+        return [elementwise(equation, var, given) for var in equation.outvars]
 
     # What holds functions
 
@@ -135,7 +133,7 @@ class _Walk:
         while True:
             (stops,) = self.jaxpr(equation.params["cond_jaxpr"].jaxpr, [*conditions, *carry])
             found = self.jaxpr(equation.params["body_jaxpr"].jaxpr, [*constants, *carry])
-            if chosen := _chosen_by(equation, stops):
+            if chosen := chosen_by(equation, stops):
                 return [chosen] * len(carry)
             grown = [joined(old, new, False) for old, new in zip(carry, found, strict=True)]
             if grown == carry:
@@ -143,7 +141,7 @@ class _Walk:
             carry = grown
 
     def branches(self, equation: Any, given: list[Fact]) -> list[Fact]:
-        if chosen := _chosen_by(equation, given[0]):
+        if chosen := chosen_by(equation, given[0]):
             return [chosen] * len(equation.outvars)
         branches = [self.jaxpr(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
         outputs = branches[0]
@@ -157,7 +155,7 @@ class _Walk:
         found = self.jaxpr(inner, given)
         found = [resized(fact, var.aval) for fact, var in zip(found, equation.outvars, strict=True)]
         # What was traced before, for another call, has no line of this one.
-        return [_located(fact, line_of(equation)) for fact in found]
+        return [located(fact, line_of(equation)) for fact in found]
 
     # What goes between devices
 
@@ -206,7 +204,7 @@ class _Walk:
         """Some of the elements of an array, or more of them, in the same dims."""
         fact = given[0]
         if fact.rows is None:
-            return _unknown(equation, given)
+            return unknown(equation, given)
         return resized(fact, equation.outvars[0].aval)
 
     _slice = _dynamic_slice = _pad = _rev = _dynamic_update_slice = _moved
@@ -218,7 +216,7 @@ class _Walk:
             dims |= fact.dims
         example = next((fact for fact in given if fact.rows is not None), given[0])
         if example.rows is None:
-            return _elementwise(equation, equation.outvars[0], given)
+            return elementwise(equation, equation.outvars[0], given)
         rows = [
             example.rows[d] if d in dims and d != dim else ((size, False),)
             for d, size in enumerate(shape)
@@ -298,7 +296,7 @@ class _Walk:
         free = [fact.several - set(over) - set(batch) for fact, over, batch in sides]
         batch_rows = given[0].dims & set(left_batch) or given[1].dims & set(right_batch)
         if (all(free) and not batch_rows) or (summed and any(free)):
-            return _couple(equation, line_of(equation))
+            return couple(equation, line_of(equation))
         if summed and not batch_rows:
             # A product with what is no example scales, as a mean by a vector of 1/n does.
             scaled = not all(fact.varies for fact in given)
@@ -337,14 +335,14 @@ class _Walk:
 
     def _sort(self, equation: Any, given: list[Fact]) -> list[Fact]:
         fact = next((one for one in given if one.varies), given[0])
-        return [_along(equation, fact, equation.params["dimension"])] * len(equation.outvars)
+        return [along_axis(equation, fact, equation.params["dimension"])] * len(equation.outvars)
 
     def _top_k(self, equation: Any, given: list[Fact]) -> Fact:
         fact = given[0]
         if fact.rows is None:
             return fact
         if len(fact.rows) - 1 in fact.dims:
-            return _couple(equation, line_of(equation))
+            return couple(equation, line_of(equation))
         rows = (*fact.rows[:-1], ((equation.outvars[0].aval.shape[-1], False),))
         return replace(fact, rows=rows)
 
@@ -362,16 +360,6 @@ _COLLECTIVES = {
     "all_to_all",
     "reduce_scatter", "psum_scatter",
 }  # fmt: skip
-_REDUCTIONS = {
-    "reduce_sum",
-    *_EXTREMES,
-    "reduce_prod",
-    "reduce_and",
-    "reduce_or",
-    "reduce_xor",
-    "argmax",
-    "argmin",
-}
 
 
 def _draws(equation: Any) -> bool:
@@ -379,120 +367,6 @@ def _draws(equation: Any) -> bool:
     return equation.primitive.name in ("random_bits", "random_split") and is_row_key(
         equation.invars[0].aval
     )
-
-
-def _of_totals(equation: Any, given: list[Fact]) -> Fact:
-    """What is made of totals, perhaps together with what does not depend on examples."""
-    name = equation.primitive.name
-    totals = [fact for fact in given if fact.total]
-    first = totals[0]
-    others_vary = [fact for fact in given if fact.varies]
-    if others_vary:
-        in_a_loop = all(fact.rows is None for fact in others_vary)
-        if name in _ADDITIVE and in_a_loop and first.total == "sum":
-            return first
-        return _couple(equation, first.reduced)
-    if first.total != "sum":
-        same = name in _LINEAR - {"neg"} or name == first.total
-        return (
-            first
-            if same and len({fact.total for fact in totals}) == 1
-            else _couple(equation, first.reduced)
-        )
-    if name in _LINEAR:
-        return first
-    scaled = replace(first, scaled=True)
-    numerator = given[0]
-    if name in _ADDITIVE:
-        return replace(first, scaled=all(fact.scaled for fact in totals))
-    if name in ("mul", "dot_general", "conv_general_dilated") and len(totals) == 1:
-        return scaled
-    if name == "div" and len(totals) == 1 and numerator.total:
-        return scaled
-    if name == "select_n" and not given[0].total:
-        return first
-    if name in ("scatter-add", "scatter_add", "dynamic_update_slice") and not any(
-        fact.total for fact in given[1:2]
-    ):
-        return first
-    return _couple(equation, first.reduced)
-
-
-def _reduced(equation: Any, fact: Fact) -> Fact:
-    name, axes = equation.primitive.name, set(equation.params["axes"])
-    if fact.rows is None:
-        return fact
-    left = tuple(factors for dim, factors in enumerate(fact.rows) if dim not in axes)
-    if not fact.dims & axes or any(map(has_row, left)):  # sums of groups of examples are rows too
-        return replace(fact, rows=left)
-    if name == "reduce_sum":
-        return Fact(total="sum", scaled=False, reduced=line_of(equation))
-    if name in _EXTREMES:
-        return Fact(total=_EXTREMES[name], reduced=line_of(equation))
-    return _couple(equation, line_of(equation))
-
-
-def _along(equation: Any, fact: Fact, axis: int) -> Fact:
-    """An operation along one dim that keeps the shape: among examples it couples them."""
-    return _couple(equation, line_of(equation)) if axis in fact.dims else fact
-
-
-def _elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
-    shape = getattr(var.aval, "shape", ())
-    rows: list[tuple[Factor, ...]] = list(plain(shape))
-    dims: frozenset[int] | None = None
-    several: frozenset[int] = frozenset()
-    for atom, fact in zip(equation.invars, given, strict=True):
-        if fact.rows is None:
-            continue
-        if len(fact.rows) != len(shape):
-            return _unknown(equation, given)
-        # A dim of one may be spread over a longer one by the operation itself.
-        here = frozenset(dim for dim in fact.dims if atom.aval.shape[dim] == shape[dim])
-        if several and fact.several and not several & fact.several:
-            return _couple(equation, line_of(equation))  # each example against each
-        dims, several = (dims or frozenset()) | here, several | fact.several
-        for dim in here:
-            rows[dim] = fact.rows[dim]
-    single = any(fact.single for fact in given)
-    return Fact(rows=tuple(rows) if dims else None, single=single)
-
-
-def _unknown(equation: Any, given: list[Fact]) -> Fact:
-    """Of an operation that the walk does not know: examples stay where a dim looks as if they
-    did.
-    """
-    shape = equation.outvars[0].aval.shape
-    for fact in given:
-        for dim in sorted(fact.dims):
-            assert fact.rows is not None
-            size = math.prod(size for size, _ in fact.rows[dim])
-            if dim < len(shape) and shape[dim] == size:
-                rows = list(plain(shape))
-                rows[dim] = fact.rows[dim]
-                return Fact(rows=tuple(rows))
-    return Fact(single=any(fact.single for fact in given))
-
-
-def _couple(equation: Any, reduced: str) -> Fact:
-    return Fact(coupled=Coupling(equation.primitive.name, line_of(equation), reduced))
-
-
-def _located(fact: Fact, line: str) -> Fact:
-    """The fact with a line where it has none."""
-    if fact.total and not fact.reduced:
-        return replace(fact, reduced=line)
-    if fact.coupled and not fact.coupled.line:
-        found = fact.coupled
-        return replace(fact, coupled=replace(found, line=line, reduced=found.reduced or line))
-    return fact
-
-
-def _chosen_by(equation: Any, predicate: Fact) -> Fact | None:
-    """What a loop or a branch gives whose course a reduction over examples decides."""
-    if predicate.coupled:
-        return predicate
-    return _couple(equation, predicate.reduced) if predicate.total else None
 
 
 def _spread(given: list[Fact], count: int) -> list[Fact]:

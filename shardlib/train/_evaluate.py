@@ -31,7 +31,7 @@ from shardlib.train._loss import (
 )
 from shardlib.train._pipelined import Pipelined, refuse_if_it_would_hang
 from shardlib.train._state import Layout, State, combine
-from shardlib.train._step import check_compiles
+from shardlib.train._step_calls import check_compiles
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import evaluate_loss, step_parameters, with_partitionable_lookups
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardlib.optimizers._local import Local
 from shardlib.train._batches import Batches, batches
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures, occupied
+from shardlib.train._loop_options import Loop, check_call, check_names, check_options
 from shardlib.train._nonfinite import describe_losses, describe_nonfinite
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._speed import Profile, Speed
@@ -32,47 +33,6 @@ from shardlib.train._step import Step
 FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
 # Steps that devices have before them: they never wait for the host, which is never far ahead.
 IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class Loop:
-    """How long a run is, and what happens on the way.
-
-    - `steps`: how many steps the run has, those before it was resumed included.
-    - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out
-      data, and checkpoints; after the last step there is one of each in any case.
-    - `keep`, `keep_every`: the newest checkpoints, and every so many steps, that are kept.
-    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite. In such a
-      row nothing is saved.
-    - `profile`: the first step and the number of steps to profile; look at them with `xprof`.
-    """
-
-    steps: int
-    log_every: int = 10
-    evaluate_every: int = 1000
-    save_every: int = 1000
-    keep: int = 3
-    keep_every: int | None = None
-    nonfinite: int = 10
-    profile: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name == "profile":
-                pair = (
-                    isinstance(value, tuple)
-                    and len(value) == 2
-                    and all(type(n) is int and n >= 1 for n in value)
-                )
-                if value is not None and not pair:
-                    raise check.refusal(
-                        "Loop", "profile", value, "the first step and how many: `profile=(10, 3)`"
-                    )
-            else:
-                most, optional = 2**31 - 1, one.name == "keep_every"  # steps are counted in 32 bits
-                value = check.whole("Loop", one.name, value, least=1, most=most, optional=optional)
-                check.assign(self, **{one.name: value})
 
 
 def fit(
@@ -123,8 +83,8 @@ def fit(
     >>> [(record["step"], round(record["loss"], 4)) for record in records if "loss" in record]
     [(10, 0.1002), (20, 0.0078)]
     """
-    _check(step, state, loop)
-    _check_more(evaluate, sinks, watch, unit, flops_per_unit, about)
+    check_call(step, state, loop)
+    check_options(evaluate, sinks, watch, unit, flops_per_unit, about)
     optimizer = state.layout.optimizer
     if isinstance(optimizer, Local):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
@@ -389,7 +349,7 @@ class _Run:
             watched = {name: float(of(step - 1)) for name, of in self.watch.items()}
             left = self.loop.steps - step
             speed = self.speed.read(left)
-            _check_apart(values, watched, speed)
+            check_names(values, watched, speed)
             self.say({"step": step, **values, **watched, **speed})
 
     def blame(self, batch: Any) -> str:
@@ -501,62 +461,6 @@ class _Run:
                 sys.stderr.write(
                     f"shardlib: a record of step {record['step']} could not be written: {error}\n"
                 )
-
-
-def _check(step: Any, state: Any, loop: Any) -> None:
-    for name, value, kind in (("step", step, Step), ("state", state, State), ("loop", loop, Loop)):
-        if not isinstance(value, kind):
-            raise ValueError(
-                "`fit(step, state, batches, loop)` takes what `train_step` and `init` make and a "
-                f"`Loop`; `{name}` is {type(value).__name__}."
-            )
-
-
-def _check_apart(
-    metrics: Mapping[str, Any], watched: Mapping[str, Any], speed: Mapping[str, Any]
-) -> None:
-    """Refuse two numbers of one name, of which a record would have the last."""
-    taken = {"step", "note", *metrics}
-    for name in (*watched, *speed):
-        if name in taken:
-            raise ValueError(
-                f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of "
-                "the step, what is given by `watch`, and the speed, "
-                f"{', '.join(f'`{one}`' for one in speed) or 'none yet'}: call yours something "
-                "else."
-            )
-        taken.add(name)
-
-
-def _check_more(
-    evaluate: Any, sinks: Any, watch: Any, unit: Any, flops_per_unit: Any, about: Any
-) -> None:
-    check.function(
-        "fit", "evaluate", evaluate, "a function of a state that measures it", optional=True
-    )
-    check.kind(
-        "fit", "sinks", sinks, list | tuple, "a list of functions of a record", optional=True
-    )
-    for sink in sinks or ():
-        check.function("fit", "sinks", sink, "functions of a record")
-    check.kind(
-        "fit",
-        "watch",
-        watch,
-        Mapping,
-        "a mapping from names to functions of a number of steps",
-        optional=True,
-    )
-    for name, one in (watch or {}).items():
-        check.text("fit", "watch", name, "names, as text, of functions of a number of steps")
-        check.function("fit", "watch", one, "functions of a number of steps")
-    check.text("fit", "unit", unit, "what the weights of the loss count, as text")
-    check.number(
-        "fit", "flops_per_unit", flops_per_unit, "a number of FLOPs", above=0, optional=True
-    )
-    check.kind(
-        "fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True
-    )
 
 
 def _lines(about: Mapping[str, Any]) -> str:

@@ -14,10 +14,8 @@ parameter.
 """
 
 import contextlib
-import inspect
 import math
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -53,8 +51,10 @@ from shardlib.train._loss import (
     with_row_keys,
 )
 from shardlib.train._loss_checks import check_loss
+from shardlib.train._optimizer_update import clipped, updated
 from shardlib.train._pipelined import Pipelined, refuse_if_it_would_hang
 from shardlib.train._state import Layout, State, combine, drop_weak_types, state_specs
+from shardlib.train._step_calls import check_call, check_compiles, explained, is_traced
 from shardlib.train._strategy import Strategy
 from shardlib.train._weights import Weights, step_parameters, with_partitionable_lookups
 
@@ -104,7 +104,7 @@ class Step:
         A step may stand in a function that is traced, by `jax.jit`, `lax.scan` or `jax.make_jaxpr`.
         There nothing is donated but by the outer `jax.jit(..., donate_argnums=0)`.
         """
-        _check_call(state, batch)
+        check_call(state, batch)
         if (
             not isinstance(state.step, Tracer)
             and isinstance(state.step, jax.Array)
@@ -120,7 +120,7 @@ class Step:
             if self.strategy.pipeline is None:
                 return step(state, batch)
             program = self._checked(step, state, batch)
-            return (step if _traced(state, batch) else program)(state, batch)
+            return (step if is_traced(state, batch) else program)(state, batch)
 
     def _checked(self, step: Any, state: State, batch: Any) -> Any:
         """The program of a step, compiled before its first run, since there are some that would
@@ -131,7 +131,7 @@ class Step:
             *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)),
         )
         if kind not in self._programs:
-            if _traced(state, batch):
+            if is_traced(state, batch):
                 state, batch = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch)
                 )
@@ -148,7 +148,7 @@ class Step:
         """As `jax.jit(...).lower`: `.compile()` shows what the step will do, for devices that need
         not be there.
         """
-        with _explained():
+        with explained():
             return self.trace(state, batch).lower()
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class Step:
             mesh_of_step(strategy.device_mesh),
             strategy.scope(),
             recording(self._used),
-            _explained(),
+            explained(),
         ):
             yield
 
@@ -336,7 +336,7 @@ class Step:
             )
             metrics["compressed"] = optimizer.sends(state.opt_state)
         if isinstance(strategy.clip, optax.GradientTransformation):
-            gradient = _clipped(strategy.clip, gradient, state.params)
+            gradient = clipped(strategy.clip, gradient, state.params)
         elif strategy.clip is not None:
             scale = strategy.clip / jnp.maximum(norm, strategy.clip)
             scales = jax.tree.map(lambda _: scale, gradient)
@@ -347,7 +347,7 @@ class Step:
             gradient = jax.tree.map(
                 lambda g, scale: g * scale.astype(g.real.dtype), gradient, scales
             )
-        updates, opt_state = _updated(
+        updates, opt_state = updated(
             optimizer, gradient, state.opt_state, state.params, loss, extra
         )
         params = optax.apply_updates(state.params, updates)
@@ -446,49 +446,6 @@ class Step:
         return made._replace(values=values), streams, rest, metrics
 
 
-def check_compiles() -> None:
-    """Refuse to run without a compiler."""
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(
-            "`jax_disable_jit` is on, and a step is a compiled program on a mesh: turn it off. To "
-            "look inside, print by `jax.debug.print` in the loss, or call the loss alone, "
-            "`loss_fn(state.model, batch, rng)`, under `sl.unsharded()`."
-        )
-
-
-def _check_call(state: Any, batch: Any) -> None:
-    check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        raise ValueError(
-            "The state is abstract, of shapes alone: make it by `sl.init` without `abstract`."
-        )
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-        raise ValueError(
-            "The batch has no values, but shapes alone: `step.trace(state, batch)` takes these."
-        )
-
-
-def _traced(*trees: Any) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Say of what JAX has not implemented what to do about it."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if "callbacks are only supported" not in str(error):
-            raise
-        raise ValueError(
-            "The loss calls back into Python (`jax.pure_callback`, "
-            "`jax.experimental.io_callback`), and JAX has that only where a step is manual over "
-            "every axis of its mesh, or over none. Leave all axes to the partitioner, "
-            "`Strategy(manual=())`; use a mesh of data axes alone; or print by `jax.debug.print`, "
-            "which works everywhere."
-        ) from error
-
-
 def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
     """What keeps the compiler of a GPU from joining the buckets of an exchange: it would hold the
     buffers of all.
@@ -506,44 +463,6 @@ def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
     return {
         name: size for name, size in options.items() if name not in os.environ.get("XLA_FLAGS", "")
     }
-
-
-def _clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
-    state = clip.init(params)
-    if jax.tree.leaves(state):
-        raise ValueError(
-            "`Strategy(clip=...)` takes a transformation without state; this one has some. Put it "
-            "into the optimizer: `optax.chain(clip, optimizer)`."
-        )
-    return clip.update(gradient, state, params)[0]
-
-
-def _updated(
-    optimizer: Any,
-    gradient: Any,
-    opt_state: Any,
-    params: Any,
-    loss: jax.Array,
-    extra: dict[str, Any],
-) -> tuple[Any, Any]:
-    """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it
-    wants them.
-    """
-    extra = {"value": loss, "grad": gradient} | extra
-    accepted = inspect.signature(optimizer.update).parameters
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
-        extra = {name: value for name, value in extra.items() if name in accepted}
-    try:
-        return optimizer.update(gradient, opt_state, params, **extra)
-    except TypeError as error:
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
-        if missing is None:
-            raise
-        raise ValueError(
-            f"The optimizer wants {missing[1]}, which a step has not: it gives `value`, the loss "
-            "of the whole batch, and `grad`, its gradient. Line searches, which evaluate the loss "
-            "again, are not supported."
-        ) from error
 
 
 def _accumulate(
