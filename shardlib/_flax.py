@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from flax.core import meta
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib import _arguments as check
 from shardlib import _arrays as check_arrays
 from shardlib._flax_rules import Pairs, in_force, laid_out_eagerly
-from shardlib._jaxpr import JITS, variables
 from shardlib._tree import map_named, named_leaves, path_name
 
 Model = TypeVar("Model")
@@ -88,8 +87,8 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
         "annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims"
     )
     _refuse_modules_in_trees(model)
-    nnx_variables = dict(_nnx_variables(model)) if _is_nnx(model) else None
-    leaves = nnx_variables or dict(named_leaves(model, is_leaf=_is_box))
+    of_module = dict(nnx_variables(model)) if is_nnx(model) else None
+    leaves = of_module or dict(named_leaves(model, is_leaf=_is_box))
     alone = leaves.get("")  # a model may be one array, whose path is empty
     if not leaves or (alone is not None and not hasattr(_unbox(alone), "shape")):
         takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
@@ -116,9 +115,9 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
                 )
             check_arrays.array("annotate", path, _unbox(leaves[path]), abstract=True)
             _check_rank(path, value, jnp.shape(_unbox(leaves[path])))
-    if nnx_variables is not None:
+    if of_module is not None:
         for path, value in chosen.items():
-            nnx_variables[path].set_metadata(out_sharding=value)
+            of_module[path].set_metadata(out_sharding=value)
         return model
     return map_named(
         lambda path, leaf: _box(leaf, chosen[path]) if path in chosen else leaf,
@@ -166,10 +165,10 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     tree a predicate of path and leaf. By default that is Linen's collection `params` where there is
     one, else every floating-point leaf.
     """
-    if _is_nnx(model):
+    if is_nnx(model):
         graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
         _check_static(graph)
-        names = {path: _names_of_variable(variable) for path, variable in _nnx_variables(model)}
+        names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
         params, streams, rest = (nnx.to_pure_dict(state) for state in states)
         return ModelParts(Definition(graph, trainable), params, streams, rest), names
     _refuse_modules_in_trees(model)
@@ -227,8 +226,8 @@ def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
     out.
     """
     found: dict[str, FlaxMetadata] = {}
-    of_nnx = _is_nnx(model) or is_nnx_state(model)
-    for path, leaf in _nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
+    of_nnx = is_nnx(model) or is_nnx_state(model)
+    for path, leaf in nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
         if isinstance(leaf, meta.Partitioned):
             found[path] = FlaxMetadata(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
             continue
@@ -248,7 +247,7 @@ def is_nnx_state(model: Any) -> bool:
 
 def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]:
     """The names and the values of the variables of an `nnx.State`, by path."""
-    found = _nnx_variables(state)
+    found = nnx_variables(state)
     names = {path: _names_of_variable(variable) for path, variable in found}
     return names, {path: variable.get_value() for path, variable in found}
 
@@ -261,104 +260,6 @@ def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
     )
 
 
-def complete_names(
-    make_model: Callable[[], Any],
-    model: Any,
-    names: dict[str, Names],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, Names]:
-    """Complete the names of NNX variables that have fewer names than dims: to Flax, the dims that
-    follow are whole.
-
-    Left as they are, to be refused, are those that something has been stacked in front of since
-    they were made, whose names are all one dim off. That cannot be told from a variable; so the
-    model is made once more, tracing how each comes about.
-    """
-    short = [
-        path
-        for path, of_dims in names.items()
-        if path in shapes and _is_short(of_dims, shapes[path])
-    ]
-    if not short or not _is_nnx(model):
-        return names
-    names = {
-        p: _padded(n, shapes[p]) if p in short and not any(n or ()) else n for p, n in names.items()
-    }
-    short = [path for path in short if _is_short(names[path], shapes[path])]
-    entries = _names_when_made(
-        make_model, short, {p: n for p, n in names.items() if isinstance(n, tuple)}
-    )
-    done = dict(names)
-    for path in short:
-        full = _padded(names[path], shapes[path])
-        made = entries.get(path)
-        if made is not None and all(
-            one is PartitionSpec.UNCONSTRAINED or one == n
-            for one, n in zip(made, full, strict=True)
-        ):
-            done[path] = full
-    return done
-
-
-def _names_when_made(
-    make_model: Callable[[], Any], paths: list[str], names: Mapping[str, tuple[str | None, ...]]
-) -> dict[str, list[Any]]:
-    """By path, the name that each dim of a variable had when it was made; a dim that it has got
-    since has none.
-
-    A variable that is laid out as it is made leaves a constraint in the trace, which keeps its
-    names, and which `vmap` gives one more dim as it does the variable.
-    """
-    wanted = {name for path in paths for name in names[path] if name is not None}
-    every = {name for of_dims in names.values() for name in of_dims if name is not None}
-    # Axes of size two, since JAX takes a constraint over an axis of size one for none. In place of
-    # a mesh only one of the same size may be put in force, and in place of no mesh any.
-    mesh = AbstractMesh(
-        (2,) * len(wanted), tuple(sorted(wanted)), axis_types=(AxisType.Auto,) * len(wanted)
-    )
-    none = AbstractMesh((), ())
-    pairs = tuple((name, name if name in wanted else None) for name in sorted(every))
-
-    def values() -> list[Any]:
-        variables = dict(_nnx_variables(make_model()))
-        return [variables[path].get_value() for path in paths]
-
-    try:
-        with (
-            jax.sharding.use_abstract_mesh(none),
-            jax.sharding.use_abstract_mesh(mesh),
-            in_force(pairs, eager=True),
-        ):
-            jaxpr = jax.make_jaxpr(values)().jaxpr
-    except (ValueError, KeyError):  # it cannot be laid out so, hence not told
-        return {}
-    made = {path: _entries(jaxpr, var) for path, var in zip(paths, jaxpr.outvars, strict=True)}
-    return {path: entries for path, entries in made.items() if entries is not None}
-
-
-def _entries(jaxpr: Any, var: Any) -> list[Any] | None:
-    """The entries of the constraint that an array comes from, by whatever keeps its dims; None if
-    it comes from none.
-    """
-    equation = next((one for one in jaxpr.eqns if var in one.outvars), None)
-    if equation is None:
-        return None
-    name, params = equation.primitive.name, equation.params
-    if name == "sharding_constraint":
-        entries = list(params["sharding"].spec)
-        return entries + [None] * (var.aval.ndim - len(entries))
-    if name in JITS:
-        inner = params["jaxpr"].jaxpr
-        return _entries(inner, inner.outvars[equation.outvars.index(var)])
-    sources = variables(equation.invars)
-    if len(sources) != 1 or len(sources[0].aval.shape) != len(var.aval.shape):
-        return None
-    entries = _entries(jaxpr, sources[0])
-    if name == "transpose" and entries is not None:
-        return [entries[dim] for dim in params["permutation"]]
-    return entries if sources[0].aval.shape == var.aval.shape else None
-
-
 def building() -> Any:
     """The context to build models in: what carries names is laid out later, and must not ask for a
     mesh while it is made.
@@ -366,12 +267,13 @@ def building() -> Any:
     return in_force((), eager=False)
 
 
-def _is_nnx(model: Any) -> bool:
+def is_nnx(model: Any) -> bool:
+    """Whether a model is an NNX module."""
     return isinstance(model, nnx.Module)
 
 
 def _refuse_modules_in_trees(model: Any) -> None:
-    if _is_nnx(model):
+    if is_nnx(model):
         return
     kinds = nnx.Module | nnx.Variable
     found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, kinds))
@@ -409,7 +311,8 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def _nnx_variables(model: Any) -> list[tuple[str, nnx.Variable]]:
+def nnx_variables(model: Any) -> list[tuple[str, nnx.Variable]]:
+    """The variables of an NNX model, or of its state, with their paths."""
     state = model if is_nnx_state(model) else nnx.state(model)
     return [("/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
 
@@ -419,13 +322,9 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _unbox(leaf: Any) -> Any:
-    return (
-        leaf.unbox(apply_constraint=False)
-        if isinstance(leaf, meta.Partitioned)
-        else leaf.unbox()
-        if _is_box(leaf)
-        else leaf
-    )
+    if isinstance(leaf, meta.Partitioned):
+        return leaf.unbox(apply_constraint=False)
+    return leaf.unbox() if _is_box(leaf) else leaf
 
 
 def _box(leaf: Any, names: Any) -> Any:
@@ -464,11 +363,13 @@ def _hashable_pairs(pairs: Any) -> Pairs:
     )
 
 
-def _is_short(of_dims: Names, shape: tuple[int, ...]) -> bool:
+def is_short(of_dims: Names, shape: tuple[int, ...]) -> bool:
+    """Whether there are fewer names than dims."""
     return isinstance(of_dims, tuple) and len(of_dims) < len(shape)
 
 
-def _padded(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def padded_names(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """A name for each dim, None for those that follow the names there are."""
     assert of_dims is not None
     return (*of_dims, *[None] * (len(shape) - len(of_dims)))
 
@@ -486,7 +387,9 @@ def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
     for path, leaf in leaves:
         of_dims, shape = _names_of_box(leaf), shapes[path]
         keeps = isinstance(leaf, meta.Partitioned) and not _looks_stacked(path, shapes)
-        names[path] = _padded(of_dims, shape) if keeps and _is_short(of_dims, shape) else of_dims
+        names[path] = (
+            padded_names(of_dims, shape) if keeps and is_short(of_dims, shape) else of_dims
+        )
     return names
 
 

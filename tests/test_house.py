@@ -49,7 +49,7 @@ ORDER = [
         "_stored_weights",
         "_remat",
     ),
-    *("_random", "_batch", "_flax", "_layers", "_precision"),
+    *("_random", "_batch", "_flax", "_flax_names", "_layers", "_precision"),
     *(
         f"kernels.{name}"
         for name in ("_rows", "_shards", "_choice", "_tpu", "_gpu", "_gpu_rows", "_gpu_tiles")
@@ -139,7 +139,7 @@ MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
 )
 ALLOWED = {
-    "flax": {"_flax_rules", "_flax", "_layers"},
+    "flax": {"_flax_rules", "_flax", "_flax_names", "_layers"},
     "orbax": {"train._checkpoint"},
     "chex": set(),
 }

@@ -15,13 +15,13 @@ from shardlib._annotate import say
 from shardlib._flax import (
     Names,
     building,
-    complete_names,
     flax_metadata,
     is_nnx_state,
     named_variables,
     take_apart,
     with_values,
 )
+from shardlib._flax_names import complete_names
 from shardlib._placement import Placement, by_names, place
 from shardlib._precision import check_patterns
 from shardlib._random import THREEFRY
