@@ -281,8 +281,9 @@ def split(
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Lay the whole array on every device: GShard's `replicate`. Inside a `shard_map`, over its
-    automatic axes.
+    """Lay out the whole array on every device: GShard's `replicate`.
+
+    Inside a `shard_map` that means every device along its automatic axes.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):

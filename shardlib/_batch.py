@@ -56,8 +56,9 @@ class WeightedMean:
 
 
 def weighted_mean(total: Any, weight: Any) -> WeightedMean:
-    """What a loss returns: a sum over the examples here, and their weight, say the number of
-    unmasked tokens.
+    """What a loss returns: a sum over the local examples, and their weight.
+
+    The weight is, say, the number of unmasked tokens.
 
     The step adds up totals and weights over devices and microbatches and divides once, so unevenly
     masked tokens give the loss that one device would compute; a mean of means would not. The weight
@@ -86,8 +87,9 @@ def split_axes() -> tuple[str, ...]:
 
 
 def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
-    """The examples of every device, along dim 0, in the order of the batch; outside the step, the
-    array as it is.
+    """The examples of every device, along dim 0, in the order of the batch.
+
+    Outside the step it is the array as it is.
 
     `names` are those of the other dims. Name a dim that a mesh axis splits, or it is gathered
     whole.
@@ -117,8 +119,9 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
-    """The mean over the whole batch: over `axis` here, and over every device that holds other
-    examples.
+    """The mean over the whole batch.
+
+    It is taken over `axis` of the local examples, and over every device that holds others.
 
     >>> batch_mean(jnp.array([1.0, 3.0])).item()
     2.0

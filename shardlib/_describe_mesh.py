@@ -10,8 +10,9 @@ _MAX_DRAWN_DEVICES = 16
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """A picture of a mesh for the terminal: its axes, the networks they use, and where each
-    device stands.
+    """A picture of a mesh for the terminal.
+
+    It shows the axes, the networks they use, and where each device stands.
 
     Up to 16 devices along one or two axes are drawn, with their ids; double lines are the slow
     network. Of others, the table shows the first few along each axis. For TPUs it also says on

@@ -71,8 +71,9 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
 
 
 def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | PartitionSpec]) -> Model:
-    """Name the parameters of a model that cannot be edited, by patterns that match the whole of a
-    parameter's path.
+    """Name the parameters of a model that cannot be edited.
+
+    Names go by patterns, which match the whole of a parameter's path.
 
     NNX modules are changed in place and returned; any other tree is returned with its leaves boxed,
     as Linen's `nn.with_logical_partitioning` would have. A pattern that matches nothing is an

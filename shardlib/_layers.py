@@ -17,8 +17,9 @@ from shardlib._rules import LAYERS
 
 
 class Layers(nnx.Module):
-    """NNX modules that are alike, called one after the other: their variables are stacked along a
-    first dim named `layers`.
+    """NNX modules that are alike, called one after the other.
+
+    Their variables are stacked along a first dim named `layers`.
 
     `layers(x, *same)` hands `x`, any tree, from layer to layer, and gives each of them `same` too.
     It is one loop, so that it compiles in the time of one layer, ZeRO gathers a layer at a time, a

@@ -42,8 +42,9 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 
 
 def memory_traffic(compiled: Any) -> Moved:
-    """What a device reads and writes of its memory in a run of a compiled program, of
-    `jitted.lower(...).compile()`.
+    """What a device reads and writes of its memory in a run of a compiled program.
+
+    The program is what `jitted.lower(...).compile()` gives.
 
     Each instruction reads its operands and writes its result, once, in the bytes of their shapes;
     those in a loop count as often as it runs, and of branches the dearest. What a fusion only

@@ -37,8 +37,9 @@ def make_mesh(
     allow_split_physical_axes: bool = True,
     **axes: int,
 ) -> Mesh:
-    """A mesh of named axes, outermost first, with neighbours along the inner axes close to each
-    other on the hardware.
+    """A mesh of named axes, outermost first.
+
+    Neighbours along the inner axes are close to each other on the hardware.
 
     Sizes are the total sizes of the axes, however many networks they cross. One of them may be -1:
     the devices that the others leave. `devices` are `jax.devices()` unless given.
@@ -142,8 +143,9 @@ def _devices_by_id(platform: str) -> dict[int, Any]:
 
 
 def simulate_devices(count: int = 8) -> None:
-    """Let JAX see `count` CPU devices and nothing else, to try any sharding on a laptop. Call it
-    before JAX's first use.
+    """Let JAX see `count` CPU devices and nothing else, to try any sharding on a laptop.
+
+    Call it before JAX's first use.
 
     >>> simulate_devices(8)
     >>> len(jax.devices())

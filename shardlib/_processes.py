@@ -39,8 +39,9 @@ initialized_with: list[int] = []
 
 
 def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
-    """Join the other processes of this run, if there are any: the first line of a script, before
-    any device is touched.
+    """Join the other processes of this run, if there are any.
+
+    It is the first line of a script, before any device is touched.
 
     Processes are found where `python -m shardlib.launch`, `srun`, `mpirun`, a Kubernetes JobSet or
     indexed Job, or a TPU slice started them; a process that is alone stays alone. Anything else

@@ -72,8 +72,9 @@ def plain_keys(keys: jax.Array) -> jax.Array:
 
 
 def replicated_draws(key: jax.Array) -> jax.Array:
-    """A key whose draws are the same on every device whatever their shape, for noise on weights,
-    say.
+    """A key whose draws are the same on every device, whatever their shape.
+
+    It is for noise on weights, for example.
 
     Inside the step a draw whose first dim is as long as there are examples here draws per example,
     and means to. To draw per example where the examples are not the first dim, draw with a key for

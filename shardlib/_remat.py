@@ -22,8 +22,9 @@ def remat(
     *,
     checkpoint: Callable[[Block], Block] = jax.checkpoint,
 ) -> Block:
-    """Mark a block whose activations the strategy in force may drop and compute again in the
-    backward pass.
+    """Mark a block whose activations may be dropped and recomputed in the backward pass.
+
+    The strategy in force decides.
 
     Where it is called or where it is defined: it is a decorator too.
 
@@ -55,8 +56,9 @@ def remat(
 
 
 def zero3_layer(block: Block) -> Block:
-    """Mark a block as one layer to stage 3 of ZeRO: its weights are gathered together, used, and
-    dropped.
+    """Mark a block as one layer to stage 3 of ZeRO.
+
+    Its weights are gathered together, used, and dropped.
 
     For layers that are not scanned; a scanned layer is found without. Where it is called or where
     it is defined. Unmarked, each operation gathers its own weight, which holds less at a time and

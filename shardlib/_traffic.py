@@ -144,8 +144,9 @@ def collectives(
 
 
 def summary(found: Iterable[Collective]) -> str:
-    """A line for each kind, axes and size, most bytes first, for people and for the messages of
-    failed tests.
+    """A line for each kind of collective, its axes and its size, most bytes first.
+
+    It is for people, and for the messages of failed tests.
 
     The size is that of the whole array: of an all-gather's result, of a reduce-scatter's operand.
 

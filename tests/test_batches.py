@@ -188,7 +188,7 @@ def test_what_is_no_batch_is_refused_by_name(batch, message):
         next(sl.batches([batch], STRATEGY))
 
 
-def test_rows_here_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
+def test_local_rows_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
     assert sl.local_rows(8, STRATEGY).tolist() == list(range(8))
     accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=3)
     with pytest.raises(

@@ -704,7 +704,7 @@ def test_each_member_of_a_stack_as_if_alone(optimizer):
         sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 5).init(params)
 
 
-def test_its_state_lies_as_the_experts_do():
+def test_its_state_is_sharded_like_the_experts():
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
     optimizer = sl.optimizers.per_layer_and_expert(
         optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked

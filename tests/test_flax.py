@@ -262,7 +262,7 @@ def test_names_are_checked_where_they_are_given():
         )
 
 
-def test_optimizer_state_of_a_single_array_lies_as_the_array():
+def test_optimizer_state_of_a_single_array_is_sharded_like_the_array():
     strategy = sl.Strategy(
         mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp="model")
     )

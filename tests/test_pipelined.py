@@ -246,7 +246,7 @@ def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
     assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
 
 
-def test_the_layers_of_an_encoder_and_a_decoder_lie_by_stages():
+def test_the_layers_of_an_encoder_and_a_decoder_are_laid_out_by_stages():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.ZBV(2, 4))
     state, other = (
@@ -383,7 +383,7 @@ def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
 @pytest.mark.parametrize(
     "schedule", [pipeline.OneFOneB(2, 4), pipeline.Interleaved(2, 4), pipeline.VHalf(2, 4)], ids=str
 )
-def test_layers_lie_by_stages_and_are_read_as_the_model_has_them(schedule, tmp_path):
+def test_layers_are_laid_out_by_stages_and_read_as_the_model_has_them(schedule, tmp_path):
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)
     state, other = sl.init(make, optax.adam(0.1), strategy), sl.init(make, optax.adam(0.1), alone)

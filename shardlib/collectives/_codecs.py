@@ -126,8 +126,9 @@ class Signs:
 
 @dataclass(frozen=True)
 class Integers:
-    """Integers of 8 or 4 bits, and a scale for each block of numbers: the largest of them is the
-    largest integer.
+    """Integers of 8 or 4 bits, and a scale for each block of numbers.
+
+    The largest number of a block becomes the largest integer.
 
     >>> row = jnp.array([[0.0, 1.0, -7.0, 3.4]])
     >>> Integers(4).decode(Integers(4).encode(row).code,

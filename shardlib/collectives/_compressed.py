@@ -21,8 +21,9 @@ from shardlib.collectives._codecs import Codec, Encoded
 
 
 class Errors(NamedTuple):
-    """What a device still owes of what it was to send: as a worker of its own array, as a server of
-    its part of the mean.
+    """What compression left out of what a device sent.
+
+    It has errors as a worker, of its own array, and as a server, of its part of the mean.
     """
 
     worker: Any  # (workers, elements of a part)
@@ -69,8 +70,9 @@ def pmean(
     alive: Any = None,
     shared: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
-    """The mean over devices of an array, or of a tree of arrays, compressed twice, and what is owed
-    then.
+    """The mean over devices of an array or a tree of arrays, compressed twice.
+
+    With it come the errors that are left.
 
     Each array goes in parts to its servers by an all-to-all; each server takes the mean of what
     came, compresses it again, and all gather it. With `errors` of an earlier call, or of
@@ -179,8 +181,9 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
-    """Errors with which to begin, for what `pmean` is given, inside the same `shard_map`: nothing
-    is owed.
+    """The errors to begin with, zero, for what `pmean` is given.
+
+    Call it inside the same `shard_map`.
     """
     over, shared = _axes_of_both("no_errors", axis, shared)
     for leaf in jax.tree.leaves(x):
@@ -189,8 +192,9 @@ def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
 
 
 def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> int:
-    """What a device sends for `pmean` of an array of so many elements: 2 (n-1) codes of a part; if
-    shared, n (k-1) more.
+    """What a device sends for `pmean` of an array of so many elements.
+
+    That is 2 (n-1) codes of a part; if shared, n (k-1) more.
 
     Of one worker it is nothing but, if shared, the part itself.
 
@@ -318,8 +322,9 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """Every device's array, one behind the other along `dim`, sent as codes. Its derivative is that
-    of an exact gather.
+    """Every device's array, concatenated along `dim`, sent as codes.
+
+    Its derivative is that of an exact gather.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -364,8 +369,9 @@ def all_gather_bytes(elements: int, devices: int, codec: Codec) -> int:
 
 
 def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """The sum over devices, of which each keeps its part of `dim`: codes of the parts go to their
-    owners, and are added there.
+    """The sum over devices, of which each keeps its part of `dim`.
+
+    Codes of the parts go to their owners, and are added there.
 
     Each number is compressed once, whatever the number of devices. The derivative is that of the
     exact sum.
@@ -417,8 +423,9 @@ _psum_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def psum_scatter_bytes(elements: int, devices: int, codec: Codec) -> int:
-    """What a device sends for `psum_scatter` of its array of so many elements: n-1 codes of a
-    part.
+    """What a device sends for `psum_scatter` of its array of so many elements.
+
+    That is n-1 codes of a part.
     """
     return (_devices("psum_scatter_bytes", elements, devices, codec) - 1) * codec.size(
         elements // devices

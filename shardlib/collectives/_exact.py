@@ -26,8 +26,9 @@ from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 
 
 class Parameter(NamedTuple):
-    """What an exchange knows of a parameter: where it is, its global shape, how it lies, and over
-    what to reduce it.
+    """What an exchange knows of a parameter.
+
+    That is its path, its global shape, its layout, and the axes over which to reduce it.
     """
 
     path: str
@@ -40,8 +41,9 @@ class Parameter(NamedTuple):
 
 
 class Exchange:
-    """How the gradients of workers are averaged; an exchange is a frozen dataclass derived from
-    this.
+    """How the gradients of workers are averaged.
+
+    An exchange is a frozen dataclass derived from this.
 
     A worker is all that has one place along the axes that the exchange takes: a device, a pod. Over
     the other axes its gradient is there already, summed exactly by `within`, laid out as the
@@ -98,8 +100,9 @@ class ExchangeInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact(Exchange):
-    """The exact sum, laid out as the parameter is at rest: whole, or scattered where ZeRO has split
-    that further.
+    """The exact sum of gradients, laid out as the parameter is at rest.
+
+    It is whole, or scattered where ZeRO has split the parameter further.
 
     What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered
     and is smaller than that is put together into buckets of that size, ZeRO's constant buffers;

@@ -87,8 +87,9 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
-    """The folder for what is made once and kept: `~/.cache/shardlib`, or under `$XDG_CACHE_HOME`,
-    unless another is given.
+    """The folder for what is made once and kept.
+
+    It is `~/.cache/shardlib`, or under `$XDG_CACHE_HOME`, unless another is given.
     """
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "shardlib"

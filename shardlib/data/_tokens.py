@@ -130,8 +130,9 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """A corpus as tokens: what there is to train on, and what is held out. `print` shows what it
-    came to.
+    """A corpus as tokens: what there is to train on, and what is held out.
+
+    `print` shows what it came to.
 
     `learned_documents` and `learned_bytes` are what the tokenizer was learned from, if it was.
     `unknown` counts the tokens that stand for characters the tokenizer lacks. `tokenizer_sha256` is

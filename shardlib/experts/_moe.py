@@ -76,8 +76,9 @@ def moe(
     real: jax.Array | None = None,
     names: tuple[str | None, ...] = ("batch", "seq", "act_embed"),
 ) -> tuple[jax.Array, MoEStats]:
-    """Send each token to the experts that a router chooses, and add up what they make of it. A
-    token that finds no place gives zeros: have the layer beside a residual stream.
+    """Send each token to the experts that a router chooses, and add up their outputs.
+
+    A token that finds no place gives zeros: put the layer beside a residual stream.
 
     - `x`: the tokens, (batch, ..., width), with a name for each dim in `names`.
     - `experts`: a function of weights and of tokens (experts, tokens, width), each expert's own;
@@ -152,8 +153,9 @@ def moe(
 
 
 def local_experts(count: int) -> int:
-    """How many of so many experts a model sees where this is traced: in the step's form a device's
-    own, elsewhere all.
+    """How many of `count` experts a model sees where this is traced.
+
+    In the step's form they are a device's own, elsewhere all.
 
     Linen compares a parameter with the shape that its module gives it:
     `self.param("up", init, (local_experts(8), width, hidden))`.

@@ -20,8 +20,9 @@ from shardlib import _arguments as check
 
 
 class Choices(NamedTuple):
-    """What a router wants for each token: its experts, first choice first, and what their outputs
-    are multiplied by.
+    """What a router wants for each token.
+
+    That is its experts, first choice first, and what their outputs are multiplied by.
 
     A choice that is not `wanted` takes no place in its expert and adds nothing to the output.
     """
@@ -32,8 +33,9 @@ class Choices(NamedTuple):
 
 
 class Router(Protocol):
-    """A rule for routing; implementations are frozen dataclasses. A subclass of your own needs
-    nothing but these.
+    """A rule for routing; implementations are frozen dataclasses.
+
+    A subclass of your own needs nothing but these.
     """
 
     @property
@@ -68,8 +70,9 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Top2:
-    """GShard's: the two likeliest experts, weighed by their shares of both; the second is taken as
-    often as it weighs.
+    """GShard's: the two likeliest experts, weighed by their shares of both.
+
+    The second is taken as often as it weighs.
 
     In training a token goes to its second expert if twice the expert's weight exceeds a number
     drawn from [0, 1), so that one of little weight seldom takes a place. Elsewhere it always goes.
@@ -143,8 +146,9 @@ class Switch:
 
 @dataclass(frozen=True)
 class TopK:
-    """The softmax over the likeliest `choices` experts, as in Mixtral; with `renormalize=False`,
-    their softmax among all.
+    """The softmax over the likeliest `choices` experts, as in Mixtral.
+
+    With `renormalize=False` it is their softmax among all experts.
 
     >>> [round(float(w), 3) for w in TopK(2).choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
     ...     None).weight]

@@ -149,8 +149,9 @@ _notebook = jax.make_user_context(None)
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Trace a function and say for each op in it which implementation would run here, and why not
-    the others.
+    """Trace a function and say for each op in it which implementation would run here.
+
+    It also says why the others would not.
 
     Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s. "Here" is the mesh in scope, which
     may be of a machine that is not there: `with sl.use(rules,

@@ -10,8 +10,9 @@ from shardlib import _arguments as check
 
 
 class Local(optax.GradientTransformationExtraArgs):
-    """An optimizer that is given each worker's own gradient, and has something else than gradients
-    averaged.
+    """An optimizer that is given each worker's own gradient.
+
+    It has something other than gradients averaged.
 
     Give it to `sl.init` as it is, under a strategy whose exchange sends codes. It runs in the
     step's two places. While `sends(state)`, `message(gradients, state)` makes, on each device's own

@@ -43,8 +43,9 @@ def onebit_adam(
     mask: Any = None,
     steps: int | None = None,
 ) -> Local:
-    """1-bit Adam: from some step on its variance is frozen, and workers send momenta in one bit
-    instead of gradients.
+    """1-bit Adam: from some step on, workers send momenta in one bit instead of gradients.
+
+    Adam's variance is frozen from that step on.
 
     - `freeze`: after how many steps; or after what part of the run, below 1; or `"auto"`, when the
       variance has settled: when its norm changes by less than 4 % over 1 / (1 - b2) steps, and the

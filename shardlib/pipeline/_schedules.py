@@ -92,8 +92,9 @@ class GPipe(_Plain):
 
 @dataclass(frozen=True)
 class OneFOneB(_Plain):
-    """PipeDream-Flush: a backward pass as soon as there is one, so that a stage holds no more than
-    the stages after it.
+    """PipeDream-Flush, 1F1B: a backward pass as soon as there is one.
+
+    A stage then holds no more microbatches than there are stages from it on.
 
     >>> [str(op) for op in OneFOneB(2, 3).table().orders[0]]
     ['F0@0', 'F1@0', 'B0@0', 'F2@0', 'B1@0', 'B2@0']
@@ -114,8 +115,9 @@ class OneFOneB(_Plain):
 
 @dataclass(frozen=True)
 class Eager1F1B(_Plain):
-    """1F1B with forward passes early enough that what is sent has a tick to travel: a stage holds
-    nearly twice as many.
+    """1F1B with forward passes early enough that what is sent has a tick to travel.
+
+    A stage holds nearly twice as many microbatches.
 
     Paired, a tick has a forward and a backward pass, and there are M + 2 (S - 1) of them.
 
@@ -141,8 +143,9 @@ class Eager1F1B(_Plain):
 
 @dataclass(frozen=True)
 class ZBH1(_Plain):
-    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps, as late as 1F1B's memory
-    allows.
+    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps.
+
+    They come as late as 1F1B's memory allows.
     """
 
     def table(self) -> Table:
@@ -166,8 +169,9 @@ class ZBH1(_Plain):
 
 @dataclass(frozen=True)
 class ZBH2(_Plain):
-    """Zero bubble H2: as H1 with forward passes that fill the gap before the first backward pass,
-    for twice the memory.
+    """Zero bubble H2: H1 with forward passes that fill the gap before the first backward pass.
+
+    That takes twice the memory.
     """
 
     def table(self) -> Table:
@@ -195,8 +199,9 @@ class ZBH2(_Plain):
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Megatron's: each stage has `chunks` parts, S apart, and the microbatches go through in groups
-    of S.
+    """Megatron's interleaved schedule: each stage has `chunks` parts, S apart.
+
+    The microbatches go through in groups of S.
     """
 
     stages: int
@@ -347,8 +352,9 @@ class VHalf(_V):
 
 @dataclass(frozen=True)
 class ZBV:
-    """ZB-V: no bubble at all for the memory of 1F1B, where forward and backward passes and `W` take
-    as long.
+    """ZB-V: no bubble at all for the memory of 1F1B.
+
+    That holds where forward passes, backward passes and `W` take equally long.
 
     Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some
     of the gap.
@@ -384,8 +390,9 @@ class ZBV:
 
 @dataclass(frozen=True)
 class DualPipeV:
-    """DeepSeek's DualPipe cut in half: two parts on each stage, and in most steps a forward pass
-    beside a backward one.
+    """DeepSeek's DualPipe cut in half: two parts on each stage.
+
+    In most steps a forward pass runs beside a backward one.
 
     Paired, a tick has both, so that what one sends may go while the other computes.
     """
@@ -457,8 +464,9 @@ class DualPipeV:
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """The best that a search from costs finds, of which each stage holds at most `limit`
-    microbatches' activations.
+    """The best schedule that a search from costs finds.
+
+    Each stage holds at most `limit` microbatches' activations.
 
     With S, the default, it is the paper's ZB-1p, with 2 S its ZB-2p.
     """

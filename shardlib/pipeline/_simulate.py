@@ -77,8 +77,9 @@ UNIT = Costs()
 
 @dataclass(frozen=True)
 class Timeline:
-    """A table played through: when each op starts and ends on its stage, stages being free to run
-    ahead.
+    """A table played through: when each op starts and ends on its stage.
+
+    Stages are free to run ahead.
     """
 
     table: Table

@@ -18,8 +18,9 @@ upper bound, part of which stays on the chip."""
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Seconds of a step and its exchange, exact and compressed, and the bandwidth at which they are
-    equal.
+    """Seconds of a step and its exchange, exact and compressed.
+
+    With them the bandwidth at which the two are equal.
     """
 
     compute_seconds: float
@@ -59,8 +60,9 @@ def break_even(
     memory_bandwidth: float = math.inf,
     itemsize: int = 4,
 ) -> BreakEven:
-    """What a compressed exchange gains of a step, where neither it nor the exact one overlaps with
-    anything.
+    """What a compressed exchange saves in a step.
+
+    Neither it nor the exact one is taken to overlap with anything.
 
     - `parameters` of the model, of which a worker's `shards` devices (or as many as share the work)
       send a part each.

@@ -173,8 +173,10 @@ def zero_bytes(
     gradients: int = 2,
     state: int = 12,
 ) -> int:
-    """ZeRO's bytes per device; by default of mixed-precision Adam, whose `state` holds the 32-bit
-    master and two moments.
+    """ZeRO's bytes per device, by the paper's formulas.
+
+    By default they are those of mixed-precision Adam, whose `state` holds the 32-bit master and two
+    moments.
 
     >>> [round(zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9, 1) for stage in range(4)]
     [120.0, 31.4, 16.6, 1.9]
@@ -194,8 +196,10 @@ def zero_bytes(
 
 @dataclass(frozen=True)
 class Estimate:
-    """The most that a device holds of each kind, what it holds at the fullest moment, and FLOPs of
-    a step on all devices.
+    """The estimated memory of a device, by kind, and the FLOPs of a step.
+
+    It has the most of each kind at any moment, and the total at the peak; FLOPs are of a step on
+    all devices.
     """
 
     kinds: dict[str, int]

@@ -52,8 +52,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, by kind. They add up to `total_bytes`, which is what a program needs to
-    run.
+    """Bytes on each device, by kind.
+
+    They add up to `total_bytes`, which is what a program needs to run.
     """
 
     kinds: dict[str, int]

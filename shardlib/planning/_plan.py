@@ -35,8 +35,9 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step will do on a machine: `memory` by kind, every one of its `collectives`, and
-    whether it `fits`.
+    """What a step will do on a machine.
+
+    It has `memory` by kind, every one of the step's `collectives`, and whether it `fits`.
 
     It prints as a report; `as_dict()` is the same for machines.
     """
@@ -141,8 +142,9 @@ def plan(
     estimate: Estimate | None = None,
     name: str = "",
 ) -> Plan:
-    """Compile a step for a machine that need not be there, and say what it will do: memory,
-    collectives, whether it fits.
+    """Compile a step for a machine that need not be there, and say what it will do.
+
+    That is what memory it takes, which collectives it runs, and whether it fits.
 
     `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both
     may be abstract (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed.

@@ -13,8 +13,10 @@ from shardlib.train._strategy import Strategy
 
 @dataclass(frozen=True)
 class Price:
-    """A stage of ZeRO: bytes that a device sends over the axes of data in a step, and what it holds
-    beside what is at rest.
+    """What a stage of ZeRO costs in a step.
+
+    That is the bytes that a device sends over the axes of data, and what it holds besides what is
+    at rest.
 
     `held_bytes` are of copies of parameters and sums of gradients; stage 3 holds a layer at a time
     besides.

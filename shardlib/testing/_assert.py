@@ -24,8 +24,9 @@ def assert_collectives(
     target: str | Target | None = None,
     ignore_below: int = 0,
 ) -> Plan:
-    """Hold a step to what it sends: for each kind of collective and mesh axis, the bytes that a
-    device sends in a step.
+    """Assert what a step sends.
+
+    That is, for each kind of collective and mesh axis, the bytes that a device sends in a step.
 
     `step`, `state`, `batch` and `target` are those of `sl.plan`, or `step` is a plan that was made.
     Bytes are counted as `Collective.sent_bytes` says. What is not in `sends` must not be there, but

@@ -46,8 +46,9 @@ MARGIN = 4  # how many times as far as that moves a result it may be from one de
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a mesh was from one device: the largest difference of each kind, relative as
-    `check_step` says.
+    """How far a mesh was from one device.
+
+    It has the largest difference of each kind, relative as `check_step` says.
     """
 
     mesh: str
@@ -73,8 +74,9 @@ def check_step(
     trainable: Any = None,
     **options: Any,
 ) -> list[Comparison]:
-    """Run a step on each mesh, with each number of microbatches, and hold it to one device that
-    takes the batch whole.
+    """Compare a step on each mesh with one device that takes the whole batch.
+
+    Each mesh is tried with each number of microbatches.
 
     Compared after every step: the loss and metrics, the gradients, the optimizer's state, the
     model's other state, and what the loss function's key and the model's own random streams draw.

@@ -65,8 +65,9 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gives back: the state, the place in the data, and what the run said of
-    itself.
+    """What a checkpoint gives back.
+
+    That is the state, the place in the data, and what the run said of itself.
     """
 
     state: State
@@ -76,8 +77,9 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder: the newest `keep`, and every step that
-    `keep_every` divides.
+    """The checkpoints of one run, in one folder.
+
+    It keeps the newest `keep`, and every step that `keep_every` divides.
 
     Older ones are deleted once the next is complete and was waited for, as the next save does.
 

@@ -35,8 +35,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found: `rows` for parameters and other arrays of the model, totals for all;
-    prints as a table.
+    """What `describe` found; it prints as a table.
+
+    `rows` are for parameters and other arrays of the model, totals for all.
 
     `optimizer_rows` are of the optimizer's state, one for each leaf; those that lie just as their
     parameters do, and scalars, are counted in the table and not listed.
@@ -103,8 +104,9 @@ class Description:
 
 
 def describe(state: State) -> Description:
-    """Per parameter its shape, names, spec and bytes per device, with a remark where a rule had a
-    choice to make.
+    """Each parameter's shape, names, spec and bytes per device.
+
+    A remark is added where a rule had a choice to make.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None,

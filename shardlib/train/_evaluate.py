@@ -37,8 +37,9 @@ from shardlib.train._weights import evaluate_loss, step_parameters, with_partiti
 
 
 def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
-    """Make what measures a state: `(state, source) -> metrics`, each a mean over all examples of
-    all batches.
+    """Make what measures a state: `(state, source) -> metrics`.
+
+    Each metric is a mean over all examples of all batches.
 
     `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws
     nothing, `nnx.view(model, deterministic=True)`. What it changes in the model's state is

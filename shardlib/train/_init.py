@@ -54,8 +54,9 @@ def init(
     trainable: Any = None,
     abstract: bool = False,
 ) -> State:
-    """Make a model and its optimizer's state on the mesh, each array in its place: no device ever
-    holds the whole model.
+    """Make a model and its optimizer's state on the mesh.
+
+    Each array is made in its place: no device ever holds the whole model.
 
     `make_model` returns an NNX module or any tree of arrays (Linen's variables, say), and is
     traced, never run. `trainable` says which leaves the optimizer moves, see `take_apart`. With

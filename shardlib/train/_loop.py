@@ -49,8 +49,9 @@ def fit(
     flops_per_unit: float | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> State:
-    """Train: take the steps of a run, from where its folder says it was stopped, and return the
-    last state.
+    """Train, and return the last state.
+
+    The run goes on from where its folder says it was stopped.
 
     - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint,
       that is read in its place.

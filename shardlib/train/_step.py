@@ -62,8 +62,9 @@ Metrics = dict[str, jax.Array]
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
-    """Make the step of a training run: `(state, batch) -> (state, metrics)`, compiled, the old
-    state donated.
+    """Make the step of a training run: `(state, batch) -> (state, metrics)`.
+
+    It is compiled, and the old state is donated.
 
     `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns
     `sl.weighted_mean(total, weight)`, or a scalar, which says that all examples weigh the same;

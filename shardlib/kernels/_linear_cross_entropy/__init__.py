@@ -46,8 +46,9 @@ def linear_cross_entropy(
     ignored: int = -1,
     implementation: str | None = None,
 ) -> jax.Array:
-    """For each row of `x` the cross-entropy of its target under `softmax(kernel @ row)`, in
-    float32.
+    """The cross-entropy of each row's target under `softmax(kernel @ row)`, in float32.
+
+    Rows are those of `x`.
 
     Args:
         x: what the head reads, `(..., width)`. Products are taken in its dtype.
