@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardlib.pipeline._draw import DARK
+from shardlib.pipeline.schedules._draw import DARK
 
 
 def svg(width: int, height: int, left: int, title: str, parts: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ import jax
 import shardlib as sl
 from benchmarks._strangers import Outcome, Tally
 from benchmarks._strangers_table import CALLS, NOT_CALLED, VALUES, Call, namespace
-from shardlib._arguments import shown
+from shardlib.checks._arguments import shown
 
 ROOT = Path(__file__).parent.parent
 IN_A_CHILD = 1000

@@ -23,7 +23,7 @@ import optax
 
 import shardlib as sl
 from benchmarks._report import report
-from shardlib.planning._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY
 
 MIB = 2**20
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

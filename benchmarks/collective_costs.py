@@ -29,7 +29,7 @@ import shardlib as sl
 import shardlib.testing
 from benchmarks._picture import dot, level, line, svg, text
 from benchmarks._report import report
-from shardlib.planning._targets import quietly
+from shardlib.machine._targets import quietly
 
 MIB = 2**20
 SLICES = [(2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)]

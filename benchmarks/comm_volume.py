@@ -34,7 +34,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
-from shardlib.planning._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY
 
 MACHINES = {
     "v5e": ("tpu:v5e:2x4", "tpu:v5e:2x2:slices=2", 2),

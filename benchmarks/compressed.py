@@ -35,7 +35,7 @@ from benchmarks._report import report
 from models import gpt
 from shardlib import collectives as c
 from shardlib import testing
-from shardlib.planning._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY
 
 BOUNDS = {
     "onebit_ratio": 1 / 30,

@@ -52,7 +52,7 @@ from benchmarks._kernel_bytes import touched
 from benchmarks._picture import bar, line, svg, text
 from benchmarks._report import report
 from shardlib import kernels, testing
-from shardlib.planning._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY
 
 BOUNDS = {"compile_failures": 0, "bytes_ratio_max": 1.1}
 TARGETS = {

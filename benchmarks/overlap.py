@@ -24,7 +24,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
-from shardlib.planning._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY
 
 MACHINES = {"v5e": "tpu:v5e:2x4", "7x": "tpu:7x:2x2x1", "h200": "gpu:h200:1x1x8"}
 CONFIG = gpt.GPTConfig(

@@ -37,12 +37,12 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
-from shardlib._traffic import collectives
+from shardlib.compiled._collectives import collectives
+from shardlib.machine._targets import COMPILE_ONLY, installed
 from shardlib.pipeline import SCHEDULES, UNIT, Costs, pack, simulate
 from shardlib.pipeline._program import program_of
-from shardlib.pipeline._schedules import COSTED
-from shardlib.planning._targets import COMPILE_ONLY, installed
-from shardlib.train._layer_order import reordered
+from shardlib.pipeline.schedules._published import COSTED
+from shardlib.step._layer_order import reordered
 
 BOUNDS = {
     "worst_difference": 0.005, "worst_held": 0.0, "ticks_differ": 0, "stash_differs": 0,

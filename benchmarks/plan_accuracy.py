@@ -33,7 +33,7 @@ import shardlib as sl
 from benchmarks._report import report
 from benchmarks._steps import HAND_WRITTEN, HandWritten
 from models import gpt
-from shardlib.planning._targets import COMPILE_ONLY, LOUD
+from shardlib.machine._targets import COMPILE_ONLY, LOUD
 
 BOUNDS = {
     "collective_mismatches": 0,

@@ -47,7 +47,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
-from shardlib._chips import chip_of
+from shardlib.machine._chips import chip_of
 
 WARM_UP, TURNS, LEARNING_RATE = 5, 5, 3e-4
 Training = tuple[Callable[[], None], Callable[[], float], dict[str, Any]]

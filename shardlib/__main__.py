@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardlib.pipeline import _command as pipeline
+from shardlib.pipeline.schedules import _command as pipeline
 from shardlib.planning import _command as plan
 
 

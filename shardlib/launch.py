@@ -24,7 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardlib._processes import BIND_ADDRESS, COORDINATOR, HEARTBEAT_TIMEOUT, PROCESS, PROCESSES
+from shardlib.machine._processes import (
+    BIND_ADDRESS,
+    COORDINATOR,
+    HEARTBEAT_TIMEOUT,
+    PROCESS,
+    PROCESSES,
+)
 
 _SECONDS_OF_GRACE = 3
 _STOPPED = "state T: by SIGSTOP, Ctrl-Z or a debugger"

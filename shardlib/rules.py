@@ -3,7 +3,7 @@
 Megatron's tensor and sequence parallelism and FSDP are rules, never a change of the model.
 """
 
-from shardlib._rules import AxisRules
+from shardlib.layouts._rules import AxisRules
 
 vocabulary = AxisRules.knowing(
     "batch", "seq", "residual_seq", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp",

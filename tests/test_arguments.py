@@ -17,7 +17,7 @@ from benchmarks._strangers_table import CALLS, NOT_CALLED, Call, namespace
 from examples.configs import tiny, tiny_onebit
 from examples.run import Muon, _fields, override
 from models import gpt
-from shardlib import _arguments as check
+from shardlib.checks import _arguments as check
 from shardlib.kernels._norm import IMPLEMENTATIONS
 
 LONG = "x" * 10_000

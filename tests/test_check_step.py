@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from models import gpt
 from shardlib import testing
-from shardlib._row_gradients import with_wide_rows
+from shardlib.tracing._row_gradients import with_wide_rows
 
 RANDOM = np.random.RandomState(0)
 RULES = sl.AxisRules(batch="data", embed=None, mlp="model")

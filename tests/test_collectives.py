@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
-from shardlib._traffic import Collective, collectives, summary
+from shardlib.compiled._collectives import Collective, collectives, summary
 
 
 def mesh_of(machine, slices=1, **axes):

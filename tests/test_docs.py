@@ -26,7 +26,7 @@ import shardlib.optimizers
 import shardlib.testing
 from examples.run import from_command_line
 from shardlib.__main__ import parser
-from shardlib.pipeline._draw import DARK
+from shardlib.pipeline.schedules._draw import DARK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib._flax import take_apart
+from shardlib.modeling._flax import take_apart
 
 RULES = sl.AxisRules(batch="data", embed=None, mlp="model", layers=None)
 STRATEGY = sl.Strategy(mesh="data=2,model=4", rules=RULES)

@@ -19,7 +19,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
-from shardlib._traffic import collectives, summary
+from shardlib.compiled._collectives import collectives, summary
 
 SMALL = gpt.tiny(width=32, heads=8, context=16, vocab=40)
 LLAMA = replace(

@@ -3,8 +3,8 @@
 import pytest
 
 import shardlib
-from shardlib._hlo import Program, _line_of_user
-from shardlib._traffic import Collective, collectives
+from shardlib.compiled._collectives import Collective, collectives
+from shardlib.compiled._hlo import Program, _line_of_user
 
 PACKAGE = shardlib.__path__[0]
 
@@ -12,9 +12,9 @@ HEAD = """HloModule jit_f, is_scheduled=true, num_partitions=8
 
 FileNames
 1 "/home/me/train.py"
-2 "{package}/_annotate.py"
+2 "{package}/layouts/_annotate.py"
 3 "/usr/lib/python3.13/site-packages/flax/nnx/linear.py"
-4 "{package}/train/_step.py"
+4 "{package}/step/_step.py"
 
 FunctionNames
 1 "f"
@@ -69,17 +69,17 @@ def test_parts_of_tuples_and_lines_of_users(frames):
         (["/me/model.py:1", "/me/main.py:2"], "/me/model.py:1"),
         ([f"{PACKAGE}/_annotate.py:1", "/me/model.py:2"], "/me/model.py:2"),
         (
-            ["/x/site-packages/flax/a.py:1", "/me/model.py:2", f"{PACKAGE}/train/_step.py:3"],
+            ["/x/site-packages/flax/a.py:1", "/me/model.py:2", f"{PACKAGE}/step/_step.py:3"],
             "/me/model.py:2",
         ),
         # What the step does of itself is not the fault of whoever called it.
         (
-            [f"{PACKAGE}/train/_exchange.py:1", f"{PACKAGE}/train/_step.py:2", "/me/main.py:3"],
-            f"{PACKAGE}/train/_exchange.py:1",
+            [f"{PACKAGE}/step/_exchange.py:1", f"{PACKAGE}/step/_step.py:2", "/me/main.py:3"],
+            f"{PACKAGE}/step/_exchange.py:1",
         ),
-        ([f"{PACKAGE}/train/_step.py:2", "/me/main.py:3"], f"{PACKAGE}/train/_step.py:2"),
+        ([f"{PACKAGE}/step/_step.py:2", "/me/main.py:3"], f"{PACKAGE}/step/_step.py:2"),
         (
-            ["/x/site-packages/optax/a.py:1", f"{PACKAGE}/train/_step.py:2", "/me/main.py:3"],
+            ["/x/site-packages/optax/a.py:1", f"{PACKAGE}/step/_step.py:2", "/me/main.py:3"],
             "/x/site-packages/optax/a.py:1",
         ),
         ([], ""),

@@ -28,8 +28,8 @@ sl.initialize_distributed()
 import os, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from shardlib._agreement import require_agreement
-from shardlib._processes import catch_termination
+from shardlib.machine._agreement import require_agreement
+from shardlib.machine._processes import catch_termination
 
 mesh = sl.make_mesh(data=-1)
 values = lambda where: np.arange(mesh.size, dtype="float32")[where]

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.train._layer_order import reordered
+from shardlib.step._layer_order import reordered
 
 WIDTH = 8
 

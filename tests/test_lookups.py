@@ -21,7 +21,7 @@ from machines import compile_for, devices_of
 import shardlib as sl
 from models import gpt, moe
 from shardlib import testing
-from shardlib._traffic import collectives
+from shardlib.compiled._collectives import collectives
 
 VOCAB, EMBED, MLP, ROWS, SEQ = 32, 16, 32, 16, 4
 RANDOM = np.random.default_rng(0)

@@ -16,9 +16,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 from machines import devices_of
 
-import shardlib._mesh as mesh_module
-from shardlib._describe_mesh import describe_mesh
-from shardlib._mesh import format_mesh, make_mesh, parse_axes, slow_axes
+import shardlib.machine._mesh as mesh_module
+from shardlib.machine._describe_mesh import describe_mesh
+from shardlib.machine._mesh import format_mesh, make_mesh, parse_axes, slow_axes
 
 
 def ids(mesh):

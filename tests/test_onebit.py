@@ -15,8 +15,8 @@ from machines import mesh_on
 import shardlib as sl
 from shardlib.collectives import OneBit, Quantised
 from shardlib.optimizers import onebit_adam
-from shardlib.train._errors import saved
-from shardlib.train._exchange import _sketch
+from shardlib.step._errors import saved
+from shardlib.step._exchange import _sketch
 
 RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", rows=None)
 NAMES = {

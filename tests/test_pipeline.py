@@ -33,7 +33,7 @@ from shardlib.pipeline import (
     pack,
     simulate,
 )  # fmt: skip
-from shardlib.pipeline._schedules import COSTED
+from shardlib.pipeline.schedules._published import COSTED
 
 SHAPES = [(1, 3), (2, 2), (2, 8), (3, 9), (4, 8), (4, 32), (8, 16), (16, 32), (32, 64)]
 UNEVEN = Costs(forward=3, backward=4, weights=1.5)

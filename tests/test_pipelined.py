@@ -16,9 +16,9 @@ from machines import compile_for, mesh_on
 import shardlib as sl
 from models import gpt, moe, translation
 from shardlib import pipeline
-from shardlib._traffic import collectives
+from shardlib.compiled._collectives import collectives
 from shardlib.pipeline._program import BUFFERS, program, program_of
-from shardlib.train._layer_order import reordered
+from shardlib.step._layer_order import reordered
 
 RULES = sl.rules.data | sl.rules.tensor | sl.rules.pipeline
 ALL = [

@@ -23,9 +23,9 @@ import shardlib as sl
 from benchmarks._steps import HAND_WRITTEN
 from models import gpt
 from shardlib import testing
-from shardlib._chips import CHIPS
-from shardlib.planning._compile import _words
-from shardlib.planning._memory import KINDS, Memory
+from shardlib.compiled._compile import _words
+from shardlib.compiled._memory import KINDS, Memory
+from shardlib.machine._chips import CHIPS
 from shardlib.planning._plan import _advice
 
 WIDTH, LAYERS, ROWS = 256, 3, 64

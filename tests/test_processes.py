@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardlib import _processes
-from shardlib._agreement import describe_disagreement, require_agreement
-from shardlib._processes import (
+from shardlib.machine import _processes
+from shardlib.machine._agreement import describe_disagreement, require_agreement
+from shardlib.machine._processes import (
     catch_termination,
     heartbeat_timeout_of,
     how_to_join,
@@ -368,8 +368,8 @@ import os
 import shardlib as sl
 odd = os.environ["SHARDLIB_PROCESS"] == "1"
 sl.initialize_distributed(heartbeat_timeout=90 if odd else None)
-from shardlib import _processes
-from shardlib._agreement import require_agreement
+from shardlib.machine import _processes
+from shardlib.machine._agreement import require_agreement
 try:
     require_agreement({"configuration": "the same"})
 except ValueError as error:
@@ -400,7 +400,7 @@ sl.initialize_distributed()
 import os, signal, time
 import jax, numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from shardlib._processes import catch_termination
+from shardlib.machine._processes import catch_termination
 first = jax.process_index() == 0
 with catch_termination() as stop:
     for step in range(10_000):
@@ -433,7 +433,7 @@ if os.environ["SHARDLIB_PROCESS"] == "2":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import shardlib as sl
 sl.initialize_distributed()
-from shardlib._agreement import require_agreement
+from shardlib.machine._agreement import require_agreement
 require_agreement({})
 """,
     )

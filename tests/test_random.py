@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib._random import is_row_key, plain_keys, row_keys
+from shardlib.modeling._random import is_row_key, plain_keys, row_keys
 
 KEY = jax.random.key(7)
 PARTS = [(4, 0, 1), (4, 4, 1), (2, 0, 4), (4, 1, 2), (2, 3, 4)]  # rows, first example, stride

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardlib._relate import Relation, relate
 from shardlib._tree import named_leaves
+from shardlib.layouts._relate import Relation, relate
 
 
 def shapes(dtype=jnp.float32, **params):

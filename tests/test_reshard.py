@@ -15,10 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
-from shardlib._reshard import reshard
-from shardlib._route import plan
-from shardlib._rules import as_tuple
-from shardlib._traffic import collectives
+from shardlib.compiled._collectives import collectives
+from shardlib.layouts._reshard import reshard
+from shardlib.layouts._route import plan
+from shardlib.layouts._rules import as_tuple
 
 SIZES = {"x": 2, "y": 4}
 
@@ -242,7 +242,7 @@ def test_every_process_plans_alike():
     """Processes hash strings differently, and must run the same collectives."""
     program = textwrap.dedent("""
         from jax.sharding import PartitionSpec as P
-        from shardlib._route import plan
+        from shardlib.layouts._route import plan
         for source, to in [(P("x", "y"), P("y", "x")), (P("y", unreduced={"x", "z"}), P(("z", "x"))), (P(), P("y", "x"))]:
             for step in plan(source, to, {"x": 2, "y": 4, "z": 2}, (16, 16)):
                 print(step.kind, step.pieces, step.after.tiles)

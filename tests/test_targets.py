@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import shardlib as sl
-from shardlib._chips import CHIPS
-from shardlib._mesh import slow_axes
-from shardlib.planning._targets import _require, quietly
+from shardlib.machine._chips import CHIPS
+from shardlib.machine._mesh import slow_axes
+from shardlib.machine._targets import _require, quietly
 
 TPUS = [
     ("tpu:v3:2x2", 8), ("tpu:v3:32x32", 2048), ("tpu:v4:2x2x2", 8), ("tpu:v5e:1x1", 1),

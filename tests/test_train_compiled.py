@@ -8,7 +8,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
-from shardlib._traffic import collectives
+from shardlib.compiled._collectives import collectives
 from shardlib.train._contents import _digests
 
 PLATFORMS = [

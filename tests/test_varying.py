@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.train._varying import varying_outputs
+from shardlib.step._varying import varying_outputs
 
 AXES = ("data", "pod")
 

@@ -19,9 +19,9 @@ from test_relate import UNTRAINABLE, public_optimizers, updated
 
 import shardlib as sl
 from shardlib import testing
-from shardlib._relate import relate
 from shardlib._tree import named_leaves
-from shardlib._zero import split_further
+from shardlib.collectives._zero import split_further
+from shardlib.layouts._relate import relate
 
 DATA = sl.AxisRules(batch="data", layers=None, embed=None, mlp=None)
 RULES = sl.AxisRules(batch="data", layers=None, vocab="model", embed=None, mlp="model")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 
 _SCALE = 4  # bytes of a float32
 _MOST_IN_BLOCK = 2**30  # rows are filled up to whole blocks, and counted in 32 bits

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
-from shardlib._rules import Axes, as_tuple
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._codecs import Codec, Encoded
+from shardlib.layouts._rules import Axes, as_tuple
 
 
 class Errors(NamedTuple):

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib import _arguments as check
-from shardlib._rules import as_tuple
+from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
+from shardlib.layouts._rules import as_tuple
 
 
 class Parameter(NamedTuple):

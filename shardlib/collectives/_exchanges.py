@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import jax
 
-from shardlib import _arguments as check
-from shardlib._rules import as_tuple
+from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter
+from shardlib.layouts._rules import as_tuple
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
-from shardlib._annotate import constrain, current_mesh, current_scope, shard
-from shardlib._batch import WeightedMean, manual_over_all
-from shardlib._random import is_key
-from shardlib._rules import EXPERTS, AxisRules, as_tuple, resolve
 from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.experts._dispatch import FORMS, Form, dispatch
 from shardlib.experts._routing import Choices, Router, places, z_loss
+from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
+from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, resolve
+from shardlib.modeling._batch import WeightedMean, manual_over_all
+from shardlib.modeling._random import is_key
 
 Experts = Callable[[Any, jax.Array], jax.Array]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import _arguments as check
+from shardlib.checks import _arguments as check
 
 
 class Choices(NamedTuple):

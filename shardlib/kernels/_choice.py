@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
 from shardlib._text import table
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 
 SIMULATED = "_simulated"
 

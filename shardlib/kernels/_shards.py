@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib import _arguments as check
-from shardlib._annotate import constrain, current_scope, mesh_of_shards, say
-from shardlib._rules import AxisRules, as_tuple, resolve
+from shardlib.checks import _arguments as check
+from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, say
+from shardlib.layouts._rules import AxisRules, as_tuple, resolve
 
 Names: TypeAlias = Sequence[str | None]
 

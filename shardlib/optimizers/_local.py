@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from shardlib import _arguments as check
+from shardlib.checks import _arguments as check
 
 
 class Local(optax.GradientTransformationExtraArgs):

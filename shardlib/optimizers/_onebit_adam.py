@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.optimizers._local import Local
 
 SETTLED = 0.04

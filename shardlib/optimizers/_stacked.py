@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import optax
 
-from shardlib import _arguments as check
 from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
 
 
 def per_layer_and_expert(

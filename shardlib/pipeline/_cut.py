@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib._jaxpr import (
+from shardlib.pipeline._loop import Loop, Shapes, aside, body_of, outputs_behind
+from shardlib.tracing._jaxpr import (
     JITS,
     behind,
     inlined,
@@ -28,8 +29,7 @@ from shardlib._jaxpr import (
     scan_parts,
     variables,
 )
-from shardlib._stored_weights import has_layers
-from shardlib.pipeline._loop import Loop, Shapes, aside, body_of, outputs_behind
+from shardlib.tracing._stored_weights import has_layers
 
 Arrays = list[Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
-from shardlib._region import derivative
 from shardlib.pipeline._loop import Loop
+from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
+from shardlib.tracing._region import derivative
 
 Arrays = list[Any]
 

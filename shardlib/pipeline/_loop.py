@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib._jaxpr import behind, inlined, inputs_of, made_of, scan_parts, variables
+from shardlib.tracing._jaxpr import behind, inlined, inputs_of, made_of, scan_parts, variables
 
 Arrays = list[Any]
 Shapes = list[jax.ShapeDtypeStruct]

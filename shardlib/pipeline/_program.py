@@ -14,9 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardlib.pipeline._schedule import Schedule
-from shardlib.pipeline._simulate import Ticks, pack
-from shardlib.pipeline._table import KINDS, Op, Table
+from shardlib.pipeline.schedules._schedule import Schedule
+from shardlib.pipeline.schedules._simulate import Ticks, pack
+from shardlib.pipeline.schedules._table import KINDS, Op, Table
 
 BUFFERS = ("activations", "kept", "gradients", "left")
 """Sent forward, kept by a forward pass, sent backward, left for the gradients of weights."""

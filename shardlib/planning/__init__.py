@@ -2,9 +2,9 @@
 programs say.
 """
 
+from shardlib.compiled._memory import Memory as Memory
+from shardlib.compiled._memory import Piece as Piece
 from shardlib.planning._estimate import Decoder as Decoder
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import Module as Module
-from shardlib.planning._memory import Memory as Memory
-from shardlib.planning._memory import Piece as Piece
 from shardlib.planning._prices import Price as Price

@@ -5,8 +5,8 @@ that.
 import math
 from dataclasses import dataclass
 
-from shardlib import _arguments as check
 from shardlib._text import human_bytes
+from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec, Signs
 from shardlib.collectives._compressed import check_codec, pmean_bytes
 

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from shardlib import _arguments as check
 from shardlib._text import human_bytes, table, terminal_width
+from shardlib.checks import _arguments as check
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -16,21 +16,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardlib import _arguments as check
-from shardlib._chips import CHIPS, Chip
-from shardlib._mesh import format_mesh, slow_axes
 from shardlib._text import human_bytes
-from shardlib._traffic import Collective, collectives
-from shardlib.planning._compile import compile_apart
+from shardlib.checks import _arguments as check
+from shardlib.compiled._collectives import Collective, collectives
+from shardlib.compiled._compile import compile_apart
+from shardlib.compiled._memory import Memory, attribute
+from shardlib.machine._chips import CHIPS, Chip
+from shardlib.machine._mesh import format_mesh, slow_axes
+from shardlib.machine._targets import Target
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._memory import Memory, attribute
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
-from shardlib.planning._targets import Target
-from shardlib.train._pipelined import check_branches
-from shardlib.train._state import State, state_specs
-from shardlib.train._step import Step
-from shardlib.train._strategy import Strategy
+from shardlib.step._pipelined import check_branches
+from shardlib.step._state import State, state_specs
+from shardlib.step._step import Step
+from shardlib.step._strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import jax
 
-from shardlib._rules import spec_axes
 from shardlib._tree import named_leaves
-from shardlib.train._state import State
-from shardlib.train._strategy import Strategy
+from shardlib.layouts._rules import spec_axes
+from shardlib.step._state import State
+from shardlib.step._strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 device.
 """
 
-from shardlib._memory_traffic import Moved as Moved
-from shardlib._memory_traffic import memory_traffic as memory_traffic
-from shardlib._traffic import Collective as Collective
-from shardlib._traffic import collectives as collectives
-from shardlib._traffic import summary as summary
+from shardlib.compiled._collectives import Collective as Collective
+from shardlib.compiled._collectives import collectives as collectives
+from shardlib.compiled._collectives import summary as summary
+from shardlib.compiled._memory_traffic import Moved as Moved
+from shardlib.compiled._memory_traffic import memory_traffic as memory_traffic
 from shardlib.testing._assert import assert_collectives as assert_collectives
 from shardlib.testing._assert import assert_memory as assert_memory
 from shardlib.testing._compare import Comparison as Comparison

@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib import _arguments as check
 from shardlib._text import human_bytes, table
-from shardlib._traffic import KINDS
-from shardlib.planning._memory import KINDS as MEMORY_KINDS
+from shardlib.checks import _arguments as check
+from shardlib.compiled._collectives import KINDS
+from shardlib.compiled._memory import KINDS as MEMORY_KINDS
+from shardlib.machine._targets import Target
 from shardlib.planning._plan import Plan, plan
 from shardlib.planning._report import short
-from shardlib.planning._targets import Target
 
 Axes = str | tuple[str, ...]
 

@@ -13,19 +13,19 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
-from shardlib import _arguments as check
-from shardlib._annotate import unsharded
-from shardlib._batch import weighted_mean
-from shardlib._flax import building, take_apart
-from shardlib._mesh import format_mesh, make_mesh, parse_axes
-from shardlib._random import is_key
-from shardlib._rules import LAYERS, AxisRules, as_tuple, spec_axes
 from shardlib._tree import map_named, named_leaves
-from shardlib.train._init import init
-from shardlib.train._layer_order import reordered
-from shardlib.train._state import State
-from shardlib.train._step import Step, train_step
-from shardlib.train._strategy import Strategy
+from shardlib.checks import _arguments as check
+from shardlib.layouts._annotate import unsharded
+from shardlib.layouts._rules import LAYERS, AxisRules, as_tuple, spec_axes
+from shardlib.machine._mesh import format_mesh, make_mesh, parse_axes
+from shardlib.modeling._batch import weighted_mean
+from shardlib.modeling._flax import building, take_apart
+from shardlib.modeling._random import is_key
+from shardlib.step._init import init
+from shardlib.step._layer_order import reordered
+from shardlib.step._state import State
+from shardlib.step._step import Step, train_step
+from shardlib.step._strategy import Strategy
 
 Arrays = dict[str, np.ndarray]
 """What a step gave, of one kind, by path."""

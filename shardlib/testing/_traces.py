@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from shardlib import _arguments as check
+from shardlib.checks import _arguments as check
 
 
 class CountedTraces:

@@ -1,1 +1,1 @@
-"""A run: strategy, state and step."""
+"""A run of steps: checkpoints, records, evaluation, resuming."""

@@ -23,12 +23,14 @@ from typing import Any
 
 import jax
 
-from shardlib import _arguments as check
-from shardlib._agreement import gather_texts
-from shardlib._annotate import say
 from shardlib._lock import TakenError
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
+from shardlib.layouts._annotate import say
+from shardlib.machine._agreement import gather_texts
+from shardlib.step._errors import from_saved, saved, saved_like
+from shardlib.step._state import State
 from shardlib.train._checkpoint_failures import (
     MISSING,
     NoRoomError,
@@ -53,9 +55,7 @@ from shardlib.train._contents import (
     sealed,
     unsealed,
 )
-from shardlib.train._errors import from_saved, saved, saved_like
 from shardlib.train._folder import Occupied
-from shardlib.train._state import State
 
 FORMAT = 1
 _LOGGERS = ("absl", "asyncio")

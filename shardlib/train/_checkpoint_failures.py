@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from shardlib._agreement import gather_texts
+from shardlib.machine._agreement import gather_texts
 
 _SECONDS_TO_END = 5
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib._random import is_key
 from shardlib._tree import named_leaves
-from shardlib.train._state import State
+from shardlib.modeling._random import is_key
+from shardlib.step._state import State
 
 
 @jax.jit

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from shardlib._agreement import gather_texts
 from shardlib._lock import BEAT_SECONDS, POLL_SECONDS, Claim, Other, TakenError, hold
+from shardlib.machine._agreement import gather_texts
 from shardlib.train._contents import sealed, unsealed
 
 _FAILURES = "failures.json"

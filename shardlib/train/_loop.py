@@ -14,21 +14,21 @@ from typing import Any
 
 import jax
 
-from shardlib import _arguments as check
-from shardlib._agreement import gather_texts, require_agreement
 from shardlib._lock import TakenError
-from shardlib._processes import catch_termination
 from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
+from shardlib.machine._agreement import gather_texts, require_agreement
+from shardlib.machine._processes import catch_termination
 from shardlib.optimizers._local import Local
-from shardlib.train._batches import Batches, batches
+from shardlib.step._batches import Batches, batches
+from shardlib.step._state import State
+from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures, occupied
 from shardlib.train._loop_options import Loop, check_call, check_names, check_options
 from shardlib.train._nonfinite import describe_losses, describe_nonfinite
 from shardlib.train._sinks import JsonLines, Progress, Sink
 from shardlib.train._speed import Profile, Speed
-from shardlib.train._state import State
-from shardlib.train._step import Step
 
 FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
 # Steps that devices have before them: they never wait for the host, which is never far ahead.

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shardlib import _arguments as check
-from shardlib.train._state import State
-from shardlib.train._step import Step
+from shardlib.checks import _arguments as check
+from shardlib.step._state import State
+from shardlib.step._step import Step
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib._tree import named_leaves
-from shardlib.train._strategy import Strategy
+from shardlib.step._strategy import Strategy
 
 _MOST_DEVICES = 8
 """So many devices are listed; a worker may have thousands."""

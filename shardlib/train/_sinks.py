@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardlib import _arguments as check
+from shardlib.checks import _arguments as check
 
 Record = Mapping[str, Any]
 Sink = Callable[[Record], None]

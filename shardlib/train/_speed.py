@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardlib._chips import chip_of
+from shardlib.machine._chips import chip_of
 
 
 @dataclass

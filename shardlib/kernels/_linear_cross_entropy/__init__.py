@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
-from shardlib._rules import as_tuple
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._linear_cross_entropy._reference import Loss
 from shardlib.kernels._shards import (
@@ -23,6 +22,7 @@ from shardlib.kernels._shards import (
     varying,
     varying_alike,
 )
+from shardlib.layouts._rules import as_tuple
 
 OP = "linear_cross_entropy"
 IMPLEMENTATIONS = (

@@ -7,9 +7,8 @@ from typing import Any, cast
 import jax
 from jax import lax
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
-from shardlib._rules import as_tuple
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._shards import (
     ArrayLayout,
@@ -20,6 +19,7 @@ from shardlib.kernels._shards import (
     varying,
     varying_alike,
 )
+from shardlib.layouts._rules import as_tuple
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),

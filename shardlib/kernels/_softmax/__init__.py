@@ -7,8 +7,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from shardlib import _arguments as check
-from shardlib import _arrays as check_arrays
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._shards import (
     ArrayLayout,

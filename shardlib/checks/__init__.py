@@ -1,0 +1,1 @@
+"""Checks of arguments: each gives the value back, or says what it takes."""

@@ -1,0 +1,244 @@
+"""ZeRO: which arrays of a run are split over the axes of data, and how they are made whole and
+added up again.
+
+At rest everything is split, from stage 1 on: parameters, and optimizer state as its parameters are.
+The stage says what is whole during a step: of stage 1 parameters and gradients, of stage 2
+parameters, of stage 3 one layer's parameters.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib.checks import _arguments as check
+from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
+from shardlib.layouts._rules import as_tuple, counts_layers, keep_axes, spec_axes
+
+STAGES: dict[str, int] = {
+    "NO_SHARD": 0,
+    "SHARD_GRAD_OP": 2,
+    "FULL_SHARD": 3,
+    "HYBRID_SHARD": 3,
+    "_HYBRID_SHARD_ZERO2": 2,
+}
+"""What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow
+one.
+"""
+
+
+@dataclass(frozen=True)
+class Zero:
+    r"""How a run is split over the axes of data.
+
+    - `stage`: 1 splits parameters and optimizer state at rest; in a step, parameters are gathered
+      once and the summed gradient is scattered. 2 also never holds a whole gradient: each layer's
+      is scattered as soon as it is there. 3 also gathers each layer's parameters only while it
+      computes, forward and again backward.
+    - `axes`: over which of the data axes; by default all of them. Over the others state is
+      repeated.
+    - `small`: parameters of at most so many elements, per layer where layers are stacked, stay
+      whole.
+    - `stacked`: names of dims along which layers are stacked, beside those that end in `layers`.
+      They are not split.
+    - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\d+"`:
+      parameters for which it finds the same text are gathered together.
+    - `bucket_bytes`: of larger arrays, stages 1 and 2 gather one layer after the other.
+    - `strict`: refuse an optimizer with state, other than scalars, that can be related to no
+      parameter.
+
+    >>> Zero(3, axes=("data",)).stage
+    3
+    """
+
+    stage: int
+    axes: tuple[str, ...] | None = None
+    small: int = 2**16
+    stacked: tuple[str, ...] = ("layers",)
+    layers: str | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or not 0 <= self.stage <= 3:
+            raise ValueError(
+                f"`Zero(stage={check.shown(self.stage)})`: the stages are 0 (nothing is split), 1 "
+                "(optimizer state), 2 (gradients too) and 3 (parameters too)."
+            )
+        check.texts("Zero", "axes", self.axes, 'a tuple of names, `axes=("data",)`', optional=True)
+        check.texts("Zero", "stacked", self.stacked, 'a tuple of names, `stacked=("layers",)`')
+        check.assign(
+            self,
+            small=check.whole("Zero", "small", self.small, "a number of elements", least=0),
+            bucket_bytes=check.whole(
+                "Zero", "bucket_bytes", self.bucket_bytes, "a number of bytes", least=1
+            ),
+            strict=check.boolean("Zero", "strict", self.strict),
+        )
+        check.pattern("Zero", "layers", self.layers, optional=True)
+        if self.layers is not None and re.escape(self.layers) == self.layers:
+            raise ValueError(
+                f"`Zero(layers={check.shown(self.layers)})` is plain text, and would find the same "
+                "text in the path of every layer, so that all layers were gathered together. Write "
+                r"a pattern that tells layers apart, `layers/\d+`."
+            )
+
+    def group(self, path: str) -> str | None:
+        """The layer that a parameter belongs to by its path, if `layers` says so."""
+        found = re.search(self.layers, path) if self.layers else None
+        return found[0] if found else None
+
+
+class Split(NamedTuple):
+    """Where a parameter lies, and why no further."""
+
+    spec: PartitionSpec
+    dim: int | None = None  # the dim that is split over `axes`
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+    layer: int = 0  # elements, of one layer where layers are stacked
+
+
+def split_further(
+    zero: Zero,
+    axes: Iterable[str],
+    mesh_shape: Mapping[str, int],
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    names: Any = None,
+) -> Split:
+    """Split a parameter over `axes` too: along a dim that divides, is whole so far, and stacks no
+    layers.
+
+    That is the first, whose parts lie one behind the other in memory; of a parameter without names
+    the longest, since its first may be one of layers.
+
+    The last dim comes last: a TPU keeps it in tiles, and of a scatter along it, into parts that
+    fill few tiles, it makes an all-reduce of twice the bytes. What is small stays whole, and so
+    does what no dim of divides.
+
+    >>> spec = PartitionSpec(None, None, "model")
+    >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers",
+    ...     "embed", "mlp")).spec
+    P(None, 'data', 'model')
+    """
+    named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
+    stacks = [
+        named and (names[dim] in zero.stacked or counts_layers(names[dim]))
+        for dim in range(len(shape))
+    ]
+    elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
+    free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
+    if not free:
+        return Split(spec, layer=elements)
+    parts = math.prod(mesh_shape[axis] for axis in free)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    if elements <= zero.small:
+        return Split(spec, reason=f"small: {elements:,} elements", layer=elements)
+    whole = [all(mesh_shape[axis] == 1 for axis in as_tuple(entry)) for entry in entries]
+    open_dims = [
+        d for d in range(len(shape)) if whole[d] and not stacks[d] and shape[d] % parts == 0
+    ]
+    if not open_dims:
+        over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
+        return Split(spec, reason=f"no dim that is whole divides by {over}", layer=elements)
+    last = len(shape) - 1
+    dim = max(open_dims, key=lambda d: (d != last, 0 if named else shape[d], -d))
+    here = (*free, *as_tuple(entries[dim]))
+    entries[dim] = here[0] if len(here) == 1 else here
+    return Split(PartitionSpec(*entries), dim, free, layer=elements)
+
+
+def gather(
+    x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], limit: int = 0
+) -> jax.Array:
+    """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the
+    layout over others.
+
+    Where that comes to more than `limit` bytes, in pieces of the first dim, if that is another one.
+    """
+
+    def collective(part: jax.Array, axis: int) -> jax.Array:
+        for name in reversed(axes):
+            part = lax.all_gather(part, name, axis=axis, tiled=True)
+        return part
+
+    def gathered(part: jax.Array) -> jax.Array:
+        whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
+        if limit and dim and whole > limit:
+            return in_pieces(collective, part, dim, -(-whole // limit))
+        return collective(part, axis=dim)
+
+    return _on_shards(gathered, x, spec)
+
+
+def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over `axes`, of which each device along them keeps its part of `dim`."""
+    return _on_shards(lambda part: sum_scatter(part, dim, axes), x, spec)
+
+
+def total(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over `axes`, on every device."""
+    return _on_shards(lambda part: lax.psum(part, axes), x, spec)
+
+
+def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # Over an operand that an automatic axis splits, a collective would first gather it and move as
+    # many times the bytes.
+    automatic = jax.sharding.get_abstract_mesh().auto_axes
+    if not automatic:
+        return collective(x)
+    laid_out = keep_axes(spec, automatic)
+    return jax.shard_map(
+        collective,
+        in_specs=laid_out,
+        out_specs=laid_out,
+        axis_names=set(automatic),
+        check_vma=False,
+    )(x)
+
+
+def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ...]) -> Zero:
+    """What `Strategy(zero=...)` says: a stage, one of FSDP's names, or a `Zero`; checked against
+    the axes there are.
+    """
+    if isinstance(value, str):
+        if value not in STAGES:
+            raise ValueError(
+                f"`Strategy(zero={check.shown(value)})`: FSDP's names are {', '.join(STAGES)}; or "
+                "give a stage, 0 to 3."
+            )
+        within = tuple(axis for axis in data_axes if axis not in crossing)
+        if "HYBRID" in value and within in ((), data_axes):
+            raise ValueError(
+                f"`Strategy(zero={value!r})` splits within the fast network and repeats across the "
+                f"slow one, and of the data axes {data_axes} "
+                f"{'none stays within' if not within else 'none crosses'}. Say which cross, "
+                f'`dcn="pod"`, or over which to split: `zero=sl.Zero({STAGES[value]}, axes=(...))`.'
+            )
+        zero = Zero(STAGES[value], axes=within if "HYBRID" in value else None)
+    elif isinstance(value, Zero):
+        zero = value
+    elif type(value) is int and value in range(4):
+        zero = Zero(value)
+    else:
+        raise check.refusal(
+            "Strategy", "zero", value, "a stage, 0 to 3, one of FSDP's names, or a `sl.Zero`"
+        )
+    if zero.stage and not data_axes:
+        raise ValueError(
+            f"`Strategy(zero={value!r})` splits state over the axes of data, and no axis splits "
+            "the batch and nothing else: the partitioner has them all. Give `batch` an axis of its "
+            "own in the rules."
+        )
+    for axis in zero.axes or ():
+        if axis not in data_axes:
+            raise ValueError(
+                f"`Zero(axes={zero.axes})`: `{axis}` is not one of the data axes {data_axes}."
+            )
+    return zero

@@ -1,0 +1,1 @@
+"""Compiled programs as data: their collectives, their memory, and the lines that made them."""

@@ -1,0 +1,402 @@
+"""Where the values of a program come from, and so what they are: across loops, fusions, tuples and
+slices.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+
+from shardlib.compiled._compile import Compiled, Value
+from shardlib.compiled._hlo import Instruction, Scope
+
+Key = tuple[str, tuple[int, ...]]  # an instruction and which part of its result
+
+_PLUMBING = {
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "parameter",
+    "call",
+    "conditional",
+    "bitcast",
+    "opt-barrier",
+}
+_MOVES = {
+    *("copy", "convert", "bitcast-convert", "reshape", "transpose", "slice", "dynamic-slice",
+    "pad", "concatenate"),
+    *("all-gather", "all-to-all", "collective-permute", "async"),
+}  # fmt: skip
+_REDUCTIONS = {"all-reduce", "reduce-scatter"}
+_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "negate", "select"}
+
+
+def is_backward(op_name: str) -> bool:
+    """Whether a name stack is that of a backward pass, what it computes again included."""
+    return "transpose(" in op_name
+
+
+def is_forward(op_name: str) -> bool:
+    return "jvp(" in op_name and not is_backward(op_name)
+
+
+class Flow:
+    """Where values come from, across loops, fusions and tuples."""
+
+    def __init__(self, compiled: Compiled, kinds_by_path: Mapping[str, str]) -> None:
+        self.kinds_by_path = kinds_by_path
+        self.program = compiled.program
+        self.order = compiled.order
+        self.dies: dict[Key, int] = defaultdict(int)  # when a value is last read
+        for value in (value for allocation in compiled.allocations for value in allocation.values):
+            self.dies[value.instruction, value.index] = max(
+                self.dies[value.instruction, value.index], value.dies
+            )
+        self.scopes: dict[str, Scope] = {}
+        for scope, made, _ in self.program.walk():
+            self.scopes.setdefault(made.name, scope)
+            if made.opcode == "while":
+                condition = self.program.called(scope, made, "condition")
+                self.scopes |= dict.fromkeys(condition.instructions, condition)
+        self._origins: dict[str, tuple[str, str]] = {}
+
+    def made(self, name: str) -> Instruction | None:
+        scope = self.scopes.get(name)
+        return scope.instructions[name] if scope else None
+
+    def label(self, value: Value) -> tuple[str, str, str]:
+        """The kind of a value of the heap, the name stack it was traced under and the line of
+        Python.
+        """
+        key = (value.instruction, value.index)
+        makers = self.makers(key)
+        # Of a loop's state, what the loop writes says more than what it starts from.
+        named = sorted(makers, key=lambda one: (self._is_blank(one), one))
+        origins = [self.origin(name) for one in named for name in (self.written(one), one[0])]
+        origins = [origin for origin in origins if origin[0]] or [("", "")]
+        op_name, source = next((origin for origin in origins if "jvp(" in origin[0]), origins[0])
+        whole = [(name, ()) for name, _ in makers]  # of a copy that overlaps, either part
+        if not self.gradients.isdisjoint([key, *makers, *whole]):
+            return "gradients", op_name, source
+        if self.is_copy(key):
+            return "copies of parameters", op_name, source
+        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(
+            key, value
+        ):
+            return "activations", op_name, source
+        return "temporaries" if op_name else "unattributed", op_name, source
+
+    def kind_of_argument(self, number: int) -> str:
+        """What an argument of the program is to the step."""
+        return self.kinds_by_path.get(self._path_of_argument(number), "other state")
+
+    @cached_property
+    def _arguments(self) -> dict[int, Instruction]:
+        entry = self.program.computations[self.program.entry].values()
+        return {int(made.argument): made for made in entry if made.opcode == "parameter"}
+
+    def _path_of_argument(self, number: int) -> str:
+        return self._arguments[number].get(r'\bop_name="([^"]*)"')
+
+    # Values that are other values: the parts of tuples, the state of loops, what is inside a
+    # fusion.
+
+    def upstream(self, key: Key) -> list[Key]:
+        """What a value that is only passed on was before; nothing for one that is made here."""
+        name, index = key
+        made, scope = self.made(name), self.scopes.get(name)
+        if made is None or scope is None:
+            return []
+        operands = made.operands
+        match made.opcode:
+            case "get-tuple-element":
+                return [(operands[0], (int(made.get(r"\bindex=(\d+)")), *index))]
+            case "tuple":
+                return (
+                    [(operands[index[0]], index[1:])] if index and index[0] < len(operands) else []
+                )
+            case "bitcast" | "opt-barrier":
+                return [(operands[0], index)]
+            case "while":
+                return [(operands[0], index), (self._root(scope, made, "body"), index)]
+            case "call":
+                return [(self._root(scope, made, "to_apply"), index)]
+            case "conditional":
+                return [
+                    (self._root(scope, made, branch), index)
+                    for branch in self.program.branches(scope, made)
+                ]
+            case "parameter" if scope.caller is not None and scope.outer is not None:
+                caller, number = scope.caller, int(made.argument)
+                if caller.opcode == "while":
+                    return [
+                        (caller.operands[0], index),
+                        (self._root(scope.outer, caller, "body"), index),
+                    ]
+                if caller.opcode == "conditional":
+                    branches = self.program.branches(scope.outer, caller)
+                    taken = [place for place, name in enumerate(branches) if name == scope.name]
+                    return [(caller.operands[place + 1], index) for place in taken]
+                return [(caller.operands[number], index)] if number < len(caller.operands) else []
+        return []
+
+    def _root(self, scope: Scope, caller: Instruction, name: str) -> str:
+        inside = self.program.called(scope, caller, name).instructions
+        return next(made.name for made in inside.values() if made.is_root)
+
+    def inside(self, key: Key) -> list[Key]:
+        """What a fusion, or a computation that runs beside others, gives as this part of its
+        result.
+        """
+        made, scope = self.made(key[0]), self.scopes.get(key[0])
+        if made is None or scope is None or made.opcode not in ("fusion", "async-start"):
+            return []
+        called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
+        return (
+            [(self._root(scope, made, called), key[1])]
+            if called in self.program.computations
+            else []
+        )
+
+    def makers(self, key: Key) -> list[Key]:
+        """The values that a value may be, past all that only passes them on."""
+        found, seen, todo = [], set(), [key]
+        while todo:
+            if (one := todo.pop()) not in seen:
+                seen.add(one)
+                before = self.upstream(one)
+                todo += before
+                if not before:
+                    found.append(one)
+        return found
+
+    def sources(self, key: Key) -> list[Key] | None:
+        """What a value was moved from; nothing at all for one that is computed."""
+        if inside := self.inside(key):
+            return inside
+        name, index = key
+        made = self.made(name)
+        if made is None:
+            return None
+        if made.opcode == "recv-done":
+            return [(made.operands[0], ())]
+        # Between slices: what the others sent when this device sent its own.
+        if made.opcode == "recv":
+            meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+            others = self.scopes[name].instructions.values()
+            return [
+                (one.operands[0], ())
+                for one in others
+                if one.opcode == "send" and meeting and meeting in one.attributes
+            ]
+        opcode = re.sub("-(start|update|done)$", "", made.opcode)
+        if opcode in _MOVES or opcode in _REDUCTIONS:
+            if opcode == "concatenate":
+                return [(operand, ()) for operand in made.operands]
+            several = len(made.operands) > 1 and opcode not in ("dynamic-slice", "pad") and index
+            return [
+                (made.operands[index[-1] if several and index[-1] < len(made.operands) else 0], ())
+            ]
+        if made.opcode == "custom-call" and made.get(
+            'custom_call_target="(AsyncCollective|ConcatBitcast)'
+        ):
+            return [(operand, ()) for operand in made.operands]
+        return None
+
+    def is_copy(self, key: Key) -> bool:
+        """Whether a value is made from parameters by moving alone."""
+        seen: set[Key] = set()
+        todo, of_parameters = [key], False
+        while todo:
+            if (one := todo.pop()) in seen:
+                continue
+            seen.add(one)
+            made = self.made(one[0])
+            if made is None or made.opcode.startswith(tuple(_REDUCTIONS)):
+                return False
+            if self._is_argument(one):
+                of_parameters = self.kind_of_argument(int(made.argument)) == "parameters"
+                if not of_parameters:
+                    return False
+            elif before := self.upstream(one) or self.sources(one):
+                todo += before
+            elif made.opcode == "dynamic-update-slice":
+                todo += [(operand, ()) for operand in made.operands[:2]]
+            elif made.opcode == "broadcast":
+                todo.append((made.operands[0], ()))
+            elif not self._is_blank(one):
+                return False
+        return of_parameters
+
+    @cached_property
+    def gradients(self) -> set[Key]:
+        """What the optimizer reads, and all that it was moved, summed and accumulated from."""
+        found: set[Key] = set()
+        if not self._differentiated:
+            return found
+        for name, scope in self.scopes.items():
+            if self._is_update(name):
+                for operand in scope.instructions[name].operands:
+                    passed, ends = self._summed(operand)
+                    if any(is_backward(self.origin(end[0])[0]) for end in ends):
+                        found |= passed
+        return found
+
+    def _summed(self, name: str) -> tuple[set[Key], set[Key]]:
+        """The values that one was moved, summed and accumulated from, and those at which that
+        ends.
+        """
+        passed: set[Key] = set()
+        ends: set[Key] = set()
+        todo: list[Key] = [(name, ())]
+        while todo:
+            key = todo.pop()
+            made = self.made(key[0])
+            if key in passed or made is None or self._is_update(key[0]) or self._is_argument(key):
+                continue
+            passed.add(key)
+            if before := self.upstream(key) or self.sources(key):
+                todo += before
+            elif made.opcode == "dynamic-update-slice":
+                todo += [(operand, ()) for operand in made.operands[:2]]
+            elif made.opcode == "scatter":  # what is scattered is a gradient of activations
+                todo.append((made.operands[0], ()))
+                ends.add(key)
+            elif made.opcode == "add" or (
+                made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]
+            ):
+                todo += [(operand, ()) for operand in made.operands]
+                ends.add(key)
+            elif not self._is_blank(key):
+                ends.add(key)
+        return passed, ends
+
+    @cached_property
+    def _differentiated(self) -> bool:
+        return any(
+            "transpose(" in made.attributes
+            for scope in self.scopes.values()
+            for made in scope.instructions.values()
+        )
+
+    def _is_update(self, name: str) -> bool:
+        """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed
+        after the loss is.
+        """
+        scope = self.scopes[name]
+        made = scope.instructions[name]
+        if self._optimizer_named:
+            return "/optimizer/" in self.origin(name)[0] and made.opcode not in _PLUMBING
+        looped = scope.caller is not None and scope.caller.opcode != "fusion"
+        moved = self.sources((name, ())) and not self.inside((name, ()))
+        if looped or moved or made.opcode in _PLUMBING or self._is_blank((name, ())):
+            return False
+        op_name = self.program.origin(scope, made)[0]
+        return bool(op_name) and "jvp(" not in op_name
+
+    @cached_property
+    def _optimizer_named(self) -> bool:
+        return any(
+            "/optimizer/" in made.attributes
+            for scope in self.scopes.values()
+            for made in scope.instructions.values()
+        )
+
+    def _is_argument(self, key: Key) -> bool:
+        made = self.made(key[0])
+        return made is not None and made.opcode == "parameter" and self.scopes[key[0]].outer is None
+
+    def written(self, key: Key) -> str:
+        """The instruction that made a value; of one that fills a part of an array, what made the
+        part.
+        """
+        made = self.made(key[0])
+        inside = self.inside(key)
+        if made is not None and inside and made.opcode == "fusion":
+            return self.written(self.makers(inside[0])[0]) if self._fills(inside[0]) else key[0]
+        if made is not None and made.opcode == "dynamic-update-slice":
+            return self.makers((made.operands[1], ()))[0][0]
+        return key[0]
+
+    def _fills(self, key: Key) -> bool:
+        made = self.made(self.makers(key)[0][0])
+        return made is not None and made.opcode == "dynamic-update-slice"
+
+    def _is_blank(self, key: Key) -> bool:
+        """Whether a value is the same number everywhere, or counts, as what a sum starts from
+        does.
+        """
+        made = self.made(key[0])
+        if (
+            made is None
+            or made.opcode in ("constant", "iota")
+            or "AllocateBuffer" in made.attributes
+        ):
+            return True
+        if made.opcode == "broadcast":
+            return all(self._is_blank(one) for one in self.makers((made.operands[0], ())))
+        return any(self._is_blank(one) for one in self.inside(key))
+
+    def is_read_backward(self, key: Key, value: Value) -> bool:
+        """Whether the last to read a value, or the result of a loop that it goes into, belongs to
+        the backward pass.
+        """
+        lasts = {value.dies} | {
+            self.dies[result] for maker in self.makers(key) for result in self._becomes[maker]
+        }
+        return any(self._read_backward_at(last, value.born) for last in lasts)
+
+    def _read_backward_at(self, last: int, born: int) -> bool:
+        for moment in range(last, born, -1):
+            name = self.order[moment]
+            if (
+                self.origin(name)[0]
+                and (made := self.made(name)) is not None
+                and made.opcode not in _PLUMBING
+            ):
+                # What is copied may be copied for the backward pass.
+                copied = (
+                    [self.dies[name, ()]]
+                    if self.sources((name, ())) and not self.inside((name, ()))
+                    else []
+                )
+                return any(
+                    is_backward(self.origin(self.order[one])[0]) for one in (moment, *copied)
+                )
+        return False
+
+    @cached_property
+    def _becomes(self) -> dict[Key, list[Key]]:
+        """The results of loops that a value made in their bodies goes into."""
+        found: dict[Key, list[Key]] = defaultdict(list)
+        for name, scope in self.scopes.items():
+            made = scope.instructions[name]
+            if made.opcode == "while":
+                root = self.made(self._root(scope, made, "body"))
+                for part, operand in enumerate(
+                    root.operands if root is not None and root.opcode == "tuple" else ()
+                ):
+                    for maker in self.makers((operand, ())):
+                        found[maker].append((name, (part,)))
+        return found
+
+    def origin(self, name: str, depth: int = 0) -> tuple[str, str]:
+        """The name stack and the line of an instruction, or of what is inside it, or of what it was
+        made from.
+        """
+        if name not in self._origins:
+            self._origins[name] = self._origin(name, depth)
+        return self._origins[name]
+
+    def _origin(self, name: str, depth: int) -> tuple[str, str]:
+        made, scope = self.made(name), self.scopes.get(name)
+        if made is None or scope is None:
+            return "", ""
+        if not self._is_argument((name, ())) and (own := self.program.origin(scope, made))[0]:
+            return own
+        if depth > 4 or self._is_argument((name, ())):
+            return "", ""
+        before = [maker for operand in made.operands for maker, _ in self.makers((operand, ()))]
+        return next(
+            (found for one in before if (found := self.origin(one, depth + 1))[0]), ("", "")
+        )

@@ -1,0 +1,1 @@
+"""From names to layouts: rules, annotations, and the ways from one layout to another."""

@@ -1,0 +1,389 @@
+"""Annotations: names on the dims of arrays while a function is traced, and the one ambient context
+they read.
+
+The rules in force are the only ambient state of the library. They live in a context that is part of
+JAX's jit cache key, so a function traced under one set of rules is traced again under another;
+under a plain thread-local the first trace would be reused and the second rules ignored.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
+from shardlib.layouts._rules import (
+    AxisRules,
+    ShardingWarning,
+    as_tuple,
+    check_spec,
+    keep_axes,
+    resolve,
+)
+
+Remat: TypeAlias = Literal["none", "full", "stage"]
+
+
+@dataclass(frozen=True, eq=False)
+class UsedNames:
+    """The names that annotations used while a function was traced.
+
+    Two of these are never equal, and the one in force is part of JAX's jit cache key. A function
+    with a `jax.jit` of its own is therefore traced again for each of them, and each has all the
+    names.
+    """
+
+    names: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their
+    activations.
+
+    `used` is where annotations write down their names, if anyone asked for them. `mesh` is the mesh
+    that is really in force where a function is traced as if no axis of it were manual, see
+    `all_automatic`. `flax` are Flax's own rules, where the user put some in force: Flax's
+    constraints follow them, and otherwise they follow `rules`.
+    """
+
+    rules: AxisRules | None
+    remat: Remat = "none"
+    used: UsedNames | None = None
+    mesh: AbstractMesh | None = None
+    flax: Pairs | None = None
+
+    def record(self, names: Iterable[Any]) -> None:
+        """Write down the names that an annotation used."""
+        if self.used is not None:
+            self.used.names.update(name for name in names if isinstance(name, str))
+
+
+_scope = jax.make_user_context(None)
+
+
+def current_scope() -> Scope | None:
+    """The scope in force, or None outside any."""
+    return _scope.value
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh in force: of it, annotations ask which axes are manual."""
+    scope = _scope.value
+    return jax.sharding.get_abstract_mesh() if scope is None or scope.mesh is None else scope.mesh
+
+
+def mesh_of_shards() -> AbstractMesh:
+    """The mesh in force, for what runs on each device's own shard, in a `shard_map` of its own."""
+    scope = _scope.value
+    if scope is not None and scope.mesh is not None:
+        raise ValueError(
+            "The loss has a constraint that names an axis of the data, over which the step is "
+            "manual, beside a layer that runs on each device's own shard (a kernel, experts, "
+            "`gather_batch`); JAX cannot trace the two together. Write the constraint as "
+            "`sl.shard(x, names)`, or leave the axes of the data out of it."
+        )
+    return jax.sharding.get_abstract_mesh()
+
+
+@contextlib.contextmanager
+def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
+    """Trace as if no axis were manual, on `mesh`; what asks for `current_mesh` sees the one that is
+    in force.
+    """
+    scope = replace(_scope.value or Scope(None), mesh=jax.sharding.get_abstract_mesh())
+    with jax.sharding.use_abstract_mesh(mesh), _scope(scope):
+        yield
+
+
+@contextlib.contextmanager
+def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") -> Iterator[Scope]:
+    """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
+
+    Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were
+    put in force for Flax, with `nn.logical_axis_rules`. With a mesh, NNX modules built inside are
+    laid out by the names of their variables as these are made; without one, they are not laid out.
+
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(batch="data"), sl.make_mesh("data=8")):
+    ...     sl.shard(jnp.zeros((16, 4)), "batch", None).sharding.spec
+    P('data', None)
+    """
+    if not isinstance(rules, AxisRules) or not isinstance(mesh, Mesh | None):
+        raise ValueError(
+            "`use(rules, mesh)` takes `AxisRules` and a mesh, `sl.make_mesh(...)`; got "
+            f"{check.shown(rules)} and {check.shown(mesh)}. For no sharding on purpose there is "
+            "`sl.unsharded()`; of a strategy, `strategy.scope()`."
+        )
+    check.choice("use", "remat", remat, get_args(Remat))
+    if mesh is not None:
+        rules.check_mesh(mesh.shape)
+    outer = _scope.value
+    flax = _rules_of_flax(outer)
+    scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
+    no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
+    flax_rules = in_force(
+        pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None
+    )
+    with (
+        contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh),
+        _scope(scope),
+        flax_rules,
+    ):
+        yield scope
+
+
+@contextlib.contextmanager
+def recording(used: UsedNames) -> Iterator[None]:
+    """Have annotations under the rules in force write down their names."""
+    with _scope(replace(_required_scope("recording"), used=used)):
+        yield
+
+
+def _rules_of_flax(outer: Scope | None) -> Pairs | None:
+    """Flax's rules in force, where the user put them there and not an outer `use`."""
+    pairs = pairs_in_force()
+    ours = pairs_of(outer.rules) if outer is not None and outer.flax is None else ()
+    return None if pairs in ((), ours) else pairs
+
+
+def _mesh_in_force(mesh: Mesh) -> Any:
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError as error:
+        # Inside a trace the mesh cannot be set, and need not be where it is in force already.
+        here = jax.sharding.get_abstract_mesh()
+        if here.shape == mesh.shape:
+            return contextlib.nullcontext()
+        # Under an abstract mesh, `jax.jit` would run on one device whatever has no sharding, and
+        # ignore every annotation.
+        in_force = (
+            f"the mesh `{dict(here.shape)}` is in force" if here.shape else "no mesh is in force"
+        )
+        raise ValueError(
+            f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where "
+            f"{in_force}. Put it in force around the call: `with strategy.scope(): "
+            "jax.jit(function)(...)`, or `with sl.use(rules, mesh):`; so too around `lax.scan` and "
+            "`jax.make_jaxpr`."
+        ) from error
+
+
+@contextlib.contextmanager
+def mesh_of_step(mesh: Mesh) -> Iterator[None]:
+    """Let a mesh come into force inside a trace without one, for a `jax.jit` whose shardings name
+    its devices.
+    """
+    tracing = _mesh_outside_traces() is None
+    if tracing and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def unsharded() -> Iterator[None]:
+    """Say that there are no rules here, on purpose: annotations check their rank and leave the
+    array alone.
+
+    >>> import shardlib as sl
+    >>> with sl.unsharded():
+    ...     sl.shard(jnp.ones(3), "anything").shape
+    (3,)
+    """
+    with _scope(Scope(None)), in_force((), eager=False):
+        yield
+
+
+def shard(x: jax.Array, *names: Any) -> jax.Array:
+    """Name every dim of an array; the rules in force decide how the partitioner lays it out.
+
+    A name is a string the rules know, `None` for a dim that is not split, or
+    `PartitionSpec.UNCONSTRAINED` to leave a dim to the partitioner. On a mesh with explicit axes
+    the array is resharded. Inside a `shard_map` the batch leaves out the axes it is split over
+    already; any other name that would lose its axis is an error.
+
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(batch="data", act_mlp="model"), sl.make_mesh("data=2,model=4")):
+    ...     sl.shard(jnp.zeros((8, 16)), "batch", "act_mlp").sharding.spec
+    P('data', 'model')
+    """
+    scope = _required_scope("shard")
+    check_arrays.array(
+        "shard", "x", x, "one array, and a name for each of its dims; map it over a tree"
+    )
+    if scope.rules is None:
+        if len(names) != x.ndim:
+            raise ValueError(
+                f"An array of shape {x.shape} was given {len(names)} names {check.shown(names)}: "
+                "name every dim once."
+            )
+        return x
+    mesh = _required_mesh("shard")
+    scope.record(names)
+    resolution = resolve(
+        scope.rules,
+        mesh.shape,
+        names,
+        x.shape,
+        what="the annotated array",
+        manual=frozenset(mesh.manual_axes),
+    )
+    say(resolution.said)
+    if resolution.padded_shape == x.shape:
+        return constrain(x, resolution.spec)
+    # Padded for the layout, cut back for the value: the partitioner keeps the shards where the
+    # padding put them.
+    padded = jnp.pad(
+        x, [(0, to - size) for to, size in zip(resolution.padded_shape, x.shape, strict=True)]
+    )
+    return lax.slice(constrain(padded, resolution.spec), (0,) * x.ndim, x.shape)
+
+
+def split(
+    x: jax.Array, dim: int, parts: int, *, axis: str | tuple[str, ...] | None = None
+) -> jax.Array:
+    """Split one dim into `parts`, every other dim whole: GShard's `split`.
+
+    The axes are the mesh's own: the one whose size is `parts`, or all of them together. Where
+    several would do, say which: `axis="model"`.
+
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
+    ...     sl.split(jnp.zeros((8, 16)), 1, 4).sharding.spec
+    P(None, 'model')
+    """
+    scope = _required_scope("split")
+    check_arrays.array("split", "x", x)
+    check.whole("split", "dim", dim)
+    check.whole("split", "parts", parts, "a number of parts", least=1)
+    if axis is not None and not isinstance(axis, str):
+        check.texts("split", "axis", axis, "an axis of the mesh, or a tuple of several")
+    if scope.rules is None:
+        return x
+    mesh = _required_mesh("split")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"`split(x, dim={dim}, ...)` on an array of shape {x.shape}, which has {x.ndim} dims."
+        )
+    axes = as_tuple(axis) if axis is not None else _axes_of_size(mesh, parts)
+    entries: list[Any] = [None] * x.ndim
+    entries[dim] = axes or None
+    spec = check_spec(
+        _not_manual(mesh), PartitionSpec(*entries), x.shape, what="the array to split"
+    )
+    if (size := math.prod(mesh.shape[a] for a in axes)) != parts:
+        raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {size} devices.")
+    return constrain(x, spec)
+
+
+def replicate(x: jax.Array) -> jax.Array:
+    """Lay out the whole array on every device: GShard's `replicate`.
+
+    Inside a `shard_map` that means every device along its automatic axes.
+
+    >>> import shardlib as sl
+    >>> with sl.use(sl.AxisRules(), sl.make_mesh("data=2,model=4")):
+    ...     sl.replicate(jnp.zeros((8, 16))).sharding.is_fully_replicated
+    True
+    """
+    scope = _required_scope("replicate")
+    check_arrays.array("replicate", "x", x)
+    if scope.rules is None:
+        return x
+    _required_mesh("replicate")
+    return constrain(x, PartitionSpec(*[None] * x.ndim))
+
+
+def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes
+    must not be in it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    # Wherever it is now.
+    if not isinstance(x, Tracer) and (devices := _mesh_outside_traces()) is not None:
+        whole = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+        return jax.device_put(x, NamedSharding(devices, PartitionSpec(*whole)))
+    if mesh.explicit_axes:
+        x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
+    if mesh.auto_axes:
+        automatic = (
+            spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
+        )
+        x = lax.with_sharding_constraint(x, automatic)
+    return x
+
+
+def _mesh_outside_traces() -> Mesh | None:
+    try:
+        return jax.sharding.get_mesh()
+    except (
+        ValueError
+    ):  # a function is being traced, in which an array may be concrete, a constant of it
+        return None
+
+
+def say(remarks: tuple[str, ...]) -> None:
+    """Say aloud what a policy did, once per place that asked for it."""
+    for remark in remarks:
+        warnings.warn(remark, ShardingWarning, stacklevel=3)
+
+
+def _constrained(spec: PartitionSpec) -> PartitionSpec:
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        raise ValueError(
+            f"{spec} leaves a dim to the partitioner; on a mesh with explicit axes "
+            "every dim is named."
+        )
+    return spec
+
+
+def _required_scope(verb: str) -> Scope:
+    scope = _scope.value
+    if scope is None:
+        raise ValueError(
+            f"`{verb}` outside any rules: nothing says what the names mean. Trace the model under "
+            "`with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, or say that there "
+            "is no sharding on purpose: `with sl.unsharded():`."
+        )
+    return scope
+
+
+def _required_mesh(verb: str) -> AbstractMesh:
+    mesh = current_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`."
+        )
+    return mesh
+
+
+def _not_manual(mesh: AbstractMesh) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+
+
+def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
+    usable = _not_manual(mesh)
+    if parts == 1:
+        return ()
+    found = [(axis,) for axis, size in usable.items() if size == parts]
+    if not found and math.prod(usable.values()) == parts:
+        found = [tuple(usable)]
+    if len(found) != 1:
+        raise ValueError(
+            f"`split(..., parts={parts})`: {'several axes have' if found else 'no axis has'} "
+            f"{parts} devices on the mesh "
+            + ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
+            + ". Name the axes: `axis=...`."
+        )
+    return found[0]

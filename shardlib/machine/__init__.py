@@ -1,0 +1,1 @@
+"""The machine: meshes, chips, processes, and targets to compile for."""

@@ -1,0 +1,160 @@
+"""What a loss or a layer may ask of the whole batch while it sees only its part of it.
+
+Inside the train step each device holds its own examples. Sums over examples come out right by
+themselves (`weighted_mean`); whatever is not a sum over examples, a contrastive loss, batch
+statistics, Switch's balance loss, asks here. The whole batch is the whole microbatch: with
+`accumulate`, each microbatch is a batch of its own, of the same examples on every mesh.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._annotate import current_mesh, current_scope, mesh_of_shards
+from shardlib.layouts._rules import resolve
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WeightedMean:
+    """A sum over this device's examples, and what to divide the sum over all devices by.
+
+    Means may be scaled, and another may be added, whose own weight is another: its mean over the
+    whole batch counts, or over the microbatch.
+
+    >>> weighted_mean(6.0, 3) + 0.5 * weighted_mean(8.0, 4)
+    WeightedMean(total=9.0, weight=3)
+    """
+
+    total: Any
+    weight: Any
+
+    def __mul__(self, by: Any) -> "WeightedMean":
+        return WeightedMean(self.total * by, self.weight)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: "WeightedMean") -> "WeightedMean":
+        if not isinstance(other, WeightedMean):
+            return NotImplemented
+        axes = split_axes()
+        total, weight = (
+            lax.psum((other.total, other.weight), axes) if axes else (other.total, other.weight)
+        )
+        # Every device adds the whole mean times its own weight, so that the sum over devices,
+        # divided once, has it once.
+        return WeightedMean(
+            self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight),
+            self.weight,
+        )
+
+
+def weighted_mean(total: Any, weight: Any) -> WeightedMean:
+    """What a loss returns: a sum over the local examples, and their weight.
+
+    The weight is, say, the number of unmasked tokens.
+
+    The step adds up totals and weights over devices and microbatches and divides once, so unevenly
+    masked tokens give the loss that one device would compute; a mean of means would not. The weight
+    takes no part in the gradient.
+
+    >>> weighted_mean(6.0, 3)
+    WeightedMean(total=6.0, weight=3)
+    """
+    check_arrays.real("weighted_mean", "total", total)
+    check_arrays.real("weighted_mean", "weight", weight)
+    return WeightedMean(total, weight)
+
+
+def split_axes() -> tuple[str, ...]:
+    """The manual axes that split the batch where this is called; empty outside a `shard_map`."""
+    manual = current_mesh().manual_axes
+    scope = current_scope()
+    if not manual:
+        return ()
+    if scope is None or scope.rules is None:
+        raise ValueError(
+            f"The whole batch was asked for inside a `shard_map` over {manual}, and no rules say "
+            "which of these axes split it. Trace it under `with sl.use(rules, mesh):`."
+        )
+    return tuple(axis for axis in scope.rules.batch_axes if axis in manual)
+
+
+def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
+    """The examples of every device, along dim 0, in the order of the batch.
+
+    Outside the step it is the array as it is.
+
+    `names` are those of the other dims. Name a dim that a mesh axis splits, or it is gathered
+    whole.
+
+    >>> gather_batch(jnp.ones((4, 2))).shape
+    (4, 2)
+    """
+    check_arrays.array("gather_batch", "x", x)
+    if strange := [name for name in names if not isinstance(name, str | None)]:
+        raise check.refusal(
+            "gather_batch", "names", strange[0], "names of dims, one by one, or None"
+        )
+    axes, scope, mesh = split_axes(), current_scope(), current_mesh()
+    if not axes or scope is None or scope.rules is None:
+        return x
+    names = names or (None,) * (x.ndim - 1)
+    manual = frozenset(mesh.manual_axes)
+    others = resolve(
+        scope.rules, mesh.shape, names, x.shape[1:], what="the array to gather", manual=manual
+    ).spec
+    split_automatically = any(axis not in manual for axis in scope.rules.batch_axes)
+    return manual_over_all(
+        lambda shard: lax.all_gather(shard, axes, axis=0, tiled=True),
+        PartitionSpec(None, *others),
+        nest=not split_automatically,
+    )(x)
+
+
+def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
+    """The mean over the whole batch.
+
+    It is taken over `axis` of the local examples, and over every device that holds others.
+
+    >>> batch_mean(jnp.array([1.0, 3.0])).item()
+    2.0
+    """
+    check_arrays.array("batch_mean", "x", x)
+    dims = axis if isinstance(axis, tuple) else (axis,)
+    for dim in dims:
+        check.whole(
+            "batch_mean",
+            "axis",
+            dim,
+            f"dims of an array of shape {x.shape}",
+            least=-x.ndim,
+            most=x.ndim - 1,
+        )
+    if len({dim % x.ndim for dim in dims}) < len(dims):
+        raise check.refusal("batch_mean", "axis", axis, "each dim once")
+    here = jnp.mean(x, axis)
+    axes = split_axes()
+    return lax.pmean(here, axes) if axes else here
+
+
+def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:
+    """Run a collective on each device's own shard: a `shard_map` over the axes that are still
+    automatic.
+
+    A collective over a manual axis whose operand an automatic axis splits would gather the operand
+    first and move as many times the bytes. `spec`, or a tree of them, says how the automatic axes
+    split the operand, and the result.
+    """
+    automatic = set(mesh_of_shards().auto_axes)
+    if not automatic or not nest:
+        return body
+    return jax.shard_map(
+        body, in_specs=(spec,), out_specs=spec, axis_names=automatic, check_vma=False
+    )

@@ -1,0 +1,128 @@
+"""A list of layers that are alike, as one that loops: what compiles once, and what a pipeline can
+cut.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from shardlib.checks import _arguments as check
+from shardlib.layouts._rules import LAYERS
+from shardlib.modeling._remat import remat
+
+
+class Layers(nnx.Module):
+    """NNX modules that are alike, called one after the other.
+
+    Their variables are stacked along a first dim named `layers`.
+
+    `layers(x, *same)` hands `x`, any tree, from layer to layer, and gives each of them `same` too.
+    It is one loop, so that it compiles in the time of one layer, ZeRO gathers a layer at a time, a
+    pipeline cuts it, and `Strategy(remat="full")` keeps the inputs of layers alone. Parameters keep
+    the names they have. `name` is that of the new dim.
+
+    >>> blocks = Layers([nnx.Linear(4, 4, rngs=nnx.Rngs(number)) for number in range(3)])
+    >>> blocks(jnp.ones((2,
+    ...     4))).shape, blocks.stacked.kernel.shape, blocks.stacked.kernel.out_sharding
+    ((2, 4), (3, 4, 4), ('layers', None, None))
+    """
+
+    def __init__(self, layers: Sequence[Any], *, name: str = LAYERS) -> None:
+        check.kind("Layers", "layers", layers, Iterable, "NNX modules, in a list")
+        check.text("Layers", "name", name, "the name of a dim")
+        layers = list(layers)
+        if not layers or not all(isinstance(layer, nnx.Module) for layer in layers):
+            kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
+            raise ValueError(
+                f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are "
+                "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
+                "looped over by `jax.lax.scan`."
+            )
+        graph, first = nnx.split(layers[0])
+        states = [first]
+        for number, layer in enumerate(layers[1:], 1):
+            other, state = nnx.split(layer)
+            _check_alike(number, first, state, graph == other)
+            states.append(state)
+        _check_apart(states)
+        self.count = len(layers)
+        self.stacked = nnx.merge(
+            graph, jax.tree.map(functools.partial(_stacked, name), *states, is_leaf=_is_variable)
+        )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, x: Any, *same: Any) -> Any:
+        # What changes nothing in itself may be closed over by `jax.jit`, and is said to.
+        changes = any(
+            not isinstance(variable, nnx.Param)
+            for _, variable in nnx.to_flat_state(nnx.state(self.stacked))
+        )
+        checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=changes)
+        block = remat(lambda layer, x, *same: layer(x, *same), checkpoint=checkpoint)
+        axes = {"in_axes": (0, nnx.Carry, *[None] * len(same)), "out_axes": nnx.Carry}
+        return nnx.scan(block, **axes, graph_updates=changes)(self.stacked, x, *same)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
+    """One variable for those of all layers, with the first's names and one more."""
+    values = [variable.get_value() for variable in variables]
+    names = variables[0].get_metadata().get("out_sharding")
+    if isinstance(names, PartitionSpec):
+        raise ValueError(
+            f"`Layers`: a variable of shape {values[0].shape} is laid out by {names}, which speaks "
+            f"of mesh axes, so that the new dim cannot have the name `{name}`. Name its dims "
+            "instead: `sl.logical(initializer, ...)`."
+        )
+    stacked = variables[0].replace(jnp.stack(values))
+    stacked.set_metadata(out_sharding=(name, *(names or [None] * values[0].ndim)))
+    return stacked
+
+
+def _check_alike(number: int, first: Any, state: Any, same: bool) -> None:
+    """Refuse a layer that is not like the first."""
+    shapes, others = (
+        {path: _shape(variable) for path, variable in nnx.to_flat_state(s)} for s in (first, state)
+    )
+    for path in dict.fromkeys([*shapes, *others]):
+        if shapes.get(path) != others.get(path):
+            raise ValueError(
+                f"`Layers`: `{'/'.join(map(str, path))}` is {shapes.get(path, 'missing')} in layer "
+                f"0 and {others.get(path, 'missing')} in layer {number}. Layers of one loop are "
+                "alike; where kinds take turns, make a module of one of each, and a list of these."
+            )
+    if not same:
+        raise ValueError(
+            f"`Layers`: layer {number} is of another kind than layer 0, or has other settings; a "
+            "loop calls one function. Where kinds take turns, make a module of one of each, and a "
+            "list of these; what is a number, keep in a variable."
+        )
+
+
+def _shape(variable: nnx.Variable) -> str:
+    value = variable.get_value()
+    return f"{type(variable).__name__} {value.dtype}{list(value.shape)}"
+
+
+def _check_apart(states: Sequence[Any]) -> None:
+    """Refuse layers that share a parameter: stacked, each would have its own."""
+    seen: dict[int, tuple[int, str]] = {}
+    for number, state in enumerate(states):
+        for path, variable in nnx.to_flat_state(state):
+            key, name = id(variable.get_value()), "/".join(map(str, path))
+            if isinstance(variable, nnx.Param) and key in seen and seen[key][0] != number:
+                raise ValueError(
+                    f"`Layers`: layers {seen[key][0]} and {number} share `{name}`. Stacked, each "
+                    "would have its own: give what they share to each call, `layers(x, shared)`."
+                )
+            seen[key] = number, name

@@ -1,0 +1,90 @@
+"""Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the
+strategy decides.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from shardlib.checks import _arguments as check
+from shardlib.layouts._annotate import Remat, current_scope
+from shardlib.tracing._stored_weights import MARK
+
+Block = TypeVar("Block", bound=Callable)
+REMATS: tuple[Remat, ...] = ("none", "full", "stage")
+
+
+def remat(
+    block: Block,
+    policy: Remat | None = None,
+    *,
+    checkpoint: Callable[[Block], Block] = jax.checkpoint,
+) -> Block:
+    """Mark a block whose activations may be dropped and recomputed in the backward pass.
+
+    The strategy in force decides.
+
+    Where it is called or where it is defined: it is a decorator too.
+
+    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs
+    alone. Outside any strategy, and without a policy, everything is kept. A block that takes Flax
+    NNX modules passes `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing
+    in them, a model may be closed over by `jax.jit`.
+
+    >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
+    1.0
+    """
+    check.function("remat", "block", block)
+    check.choice("remat", "policy", policy, (None, "none", "full"))
+    check.function(
+        "remat",
+        "checkpoint",
+        checkpoint,
+        "a function that makes of a block one that is computed again",
+    )
+    recomputed = checkpoint(block)
+
+    @functools.wraps(block)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()  # of the call: a block may be marked where it is defined
+        chosen = policy or (scope.remat if scope else "none")
+        return (block if chosen == "none" else recomputed)(*args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def zero3_layer(block: Block) -> Block:
+    """Mark a block as one layer to stage 3 of ZeRO.
+
+    Its weights are gathered together, used, and dropped.
+
+    For layers that are not scanned; a scanned layer is found without. Where it is called or where
+    it is defined. Unmarked, each operation gathers its own weight, which holds less at a time and
+    sends more and smaller messages. To any other strategy it is nothing. The block changes no state
+    of modules it is given; arrays among its arguments are traced, anything else it gets as it is.
+
+    >>> zero3_layer(lambda x, scale: x * scale)(jax.numpy.ones(2), scale=2.0)
+    Array([2., 2.], dtype=float32)
+    """
+    check.function("zero3_layer", "block", block)
+
+    @functools.wraps(block)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+        def layer(given: list[Any]) -> Any:
+            of_arrays = iter(given)
+            now = [
+                next(of_arrays) if array else leaf
+                for leaf, array in zip(leaves, arrays, strict=True)
+            ]
+            args, kwargs = treedef.unflatten(now)
+            return block(*args, **kwargs)
+
+        layer.__name__ = MARK
+        return jax.jit(layer)([leaf for leaf, array in zip(leaves, arrays, strict=True) if array])
+
+    return marked  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Schedules as tables of operations, played through and drawn without JAX."""

@@ -1,0 +1,124 @@
+"""What every schedule is, and what each checks of its numbers and costs."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shardlib.checks import _arguments as check
+from shardlib.pipeline.schedules._simulate import Costs
+from shardlib.pipeline.schedules._table import Table
+
+
+class Schedule(Protocol):
+    """A rule that makes a table; implementations are frozen dataclasses."""
+
+    @property
+    def stages(self) -> int:
+        """Stages, S."""
+        ...
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches, M."""
+        ...
+
+    @property
+    def paired(self) -> bool:
+        """Whether a tick takes a forward and a backward pass."""
+        ...
+
+    def table(self) -> Table:
+        """What each stage does."""
+        ...
+
+
+MOST_STAGES = 256
+"""The most stages that a schedule is made for: more than any pipeline has."""
+MOST_PASSES = 2**16
+"""Of microbatches through parts, the most that a table is made of: it has two or three entries for
+each.
+"""
+
+
+def check_schedule(
+    schedule: Any,
+    least: int = 1,
+    multiple: int = 1,
+    why: str = "",
+    parts: int = 1,
+    most: int = MOST_PASSES,
+) -> None:
+    """Refuse numbers of stages and microbatches that a schedule does not take."""
+    kind = type(schedule).__name__
+    stages = checked_stages(schedule)
+    count = check.whole(
+        kind,
+        "microbatches",
+        schedule.microbatches,
+        "a number of microbatches",
+        least=1,
+        most=MOST_PASSES,
+    )
+    if count < least or count % multiple:
+        of = f", a multiple of {multiple}" if multiple > 1 else ""
+        raise ValueError(
+            f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}."
+        )
+    if stages * parts * count > most:
+        raise ValueError(
+            f"`{kind}(stages={stages}, microbatches={count})` has {stages * parts * count:,} "
+            f"passes of each kind, and a table at most {most:,}: use fewer microbatches, or fewer "
+            "stages."
+        )
+    check.assign(
+        schedule,
+        stages=stages,
+        microbatches=count,
+        paired=check.boolean(kind, "paired", schedule.paired),
+    )
+
+
+def checked_stages(schedule: Any) -> int:
+    return check.whole(
+        type(schedule).__name__,
+        "stages",
+        schedule.stages,
+        "a number of stages",
+        least=1,
+        most=MOST_STAGES,
+    )
+
+
+def check_costs(schedule: Any) -> None:
+    takes = "`sl.pipeline.Costs`, such as `Costs(forward=1, backward=2)`"
+    check.kind(type(schedule).__name__, "costs", schedule.costs, Costs, takes)
+
+
+def single_costs(costs: Costs) -> tuple[float, float, float]:
+    check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
+    forward, backward, weights = costs.forward, costs.backward, costs.weights
+    if (
+        isinstance(forward, Sequence)
+        or isinstance(backward, Sequence)
+        or isinstance(weights, Sequence)
+    ):
+        raise ValueError(
+            "A closed formula takes stages that are all alike: give one number for each cost."
+        )
+    return forward, backward, weights
+
+
+def require_for_formula(holds: bool, condition: str, costs: Costs) -> None:
+    if not holds:
+        raise ValueError(
+            f"The closed formula is for {condition}; got {costs}. `simulate` takes any."
+        )
+
+
+def equal_cost(costs: Costs) -> float:
+    forward, backward, weights = single_costs(costs)
+    require_for_formula(forward == backward == weights, "F = B = W", costs)
+    return forward
+
+
+def total_cost(costs: Costs) -> float:
+    return sum(single_costs(costs))

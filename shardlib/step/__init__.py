@@ -1,0 +1,1 @@
+"""The training step: its strategy, its state, its gradients and its update."""

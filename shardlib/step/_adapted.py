@@ -1,0 +1,246 @@
+"""Losses written for plain `jit` or `pmap`: constraints that name the data axes, and a bound axis
+called `batch`.
+
+Models of Flax, T5X and MaxText say `with_sharding_constraint(x, P("data", "model"))`, themselves or
+by `nn.with_logical_constraint`, and `BatchNorm(axis_name="batch")`. In the step, which is manual
+over the data axes, JAX refuses the first and does not know the name of the second. So the loss is
+traced before it is evaluated, as it would be in a plain `jit`, and what was traced is brought into
+the step: constraints lose the axes that are manual, along which each device has its own examples
+already, and `batch` becomes the data axes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import AbstractMesh, NamedSharding
+
+from shardlib.layouts._annotate import all_automatic
+from shardlib.layouts._flax_rules import in_force, pairs_in_force
+from shardlib.layouts._rules import BATCH, keep_axes
+from shardlib.step._strategy import Strategy
+from shardlib.tracing._jaxpr import evaluate
+
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+_SUMS = ("psum", "psum_invariant", "pmax", "pmin")
+
+
+def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
+    """A function of trees of arrays, for use in the step: it may name the data axes in constraints,
+    and an axis `batch`.
+    """
+    axes, automatic = strategy.data_axes, strategy.device_mesh.abstract_mesh
+
+    # Modules that a loss makes of values it has, as `nnx.bridge.ToLinen` does, are not laid out as
+    # they are made.
+    def lazily(*args: Any) -> Any:
+        with in_force(pairs_in_force(), eager=False):
+            return function(*args)
+
+    bound = (
+        []
+        if BATCH in automatic.shape
+        else [(BATCH, math.prod(automatic.shape[axis] for axis in axes))]
+    )
+
+    def call(*args: Any) -> Any:
+        mesh, everywhere = jax.sharding.get_abstract_mesh(), False
+        try:
+            traced, out = jax.make_jaxpr(lazily, axis_env=bound, return_shape=True)(*args)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise ValueError(_unbound(str(error), mesh.manual_axes)) from error
+        except ValueError as error:
+            if not mesh.manual_axes or not _is_about_meshes(error):
+                raise
+            traced, out = _as_if_automatic(lazily, bound, automatic, args, error)
+            everywhere = True
+        rewriting = _Rewriting(mesh, automatic, axes, everywhere)
+        return evaluate(rewriting.closed(traced), out, args)
+
+    return call
+
+
+def _is_about_meshes(error: ValueError) -> bool:
+    """Whether JAX refuses a constraint: for what it says, or later, since a constraint brought
+    another mesh along.
+    """
+    return "with_sharding_constraint" in str(error) or "context mesh" in str(error)
+
+
+def _as_if_automatic(
+    function: Callable[..., Any], bound: Any, automatic: AbstractMesh, args: Any, error: ValueError
+) -> Any:
+    """Trace a function as if no axis were manual."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype), args
+    )
+    with all_automatic(automatic):
+        try:
+            return jax.make_jaxpr(function, axis_env=bound, return_shape=True)(*shapes)
+        except ValueError as again:
+            if not _is_about_meshes(again):
+                raise
+            raise ValueError(_refusal(str(error))) from again
+
+
+def _unbound(why: str, manual: tuple[str, ...]) -> str:
+    axes = ", ".join(map(repr, (*manual, BATCH)))
+    return (
+        f"The loss asks for an axis that the step does not bind; it binds {axes}. A layer's "
+        "`axis_name` is one of these, or all the axes of the data, `axis_name=strategy.data_axes`. "
+        f"JAX says: {why}"
+    )
+
+
+def _refusal(why: str) -> str:
+    return (
+        "A sharding constraint in the loss cannot be brought into the step, which is manual over "
+        "the axes of the data. Name the dims of the array instead, `sl.shard(x, names)`; or leave "
+        "those axes out of the constraint; or leave them to the partitioner, "
+        f"`Strategy(manual=())`. JAX says: {why}"
+    )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A rule of differentiation, which JAX traces when it needs it: where the function was traced,
+    then brought along.
+    """
+
+    rule: Any
+    rewriting: "_Rewriting"
+
+    @property
+    def debug_info(self) -> Any:
+        return self.rule.debug_info
+
+    def call_wrapped(self, *zeros: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(self.rewriting.automatic):
+            jaxpr, *others = self.rule.call_wrapped(*zeros)
+        return self.rewriting.jaxpr(jaxpr), *others
+
+
+@dataclass(frozen=True)
+class _Rewriting:
+    """Brings a traced function onto `mesh`, on which some axes are manual; `batch` stands for
+    `axes`.
+
+    Traced on the `automatic` mesh is all of it, `everywhere`, or only what follows a constraint
+    that brought that mesh along.
+    """
+
+    mesh: AbstractMesh
+    automatic: AbstractMesh
+    axes: tuple[str, ...]
+    everywhere: bool
+    contexts: dict[Any, Any] = field(default_factory=dict)
+
+    def closed(self, traced: ClosedJaxpr) -> ClosedJaxpr:
+        return ClosedJaxpr(self.jaxpr(traced.jaxpr), traced.consts)
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        known: dict[Any, Any] = {}
+
+        def atom(value: Any) -> Any:
+            if isinstance(value, Literal):
+                return value
+            if value not in known:
+                known[value] = self._variable(value)
+            return known[value]
+
+        def atoms(values: Any) -> list[Any]:
+            return [atom(value) for value in values]
+
+        constants, inputs = atoms(jaxpr.constvars), atoms(jaxpr.invars)
+        equations = [self._equation(equation, atoms) for equation in jaxpr.eqns]
+        return jaxpr.replace(
+            constvars=constants,
+            invars=inputs,
+            outvars=atoms(jaxpr.outvars),
+            eqns=equations,
+            effects=self._effects(jaxpr.effects),
+        )
+
+    def _variable(self, variable: Any) -> Any:
+        sharding = getattr(variable.aval, "sharding", None)
+        moved = self._value(sharding)
+        return (
+            variable if moved is sharding else type(variable)(variable.aval.update(sharding=moved))
+        )
+
+    def _equation(self, equation: Any, atoms: Callable[[Any], list[Any]]) -> Any:
+        name, params = equation.primitive.name, dict(equation.params)
+        for key, value in params.items():
+            params[key] = (
+                _Rule(value, self) if key in _RULES and self.everywhere else self._value(value)
+            )
+        if name == "shard_map" and self.everywhere:
+            raise ValueError(_refusal("a `shard_map` beside it runs on each device's own shard."))
+        if name == "axis_index" and params["axis_name"] == BATCH:
+            params["axis_name"] = self._one_axis(name)
+        elif BATCH in (named := _axes_of(params)):
+            params.update(self._renamed(name, params, named))
+        return equation.replace(
+            invars=atoms(equation.invars),
+            outvars=atoms(equation.outvars),
+            params=params,
+            effects=self._effects(equation.effects),
+            ctx=self._context(equation.ctx) if self.everywhere else equation.ctx,
+        )
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return self.closed(value) if isinstance(value, ClosedJaxpr) else self.jaxpr(value)
+        if isinstance(value, AbstractMesh):
+            return self.mesh if value == self.automatic else value
+        if isinstance(value, NamedSharding) and value.mesh.abstract_mesh == self.automatic:
+            return NamedSharding(self.mesh, keep_axes(value.spec, self.mesh.auto_axes))
+        if type(value) is tuple:
+            return tuple(self._value(one) for one in value)
+        if type(value) is list:
+            return [self._value(one) for one in value]
+        return value
+
+    def _context(self, context: Any) -> Any:
+        """What an equation was traced under, but for the mesh."""
+        if context not in self.contexts:
+            with context.manager, jax.sharding.use_abstract_mesh(self.mesh):
+                self.contexts[context] = jax.make_jaxpr(jax.numpy.sin)(0.0).jaxpr.eqns[0].ctx
+        return self.contexts[context]
+
+    def _effects(self, effects: Any) -> Any:
+        """The effects of collectives name their axes."""
+        changed = []
+        for effect in effects:
+            named = getattr(effect, "name", None) == BATCH
+            changed.extend([type(effect)(axis) for axis in self.axes] if named else [effect])
+        return frozenset(changed)
+
+    def _renamed(self, name: str, params: dict[str, Any], named: tuple[Any, ...]) -> dict[str, Any]:
+        """The parameters of a collective, its axis `batch` replaced."""
+        before, after = named[: named.index(BATCH)], named[named.index(BATCH) + 1 :]
+        axes = (*before, *self.axes, *after)
+        grouped = params.get("axis_index_groups") is not None
+        if (grouped and len(self.axes) != 1) or (name not in _SUMS and not axes):
+            self._one_axis(name)
+        return {key: axes for key in ("axes", "axis_name") if key in params}
+
+    def _one_axis(self, name: str) -> str:
+        if len(self.axes) != 1:
+            listed = ", ".join(map(repr, self.axes)) or "none"
+            raise ValueError(
+                f"The loss asks for `{name}` over the axis `{BATCH}`, which stands for the axes "
+                f"over which the step is manual: {listed}. Name one of the mesh, or take the mean "
+                "over all of them: `sl.batch_mean(x)`."
+            )
+        return self.axes[0]
+
+
+def _axes_of(params: dict[str, Any]) -> tuple[Any, ...]:
+    named = params.get("axes", params.get("axis_name", ()))
+    return tuple(named) if isinstance(named, tuple | list) else (named,)

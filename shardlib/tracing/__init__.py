@@ -1,0 +1,1 @@
+"""Traced functions as data: their equations are read, taken apart and rewritten."""
