@@ -62,9 +62,44 @@ def pytest_collection_modifyitems(config, items):
         for marker, (module, command) in COMPILERS.items():
             if item.get_closest_marker(marker) and not _installed(module):
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}: {command}"))
-        compiled = any(item.get_closest_marker(marker) for marker in COMPILERS)
-        if compiled and not item.get_closest_marker("sentinel"):
+        if _takes_long(item) and not _marked(item, "sentinel"):
             item.add_marker(pytest.mark.slow)
+    _refuse_unknown_parameters(config, items)
+
+
+def _takes_long(item):
+    compiled = any(item.get_closest_marker(marker) for marker in COMPILERS)
+    return compiled or _marked(item, "long")
+
+
+def _marked(item, name):
+    """Whether a test bears a mark: one with arguments is for the parameter sets of these ids."""
+    mark = item.get_closest_marker(name)
+    if mark is None:
+        return False
+    return not mark.args or _parameters(item) in mark.args
+
+
+def _parameters(item):
+    """The id of a test's parameter set, as pytest prints it between brackets; or nothing."""
+    return item.callspec.id if hasattr(item, "callspec") else ""
+
+
+def _refuse_unknown_parameters(config, items):
+    """A mark for a parameter set that is gone would say nothing: it is an error."""
+    if any("::" in argument for argument in config.args):
+        return  # only some of a test's parameter sets were collected
+    known = {}
+    for item in items:
+        known.setdefault(item.function, set()).add(_parameters(item))
+    for function, parameters in known.items():
+        for mark in getattr(function, "pytestmark", []):
+            unknown = set(mark.args) - parameters if mark.name in ("long", "sentinel") else ()
+            if unknown:
+                raise pytest.UsageError(
+                    f"{function.__module__}.{function.__name__} is marked `{mark.name}` for "
+                    f"{sorted(unknown)}, and has no such parameters"
+                )
 
 
 def _installed(module):

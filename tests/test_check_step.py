@@ -90,6 +90,7 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
     return testing.check_step(make_model, optimizer, loss, given, rules, meshes=meshes, **options)
 
 
+@pytest.mark.long("too_large-loss-bf16")
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 @pytest.mark.filterwarnings("ignore:The loss is a sum")
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def test_rounding_is_told_from_errors(stored, precision):
     assert found.gradients > 1e-5, "there is some rounding to be told"
 
 
+@pytest.mark.long
 def test_rounding_that_an_optimizer_makes_larger_is_told_from_errors():
     """Adam divides by what may be near zero: 1e-5 would not do in the second step."""
     config = gpt.tiny(layers=2, width=32, heads=8, kv_heads=8, context=16, vocab=40, hidden=64)
@@ -195,6 +197,8 @@ def test_what_is_not_finite_is_no_rounding():
         check(lambda *given: right(*given) * jnp.nan, steps=1)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("meshes1")
 @pytest.mark.parametrize("meshes", [None, ["data=4,tensor=2"]])
 def test_parameters_may_be_given_specs_over_axes_that_no_rule_names(meshes, monkeypatch):
     two = jax.devices()[:2]
@@ -227,6 +231,7 @@ def test_a_mesh_may_have_axes_that_only_the_model_speaks_of():
         check(right, make_plain, rules=sl.AxisRules(batch=None), meshes=None)
 
 
+@pytest.mark.long
 def test_draws_that_may_depend_on_the_mesh_are_not_compared_and_said_to_differ():
     make_tree = lambda: {"params": make_plain(), "key": jax.random.key(0, impl="rbg")}
 
@@ -285,6 +290,7 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
     return np.asarray(state.opt_state["table"], np.float64)
 
 
+@pytest.mark.long("computed-True")
 @pytest.mark.parametrize(
     ("narrow", "tied"), [("computed", True), ("computed", False), ("stored", True), ("cast", False)]
 )
@@ -357,6 +363,8 @@ def dropped(model, batch, rng):
     return right(model, {**batch, "x": sl.shard(batch["x"] * kept, "batch", None, "embed")}, rng)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("options0")
 @pytest.mark.parametrize(
     "options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}]
 )

@@ -105,6 +105,8 @@ def folder(saved, tmp_path):
     drop_failed_reads()
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("stage 1")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_bit_comes_back_onto_any_mesh_and_stage(saved, name):
     like = start(STRATEGIES[name], abstract=True)
@@ -137,6 +139,7 @@ def test_the_newest_and_every_so_manieth_are_kept(tmp_path):
         assert checkpoints.steps() == (3, 6, 7)
 
 
+@pytest.mark.long
 def test_leaves_of_every_dtype_and_without_elements_come_back(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     dtypes = (
@@ -209,6 +212,8 @@ def restored_from(folder):
         return checkpoints.restore(start(STRATEGIES["stage 1"], abstract=True)), checkpoints.steps()
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("unlink-about-what it says of itself is not what was written")
 @pytest.mark.parametrize(
     ("damage", "where", "said"),
     [
@@ -253,6 +258,7 @@ def test_a_bit_that_nobody_else_guards_is_missed_by_its_digest(tmp_path):
             checkpoints.restore(state)
 
 
+@pytest.mark.long
 def test_where_no_checkpoint_is_good_each_is_named(folder):
     for path in (*data(folder, 2), *data(folder, 3)):
         cut(path)
@@ -293,6 +299,7 @@ def test_a_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
             checkpoints.restore(other)
 
 
+@pytest.mark.long
 def test_a_disk_without_room_is_seen_before_anything_is_written(
     saved, folder, monkeypatch, trained
 ):
@@ -485,6 +492,7 @@ def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how,
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_path):
     good, damaged = tmp_path / "good", tmp_path / "damaged"
     with sl.Checkpoints(good) as checkpoints:
@@ -590,6 +598,7 @@ def as_an_ordinary_user():
         libc.prctl(drop, capability, 0, 0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
 def test_whatever_fails_a_process_ends_and_what_may_be_good_is_not_touched(tmp_path):
     run = subprocess.run(

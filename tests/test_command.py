@@ -78,6 +78,8 @@ def test_a_report(steps):
     assert result.stderr == "compiling for cpu:8 ...\n"
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("a_run-options0-data=4,other=2")
 @pytest.mark.parametrize(
     ("name", "options", "mesh"),
     [
@@ -92,6 +94,7 @@ def test_what_knows_its_own_mesh_is_planned(steps, name, options, mesh):
     assert (found["name"], found["mesh"]) == ("a run", mesh)
 
 
+@pytest.mark.long
 def test_a_run_of_the_trainer_is_planned(tmp_path):
     own = tmp_path / "small.py"
     own.write_text(SMALL_RUN)
@@ -116,6 +119,7 @@ def run():
 """
 
 
+@pytest.mark.long
 def test_json(steps):
     result = plan(f"{steps}:good", "--target", "cpu:4", "--json")
     found = json.loads(result.stdout)
@@ -126,6 +130,14 @@ def test_json(steps):
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "good-options0-`tpu:v9:4x4` is no target",
+    "nothing-options4-has no function and no run `nothing`; it has `step_for`",
+    "choosing-options6-needs values while it is traced",
+    "leaving-options9-ended the process",
+    "dying-options10-died (signal SIGABRT). Its last words:",
+)
 @pytest.mark.parametrize(
     "function, options, message",
     [
@@ -166,6 +178,7 @@ def test_mistakes_are_one_message(steps, function, options, message):
         assert "\n  F0000 check failed: the compiler's last words\n" in said
 
 
+@pytest.mark.long
 def test_no_function_and_no_file(steps):
     cases = [
         ("nowhere.py:make", "no file `nowhere.py`"),

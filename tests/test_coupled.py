@@ -193,6 +193,7 @@ def test_what_couples_examples_is_warned_of_with_its_line(loss):
     assert ("perplexity" in said) == (loss is COUPLED["a metric"])
 
 
+@pytest.mark.long("differences of pairs")
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
 def test_what_is_warned_of_is_another_loss_and_right_without_manual_axes(loss):
     alone = sl.Strategy(mesh="data=8", rules=sl.rules.data, manual=())

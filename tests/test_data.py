@@ -695,6 +695,7 @@ def until(condition):
     raise AssertionError("waited for long")
 
 
+@pytest.mark.long
 def test_of_several_processes_one_builds(tmp_path, lines):
     cache, count = tmp_path / "cache", tmp_path / "count"
     processes = [start(lines, cache, count, 3) for _ in range(3)]

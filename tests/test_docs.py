@@ -60,6 +60,15 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long(
+    "docs/how-to/experts.md",
+    "docs/how-to/first-run.md",
+    "docs/how-to/models.md",
+    "docs/how-to/own-model.md",
+    "docs/how-to/resume.md",
+    "docs/pipelines.md",
+    "docs/tutorial.md",
+)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=called
 )

@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,7 @@ def check(make_model, loss, batch, rules, draw):
     )
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_an_mlp_under_any_rules(data):
@@ -95,6 +97,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_decoder_under_any_preset(data):

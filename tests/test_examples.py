@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples import quickstart
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,7 @@ def shown_by(*command):
     return done.stdout
 
 
+@pytest.mark.long
 def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample(capsys):
     quickstart.main(steps=30)
     shown = capsys.readouterr().out
@@ -36,6 +39,7 @@ def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample
     assert re.search(r"A sample, after 30 steps:\s+def __init__\(self", shown)
 
 
+@pytest.mark.long
 def test_experts_beside_a_dense_model_and_the_picture_of_their_load(tmp_path):
     shown = shown_by(
         "examples/experts.py", "--steps", "10", "--picture", str(tmp_path / "load.svg")
@@ -46,6 +50,7 @@ def test_experts_beside_a_dense_model_and_the_picture_of_their_load(tmp_path):
     assert (tmp_path / "load.svg").read_text().count("<polyline") == 8
 
 
+@pytest.mark.long
 def test_a_small_gshard_begins_to_translate():
     shown = shown_by("examples/translate.py", "--steps", "10")
     assert (

@@ -68,6 +68,7 @@ def algorithm_1(gates, capacity, drawn):
     return weight, loss
 
 
+@pytest.mark.long("0.25-scatter")
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
 def test_top2_is_algorithm_1(form, capacity):
@@ -217,6 +218,8 @@ def test_padding_goes_nowhere_and_counts_for_nothing(form):
 # The forms
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("Top2(capacity=0.5, jitter=0.0)")
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_both_forms_are_equal(router):
     """Values, and gradients to tokens, gate and experts."""
@@ -340,6 +343,8 @@ def check_mesh(on_one_device, mesh, config, **options):
 PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("3-with tensor, automatic")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
 def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
     router, form = PAIRS[number % 3]
@@ -351,6 +356,8 @@ def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_beside_experts(on_one_device, stage):
     """Weights that are no experts' are split over the same axis; experts are already."""
@@ -363,6 +370,7 @@ def test_zero_beside_experts(on_one_device, stage):
     assert blocks["mlp"]["up"].sharding.spec[1] == "data"
 
 
+@pytest.mark.long
 def test_microbatches():
     """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of
     the balance.
@@ -401,6 +409,7 @@ class Beyond(TopK):
         )
 
 
+@pytest.mark.long("gate-1")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -655,6 +664,7 @@ def test_padding_changes_no_translation():
         assert not np.allclose(plain(other, target)[:, 0], plain(source, target)[:, 0])
 
 
+@pytest.mark.long
 def test_translation_on_eight_devices_is_as_on_one():
     config = translation.tiny(width=16, heads=2, context=8, vocab=32, hidden=24)
     random = np.random.default_rng(0)
@@ -683,6 +693,8 @@ def test_translation_on_eight_devices_is_as_on_one():
 # Optimizers that see one at a time
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("lamb")
 @pytest.mark.parametrize(
     "optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"]
 )
@@ -720,6 +732,8 @@ def test_its_state_is_sharded_like_the_experts():
     assert found and all(spec[1] == "data" for spec in found.values()), found
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("models.moe-MoE")
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_a_fused_loss_is_the_same_loss(model, kind):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 9))

@@ -138,6 +138,8 @@ class Source(list):
         return iter(self[:]) if count >= len(self) else lost_after(count, self[:])
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("8", "11")
 @pytest.mark.parametrize("count", [5, 8, 11])
 def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path, count):
     source = Source(text(), count)
@@ -155,6 +157,8 @@ def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path,
     ]
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("data=8")
 @pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
 def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
     rules = sl.rules.data | (sl.rules.tensor if "model" in other else sl.AxisRules())
@@ -195,6 +199,7 @@ def test_a_finished_run_says_so(undisturbed):
     assert records[-1] == {"step": 12, "note": "the run has taken its 12 steps already"}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     def poisoned(model, batch, rng):
@@ -269,6 +274,7 @@ def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, t
         sl.fit(STEP, start(abstract=True), text(), LOOP, folder=tmp_path, sinks=[])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
     def poisoned(model, batch, rng):
@@ -572,6 +578,7 @@ def test_what_is_no_step_state_or_loop_is_refused_by_name():
 # Evaluation.
 
 
+@pytest.mark.long("data=8-options0")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -802,6 +809,7 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
     assert speed.read(2)["tokens_per_second"] == 50.0
 
 
+@pytest.mark.long
 def test_fewer_steps_than_were_taken(tmp_path):
     fit(tmp_path, evaluate=None)
     with pytest.raises(

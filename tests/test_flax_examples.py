@@ -55,6 +55,7 @@ def lm1b_nnx():
 MESHES = ["data=2,fsdp=1,model=2", "data=1,fsdp=2,model=2", "data=2,fsdp=2,model=2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "loss"), [(gemma, nnx_loss), (lm1b_linen, linen_loss), (lm1b_nnx, nnx_loss)],
     ids=["gemma", "lm1b_linen", "lm1b_nnx"],
@@ -63,6 +64,7 @@ def test_language_models_equal_one_device(make, loss):
     check_step(make, SGD, loss, TOKENS, RULES, meshes=MESHES, steps=1, zero=ZERO)
 
 
+@pytest.mark.long
 def test_gemma_by_its_own_specs_and_constraints():
     rules = sl.AxisRules(batch="fsdp", act_embed="tp")
     make = lambda: examples.Gemma(examples.FSDP_TP, nnx.Rngs(0))

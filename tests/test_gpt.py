@@ -354,6 +354,7 @@ def test_loss_is_float32_where_the_model_is_bfloat16():
     np.testing.assert_allclose(found.total, expected.total, rtol=0.02)
 
 
+@pytest.mark.long
 def test_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
     config = replace(SMALL, dropout=0.5)
     model, tokens, key = make(config), tokens_of(config), jax.random.key(0)
@@ -447,6 +448,8 @@ def value_and_grad(structure, params, batch):
     return jax.value_and_grad(mean_loss)(params)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("fastest kernels", "post_norm_rotary")
 @pytest.mark.parametrize(
     ("config", "kernels"),
     [

@@ -16,6 +16,7 @@ P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
+@pytest.mark.long("automatic-reference-data")
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
@@ -63,6 +64,7 @@ def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypat
         near(jax.jit(run)(arrays, cotangent), wanted, 2e-6)
 
 
+@pytest.mark.long("100-1-float32", "300-1-float32", "300-2-float32", "700-1-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])
 def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
@@ -85,6 +87,7 @@ def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
     near(found, true_of(arrays, found, {"cap": 9.0}), 2e-6 if dtype == "float32" else 2**-8)
 
 
+@pytest.mark.long
 def test_a_part_of_the_vocabulary_that_counts_for_nothing_counts_for_nothing(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _reference
 

@@ -39,6 +39,7 @@ on_gpu = functools.partial(pytest.param, marks=pytest.mark.gpu)
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
+@pytest.mark.long("float32-softmax-reference", "float32-norm-reference", "float32-head-reference")
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
@@ -76,6 +77,9 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.long(
+    "gpu_simulated-72-norm", "gpu_simulated-10244-softmax", "gpu_simulated-10244-norm"
+)
 @every_op
 @pytest.mark.parametrize(
     ("implementation", "row"), [on_gpu(*one) if one[0] == "gpu" else one for one in LENGTHS]
@@ -107,6 +111,14 @@ def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
     assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
 
 
+@pytest.mark.long(
+    "softmax-tpu_simulated",
+    "softmax-gpu_simulated",
+    "norm-tpu_simulated",
+    "norm-gpu_simulated",
+    "head-reference",
+    "head-tpu_simulated",
+)
 @every
 def test_vmap_and_scan_are_loops(op, implementation):
     shapes = {
@@ -358,6 +370,8 @@ def test_names_that_cannot_be_are_refused():
         )(X)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("{'kernels': 'tpu_simulated'}")
 @pytest.mark.parametrize(
     "changes",
     [

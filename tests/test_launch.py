@@ -99,6 +99,7 @@ except ValueError as error:
     assert "a line of the past" not in said
 
 
+@pytest.mark.long
 def test_a_killed_process_is_named_and_what_ignores_the_request_to_end_is_killed(tmp_path, capsys):
     text = """
 signal.signal(signal.SIGTERM, lambda *_: print("not now"))
@@ -219,6 +220,7 @@ time.sleep(1000)
         )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux", reason="whether a process is stopped is read from /proc"
 )

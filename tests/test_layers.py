@@ -40,6 +40,8 @@ def blocks(count=4, **options):
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("f")
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("0.5")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_it_is_its_layers_one_after_the_other(dropout):
     layers, expected = sl.Layers(blocks(dropout=dropout)), jnp.asarray(X)
@@ -110,6 +112,7 @@ def test_a_pipeline_of_a_list_of_layers_steps_as_the_list_does():
     assert_alike(found["stacked"], jax.tree.map(lambda *leaves: np.stack(leaves), *listed.values()))
 
 
+@pytest.mark.long
 def test_layers_with_streams_of_their_own_draw_the_same_in_a_pipeline():
     make, stages = lambda: Model(0.5), replace(STAGES, pipeline=sl.pipeline.ZBV(2, 4))
     assert_alike(stepped(make, stages, 2), stepped(make, ALONE, 2))

@@ -244,6 +244,7 @@ sl.fit(step, state, batches(), sl.Loop(steps=10_000, log_every=1, save_every=5),
 """
 
 
+@pytest.mark.long
 def test_of_several_processes_all_end_when_the_folder_is_lost(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(TWO_PROCESSES)

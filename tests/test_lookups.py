@@ -157,6 +157,13 @@ SEVERAL = {
 }
 
 
+@pytest.mark.long(
+    "language_model-data=2,fsdp=2,model=2",
+    "language_model-model=2,fsdp=2,data=2",
+    "gathers-data=2,fsdp=2,model=2",
+    "gathers-model=2,fsdp=2,data=2",
+    "scatters-model=2,fsdp=2,data=2",
+)
 @pytest.mark.parametrize("mesh", [THREE, "model=2,fsdp=2,data=2"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
@@ -165,6 +172,7 @@ def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
     )
 
 
+@pytest.mark.long("vocab over fsdp", "context", "two axes of data", "data last", "data between")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
 def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mesh, options):
     if "zero" in options:
@@ -223,6 +231,8 @@ TOKENS = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("sequence")
 @pytest.mark.parametrize(
     "mesh, rules, options",
     [
@@ -251,6 +261,7 @@ def test_the_gpt_beside_three_axes_equals_one_device(mesh, rules, options):
     )
 
 
+@pytest.mark.long
 def test_experts_beside_three_axes_equal_one_device():
     config = moe.tiny(layers=1, every=1, width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4)
     rules = PRESETS | sl.rules.experts | sl.AxisRules(batch=("data", "fsdp"))

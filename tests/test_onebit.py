@@ -101,6 +101,8 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("one pod")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
     strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
@@ -256,6 +258,7 @@ def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, op
         chex.assert_trees_all_close(jax.device_get(state.params), params, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_it_goes_on_bit_for_bit_and_for_other_workers_as_much_is_owed(tmp_path):
     common = dict(rules=RULES, exchange=OneBit("pod"), zero=sl.Zero(1, small=0))
     eight = sl.Strategy(mesh="pod=4,data=2,model=1", **common)
@@ -419,6 +422,7 @@ def test_what_overflows_as_a_code_is_not_finite():
     chex.assert_trees_all_equal(jax.device_get((state.params, state.errors)), before)
 
 
+@pytest.mark.long
 def test_a_run_says_how_long_it_is(tmp_path):
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
     step, records = sl.train_step(loss, strategy), []

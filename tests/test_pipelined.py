@@ -113,6 +113,20 @@ def alone():
     return stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8))
 
 
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "stage=4,data=1,model=2-OneFOneB",
+    "stage=4,data=1,model=2-Interleaved",
+    "stage=4,data=1,model=2-ZBH1",
+    "stage=4,data=1,model=2-ZBV",
+    "stage=4,data=1,model=2-VMin",
+    "stage=4,data=1,model=2-ZeroBubble",
+    "stage=2,data=2,model=2-GPipe",
+    "stage=2,data=2,model=2-Eager1F1B",
+    "stage=2,data=2,model=2-ZBH2",
+    "stage=2,data=2,model=2-VHalf",
+    "stage=2,data=2,model=2-DualPipeV",
+)
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
 @pytest.mark.parametrize("mesh", ["stage=4,data=1,model=2", "stage=2,data=2,model=2"])
 def test_every_schedule_makes_the_step_of_one_stage(schedule, mesh, alone):
@@ -228,6 +242,11 @@ def both_alone():
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "DualPipeV(stages=2, microbatches=8, paired=True)-none",
+    "ZBV(stages=2, microbatches=8, costs=Costs(forward=1.0, backward=1.0, weights=1.0, send=0.0, kept=1.0), paired=False)-stage",
+)
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
@@ -246,6 +265,7 @@ def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
     assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
 
 
+@pytest.mark.long
 def test_the_layers_of_an_encoder_and_a_decoder_are_laid_out_by_stages():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.ZBV(2, 4))
@@ -287,6 +307,8 @@ CONFIG = gpt.tiny(layers=2, width=32, heads=4, context=16, vocab=64)
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("ZBH1-changes2-options2")
 @pytest.mark.parametrize(
     ("schedule", "changes", "options"),
     [
@@ -332,6 +354,8 @@ def make_experts():
     return moe.MoE(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("ZBV")
 @pytest.mark.parametrize(
     "schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__
 )
@@ -340,6 +364,7 @@ def test_experts_over_the_data_in_stages(schedule, experts_alone):
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
 
 
+@pytest.mark.long
 def test_gshards_translation_in_stages():
     random = np.random.default_rng(0)
     given = {
@@ -362,6 +387,7 @@ def test_gshards_translation_in_stages():
     assert_alike(stepped(strategy, make, translation.loss, given), expected)
 
 
+@pytest.mark.long
 def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
     two = sl.Strategy(
         mesh="stage=2,data=2,model=2",
@@ -380,6 +406,8 @@ def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
     assert 0 < far(stepped(two)) <= 2 * far(stepped(one))
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("Interleaved(stages=2, microbatches=4, chunks=2, paired=False)")
 @pytest.mark.parametrize(
     "schedule", [pipeline.OneFOneB(2, 4), pipeline.Interleaved(2, 4), pipeline.VHalf(2, 4)], ids=str
 )
@@ -432,6 +460,7 @@ def loss_of_squares(model, x, rng):
     return jnp.mean((y @ model["out"]) ** 2)
 
 
+@pytest.mark.long
 def test_moments_factored_over_squares_follow_their_layers():
     x = np.random.default_rng(0).normal(size=(16, 16)).astype("f")
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
@@ -690,6 +719,7 @@ def stack_of(model):
     return {name: model[name] for name in ("up", "down")}
 
 
+@pytest.mark.long
 def test_losses_that_cannot_be_cut():
     refused(
         lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"][0]) ** 2),

@@ -96,6 +96,8 @@ def test_the_heap_is_known_by_kind(on_cpu):
     assert pieces + kinds["fragmentation"] == on_cpu.memory.heap_bytes
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("1-none-cpu:8")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
 def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):

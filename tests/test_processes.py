@@ -200,6 +200,7 @@ def listening(port):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="the kernel's table of sockets is read"
 )
@@ -359,6 +360,7 @@ def test_a_disagreement_is_described_in_bounds():
     assert len(told.splitlines()) < 80 and "`a`" not in told
 
 
+@pytest.mark.long
 def test_the_odd_one_of_three_is_named_on_all(tmp_path):
     code, out, shown = launch(
         tmp_path,
@@ -390,6 +392,7 @@ require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 
         )
 
 
+@pytest.mark.long
 def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
     code, out, error = launch(
         tmp_path,

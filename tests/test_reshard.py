@@ -238,6 +238,7 @@ def split(layout):
     return math.prod(piece.size for entry in layout.tiles for piece in entry)
 
 
+@pytest.mark.long
 def test_every_process_plans_alike():
     """Processes hash strings differently, and must run the same collectives."""
     program = textwrap.dedent("""

@@ -62,6 +62,8 @@ def run(make_model, loss_fn, strategy=STRATEGY, batch=BATCH, optimizer=None, ste
     return state, metrics
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("plain_loss")
 @pytest.mark.parametrize("loss_fn", [masked_loss, plain_loss])
 def test_the_step_equals_one_device(loss_fn):
     options = (
@@ -72,6 +74,7 @@ def test_the_step_equals_one_device(loss_fn):
     testing.check_step(make(), optax.adamw(1e-2), loss_fn, BATCH, RULES, **options)
 
 
+@pytest.mark.long
 def test_stock_dropout_is_the_same_on_every_mesh_and_accumulation():
     compared = testing.check_step(
         make(dropout=0.5), optax.sgd(0.1), masked_loss, BATCH, RULES, accumulate=(1, 2), steps=3
@@ -138,6 +141,7 @@ def test_user_code_with_an_unvarying_carry_is_accepted():
     )
 
 
+@pytest.mark.long
 def test_a_contrastive_loss_sees_the_whole_batch():
     def loss(model, batch, rng):
         ours = model(batch["x"]).reshape(batch["x"].shape[0], -1)
@@ -158,6 +162,7 @@ def test_a_contrastive_loss_sees_the_whole_batch():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_statistic_of_the_whole_batch_is_not_a_mean_of_means():
     def loss(model, batch, rng):
         y = model(batch["x"])
@@ -212,6 +217,7 @@ def test_linen_state_is_kept_when_the_loss_writes_it_back():
     assert state.params["batch_stats"]["layers_1"]["mean"] is None
 
 
+@pytest.mark.long
 def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
     """Clipping, Muon-like and factored optimizers would be silently wrong on shards."""
 
@@ -235,6 +241,7 @@ def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
         )
 
 
+@pytest.mark.long
 def test_fsdp_by_annotation_leaves_its_axis_to_the_partitioner():
     rules = sl.rules.fsdp | sl.AxisRules(seq=None, act_embed=None, mlp=None)
     strategy = sl.Strategy(mesh="data=2,fsdp=4", rules=rules)
@@ -320,6 +327,7 @@ def test_the_state_is_a_fixed_point_exists_once_and_the_step_is_traced_once():
     assert int(after.step) == 2
 
 
+@pytest.mark.long
 def test_metrics_are_means_over_everything():
     def loss(model, batch, rng):
         count = batch["mask"].sum()
@@ -586,6 +594,7 @@ class InHalf(sl.Exchange):
         ], inputs.errors
 
 
+@pytest.mark.long
 def test_an_exchange_of_ones_own_averages_what_it_takes():
     meshes = ["data=4,model=2", "data=2,model=4"]
     testing.check_step(
@@ -611,6 +620,7 @@ def test_an_exchange_that_would_never_run_is_refused():
         sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=InHalf())
 
 
+@pytest.mark.long
 def test_complex_parameters_move_as_without_the_library():
     def make_tree():
         return {"w": jnp.ones((8, 4)) * (1 + 1j)}
@@ -656,6 +666,7 @@ def test_state_made_of_a_parameter_that_differs_is_refused():
         run(make_tree, loss, strategy)
 
 
+@pytest.mark.long
 def test_optimizers_that_ask_for_the_loss_are_given_it():
     optimizer = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau())
     testing.check_step(make(), optimizer, masked_loss, BATCH, RULES, meshes=["data=4,model=2"])

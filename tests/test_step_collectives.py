@@ -130,6 +130,8 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_exchange_happens_once_and_moves_no_weight_over_the_tensor_axis(platform, accumulate):

@@ -171,6 +171,16 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
     return state.opt_state.trace, metrics
 
 
+@pytest.mark.long(
+    "in a marked layer-sums",
+    "in a marked layer-overlapped",
+    "in a marked layer-overlapped sums",
+    "in a marked layer-stage 2",
+    "in a marked layer-stage 2 sums",
+    "in a marked layer-stage 3",
+    "in a marked layer-stage 3 sums",
+    "in a marked layer-layers by path",
+)
 @pytest.mark.parametrize(
     ("zero", "accumulate", "overlap"),
     [

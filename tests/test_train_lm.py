@@ -143,6 +143,7 @@ def last_digests(folder):
     }
 
 
+@pytest.mark.long
 def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
     folder, output = undisturbed
     assert (
@@ -159,6 +160,7 @@ def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
     assert metrics(folder)[-1].keys() == {"step", "evaluation/loss", "evaluation/bits_per_byte"}
 
 
+@pytest.mark.long
 def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tmp_path):
     killed = run(command(texts, tmp_path), processes=2, devices=4)
     for _ in killed.stdout:
@@ -173,6 +175,7 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tm
     assert metrics(tmp_path) == metrics(undisturbed[0])
 
 
+@pytest.mark.long
 def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(
     undisturbed, texts, tmp_path
 ):
@@ -225,6 +228,7 @@ def test_a_process_with_another_configuration_is_named_before_the_first_step(tex
     assert "step 1/12" not in output
 
 
+@pytest.mark.long
 def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -242,6 +246,7 @@ def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
         ), output
 
 
+@pytest.mark.long
 def test_run_json_starts_the_same_run_again_bit_for_bit(undisturbed, texts, tmp_path):
     """Not a field is given but for where it goes."""
     again = [sys.executable, str(ROOT / "examples/train_lm.py"), str(undisturbed[0] / "run.json")]

@@ -81,6 +81,8 @@ def next_token(model, batch, rng):
 MESHES = ["data=8,model=1", "data=4,model=2"]
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("3-full-meshes3-accumulate3")
 @pytest.mark.parametrize(
     ("stage", "remat", "meshes", "accumulate"),
     [
@@ -164,6 +166,7 @@ def curves(stage):
     return found
 
 
+@pytest.mark.long("adam-1", "adam-2", "adam-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_curves_are_one_devices(optimizer, stage):
@@ -224,6 +227,7 @@ def moved(group):
     return state, params
 
 
+@pytest.mark.long("adabelief", "scale_by_adamax", "scale_by_stddev", "flatten", "contrib.dog")
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_every_optimizer_moves_split_parameters_as_one_device(name):
     state, expected = moved(list(TRAINABLE).index(name) // AT_ONCE)
@@ -732,6 +736,8 @@ def test_over_some_or_all_of_two_data_axes_it_is_one_device(zero, dcn):
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("1-accumulate1")
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
 def test_an_exchange_that_overlaps_is_one_device(stage, accumulate):
     testing.check_step(

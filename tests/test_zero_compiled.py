@@ -194,6 +194,7 @@ def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
     )
 
 
+@pytest.mark.long
 def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
     make = lambda: sl.annotate({"table": jnp.ones((2000, WIDTH))}, {"table": ("vocab", "embed")})
     rules = RULES | sl.AxisRules(vocab="model")
@@ -236,6 +237,8 @@ def test_pieces_that_are_not_of_equal_size(rows, count):
     np.testing.assert_array_equal(jax.jit(lambda x: in_pieces(half, x, 1, count))(x), 2 * x[:, :2])
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_layer_by_layer_it_is_one_device(stage):
     options = {"zero": sl.Zero(stage, bucket_bytes=2**16)}
@@ -264,6 +267,8 @@ def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform
     assert [one.dtypes for one in parts] == [(sent_as,)], testing.summary(parts)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("0-cpu", "3-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_each_device_has_of_its_own_moves_over_the_other_data_axes_alone(platform, stage):
