@@ -1,4 +1,4 @@
-"""The house: who may import whom, what `import shardlib` costs, and docstrings that are true."""
+"""The architecture: who may import whom, what `import shardlib` costs, and docstrings that are true."""
 
 import ast
 import doctest
