@@ -28,9 +28,20 @@ _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
 _SUMS = ("psum", "psum_invariant", "pmax", "pmin")
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """A traced function that has been brought into the step, and the shapes of its results."""
+
+    jaxpr: ClosedJaxpr
+    out: Any
+
+
 def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
     """A function of trees of arrays, for use in the step: it may name the data axes in constraints,
     and an axis `batch`.
+
+    The function is traced once for all calls with arguments of the same shapes and dtypes under the
+    same mesh. Its Python code must depend on nothing else.
     """
     axes, automatic = strategy.data_axes, strategy.device_mesh.abstract_mesh
 
@@ -46,10 +57,10 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
         else [(BATCH, math.prod(automatic.shape[axis] for axis in axes))]
     )
 
-    def call(*args: Any) -> Any:
-        mesh, everywhere = jax.sharding.get_abstract_mesh(), False
+    def traced(mesh: AbstractMesh, args: Any) -> _Traced:
         try:
-            traced, out = jax.make_jaxpr(lazily, axis_env=bound, return_shape=True)(*args)
+            jaxpr, out = jax.make_jaxpr(lazily, axis_env=bound, return_shape=True)(*args)
+            everywhere = False
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -57,10 +68,21 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
         except ValueError as error:
             if not mesh.manual_axes or not _is_about_meshes(error):
                 raise
-            traced, out = _as_if_automatic(lazily, bound, automatic, args, error)
+            jaxpr, out = _as_if_automatic(lazily, bound, automatic, args, error)
             everywhere = True
-        rewriting = _Rewriting(mesh, automatic, axes, everywhere)
-        return evaluate(rewriting.closed(traced), out, args)
+        return _Traced(_Rewriting(mesh, automatic, axes, everywhere).closed(jaxpr), out)
+
+    # The step looks at the trace of a loss before it differentiates it. Tracing a model takes long
+    # enough to notice in the time that a step compiles in, so it is done once.
+    traces: dict[Any, _Traced] = {}
+
+    def call(*args: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        leaves, treedef = jax.tree.flatten(args)
+        arguments = (mesh, treedef, tuple(jax.typeof(leaf) for leaf in leaves))
+        if arguments not in traces:
+            traces[arguments] = traced(mesh, args)
+        return evaluate(traces[arguments].jaxpr, traces[arguments].out, args)
 
     return call
 

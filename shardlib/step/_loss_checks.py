@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlib._tree import named_leaves
 from shardlib.layouts._annotate import say
@@ -61,7 +62,9 @@ def check_loss(
             returned.means["loss"].total,
         )
 
-    whole = [jax.tree.map(lambda use: use.whole, of) for of in (trained, fixed)]
+    # Under the mesh of the step, so that the step need not trace the loss again to differentiate it.
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = jax.tree.map(lambda use: _on(mesh, use.whole), (trained, fixed))
     jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
     if strategy.remat == "full":
         _check_marked(jaxpr)
@@ -90,6 +93,14 @@ def check_loss(
             if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
                 say((remark,))
                 break  # what else there is has the same cause, more often than not
+
+
+def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array on a mesh, of whose axes none splits it explicitly."""
+    if mesh.empty:
+        return shape
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _is_split(use: Any, axes: Sequence[str]) -> bool:
