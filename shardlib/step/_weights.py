@@ -84,20 +84,23 @@ class StepParameter:
         """How it is made whole and its gradient reduced, in the last microbatch or one before;
         None: as it is.
         """
-        adds = not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
-        if not (self.late or self.scattered or adds or (last and self.overlapped)):
+        accumulates = (
+            not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
+        )
+        if not (self.late or self.scattered or accumulates or (last and self.overlapped)):
             return None
 
         def reduced(taken: int, gradient: jax.Array) -> jax.Array:
             if self.scattered or (last and self.overlapped):
                 gradient = self._exchanged(gradient, taken)
-            return self._laid_out(cast(gradient, self._summed), taken) if adds else gradient
+            return self._laid_out(cast(gradient, self._summed), taken) if accumulates else gradient
 
         return Weight(
             self.path, self.whole.shape, self.whole.dtype,
             whole=self._gathered if self.late else None, reduced=None if self.frozen else reduced,
             stacked=len(self.shape) if self.split.dim is None else self.split.dim,
-            group=self.strategy.sharding.group(self.path) if self.late else None, adds=adds,
+            group=self.strategy.sharding.group(self.path) if self.late else None,
+            accumulates_in_place=accumulates,
         )  # fmt: skip
 
     def start(self, stored: jax.Array) -> jax.Array:
@@ -231,7 +234,7 @@ class Weights:
         )
         # The derivative is taken to what is whole, or to the zero that stands for what is not.
         at = [
-            h if weight is None else jnp.float32(0) if weight.adds else use.zero(p)
+            h if weight is None else jnp.float32(0) if weight.accumulates_in_place else use.zero(p)
             for weight, use, p, h in zip(weights, self.uses, self.stored, self.held, strict=True)
         ]
 
@@ -247,7 +250,7 @@ class Weights:
             )
 
         (_, aux), gradient = jax.value_and_grad(loss, has_aux=True)(at)
-        adds = [weight is not None and weight.adds for weight in weights]
+        adds = [weight is not None and weight.accumulates_in_place for weight in weights]
         return aux, [None if added else g for added, g in zip(adds, gradient, strict=True)]
 
     def summed(self, gradient: list[Any]) -> Any:

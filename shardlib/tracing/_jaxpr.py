@@ -1,7 +1,20 @@
-"""Traced functions: pieces of them as functions of their own, calls taken apart, lines to blame."""
+"""Traced functions as data: parts of them as functions, calls taken apart, lines to blame.
+
+A jaxpr is a list of equations. Each reads *atoms*, which are variables or literals, and writes
+variables of its own:
+
+    { lambda c ; a b .                     constvars; invars
+      let d = mul a b                      one equation: primitive, invars, outvars, params
+          e = jit[jaxpr={...}] d c         a call, which holds a jaxpr of its own
+      in (e,) }                            outvars
+
+The files of this folder read such lists, leave out or exchange equations, and evaluate what they
+have chosen. They always evaluate by JAX's own evaluator, which keeps for each equation the line of
+the user's code that it came from: error messages and profiles then still name that line.
+"""
 
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,26 +22,30 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+# The names of primitives that call one function: `jit`, and what recomputes in the backward pass.
+# Different versions of JAX call them differently.
 JITS, REMATS = ("jit", "pjit"), ("checkpoint", "remat2")
 CALLS = (*JITS, *REMATS)
 
 
 class Stretch(NamedTuple):
-    """Some equations of a jaxpr as a function. JAX's own evaluation keeps the lines that equations
-    came from.
+    """Some equations of a jaxpr as a function of a list of values.
+
+    The function takes values of the variables `inputs` and returns those of `outputs`. JAX's own
+    evaluation keeps the lines that the equations came from.
     """
 
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr  # the one that the equations are taken from
     equations: list[Any]
-    needed: list[Any]
-    made: list[Any]
+    inputs: list[Any]  # the variables that the equations read and do not write
+    outputs: list[Any]  # the variables that are wanted of what they write
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         effects = frozenset().union(*(equation.effects for equation in self.equations))
         jaxpr = self.jaxpr.replace(
             constvars=[],
-            invars=self.needed,
-            outvars=self.made,
+            invars=self.inputs,
+            outvars=self.outputs,
             eqns=self.equations,
             effects=effects,
         )
@@ -36,33 +53,49 @@ class Stretch(NamedTuple):
 
 
 def evaluate(closed: ClosedJaxpr, out: Any, args: Any) -> Any:
-    """What a traced function gives for a tree of arguments, in the structure of `out`, a tree of
-    its results' shapes.
+    """Evaluate a traced function for a tree of arguments.
+
+    `out` is a tree of the shapes of its results, as `jax.make_jaxpr` returns it on request. The
+    results come in the structure of that tree.
     """
-    results = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-    # Constants of a traced function come out as numpy's arrays: back to JAX's own, as the function
-    # itself gives them.
-    results = [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in results]
+    results = []
+    for result in jaxpr_as_fun(closed)(*jax.tree.leaves(args)):
+        # Constants of a traced function come out as numpy's arrays, which are turned into JAX's
+        # own, as the function itself returns them.
+        results.append(result if isinstance(result, jax.Array) else jnp.asarray(result))
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among the atoms that equations read, in order and with repetitions."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def values_of(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
+    """The value of each atom: a literal's own, or the one that is known of a variable."""
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+
 def inputs_of(equations: Sequence[Any]) -> list[Any]:
-    """What equations read and do not make."""
-    made: set[Any] = set()
+    """The variables that equations read and do not write, each once and in order of first use."""
+    written: set[Any] = set()
     needed: dict[Any, None] = {}
     for equation in equations:
-        needed.update((var, None) for var in variables(equation.invars) if var not in made)
-        made.update(equation.outvars)
+        for var in variables(equation.invars):
+            if var not in written:
+                needed[var] = None
+        written.update(equation.outvars)
     return list(needed)
 
 
 def behind(jaxpr: Jaxpr, wanted: Iterable[Any], known: Iterable[Any] = ()) -> list[Any]:
-    """The equations that `wanted` takes, where what is `known` need not be made."""
-    needed, known, equations = set(variables(wanted)), set(known), []
+    """The equations of a jaxpr that it takes to compute what is wanted, in order.
+
+    What is `known` need not be computed, and neither does what leads to it and to nothing else.
+    """
+    needed, known = set(variables(wanted)), set(known)
+    # Backwards, so that all readers of a value are seen before the equation that writes it.
+    equations = []
     for equation in reversed(jaxpr.eqns):
         if (needed - known).intersection(equation.outvars):
             equations.append(equation)
@@ -71,122 +104,146 @@ def behind(jaxpr: Jaxpr, wanted: Iterable[Any], known: Iterable[Any] = ()) -> li
 
 
 def made_of(jaxpr: Jaxpr, wanted: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
-    """What `wanted` comes to, where some `values` are known, inputs and constants among them."""
+    """Compute the wanted atoms of a jaxpr from the values of some of its variables.
+
+    The equations between them are evaluated, and no others. `values` has to hold the inputs and
+    constants that these read; it is left as it is.
+    """
     equations = behind(jaxpr, wanted, values)
-    needed = inputs_of(equations)
-    made = list(dict.fromkeys(var for var in variables(wanted) if var not in values))
-    found = dict(
-        zip(
-            made,
-            Stretch(jaxpr, equations, needed, made)([values[var] for var in needed]),
-            strict=True,
-        )
-    )
-    return [
-        atom.val if isinstance(atom, Literal) else values[atom] if atom in values else found[atom]
-        for atom in wanted
-    ]
+    inputs = inputs_of(equations)
+    outputs = list(dict.fromkeys(var for var in variables(wanted) if var not in values))
+    results = Stretch(jaxpr, equations, inputs, outputs)([values[var] for var in inputs])
+    computed = dict(zip(outputs, results, strict=True))
+    return values_of(wanted, {**values, **computed})
 
 
 def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
-    """The same with calls taken apart, and calls in these, where `whether(equation)`; lines stay as
-    they are.
+    """The same function with the bodies of calls in place of the calls, and so on inside these.
+
+    `whether(equation)` says which calls are taken apart; others stay. The equations of a body keep
+    their lines where they have some.
     """
 
-    def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        plain: list[Any] = []
-        read = {var for equation in jaxpr.eqns for var in variables(equation.invars)} | set(
-            variables(jaxpr.outvars)
-        )
-
-        def catch_up() -> None:
-            needed = inputs_of(plain)
-            made = [v for equation in plain for v in equation.outvars if v in read]
-            results = Stretch(jaxpr, list(plain), needed, made)([values[var] for var in needed])
-            values.update(zip(made, results, strict=True))
-            plain.clear()
-
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in CALLS and whether(equation):
-                catch_up()
-                inner = equation.params["jaxpr"]
-                given = [
-                    atom.val if isinstance(atom, Literal) else values[atom]
-                    for atom in equation.invars
-                ]
-                inner, constants = (
-                    (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
-                )
-                # What was traced before, for another call, has no line of this one.
-                if not any(map(line_of, inner.eqns)):
-                    inner = relocated(inner, equation.source_info.traceback, deep=True)
-                values.update(zip(equation.outvars, evaluate(inner, constants, given), strict=True))
-            else:
-                plain.append(equation)
-        catch_up()
-        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+    def evaluated(*inputs: Any) -> list[Any]:
+        return _evaluate_inlined(closed.jaxpr, closed.consts, inputs, whether)
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *inputs: evaluate(closed.jaxpr, closed.consts, inputs))(*shapes)
+    return jax.make_jaxpr(evaluated)(*shapes)
+
+
+def _evaluate_inlined(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], whether: Callable[[Any], bool]
+) -> list[Any]:
+    """Evaluate a jaxpr, and the bodies of the calls in it where `whether(call)`.
+
+    Equations between two such calls are evaluated together, by JAX's evaluator.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    read = set(variables(jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        read.update(variables(equation.invars))
+
+    pending: list[Any] = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in CALLS or not whether(equation):
+            pending.append(equation)
+            continue
+        _evaluate_stretch(jaxpr, pending, read, values)
+        pending = []
+        body, constants = _body_of_call(equation)
+        arguments = values_of(equation.invars, values)
+        results = _evaluate_inlined(body, constants, arguments, whether)
+        values.update(zip(equation.outvars, results, strict=True))
+    _evaluate_stretch(jaxpr, pending, read, values)
+    return values_of(jaxpr.outvars, values)
+
+
+def _evaluate_stretch(
+    jaxpr: Jaxpr, equations: list[Any], read: set[Any], values: dict[Any, Any]
+) -> None:
+    """Evaluate equations that follow each other; what is `read` of them goes into `values`."""
+    inputs = inputs_of(equations)
+    outputs = [var for equation in equations for var in equation.outvars if var in read]
+    results = Stretch(jaxpr, equations, inputs, outputs)([values[var] for var in inputs])
+    values.update(zip(outputs, results, strict=True))
+
+
+def _body_of_call(equation: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """The jaxpr that a call holds and its constants; a `checkpoint` holds one without any."""
+    body, constants = equation.params["jaxpr"], []
+    if isinstance(body, ClosedJaxpr):
+        body, constants = body.jaxpr, body.consts
+    # JAX traces a function once for several calls. What it traced for another call has no line
+    # that would be true of this one, so it is given the line of the call.
+    if not any(map(line_of, body.eqns)):
+        body = relocated(body, equation.source_info.traceback, deep=True)
+    return body, constants
 
 
 def every_equation(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a jaxpr and of all that these hold: loops, branches, calls."""
+    """The equations of a jaxpr and, after each, those that it holds: loops, branches, calls."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one
+        for parameter in equation.params.values():
+            # The branches of a `cond` come as a tuple.
+            held = parameter if isinstance(parameter, tuple | list) else (parameter,)
+            for function in held:
+                inner = function.jaxpr if isinstance(function, ClosedJaxpr) else function
                 if isinstance(inner, Jaxpr):
                     yield from every_equation(inner)
 
 
 def relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:
-    """The same as if from another line; `deep`, what its equations hold too."""
+    """The same jaxpr with equations that blame another place in the user's code.
+
+    With `deep`, so do the equations of the jaxprs that its equations hold, those of `checkpoint`
+    and others that have no constants; closed ones keep their lines.
+    """
 
     def moved(equation: Any) -> Any:
-        inner = {
-            name: relocated(value, traceback, deep)
-            for name, value in equation.params.items()
-            if deep and isinstance(value, Jaxpr)
-        }
-        return equation.replace(
-            source_info=equation.source_info.replace(traceback=traceback),
-            params={**equation.params, **inner},
-        )
+        params = dict(equation.params)
+        if deep:
+            for name, value in equation.params.items():
+                if isinstance(value, Jaxpr):
+                    params[name] = relocated(value, traceback, deep)
+        source = equation.source_info.replace(traceback=traceback)
+        return equation.replace(source_info=source, params=params)
 
     return jaxpr.replace(eqns=[moved(equation) for equation in jaxpr.eqns])
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` has, its first inputs; versions of JAX keep
-    count differently.
+    """How many constants and how many carries a `scan` has, which are its first inputs.
 
-    Only what is scanned, or stacked, has another rank outside than inside.
+    Versions of JAX keep count of them under different names, so they are told by rank: only what is
+    scanned, or stacked, has one dim more outside the loop than in its body.
     """
     body = equation.params["jaxpr"].jaxpr
-    carries = _alike(equation.outvars, body.outvars)
-    return _alike(equation.invars, body.invars) - carries, carries
+    carries = _count_same_rank(equation.outvars, body.outvars)
+    return _count_same_rank(equation.invars, body.invars) - carries, carries
 
 
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+def _count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many variables of a loop have as many dims outside of it as in its body."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
 
 
 def line_of(equation: Any) -> str:
-    """The innermost line of an equation that is neither ours nor of something installed; or
-    nothing.
+    """The line that an equation came from, as `file:number`; empty if there is none.
+
+    It is the innermost frame of the traceback that is neither in this package nor in something
+    installed, nor in Python's own library.
     """
     installed = (
         Path(__file__).parent.parent,
         Path(sysconfig.get_paths()["purelib"]),
         Path(sysconfig.get_paths()["stdlib"]),
     )
-    frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
-    places = [
-        f"{frame.file_name}:{frame.line_num}"
-        for frame in frames
-        if not any(folder in Path(frame.file_name).parents for folder in installed)
-    ]
-    return places[0] if places else ""
+    traceback = equation.source_info.traceback
+    if not traceback:
+        return ""
+    for frame in traceback.frames:
+        if not any(folder in Path(frame.file_name).parents for folder in installed):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""

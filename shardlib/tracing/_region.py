@@ -1,33 +1,50 @@
 """Weights, and the regions of a computation in which they are whole.
 
-A *region* makes weights whole, uses and drops them; its backward pass makes them whole again, and
-turns their gradients at once into the form in which gradients are added up. It keeps for its
-backward pass what JAX would, except weights and what is made of weights alone. A weight that is
-whole all the time needs no region: it *enters* a computation once, and its gradient leaves there,
-when all that uses it is done.
+A *region* makes weights whole, uses them and drops them. Its backward pass makes them whole again
+and at once turns their gradients into the form in which gradients are added up. It keeps for its
+backward pass what JAX would keep, except weights and what is computed from weights only:
+
+    forward     stored --whole()--> weights ---+--> outputs          weights are dropped here
+                inputs ------------------------+--> residuals        kept for the backward pass
+
+    backward    stored --whole()--> weights ---+--> gradients of inputs
+                residuals, d outputs ----------+--> gradients of weights --reduced()--> anchors
+
+A weight that is whole all the time needs no region: it *enters* a computation once, and its
+gradient leaves there, when all that uses it is done.
+
+The derivative is taken with respect to a *gradient anchor* for each weight, an array of zeros in
+the form in which gradients are wanted, which may be another shape and dtype than the weight has.
+The anchor adds nothing to a value; whatever a backward pass returns as its cotangent is what
+`jax.grad` hands out in the end.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import made_of, relocated, variables
+from shardlib.tracing._jaxpr import made_of, relocated, values_of, variables
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
     """How a weight is made whole, and what becomes of its gradient.
 
-    `whole(stored, taken)` makes it; None if it is stored whole. `reduced(taken, gradient)` makes of
-    its gradient what is to be given for the zero that is held for it, or, if it `adds`, to be added
-    to the sums that are; None is a frozen weight. `taken` is how many leading dims loops have taken
-    off, at most `stacked`. Weights of one `group` are made whole together.
+    - `whole(stored, consumed_dims)` makes it whole; None if it is stored whole.
+    - `reduced(consumed_dims, gradient)` turns its gradient into the cotangent of its anchor or, if
+      it `accumulates_in_place`, into what is added to the sums of its gradients; None for a frozen
+      weight.
+    - `stacked`: how many leading dims count layers, at most, and may be consumed by loops.
+    - `group`: weights of one group are made whole together.
+    - `accumulates_in_place`: gradients are added to sums that are held by reference.
+
+    `consumed_dims` is how many leading dims the loops around a use have taken off.
     """
 
     path: str
@@ -37,110 +54,251 @@ class Weight:
     reduced: Callable[[int, jax.Array], jax.Array] | None
     stacked: int
     group: Hashable = None
-    adds: bool = False
+    accumulates_in_place: bool = False
 
 
 class StoredWeight(NamedTuple):
-    """What stands for a weight.
+    """The arrays that stand for a weight while a step runs.
 
-    What is stored of it, a zero to which the derivative is taken (of a frozen one, None), and a
-    reference to the sums of its gradients before this one. If the weight adds to them, the zero is
-    a scalar, and its derivative is zero.
+    If the weight accumulates in place, its anchor is a scalar whose derivative is zero, since the
+    gradient itself goes into `sums`.
     """
 
-    stored: Any
-    zero: Any
-    sums: Any = None
+    stored: Any  # the weight in the form it is stored in
+    gradient_anchor: Any  # zeros to which the derivative is taken; None for a frozen weight
+    sums: Any = None  # a reference to the sum of its gradients so far
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSlice:
-    """A weight, less the dims that loops have taken off: which of each is `where`."""
+    """A weight, or one layer of it inside the loops that consume its leading dims.
+
+    Two slices are equal only if they are the same object, so they can be keys of dictionaries.
+    """
 
     weight: Weight
     stored: Any
-    zero: Any
-    sums: Any
-    where: tuple[Any, ...] = ()
+    gradient_anchor: Any
+    sums: Any  # always those of the whole stack: a reference cannot be cut
+    where: tuple[Any, ...] = ()  # the index of the layer in each consumed dim
 
     @property
-    def taken(self) -> int:
+    def consumed_dims(self) -> int:
+        """How many leading dims of the weight loops have taken off."""
         return len(self.where)
 
     def whole(self, stored: Any) -> jax.Array:
-        return stored if self.weight.whole is None else self.weight.whole(stored, self.taken)
+        """The whole weight, made from what is `stored` of it unless that is whole already."""
+        if self.weight.whole is None:
+            return stored
+        return self.weight.whole(stored, self.consumed_dims)
 
     def reduced(self, gradient: jax.Array, reader: Any) -> jax.Array:
-        """What its gradient comes to, because of the equation that reads the weight."""
+        """The gradient in the form in which it is added up.
+
+        The operations that this takes blame the line of `reader`, the equation that reads the
+        weight.
+        """
         assert self.weight.reduced is not None
-        return with_source_of(reader, functools.partial(self.weight.reduced, self.taken), gradient)
+        reduce = functools.partial(self.weight.reduced, self.consumed_dims)
+        return with_source_of(reader, reduce, gradient)
 
     @property
     def target(self) -> Any:
-        """The zero to which the derivative is taken; what it comes to is added to the sums of what
-        `adds`.
+        """What a region differentiates with respect to.
+
+        That is the anchor. For a weight that accumulates in place it is an array of zeros that adds
+        its cotangent to the sums.
         """
-        if not self.weight.adds:
-            return self.zero
-
-        @jax.custom_vjp
-        def target(zero: Any, sums: Any, where: Any) -> Any:
-            del zero
-            return jnp.zeros(sums.shape[len(where) :], sums.dtype)
-
-        def forwards(zero: Any, sums: Any, where: Any) -> Any:
-            return target(zero, sums, where), (sums, where)
-
-        def backwards(saved: Any, gradient: Any) -> Any:
-            sums, where = saved
-            sums[where or ...] += gradient
-            return jnp.float32(0), None, None
-
-        target.defvjp(forwards, backwards)
-        return target(self.zero, self.sums, self.where)
+        if not self.weight.accumulates_in_place:
+            return self.gradient_anchor
+        return _accumulating_target(self.gradient_anchor, self.sums, self.where)
 
     def at(self, index: int) -> "WeightSlice":
-        return self.layer(
-            self.stored[index], self.zero if self._scalar else self.zero[index], index
-        )
+        """The layer of a number that is known while tracing."""
+        stored = self.stored[index]
+        if self.has_stacked_anchor:
+            return self.layer(stored, self.gradient_anchor[index], index)
+        return self.layer(stored, self.gradient_anchor, index)
 
-    def layer(self, stored: Any, zero: Any, index: Any) -> "WeightSlice":
-        return WeightSlice(self.weight, stored, zero, self.sums, (*self.where, index))
+    def layer(self, stored: Any, gradient_anchor: Any, index: Any) -> "WeightSlice":
+        """One layer, from its parts of the stored weight and of the anchor, and its number."""
+        where = (*self.where, index)
+        return WeightSlice(self.weight, stored, gradient_anchor, self.sums, where)
 
     @property
     def scanned(self) -> tuple[Any, Any]:
-        """What a loop over layers takes one by one."""
-        return self.stored, None if self._scalar else self.zero
+        """The arrays of which a loop over layers gets one layer each time: stored, and anchor.
+
+        An anchor that has no dim for the layers is no input of the loop, and None here.
+        """
+        if self.has_stacked_anchor:
+            return self.stored, self.gradient_anchor
+        return self.stored, None
 
     @property
-    def _scalar(self) -> bool:
-        return self.zero is None or self.weight.adds
+    def has_stacked_anchor(self) -> bool:
+        """Whether the anchor has the leading dims of the weight; else it is a scalar or None."""
+        return self.gradient_anchor is not None and not self.weight.accumulates_in_place
 
 
-def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
-    """A weight that is stored whole, whose gradient is reduced when all of it is there; `reader` is
-    to blame for it.
+def _accumulating_target(gradient_anchor: Any, sums: Any, where: tuple[Any, ...]) -> Any:
+    """Zeros like a layer of the sums, whose cotangent is added to that layer in the backward pass.
+
+    The scalar anchor is only there so that the derivative reaches this function; its own is zero.
     """
 
     @jax.custom_vjp
-    def entered(stored: Any, zero: Any, sums: Any, where: Any) -> Any:
-        del zero, sums, where
+    def target(gradient_anchor: Any, sums: Any, where: Any) -> Any:
+        del gradient_anchor
+        return jnp.zeros(sums.shape[len(where) :], sums.dtype)
+
+    def forwards(gradient_anchor: Any, sums: Any, where: Any) -> Any:
+        return target(gradient_anchor, sums, where), (sums, where)
+
+    def backwards(saved: Any, gradient: Any) -> Any:
+        sums, where = saved
+        sums[_index_of_layer(where)] += gradient
+        return jnp.float32(0), None, None
+
+    target.defvjp(forwards, backwards)
+    return target(gradient_anchor, sums, where)
+
+
+def _index_of_layer(where: tuple[Any, ...]) -> Any:
+    """An index into a reference: of one layer, or of everything where no dim is consumed."""
+    return where if where else ...
+
+
+def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
+    """Let a weight that is stored whole enter a computation.
+
+    Its gradient is reduced once, when all of it is there. The operations of that blame the line of
+    `reader`, an equation, if there is one.
+    """
+
+    @jax.custom_vjp
+    def entered(stored: Any, gradient_anchor: Any, sums: Any, where: Any) -> Any:
+        del gradient_anchor, sums, where
         return stored
 
-    def forwards(stored: Any, zero: Any, sums: Any, where: Any) -> Any:
-        del zero
+    def forwards(stored: Any, gradient_anchor: Any, sums: Any, where: Any) -> Any:
+        del gradient_anchor
         return stored, (sums, where)
 
     def backwards(saved: Any, gradient: Any) -> Any:
         sums, where = saved
-        if sums is not None:  # taken out, so that they count once however often the weight enters
-            before = sums[where or ...]
-            sums[where or ...] = jnp.zeros_like(before)
+        if sums is not None:
+            # What was summed before is reduced along with the gradient. It is taken out of the
+            # sums, so that it counts once however often the weight enters.
+            layer = _index_of_layer(where)
+            before = sums[layer]
+            sums[layer] = jnp.zeros_like(before)
             gradient = gradient.astype(sums.dtype) + before
         return None, root.reduced(gradient, reader), None, None
 
     entered.defvjp(forwards, backwards)
-    return entered(root.stored, root.target, None if root.weight.adds else root.sums, root.where)
+    # A weight that accumulates in place adds to the sums by its target instead.
+    sums = None if root.weight.accumulates_in_place else root.sums
+    return entered(root.stored, root.target, sums, root.where)
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """Which of a list of values have derivatives, to take such lists apart and to merge them.
+
+    The values that have some are called floats here, and include complex ones; integers, bools and
+    random keys are the others.
+    """
+
+    is_float: tuple[bool, ...]
+
+    @classmethod
+    def by_dtype(cls, values: Sequence[Any]) -> "_Partition":
+        """The partition of values, or of atoms of a jaxpr, by their dtypes."""
+        is_float = []
+        for value in values:
+            aval = value.aval if hasattr(value, "aval") else jnp.asarray(value)
+            is_float.append(jnp.issubdtype(aval.dtype, jnp.inexact))
+        return cls(tuple(is_float))
+
+    def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The floats and the others of a list."""
+        floats: list[Any] = []
+        others: list[Any] = []
+        for value, is_float in zip(values, self.is_float, strict=True):
+            if is_float:
+                floats.append(value)
+            else:
+                others.append(value)
+        return floats, others
+
+    def merge(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The list again, from its floats and its others."""
+        next_float, next_other = iter(floats), iter(others)
+        return [next(next_float if is_float else next_other) for is_float in self.is_float]
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedRegion:
+    """The body of a region, traced as a function of floats, of other values and of whole weights.
+
+    The trained weights come before the frozen ones. `readers` has, for each weight, the first
+    equation of the body that reads it, which is to blame for making it whole.
+    """
+
+    body: ClosedJaxpr
+    weights: list[WeightSlice]
+    shapes: list[jax.ShapeDtypeStruct]  # of the whole weights
+    trained: list[WeightSlice]
+    readers: list[Any]
+
+    def make_whole(self, stored: list[Any]) -> list[Any]:
+        """All weights of the region, whole."""
+        weights = []
+        for root, reader, array in zip(self.weights, self.readers, stored, strict=True):
+            weights.append(with_source_of(reader, root.whole, array))
+        return weights
+
+    def inputs(self, floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
+        """The arguments of the body.
+
+        The barrier keeps the compiler from making weights whole before the other inputs are there,
+        which would keep many regions' weights in memory at a time.
+        """
+        floats, others, stored = _barrier(floats, others, stored)
+        return [*floats, *others, *self.make_whole(stored)]
+
+    def reduce(self, gradients: list[Any]) -> list[Any]:
+        """The gradients of the trained weights, in the form in which they are added up."""
+        reduced = []
+        # Readers of frozen weights are left over.
+        for root, gradient, reader in zip(self.trained, gradients, self.readers, strict=False):
+            reduced.append(root.reduced(gradient, reader))
+        return reduced
+
+
+def _trace_region(
+    body: Callable[[list[Any], dict[WeightSlice, Any]], list[Any]],
+    inputs: _Partition,
+    plain: list[Any],
+    roots: list[WeightSlice],
+) -> _TracedRegion:
+    """Trace `body(plain, weights)` for whole weights, with floats and others apart."""
+    trained = [root for root in roots if root.weight.reduced is not None]
+    roots = trained + [root for root in roots if root.weight.reduced is None]
+    floats, others = inputs.split(plain)
+
+    def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
+        return body(inputs.merge(floats, others), dict(zip(roots, whole, strict=True)))
+
+    shapes = []
+    for root in roots:
+        shape = root.weight.shape[root.consumed_dims :]
+        shapes.append(jax.ShapeDtypeStruct(shape, root.weight.dtype))
+    traced = jax.make_jaxpr(run)(floats, others, shapes)
+    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(plain) :]]
+    return _TracedRegion(traced, roots, shapes, trained, readers)
 
 
 def use(
@@ -148,88 +306,58 @@ def use(
     plain: list[Any],
     roots: list[WeightSlice],
 ) -> list[Any]:
-    """`body(plain, weights)`, which keeps for its backward pass neither weights nor what is made of
-    them alone.
+    """Evaluate `body(plain, weights)` as a region: weights are whole only while it runs.
+
+    For its backward pass it keeps neither weights nor what is computed from them only. `plain` are
+    the other inputs, arrays of any dtype; the result is a list of arrays, as `body` returns it.
     """
-    trained = [root for root in roots if root.weight.reduced is not None]
-    roots = trained + [root for root in roots if root.weight.reduced is None]
-    floats, others, together = _parted(plain)
-
-    def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
-        return body(together(floats, others), dict(zip(roots, whole, strict=True)))
-
-    shapes = [
-        jax.ShapeDtypeStruct(root.weight.shape[root.taken :], root.weight.dtype) for root in roots
-    ]
-    traced = jax.make_jaxpr(run)(floats, others, shapes)
-    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(plain) :]]
-    parted = _parted(traced.jaxpr.outvars)[2]
-
-    def make(stored: list[Any]) -> list[Any]:
-        return [
-            with_source_of(reader, root.whole, one)
-            for root, reader, one in zip(roots, readers, stored, strict=True)
-        ]
-
-    def at_once(floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
-        floats, others, stored = _barrier(floats, others, stored)
-        return [*floats, *others, *make(stored)]
+    inputs = _Partition.by_dtype(plain)
+    floats, others = inputs.split(plain)
+    region = _trace_region(body, inputs, plain, roots)
+    outputs = _Partition.by_dtype(region.body.jaxpr.outvars)
 
     @jax.custom_vjp
-    def used(floats: Any, others: Any, stored: Any, zeros: Any) -> Any:
-        del zeros
-        return _parted(jaxpr_as_fun(traced)(*at_once(floats, others, stored)))[:2]
+    def used(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
+        del anchors
+        return outputs.split(jaxpr_as_fun(region.body)(*region.inputs(floats, others, stored)))
 
     def forwards(*primals: Any) -> Any:
-        perturbed = [x.perturbed for x in primals[0]]
+        # With symbolic zeros, each primal comes with whether it is differentiated.
+        perturbed = [primal.perturbed for primal in primals[0]]
         floats, others, stored = jax.tree.map(
             lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value")
         )
-        there, back = derivative(traced, perturbed, len(trained), floats, others, shapes)
-        results, kept = there(*at_once(floats, others, stored))
-        return _parted(results)[:2], (jax.tree_util.Partial(back, kept), stored)
+        trained = len(region.trained)
+        forward, backward = derivative(
+            region.body, perturbed, trained, floats, others, region.shapes
+        )
+        results, kept = forward(*region.inputs(floats, others, stored))
+        return outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
 
     def backwards(saved: Any, gradients: Any) -> Any:
-        back, stored = saved
-        gradients = [
-            g if isinstance(g, jax.Array) else jnp.zeros(g.shape, g.dtype) for g in gradients[0]
-        ]
-        gradients, stored = _barrier(gradients, stored)
-        of_floats, of_trained = back(make(stored), gradients)
-        reduced = [
-            root.reduced(g, reader)
-            for root, g, reader in zip(trained, of_trained, readers, strict=False)
-        ]
-        # Lest whole gradients wait: what comes before in the computation, and after this, waits for
-        # them to be reduced.
+        backward, stored = saved
+        cotangents, stored = _barrier(_instantiated(gradients[0]), stored)
+        of_floats, of_weights = backward(region.make_whole(stored), cotangents)
+        reduced = region.reduce(of_weights)
+        # The backward pass of what comes before in the computation waits until the gradients of
+        # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
         of_floats, reduced = _barrier(of_floats, reduced)
         return of_floats, None, None, reduced
 
     used.defvjp(forwards, backwards, symbolic_zeros=True)
-    return parted(
-        *used(floats, others, [root.stored for root in roots], [root.target for root in trained])
-    )
+    stored = [root.stored for root in region.weights]
+    anchors = [root.target for root in region.trained]
+    return outputs.merge(*used(floats, others, stored, anchors))
 
 
-def _parted(
-    values: Sequence[Any],
-) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
-    """What has derivatives, what has none, and how to put such two together again."""
-    smooth = [
-        jnp.issubdtype((x.aval if hasattr(x, "aval") else jnp.asarray(x)).dtype, jnp.inexact)
-        for x in values
-    ]
-
-    def together(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        of = {True: iter(floats), False: iter(others)}
-        return [next(of[is_smooth]) for is_smooth in smooth]
-
-    pairs = list(zip(values, smooth, strict=True))
-    return (
-        [x for x, is_smooth in pairs if is_smooth],
-        [x for x, is_smooth in pairs if not is_smooth],
-        together,
-    )
+def _instantiated(gradients: Sequence[Any]) -> list[Any]:
+    """Cotangents as arrays: JAX leaves those that are known to be zero symbolic."""
+    arrays = []
+    for gradient in gradients:
+        if not isinstance(gradient, jax.Array):
+            gradient = jnp.zeros(gradient.shape, gradient.dtype)
+        arrays.append(gradient)
+    return arrays
 
 
 def derivative(
@@ -240,68 +368,150 @@ def derivative(
     others: list[Any],
     shapes: list[Any],
 ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], Callable[..., tuple[list[Any], list[Any]]]]:
-    """A function of numbers and weights, and its derivative to the `perturbed` numbers and the
-    trained weights.
+    """The forward and the backward pass of a function of numbers and weights.
 
-    The first also gives what the second needs of it, which is neither weights nor made of weights
-    alone.
+    `forward(*inputs)` returns the results, and those residuals that are not computed from weights
+    only. `backward(residuals, weights, gradients)` takes these, the weights once more and the
+    cotangents of the float results; it returns the gradients of the floats, None for those that are
+    not `perturbed`, and of the trained weights.
+
+    Args:
+        function: takes floats, other values and whole weights, one after the other.
+        perturbed: for each of the floats, whether it is differentiated.
+        trained: how many of the weights are differentiated, the first ones.
+        floats: the numbers that have derivatives, or their shapes.
+        others: the values that have none, or their shapes.
+        shapes: the shapes of the weights.
+    """
+    linearized = _linearize(function, perturbed, trained, floats, others, shapes)
+    return linearized.forward, linearized.backward
+
+
+@dataclass(frozen=True, eq=False)
+class _Linearized:
+    """A function traced along with its linearization, whose residuals are known by variable.
+
+    The residuals fall into three kinds: literals; those that are `kept` from the forward to the
+    backward pass; and those that are `recomputed` from weights only, when these are whole again.
+    """
+
+    traced: ClosedJaxpr  # returns the results and then all residuals
+    tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
+    perturbed: Sequence[bool]
+    result_count: int
+    weight_vars: list[Any]
+    kept: list[Any]
+    recomputed: list[Any]
+
+    def forward(self, *inputs: Any) -> tuple[list[Any], list[Any]]:
+        """The results, and the residuals that are kept."""
+        jaxpr, count = self.traced.jaxpr, self.result_count
+        wanted = jaxpr.replace(outvars=[*jaxpr.outvars[:count], *self.kept])
+        results = jaxpr_as_fun(ClosedJaxpr(wanted, self.traced.consts))(*inputs)
+        return results[:count], results[count:]
+
+    def backward(
+        self, kept: list[Any], whole: list[Any], gradients: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The gradients of the floats and of the trained weights."""
+        jaxpr = self.traced.jaxpr
+        values = dict(zip(self.kept, kept, strict=True))
+        weights = dict(zip(self.weight_vars, whole, strict=True))
+        again = made_of(jaxpr, self.recomputed, weights)
+        values.update(zip(self.recomputed, again, strict=True))
+        residuals = values_of(jaxpr.outvars[self.result_count :], values)
+        of_perturbed, of_weights = self.tree.unflatten(residuals)(gradients)
+        next_gradient = iter(of_perturbed)
+        of_floats = [next(next_gradient) if moves else None for moves in self.perturbed]
+        return of_floats, of_weights
+
+
+def _linearize(
+    function: ClosedJaxpr,
+    perturbed: Sequence[bool],
+    trained: int,
+    floats: list[Any],
+    others: list[Any],
+    shapes: list[Any],
+) -> _Linearized:
+    """Trace a function with its linearization, and tell apart what the backward pass needs.
+
+    The arguments are those of `derivative`.
     """
     trees: list[Any] = []
 
     def forward(
         floats: list[Any], others: list[Any], whole: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        def of(moving: list[Any], trained_whole: list[Any]) -> tuple[list[Any], list[Any]]:
-            moved = iter(moving)
-            now = [next(moved) if moves else x for x, moves in zip(floats, perturbed, strict=True)]
-            results = jaxpr_as_fun(function)(*now, *others, *trained_whole, *whole[trained:])
-            return _parted(results)[0], results
-
-        moving = [x for x, moves in zip(floats, perturbed, strict=True) if moves]
-        _, backward, results = jax.vjp(of, moving, whole[:trained], has_aux=True)
+        results, backward = _call_with_vjp(function, perturbed, trained, floats, others, whole)
         residuals, tree = jax.tree.flatten(backward)
+        # Only arrays can be results of what is traced; the structure goes past the trace.
         trees.append(tree)
         return results, residuals
 
     traced = jax.make_jaxpr(forward)(floats, others, shapes)
-    jaxpr, (tree,), count = traced.jaxpr, trees, len(function.jaxpr.outvars)
-    residuals = jaxpr.outvars[count:]
-    before = len(jaxpr.invars) - len(shapes)
-    of_weights = set(jaxpr.invars[before:])
+    (tree,), count = trees, len(function.jaxpr.outvars)
+    weight_vars = traced.jaxpr.invars[len(traced.jaxpr.invars) - len(shapes) :]
+    from_weights = _computed_only_from(traced.jaxpr, weight_vars)
+    kept: dict[Any, None] = {}
+    recomputed: dict[Any, None] = {}
+    for var in variables(traced.jaxpr.outvars[count:]):
+        if var in from_weights:
+            recomputed[var] = None
+        else:
+            kept[var] = None
+    return _Linearized(
+        traced, tree, perturbed, count, weight_vars, kept=list(kept), recomputed=list(recomputed)
+    )
+
+
+def _call_with_vjp(
+    function: ClosedJaxpr,
+    perturbed: Sequence[bool],
+    trained: int,
+    floats: list[Any],
+    others: list[Any],
+    whole: list[Any],
+) -> tuple[list[Any], Any]:
+    """All results of a function, and JAX's backward function of its float results.
+
+    The arguments are those of `derivative`, with whole weights in place of their shapes.
+    """
+    outputs = _Partition.by_dtype(function.jaxpr.outvars)
+
+    def call(moving: list[Any], weights: list[Any]) -> tuple[list[Any], list[Any]]:
+        next_moving, now = iter(moving), []
+        for x, moves in zip(floats, perturbed, strict=True):
+            now.append(next(next_moving) if moves else x)
+        results = jaxpr_as_fun(function)(*now, *others, *weights, *whole[trained:])
+        return outputs.split(results)[0], results
+
+    moving = [x for x, moves in zip(floats, perturbed, strict=True) if moves]
+    _, backward, results = jax.vjp(call, moving, whole[:trained], has_aux=True)
+    return results, backward
+
+
+def _computed_only_from(jaxpr: Jaxpr, inputs: Iterable[Any]) -> set[Any]:
+    """Some inputs of a jaxpr, and all variables that are computed from them and from nothing else.
+
+    An equation with effects is left out: it must not run a second time.
+    """
+    known = set(inputs)
     for equation in jaxpr.eqns:
-        if not equation.effects and of_weights.issuperset(variables(equation.invars)):
-            of_weights.update(equation.outvars)
-    kept = list(dict.fromkeys(var for var in variables(residuals) if var not in of_weights))
-    again = list(dict.fromkeys(var for var in variables(residuals) if var in of_weights))
-
-    def there(*inputs: Any) -> tuple[list[Any], list[Any]]:
-        wanted = ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *kept]), traced.consts)
-        results = jaxpr_as_fun(wanted)(*inputs)
-        return results[:count], results[count:]
-
-    def back(
-        of_kept: list[Any], whole: list[Any], gradients: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        values = dict(zip(kept, of_kept, strict=True))
-        values.update(zip(again, _again(jaxpr, again, before, whole), strict=True))
-        backward = tree.unflatten(
-            [atom.val if isinstance(atom, Literal) else values[atom] for atom in residuals]
-        )
-        of_moving, of_trained = backward(gradients)
-        moved = iter(of_moving)
-        return [next(moved) if moves else None for moves in perturbed], of_trained
-
-    return there, back
+        if not equation.effects and known.issuperset(variables(equation.invars)):
+            known.update(equation.outvars)
+    return known
 
 
 def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
-    """The first equation that reads a value, if any does."""
+    """The first equation that reads a variable, or None if none does."""
     return next((equation for equation in jaxpr.eqns if var in variables(equation.invars)), None)
 
 
 def with_source_of(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
-    """Call a function as if from the line of an equation, which is to blame for it; `deep`, for
-    what it calls too.
+    """Call a function as if from the line of an equation, which is to blame for it.
+
+    With `deep`, what it calls blames that line too. Without a `reader` this is a plain call.
     """
     if reader is None:
         return function(*args)
@@ -311,19 +521,17 @@ def with_source_of(reader: Any, function: Callable[..., Any], *args: Any, deep: 
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def _again(jaxpr: Jaxpr, wanted: list[Any], before: int, whole: list[Any]) -> list[Any]:
-    """What is made of weights alone, made again."""
-    return made_of(jaxpr, wanted, dict(zip(jaxpr.invars[before:], whole, strict=True)))
-
-
 def _barrier(*trees: Any) -> Any:
-    """Nothing of it before all of it is there. Keys are no arrays to a compiler."""
+    """The same trees, of which a compiler may compute nothing further before all is there.
+
+    Random keys pass beside the barrier, since to a compiler they are no arrays.
+    """
     leaves, treedef = jax.tree.flatten(trees)
-    numbers = [
-        k for k, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    ]
-    for k, leaf in zip(
-        numbers, lax.optimization_barrier([leaves[k] for k in numbers]), strict=True
-    ):
-        leaves[k] = leaf
+    positions = []
+    for position, leaf in enumerate(leaves):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            positions.append(position)
+    behind = lax.optimization_barrier([leaves[position] for position in positions])
+    for position, leaf in zip(positions, behind, strict=True):
+        leaves[position] = leaf
     return treedef.unflatten(leaves)

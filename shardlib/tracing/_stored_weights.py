@@ -1,16 +1,24 @@
-"""Weights in the form they are stored in, made whole where they are used, of which gradients come
-as they are added up.
+"""Weights are kept in the form they are stored in and made whole only where they are used.
 
 A function is traced with whole weights, as its author wrote it, and evaluated again with each
-weight in the form it is stored in. What is not stored whole is made so in a *region* (see
+weight in the form it is stored in. What is not stored whole is made whole in a *region* (see
 `_region`), which is
 
 - the body of a `scan` over stacked weights: a layer, all its weights together;
-- a block that is marked, or whatever lies between the first and the last use of a group of weights;
+- a block that is marked, or whatever is between the first and the last use of a group of weights;
 - any other single equation that uses a weight.
 
 What is stored whole *enters* where all that uses it is in sight: a layer's weights in the body of
 the `scan` or where the layer is picked by its number, others at the start.
+
+During the second evaluation a variable of the trace therefore has one of three kinds of values:
+
+    an array           as in JAX's own evaluation
+    a `WeightSlice`    a weight, or a layer of it, that is not whole
+    a `_Derived`       what a cheap equation makes of one of these, put off until it is used
+
+Equations that read arrays only are collected and evaluated by JAX; those that read one of the
+others are evaluated one by one, by the rules below.
 """
 
 import functools
@@ -21,9 +29,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import CALLS, JITS, REMATS, Stretch, inputs_of, scan_parts, variables
+from shardlib.tracing._jaxpr import (
+    CALLS,
+    JITS,
+    REMATS,
+    Stretch,
+    inputs_of,
+    scan_parts,
+    values_of,
+    variables,
+)
 from shardlib.tracing._region import (
     Weight,
     WeightSlice,
@@ -34,387 +51,530 @@ from shardlib.tracing._region import (
 )
 
 MARK = "shardlib_layer"
-"""The name of the `jax.jit` around a marked block, by which it is known in what was traced."""
+"""The name of the `jax.jit` around a marked block, by which a trace shows that it is marked."""
 
 WHOLE = "whole"
 """Stands where others have a `Weight`: a parameter that is whole all the time."""
 
-# Cheap: done again wherever the result is used, if all that goes in is weights.
+# Primitives of one operand that are cheap: they are done again wherever their result is used, if
+# the operand is a weight, so that no whole copy of a weight has to be kept.
 _CHEAP = {
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
-    "slice", "squeeze",
-    "stop_gradient", "transpose",
+    "slice", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
 
 def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args: Any) -> Any:
-    """`function(params, *args)`, where each parameter that has a `Weight` is whole only where it is
-    used.
+    """Evaluate `function(params, *args)` with parameters that are whole only where they are used.
 
-    `weights` has a `Weight` or `WHOLE` for each parameter, `held` a `StoredWeight` or the parameter
-    itself.
+    `weights` has a `Weight` or `WHOLE` for each parameter; `held` has a `StoredWeight` for each of
+    the former and the parameter itself for each of the latter.
     """
     described, treedef = jax.tree.flatten(weights)
-    given = treedef.flatten_up_to(held)
-    shapes = [
-        jax.ShapeDtypeStruct(weight.shape, weight.dtype) if isinstance(weight, Weight) else one
-        for weight, one in zip(described, given, strict=True)
-    ]
+    shapes, inputs = [], []
+    for weight, stored in zip(described, treedef.flatten_up_to(held), strict=True):
+        if isinstance(weight, Weight):
+            shapes.append(jax.ShapeDtypeStruct(weight.shape, weight.dtype))
+            inputs.append(WeightSlice(weight, *stored))
+        else:
+            shapes.append(stored)
+            inputs.append(stored)
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
-    inputs: list[Any] = []
-    for weight, one in zip(described, given, strict=True):
-        inputs.append(WeightSlice(weight, *one) if isinstance(weight, Weight) else one)
     results = _evaluate(traced.jaxpr, traced.consts, [*inputs, *jax.tree.leaves(args)])
-    return jax.tree.unflatten(jax.tree.structure(out), results)
+    return jax.tree.unflatten(jax.tree.structure(out), [_make_whole(value) for value in results])
 
 
 @dataclass(frozen=True, eq=False)
 class _Derived:
-    """What a cheap equation of a jaxpr makes of a weight alone."""
+    """What a cheap equation of a jaxpr makes of a weight, to be computed where it is used."""
 
     jaxpr: Jaxpr
     equation: Any
-    inputs: tuple[Any, ...]
+    operand: "WeightSlice | _Derived"
+
+
+# A value during the second evaluation: an array, a `WeightSlice` or a `_Derived`.
+Entry = Any
 
 
 def _is_weight(value: Any) -> bool:
+    """Whether a value is a weight that is not whole, or derived from one."""
     return isinstance(value, WeightSlice | _Derived)
 
 
-def _roots(value: Any) -> Iterable[WeightSlice]:
-    if isinstance(value, WeightSlice):
-        yield value
-    elif isinstance(value, _Derived):
-        for one in value.inputs:
-            yield from _roots(one)
+def _root(value: Entry) -> WeightSlice | None:
+    """The weight that a value is, or is derived from; None for an array."""
+    while isinstance(value, _Derived):
+        value = value.operand
+    return value if isinstance(value, WeightSlice) else None
 
 
-Entry = Any  # an array, a `WeightSlice` or a `_Derived`
+def _roots(values: Iterable[Entry]) -> list[WeightSlice]:
+    """The weights that some values are or are derived from, each once."""
+    roots = [_root(value) for value in values]
+    return list(dict.fromkeys(root for root in roots if root is not None))
 
 
-def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry], *, whole: bool = True
-) -> list[Entry]:
-    """Evaluate a jaxpr some of whose inputs are weights; those among its outputs are made `whole`,
-    or left.
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry]) -> list[Entry]:
+    """Evaluate a jaxpr some of whose inputs are weights; so may be some of its outputs."""
+    return _Evaluation(jaxpr, consts, _enter_whole_weights(jaxpr, inputs)).run()
+
+
+class _Evaluation:
+    """One evaluation of a jaxpr: the values of its variables so far, and equations put off.
+
+    Equations that read arrays only are pending until something else needs the results, and then
+    evaluated together.
     """
-    inputs = _entered(jaxpr, inputs)
-    values: dict[Any, Entry] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
-    )
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry]) -> None:
+        self.jaxpr = jaxpr
+        self.values: dict[Any, Entry] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+        )
+        self.last_use = _last_use(jaxpr)
+        self.pending: list[Any] = []
+
+    def run(self) -> list[Entry]:
+        """The outputs, after all equations have been evaluated in order."""
+        ends = _group_spans(self.jaxpr, self.values)
+        equations = self.jaxpr.eqns
+        position = 0
+        while position < len(equations):
+            end = ends.get(position, position + 1)
+            if end > position + 1:
+                # The uses of a group of weights and what is between them, as one region.
+                self._catch_up(position)
+                self._evaluate(list(equations[position:end]), end, _region)
+            else:
+                self._evaluate_one(position)
+            position = end
+        self._catch_up(len(equations))
+        return values_of(self.jaxpr.outvars, self.values)
+
+    def _evaluate_one(self, position: int) -> None:
+        """Evaluate one equation, or put it off if it needs no weight or makes a cheap change."""
+        equation = self.jaxpr.eqns[position]
+        # What is pending has no value yet, and is no weight.
+        read: list[Any] = [self.values.get(var) for var in variables(equation.invars)]
+        if not any(map(_is_weight, read)):
+            self.pending.append(equation)
+        elif equation.primitive.name in _CHEAP and len(equation.invars) == 1:
+            self.values[equation.outvars[0]] = _derive(self.jaxpr, equation, read[0])
+        else:
+            self._catch_up(position)
+            rule = _RULES.get(equation.primitive.name, _region)
+            self._evaluate([equation], position + 1, rule)
+
+    def _evaluate(
+        self, equations: list[Any], end: int, rule: Callable[[Stretch, list[Entry]], list[Entry]]
+    ) -> None:
+        """Evaluate equations by a rule; what is read at or after the position `end` is kept."""
+        outputs = []
+        for equation in equations:
+            for var in equation.outvars:
+                if self.last_use.get(var, -1) >= end:
+                    outputs.append(var)
+        inputs = inputs_of(equations)
+        stretch = Stretch(self.jaxpr, equations, inputs, outputs)
+        results = rule(stretch, [self.values[var] for var in inputs])
+        self.values.update(zip(outputs, results, strict=True))
+
+    def _catch_up(self, end: int) -> None:
+        """Evaluate the equations that are pending, before the one at `end`."""
+        if self.pending:
+            self._evaluate(self.pending, end, lambda stretch, inputs: stretch(inputs))
+            self.pending = []
+
+
+def _last_use(jaxpr: Jaxpr) -> dict[Any, int]:
+    """By variable the position of the last equation that reads it; of outputs the end."""
     last_use: dict[Any, int] = {}
     for position, equation in enumerate(jaxpr.eqns):
-        last_use.update((var, position) for var in variables(equation.invars))
-    last_use.update((var, len(jaxpr.eqns)) for var in variables(jaxpr.outvars))
-    pending: list[Any] = []
-
-    def evaluate(equations: list[Any], until: int, how: Callable[..., list[Entry]]) -> None:
-        made = [
-            var
-            for equation in equations
-            for var in equation.outvars
-            if last_use.get(var, -1) >= until
-        ]
-        needed = inputs_of(equations)
-        results = how(Stretch(jaxpr, equations, needed, made), [values[var] for var in needed])
-        values.update(zip(made, results, strict=True))
-
-    def catch_up(until: int) -> None:
-        if pending:
-            evaluate(list(pending), until, lambda stretch, inputs: stretch(inputs))
-            pending.clear()
-
-    grouped = _grouped(jaxpr, values)
-    position = 0
-    while position < len(jaxpr.eqns):
-        first, until = jaxpr.eqns[position], grouped.get(position, position + 1)
-        read = [
-            atom.val if isinstance(atom, Literal) else values.get(atom) for atom in first.invars
-        ]
-        if until > position + 1:
-            catch_up(position)
-            evaluate(list(jaxpr.eqns[position:until]), until, _region)
-        elif not any(map(_is_weight, read)):
-            pending.append(first)
-        elif first.primitive.name in _CHEAP and all(map(_is_weight, read)):
-            values[first.outvars[0]] = _derive(jaxpr, first, read)
-        else:
-            catch_up(position)
-            evaluate([first], until, _HOW.get(first.primitive.name, _region))
-        position = until
-    catch_up(len(jaxpr.eqns))
-    outputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
-    return [_made_whole(one) for one in outputs] if whole else outputs
+        for var in variables(equation.invars):
+            last_use[var] = position
+    for var in variables(jaxpr.outvars):
+        last_use[var] = len(jaxpr.eqns)
+    return last_use
 
 
-def _entered(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
-    """Of the inputs of a jaxpr, let the weights enter that are stored whole and are not taken layer
-    by layer.
+def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
+    """Let those weights among the inputs of a jaxpr enter that are stored whole.
+
+    Stacks that are taken layer by layer do not enter yet: each of their layers does, further
+    inside.
     """
     entered: dict[WeightSlice, Any] = {}
+    values: list[Entry] = []
+    for var, value in zip(jaxpr.invars, inputs, strict=True):
+        root = _root(value)
+        if root is None or root.weight.whole is not None:
+            values.append(value)
+            continue
+        if _is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
+            values.append(value)
+            continue
+        if root not in entered:
+            entered[root] = bind_whole_weight(root, reader_of(jaxpr, var))
+        values.append(_resolve(value, entered))
+    return values
 
-    def enters(var: Any, value: Entry) -> bool:
-        roots = [root for root in _roots(value) if root.weight.whole is None]
-        if not roots or _is_layered(jaxpr, var, roots[0], picked=isinstance(value, WeightSlice)):
-            return False
-        if roots[0] not in entered:
-            entered[roots[0]] = bind_whole_weight(roots[0], reader_of(jaxpr, var))
-        return True
 
-    return [
-        _resolve(value, entered) if enters(var, value) else value
-        for var, value in zip(jaxpr.invars, inputs, strict=True)
-    ]
+def _is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
+    """Whether a stack of weights is used in a jaxpr layer by layer, and in no other way.
 
-
-def _is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, picked: bool = True) -> bool:
-    """Whether all that becomes of a stack of weights is that one loop takes them one by one, or
-    that numbers pick some.
+    Either one loop takes all layers, perhaps inside a call or in another dtype, or numbers pick
+    some, each once. With `pickable` false, only a loop counts: between the weight and the pick
+    there is something that would have to be done to the whole stack.
     """
     readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
-    if root.taken >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
+    if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
         return False
-    equation, name = readers[0], readers[0].primitive.name
-    if len(readers) == 1 and variables(equation.invars).count(var) == 1:
-        position = next(k for k, atom in enumerate(equation.invars) if atom is var)
+    if len(readers) == 1 and variables(readers[0].invars).count(var) == 1:
+        (reader,) = readers
+        name = reader.primitive.name
+        position = _position_of(reader.invars, var)
         if name == "scan":
-            return position >= sum(scan_parts(equation))
+            # What comes before are constants and carries, which the loop does not take apart.
+            return position >= sum(scan_parts(reader))
         if name == "convert_element_type":
-            return _is_layered(jaxpr, equation.outvars[0], root, picked=False)
+            return _is_layered(jaxpr, reader.outvars[0], root, pickable=False)
         if name in CALLS:
-            inner = equation.params["jaxpr"]
-            inner = getattr(inner, "jaxpr", inner)
-            plain = name in JITS and equation.params["name"] != MARK
-            return _is_layered(inner, inner.invars[position], root, picked and plain)
-    numbers = [_number_picked(jaxpr, equation, root) for equation in readers]
-    return picked and None not in numbers and len(set(numbers)) == len(numbers)
+            inner = _jaxpr_of_call(reader)
+            # A marked block or one that is recomputed is a region, in which nothing is picked.
+            is_plain = name in JITS and reader.params["name"] != MARK
+            return _is_layered(inner, inner.invars[position], root, pickable and is_plain)
+    if not pickable:
+        return False
+    numbers = [_picked_layer(jaxpr, reader, root) for reader in readers]
+    return None not in numbers and len(set(numbers)) == len(numbers)
 
 
-def _number_picked(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
-    """Which layer of a stack an equation picks by its number, to take it as it is."""
-    shape = (1, *root.weight.shape[root.taken + 1 :])
-    if equation.primitive.name != "slice" or equation.outvars[0].aval.shape != shape:
-        return None
-    readers = [one for one in jaxpr.eqns if equation.outvars[0] in variables(one.invars)]
-    squeezed = (
-        len(readers) == 1
-        and readers[0].primitive.name == "squeeze"
-        and readers[0].params["dimensions"] == (0,)
-    )
-    if not squeezed or equation.outvars[0] in variables(jaxpr.outvars):
-        return None
-    return equation.params["start_indices"][0]
+def _position_of(atoms: Sequence[Any], var: Any) -> int:
+    """Where a variable is first in a list of atoms. By identity: literals cannot be compared."""
+    return next(position for position, atom in enumerate(atoms) if atom is var)
 
 
-def _grouped(jaxpr: Jaxpr, values: dict[Any, Entry]) -> dict[int, int]:
-    """From the first use of each group of weights to behind its last, by position. What overlaps is
-    one group.
+def _jaxpr_of_call(equation: Any) -> Jaxpr:
+    """The jaxpr that a call holds: `jit` has a closed one and `checkpoint` an open one."""
+    inner = equation.params["jaxpr"]
+    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+
+
+def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
+    """The number of the layer that an equation picks from a stack, as `stack[3]` does.
+
+    That is a slice of length one along the first dim, which one `squeeze` reads and nothing else.
+    None for all other equations.
     """
-    groups = {
-        var: {root.weight.group for root in _roots(value)} - {None} for var, value in values.items()
-    }
+    if equation.primitive.name != "slice" or not _is_one_layer(equation, root):
+        return None
+    layer = equation.outvars[0]
+    readers = [reader for reader in jaxpr.eqns if layer in variables(reader.invars)]
+    if len(readers) != 1 or layer in variables(jaxpr.outvars):
+        return None
+    return equation.params["start_indices"][0] if _squeezes_first_dim(readers[0]) else None
+
+
+def _is_one_layer(equation: Any, root: WeightSlice) -> bool:
+    """Whether the result of a slice of a stack has the shape of one layer."""
+    layer = (1, *root.weight.shape[root.consumed_dims + 1 :])
+    return equation.outvars[0].aval.shape == layer
+
+
+def _squeezes_first_dim(equation: Any) -> bool:
+    """Whether an equation takes off the first dim, and no other."""
+    return equation.primitive.name == "squeeze" and equation.params["dimensions"] == (0,)
+
+
+def _group_spans(jaxpr: Jaxpr, values: dict[Any, Entry]) -> dict[int, int]:
+    """From the first use of each group of weights to behind its last, by position of equations.
+
+    Spans that overlap become one, since a region cannot end inside another one.
+    """
+    groups: dict[Any, Hashable] = {}
+    for var, value in values.items():
+        root = _root(value)
+        if root is not None and root.weight.group is not None:
+            groups[var] = root.weight.group
+
     spans: dict[Hashable, tuple[int, int]] = {}
     for position, equation in enumerate(jaxpr.eqns):
-        read = [groups.get(var, set()) for var in variables(equation.invars)]
-        if equation.primitive.name in _CHEAP and all(read):
-            groups[equation.outvars[0]] = set().union(*read)
+        read = [groups[var] for var in variables(equation.invars) if var in groups]
+        if equation.primitive.name in _CHEAP and read:
+            # No use yet: it is put off until its result is used.
+            groups[equation.outvars[0]] = read[0]
             continue
-        for group in set().union(*read):
-            spans[group] = (spans.get(group, (position, 0))[0], position + 1)
-    merged: dict[int, int] = {}
-    for start, end in sorted(spans.values()):
-        before = max((known for known in merged if merged[known] > start), default=start)
-        merged[before] = max(end, merged.get(before, end))
-    return merged
+        for group in read:
+            first, _ = spans.get(group, (position, 0))
+            spans[group] = (first, position + 1)
+    return _merge_overlapping(spans.values())
 
 
-def _derive(jaxpr: Jaxpr, equation: Any, read: list[Any]) -> Entry:
-    (of,) = read
-    if (
-        equation.primitive.name == "squeeze"
-        and equation.params["dimensions"] == (0,)
-        and isinstance(of, _Derived)
-        and of.equation.primitive.name == "slice"
-        and isinstance(root := of.inputs[0], WeightSlice)
-        and root.taken < root.weight.stacked
-        and of.equation.outvars[0].aval.shape == (1, *root.weight.shape[root.taken + 1 :])
-    ):
-        layer = root.at(of.equation.params["start_indices"][0])  # one of a stack, by its number
-        return (
-            bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
-            if root.weight.whole is None
-            else layer
-        )
-    return _Derived(jaxpr, equation, tuple(read))
+def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The ends of spans by their starts, where those that overlap are merged into one."""
+    ends: dict[int, int] = {}
+    last = -1
+    for start, end in sorted(spans):
+        if last in ends and ends[last] > start:
+            ends[last] = max(ends[last], end)
+        else:
+            ends[start] = end
+            last = start
+    return ends
 
 
-def _made_whole(value: Entry) -> Any:
-    return _region(lambda values: values, [value])[0] if _is_weight(value) else value
+def _derive(jaxpr: Jaxpr, equation: Any, operand: "WeightSlice | _Derived") -> Entry:
+    """What a cheap equation makes of a weight.
+
+    Where that is one layer of a stack, picked by its number, it is a weight again, which enters
+    here if it is stored whole.
+    """
+    if _squeezes_first_dim(equation) and isinstance(operand, _Derived):
+        stack, index = operand.operand, operand.equation
+        if (
+            isinstance(stack, WeightSlice)
+            and stack.consumed_dims < stack.weight.stacked
+            and index.primitive.name == "slice"
+            and _is_one_layer(index, stack)
+        ):
+            layer = stack.at(index.params["start_indices"][0])
+            if stack.weight.whole is None:
+                return bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
+            return layer
+    return _Derived(jaxpr, equation, operand)
+
+
+def _make_whole(value: Entry) -> Any:
+    """The array that a value stands for, made in a region that does nothing else."""
+    if not _is_weight(value):
+        return value
+    return _region(lambda values: values, [value])[0]
 
 
 def _resolve(value: Entry, whole: dict[WeightSlice, Any]) -> Any:
+    """The array that a value stands for, where the weights it needs are whole."""
     if isinstance(value, WeightSlice):
         return whole[value]
     if isinstance(value, _Derived):
-        make = Stretch(
-            value.jaxpr,
-            [value.equation],
-            variables(value.equation.invars),
-            list(value.equation.outvars),
-        )
-        return make([_resolve(one, whole) for one in value.inputs])[0]
+        inputs, outputs = variables(value.equation.invars), list(value.equation.outvars)
+        derive = Stretch(value.jaxpr, [value.equation], inputs, outputs)
+        return derive([_resolve(value.operand, whole)])[0]
     return value
 
 
+def _arrays(entries: Sequence[Entry]) -> list[Any]:
+    """The entries that are arrays, in order."""
+    return [entry for entry in entries if not _is_weight(entry)]
+
+
+def _with_arrays(
+    entries: Sequence[Entry], arrays: Sequence[Any], of_weight: Callable[[Entry], Any]
+) -> list[Any]:
+    """Entries with others in their place: the given arrays, and what `of_weight` makes of weights.
+
+    Functions that JAX transforms take the arrays as arguments. Weights stay outside of them, and
+    are put in again on the inside.
+    """
+    next_array = iter(arrays)
+    values = []
+    for entry in entries:
+        if _is_weight(entry):
+            values.append(of_weight(entry))
+        else:
+            values.append(next(next_array))
+    return values
+
+
 def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> list[Any]:
-    """Call a function of arrays, the weights among its inputs whole for the time of the call."""
-    roots = list(dict.fromkeys(root for value in inputs for root in _roots(value)))
-    entered = {root: bind_whole_weight(root, None) for root in roots if root.weight.whole is None}
-    roots = [root for root in roots if root not in entered]
-    inputs = [
-        _resolve(value, entered) if entered.keys() & set(_roots(value)) else value
-        for value in inputs
-    ]
-    plain = [value for value in inputs if not _is_weight(value)]
+    """Call a function of arrays in a region, in which the weights among its inputs are whole.
+
+    Weights that are stored whole just enter; without any others there is no region, only the call.
+    """
+    entered: dict[WeightSlice, Any] = {}
+    regional: list[WeightSlice] = []
+    for root in _roots(inputs):
+        if root.weight.whole is None:
+            entered[root] = bind_whole_weight(root, None)
+        else:
+            regional.append(root)
+
+    entries = []
+    for value in inputs:
+        entries.append(_resolve(value, entered) if _root(value) in entered else value)
 
     def body(plain: list[Any], whole: dict[WeightSlice, Any]) -> list[Any]:
-        rest = iter(plain)
-        return function(
-            [_resolve(value, whole) if _is_weight(value) else next(rest) for value in inputs]
-        )
+        return function(_with_arrays(entries, plain, lambda weight: _resolve(weight, whole)))
 
-    return use(body, plain, roots) if roots else function(inputs)
+    if not regional:
+        return function(entries)
+    return use(body, _arrays(entries), regional)
 
 
-def _parts(stretch: Stretch, inputs: list[Entry]) -> tuple[Any, list[Entry]]:
+def _single_equation(stretch: Stretch, inputs: list[Entry]) -> tuple[Any, list[Entry]]:
+    """The equation of a stretch of one, and the values of all that it reads."""
     (equation,) = stretch.equations
-    given = dict(zip(stretch.needed, inputs, strict=True))
-    return equation, [
-        atom.val if isinstance(atom, Literal) else given[atom] for atom in equation.invars
-    ]
+    return equation, values_of(equation.invars, dict(zip(stretch.inputs, inputs, strict=True)))
 
 
-def _picked(stretch: Stretch, outputs: Sequence[Any]) -> list[Any]:
-    made = set(stretch.made)
-    return [
-        out for var, out in zip(stretch.equations[0].outvars, outputs, strict=True) if var in made
-    ]
+def _wanted(stretch: Stretch, results: Sequence[Any]) -> list[Any]:
+    """The results that are read later, of all results of the only equation of a stretch."""
+    wanted = set(stretch.outputs)
+    pairs = zip(stretch.equations[0].outvars, results, strict=True)
+    return [result for var, result in pairs if var in wanted]
 
 
 def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
-    equation, entries = _parts(stretch, inputs)
+    """Evaluate a `jit` of weights, with what is inside of it in place of the call.
+
+    A marked block is one region, unless there are layers inside that are regions themselves.
+    """
+    equation, entries = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
-    if equation.params["name"] == MARK and not has_layers(
-        inner.jaxpr, list(map(_is_weight, entries))
-    ):
+    is_marked = equation.params["name"] == MARK
+    if is_marked and not has_layers(inner.jaxpr, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
-    return _picked(stretch, _evaluate(inner.jaxpr, inner.consts, entries, whole=False))
+    return _wanted(stretch, _evaluate(inner.jaxpr, inner.consts, entries))
 
 
 def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
-    equation, entries = _parts(stretch, inputs)
+    """Evaluate a `checkpoint` of weights: as one region, or as another one around layers.
+
+    A region recomputes nothing but weights by itself; the checkpoint inside it does the rest.
+    """
+    equation, entries = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
     if not has_layers(inner, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
-    roots = list(dict.fromkeys(root for value in entries for root in _roots(value)))
+    roots = _roots(entries)
 
+    # Whatever is differentiated has to be an argument of the checkpoint, stored weights and anchors
+    # too.
     def block(plain: list[Any], held: list[Any]) -> list[Any]:
-        rest = iter(plain)
-        now = {
-            root: replace(root, stored=stored, zero=zero)
-            for root, (stored, zero) in zip(roots, held, strict=True)
-        }
-        return _evaluate(
-            inner,
-            [],
-            [_replaced(value, now) if _is_weight(value) else next(rest) for value in entries],
+        now = {}
+        for root, (stored, anchor) in zip(roots, held, strict=True):
+            now[root] = replace(root, stored=stored, gradient_anchor=anchor)
+        return _evaluate_whole(
+            inner, [], _with_arrays(entries, plain, lambda weight: _rebased(weight, now))
         )
 
     block = jax.checkpoint(
         block, policy=equation.params["policy"], prevent_cse=equation.params["prevent_cse"]
     )
-    return _picked(
-        stretch,
-        block(
-            [value for value in entries if not _is_weight(value)],
-            [(root.stored, root.zero) for root in roots],
-        ),
-    )
+    held = [(root.stored, root.gradient_anchor) for root in roots]
+    return _wanted(stretch, block(_arrays(entries), held))
 
 
-def _replaced(value: Entry, now: dict[WeightSlice, WeightSlice]) -> Entry:
+def _evaluate_whole(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry]) -> list[Any]:
+    """Evaluate a jaxpr some of whose inputs are weights; weights among its outputs are whole."""
+    return [_make_whole(value) for value in _evaluate(jaxpr, consts, inputs)]
+
+
+def _rebased(value: Entry, now: dict[WeightSlice, WeightSlice]) -> Entry:
+    """A value derived from a weight, derived from another one that stands for it now."""
     if isinstance(value, _Derived):
-        return _Derived(
-            value.jaxpr, value.equation, tuple(_replaced(one, now) for one in value.inputs)
-        )
-    return now.get(value, value) if isinstance(value, WeightSlice) else value
+        return _Derived(value.jaxpr, value.equation, _rebased(value.operand, now))
+    return now.get(value, value)
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerLoop:
+    """A `scan` over layers of weights, whose body makes one layer whole at a time."""
+
+    body: ClosedJaxpr
+    constants: int  # how many of the inputs are the same in each iteration
+    carries: int  # and how many, after these, go from one iteration to the next
+    scanned: list[Entry]  # of all other inputs each iteration gets one part
+    stacks: list[WeightSlice]  # the weights among these
+
+    def run(self, options: dict[str, Any], before: list[Any], plain: list[Any], held: Any) -> Any:
+        """The loop, as a function of arrays: `(carry, stacked outputs)`.
+
+        Args:
+            options: those of `lax.scan`.
+            before: constants and first carries.
+            plain: the scanned inputs that are arrays.
+            held: of each stack of weights, what is scanned.
+        """
+        constants, carry = before[: self.constants], before[self.constants :]
+        numbers = jnp.arange(options["length"])
+        step = functools.partial(self.step, constants)
+        return lax.scan(step, carry, (numbers, plain, held), **options)
+
+    def step(
+        self, constants: list[Any], carry: list[Any], scanned: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """One iteration: all weights of its layer are whole together, unless there are more layers
+        inside.
+        """
+        number, plain, held = scanned
+        layers = {}
+        for stack, (stored, anchor) in zip(self.stacks, held, strict=True):
+            if anchor is None:  # one that all layers share
+                anchor = stack.gradient_anchor
+            layers[stack] = stack.layer(stored, anchor, number)
+        parts = _with_arrays(self.scanned, plain, lambda weight: _rebased(weight, layers))
+        entries = _enter_whole_weights(self.body.jaxpr, [*constants, *carry, *parts])
+        if has_layers(self.body.jaxpr, list(map(_is_weight, entries))):
+            outputs = _evaluate_whole(self.body.jaxpr, self.body.consts, entries)
+        else:
+            outputs = _region(lambda values: jaxpr_as_fun(self.body)(*values), entries)
+        return outputs[: self.carries], outputs[self.carries :]
 
 
 def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
-    equation, entries = _parts(stretch, inputs)
-    body = equation.params["jaxpr"]
+    """Evaluate a `scan` over stacks of weights with a region in each iteration.
+
+    A scan that has weights as constants or carries only is one region.
+    """
+    equation, entries = _single_equation(stretch, inputs)
     constants, carries = scan_parts(equation)
     before, scanned = entries[: constants + carries], entries[constants + carries :]
-    roots = [root for value in scanned if _is_weight(value) and (root := _stack(value)) is not None]
-    roots = list(dict.fromkeys(roots))
-    if not roots:
+    stacks = [_stack(value) for value in scanned]
+    stacks = list(dict.fromkeys(stack for stack in stacks if stack is not None))
+    if not stacks:
         return _region(stretch, inputs)
-    for root in roots:
-        if root.taken >= root.weight.stacked and root.weight.whole is not None:
-            raise ValueError(
-                f"`{root.weight.path}` of shape {root.weight.shape} is scanned over its dim "
-                f"{root.taken}, along which it is split among devices, so no device has a whole "
-                "layer of any other's to gather. Name that dim "
-                '`"layers"`, as `transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is '
-                "left whole."
-            )
-    before = [_made_whole(value) for value in before]
-    scanned = [
-        value if not _is_weight(value) or _stack(value) is not None else _made_whole(value)
-        for value in scanned
-    ]
+    for stack in stacks:
+        _check_unsplit(stack)
 
-    def step(
-        constants_now: list[Any], carry: list[Any], scanned_now: Any
-    ) -> tuple[list[Any], list[Any]]:
-        number, plain, held = scanned_now
-        rest = iter(plain)
-        now = {
-            root: root.layer(stored, root.zero if zero is None else zero, number)
-            for root, (stored, zero) in zip(roots, held, strict=True)
-        }
-        layer = [_replaced(value, now) if _is_weight(value) else next(rest) for value in scanned]
-        within = _entered(body.jaxpr, [*constants_now, *carry, *layer])
-        if has_layers(body.jaxpr, list(map(_is_weight, within))):
-            outputs = _evaluate(body.jaxpr, body.consts, within)
-        else:
-            outputs = _region(lambda values: jaxpr_as_fun(body)(*values), within)
-        return outputs[:carries], outputs[carries:]
+    before = [_make_whole(value) for value in before]
+    for position, value in enumerate(scanned):
+        if _stack(value) is None:
+            scanned[position] = _make_whole(value)
 
+    loop = _LayerLoop(equation.params["jaxpr"], constants, carries, scanned, stacks)
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    held = [stack.scanned for stack in stacks]
+    run = functools.partial(loop.run, options)
+    carry, stacked = with_source_of(equation, run, before, _arrays(scanned), held, deep=False)
+    return _wanted(stretch, [*carry, *stacked])
 
-    def scan(before: list[Any], plain: list[Any], held: list[Any]) -> Any:
-        constants_now, carry = before[:constants], before[constants:]
-        numbers = jnp.arange(options["length"])
-        return lax.scan(
-            functools.partial(step, constants_now), carry, (numbers, plain, held), **options
-        )
 
-    plain = [value for value in scanned if not _is_weight(value)]
-    carry, stacked = with_source_of(
-        equation, scan, before, plain, [root.scanned for root in roots], deep=False
+def _check_unsplit(stack: WeightSlice) -> None:
+    """Refuse a loop over a dim along which a weight is split among devices."""
+    if stack.consumed_dims < stack.weight.stacked or stack.weight.whole is None:
+        return
+    raise ValueError(
+        f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
+        f"{stack.consumed_dims}, along which it is split among devices, so no device has a whole "
+        "layer of any other's to gather. Name that dim "
+        '`"layers"`, as `transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is '
+        "left whole."
     )
-    return _picked(stretch, [*carry, *stacked])
 
 
 def _stack(value: Entry) -> WeightSlice | None:
-    """The stacked weight of which each iteration gets one: as it is, or in another dtype."""
+    """The stacked weight of which each iteration gets a layer: as it is, or in another dtype.
+
+    Anything else that is made of a weight might mix layers; for that, and for arrays, it is None.
+    """
     while isinstance(value, _Derived) and value.equation.primitive.name == "convert_element_type":
-        (value,) = value.inputs
+        value = value.operand
     return value if isinstance(value, WeightSlice) else None
 
 
-_HOW: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
+# How to evaluate an equation that reads weights, by primitive. All others are regions.
+_RULES: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
     "scan": _scan,
     **dict.fromkeys(JITS, _jit),
     **dict.fromkeys(REMATS, _checkpoint),
@@ -422,22 +582,30 @@ _HOW: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
 
 
 def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
-    """Whether a jaxpr scans over weights, or has a marked block that uses some."""
+    """Whether a jaxpr scans over weights, or has a marked block that uses some.
+
+    `weights` says which of its inputs are weights. What is cheaply made of them counts as a weight.
+    """
     known = {var for var, is_weight in zip(jaxpr.invars, weights, strict=True) if is_weight}
     for equation in jaxpr.eqns:
         read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
-        name = equation.primitive.name
         if not any(read):
             continue
-        if name in _CHEAP and all(read):
+        if equation.primitive.name in _CHEAP and all(read):
             known.update(equation.outvars)
-        elif name == "scan":
-            if any(read[sum(scan_parts(equation)) :]):
-                return True
-        elif name in CALLS:
-            inner = equation.params["jaxpr"]
-            if equation.params.get("name") == MARK or has_layers(
-                getattr(inner, "jaxpr", inner), read
-            ):
-                return True
+        elif _is_layer_use(equation, read):
+            return True
     return False
+
+
+def _is_layer_use(equation: Any, read: list[bool]) -> bool:
+    """Whether an equation scans over weights or is a marked block, or a call that holds one.
+
+    `read` says which of its operands are weights.
+    """
+    name = equation.primitive.name
+    if name == "scan":
+        return any(read[sum(scan_parts(equation)) :])
+    if name not in CALLS:
+        return False
+    return equation.params.get("name") == MARK or has_layers(_jaxpr_of_call(equation), read)
