@@ -10,7 +10,7 @@ import jax
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import Remat, current_scope
-from shardlib.tracing._stored_weights import MARK
+from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
 REMATS: tuple[Remat, ...] = ("none", "full", "stage")

@@ -29,7 +29,7 @@ from shardlib.tracing._jaxpr import (
     scan_parts,
     variables,
 )
-from shardlib.tracing._stored_weights import has_layers
+from shardlib.tracing._layer_uses import has_layers
 
 Arrays = list[Any]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardlib.pipeline._loop import Loop
 from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
-from shardlib.tracing._region import derivative
+from shardlib.tracing._linearize import derivative
 
 Arrays = list[Any]
 

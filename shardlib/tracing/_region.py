@@ -20,7 +20,7 @@ The anchor adds nothing to a value; whatever a backward pass returns as its cota
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import made_of, relocated, values_of, variables
+from shardlib.tracing._jaxpr import relocated, variables
+from shardlib.tracing._linearize import Partition, derivative
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,42 +204,6 @@ def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
     return entered(root.stored, root.target, sums, root.where)
 
 
-@dataclass(frozen=True)
-class _Partition:
-    """Which of a list of values have derivatives, to take such lists apart and to merge them.
-
-    The values that have some are called floats here, and include complex ones; integers, bools and
-    random keys are the others.
-    """
-
-    is_float: tuple[bool, ...]
-
-    @classmethod
-    def by_dtype(cls, values: Sequence[Any]) -> "_Partition":
-        """The partition of values, or of atoms of a jaxpr, by their dtypes."""
-        is_float = []
-        for value in values:
-            aval = value.aval if hasattr(value, "aval") else jnp.asarray(value)
-            is_float.append(jnp.issubdtype(aval.dtype, jnp.inexact))
-        return cls(tuple(is_float))
-
-    def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The floats and the others of a list."""
-        floats: list[Any] = []
-        others: list[Any] = []
-        for value, is_float in zip(values, self.is_float, strict=True):
-            if is_float:
-                floats.append(value)
-            else:
-                others.append(value)
-        return floats, others
-
-    def merge(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """The list again, from its floats and its others."""
-        next_float, next_other = iter(floats), iter(others)
-        return [next(next_float if is_float else next_other) for is_float in self.is_float]
-
-
 @dataclass(frozen=True, eq=False)
 class _TracedRegion:
     """The body of a region, traced as a function of floats, of other values and of whole weights.
@@ -280,7 +245,7 @@ class _TracedRegion:
 
 def _trace_region(
     body: Callable[[list[Any], dict[WeightSlice, Any]], list[Any]],
-    inputs: _Partition,
+    inputs: Partition,
     plain: list[Any],
     roots: list[WeightSlice],
 ) -> _TracedRegion:
@@ -311,10 +276,10 @@ def use(
     For its backward pass it keeps neither weights nor what is computed from them only. `plain` are
     the other inputs, arrays of any dtype; the result is a list of arrays, as `body` returns it.
     """
-    inputs = _Partition.by_dtype(plain)
+    inputs = Partition.by_dtype(plain)
     floats, others = inputs.split(plain)
     region = _trace_region(body, inputs, plain, roots)
-    outputs = _Partition.by_dtype(region.body.jaxpr.outvars)
+    outputs = Partition.by_dtype(region.body.jaxpr.outvars)
 
     @jax.custom_vjp
     def used(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
@@ -358,149 +323,6 @@ def _instantiated(gradients: Sequence[Any]) -> list[Any]:
             gradient = jnp.zeros(gradient.shape, gradient.dtype)
         arrays.append(gradient)
     return arrays
-
-
-def derivative(
-    function: ClosedJaxpr,
-    perturbed: Sequence[bool],
-    trained: int,
-    floats: list[Any],
-    others: list[Any],
-    shapes: list[Any],
-) -> tuple[Callable[..., tuple[list[Any], list[Any]]], Callable[..., tuple[list[Any], list[Any]]]]:
-    """The forward and the backward pass of a function of numbers and weights.
-
-    `forward(*inputs)` returns the results, and those residuals that are not computed from weights
-    only. `backward(residuals, weights, gradients)` takes these, the weights once more and the
-    cotangents of the float results; it returns the gradients of the floats, None for those that are
-    not `perturbed`, and of the trained weights.
-
-    Args:
-        function: takes floats, other values and whole weights, one after the other.
-        perturbed: for each of the floats, whether it is differentiated.
-        trained: how many of the weights are differentiated, the first ones.
-        floats: the numbers that have derivatives, or their shapes.
-        others: the values that have none, or their shapes.
-        shapes: the shapes of the weights.
-    """
-    linearized = _linearize(function, perturbed, trained, floats, others, shapes)
-    return linearized.forward, linearized.backward
-
-
-@dataclass(frozen=True, eq=False)
-class _Linearized:
-    """A function traced along with its linearization, whose residuals are known by variable.
-
-    The residuals fall into three kinds: literals; those that are `kept` from the forward to the
-    backward pass; and those that are `recomputed` from weights only, when these are whole again.
-    """
-
-    traced: ClosedJaxpr  # returns the results and then all residuals
-    tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
-    perturbed: Sequence[bool]
-    result_count: int
-    weight_vars: list[Any]
-    kept: list[Any]
-    recomputed: list[Any]
-
-    def forward(self, *inputs: Any) -> tuple[list[Any], list[Any]]:
-        """The results, and the residuals that are kept."""
-        jaxpr, count = self.traced.jaxpr, self.result_count
-        wanted = jaxpr.replace(outvars=[*jaxpr.outvars[:count], *self.kept])
-        results = jaxpr_as_fun(ClosedJaxpr(wanted, self.traced.consts))(*inputs)
-        return results[:count], results[count:]
-
-    def backward(
-        self, kept: list[Any], whole: list[Any], gradients: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The gradients of the floats and of the trained weights."""
-        jaxpr = self.traced.jaxpr
-        values = dict(zip(self.kept, kept, strict=True))
-        weights = dict(zip(self.weight_vars, whole, strict=True))
-        again = made_of(jaxpr, self.recomputed, weights)
-        values.update(zip(self.recomputed, again, strict=True))
-        residuals = values_of(jaxpr.outvars[self.result_count :], values)
-        of_perturbed, of_weights = self.tree.unflatten(residuals)(gradients)
-        next_gradient = iter(of_perturbed)
-        of_floats = [next(next_gradient) if moves else None for moves in self.perturbed]
-        return of_floats, of_weights
-
-
-def _linearize(
-    function: ClosedJaxpr,
-    perturbed: Sequence[bool],
-    trained: int,
-    floats: list[Any],
-    others: list[Any],
-    shapes: list[Any],
-) -> _Linearized:
-    """Trace a function with its linearization, and tell apart what the backward pass needs.
-
-    The arguments are those of `derivative`.
-    """
-    trees: list[Any] = []
-
-    def forward(
-        floats: list[Any], others: list[Any], whole: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        results, backward = _call_with_vjp(function, perturbed, trained, floats, others, whole)
-        residuals, tree = jax.tree.flatten(backward)
-        # Only arrays can be results of what is traced; the structure goes past the trace.
-        trees.append(tree)
-        return results, residuals
-
-    traced = jax.make_jaxpr(forward)(floats, others, shapes)
-    (tree,), count = trees, len(function.jaxpr.outvars)
-    weight_vars = traced.jaxpr.invars[len(traced.jaxpr.invars) - len(shapes) :]
-    from_weights = _computed_only_from(traced.jaxpr, weight_vars)
-    kept: dict[Any, None] = {}
-    recomputed: dict[Any, None] = {}
-    for var in variables(traced.jaxpr.outvars[count:]):
-        if var in from_weights:
-            recomputed[var] = None
-        else:
-            kept[var] = None
-    return _Linearized(
-        traced, tree, perturbed, count, weight_vars, kept=list(kept), recomputed=list(recomputed)
-    )
-
-
-def _call_with_vjp(
-    function: ClosedJaxpr,
-    perturbed: Sequence[bool],
-    trained: int,
-    floats: list[Any],
-    others: list[Any],
-    whole: list[Any],
-) -> tuple[list[Any], Any]:
-    """All results of a function, and JAX's backward function of its float results.
-
-    The arguments are those of `derivative`, with whole weights in place of their shapes.
-    """
-    outputs = _Partition.by_dtype(function.jaxpr.outvars)
-
-    def call(moving: list[Any], weights: list[Any]) -> tuple[list[Any], list[Any]]:
-        next_moving, now = iter(moving), []
-        for x, moves in zip(floats, perturbed, strict=True):
-            now.append(next(next_moving) if moves else x)
-        results = jaxpr_as_fun(function)(*now, *others, *weights, *whole[trained:])
-        return outputs.split(results)[0], results
-
-    moving = [x for x, moves in zip(floats, perturbed, strict=True) if moves]
-    _, backward, results = jax.vjp(call, moving, whole[:trained], has_aux=True)
-    return results, backward
-
-
-def _computed_only_from(jaxpr: Jaxpr, inputs: Iterable[Any]) -> set[Any]:
-    """Some inputs of a jaxpr, and all variables that are computed from them and from nothing else.
-
-    An equation with effects is left out: it must not run a second time.
-    """
-    known = set(inputs)
-    for equation in jaxpr.eqns:
-        if not equation.effects and known.issuperset(variables(equation.invars)):
-            known.update(equation.outvars)
-    return known
 
 
 def reader_of(jaxpr: Jaxpr, var: Any) -> Any:

@@ -29,10 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardlib.tracing._jaxpr import (
-    CALLS,
     JITS,
     REMATS,
     Stretch,
@@ -40,6 +39,15 @@ from shardlib.tracing._jaxpr import (
     scan_parts,
     values_of,
     variables,
+)
+from shardlib.tracing._layer_uses import (
+    CHEAP,
+    MARK,
+    group_spans,
+    has_layers,
+    is_layered,
+    is_one_layer,
+    squeezes_first_dim,
 )
 from shardlib.tracing._region import (
     Weight,
@@ -50,18 +58,8 @@ from shardlib.tracing._region import (
     with_source_of,
 )
 
-MARK = "shardlib_layer"
-"""The name of the `jax.jit` around a marked block, by which a trace shows that it is marked."""
-
 WHOLE = "whole"
 """Stands where others have a `Weight`: a parameter that is whole all the time."""
-
-# Primitives of one operand that are cheap: they are done again wherever their result is used, if
-# the operand is a weight, so that no whole copy of a weight has to be kept.
-_CHEAP = {
-    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
-    "slice", "squeeze", "stop_gradient", "transpose",
-}  # fmt: skip
 
 
 def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args: Any) -> Any:
@@ -137,7 +135,12 @@ class _Evaluation:
 
     def run(self) -> list[Entry]:
         """The outputs, after all equations have been evaluated in order."""
-        ends = _group_spans(self.jaxpr, self.values)
+        groups: dict[Any, Hashable] = {}
+        for var, value in self.values.items():
+            root = _root(value)
+            if root is not None and root.weight.group is not None:
+                groups[var] = root.weight.group
+        ends = group_spans(self.jaxpr, groups)
         equations = self.jaxpr.eqns
         position = 0
         while position < len(equations):
@@ -159,7 +162,7 @@ class _Evaluation:
         read: list[Any] = [self.values.get(var) for var in variables(equation.invars)]
         if not any(map(_is_weight, read)):
             self.pending.append(equation)
-        elif equation.primitive.name in _CHEAP and len(equation.invars) == 1:
+        elif equation.primitive.name in CHEAP and len(equation.invars) == 1:
             self.values[equation.outvars[0]] = _derive(self.jaxpr, equation, read[0])
         else:
             self._catch_up(position)
@@ -211,7 +214,7 @@ def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
         if root is None or root.weight.whole is not None:
             values.append(value)
             continue
-        if _is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
+        if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
             values.append(value)
             continue
         if root not in entered:
@@ -220,123 +223,19 @@ def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
     return values
 
 
-def _is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
-    """Whether a stack of weights is used in a jaxpr layer by layer, and in no other way.
-
-    Either one loop takes all layers, perhaps inside a call or in another dtype, or numbers pick
-    some, each once. With `pickable` false, only a loop counts: between the weight and the pick
-    there is something that would have to be done to the whole stack.
-    """
-    readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
-    if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
-        return False
-    if len(readers) == 1 and variables(readers[0].invars).count(var) == 1:
-        (reader,) = readers
-        name = reader.primitive.name
-        position = _position_of(reader.invars, var)
-        if name == "scan":
-            # What comes before are constants and carries, which the loop does not take apart.
-            return position >= sum(scan_parts(reader))
-        if name == "convert_element_type":
-            return _is_layered(jaxpr, reader.outvars[0], root, pickable=False)
-        if name in CALLS:
-            inner = _jaxpr_of_call(reader)
-            # A marked block or one that is recomputed is a region, in which nothing is picked.
-            is_plain = name in JITS and reader.params["name"] != MARK
-            return _is_layered(inner, inner.invars[position], root, pickable and is_plain)
-    if not pickable:
-        return False
-    numbers = [_picked_layer(jaxpr, reader, root) for reader in readers]
-    return None not in numbers and len(set(numbers)) == len(numbers)
-
-
-def _position_of(atoms: Sequence[Any], var: Any) -> int:
-    """Where a variable is first in a list of atoms. By identity: literals cannot be compared."""
-    return next(position for position, atom in enumerate(atoms) if atom is var)
-
-
-def _jaxpr_of_call(equation: Any) -> Jaxpr:
-    """The jaxpr that a call holds: `jit` has a closed one and `checkpoint` an open one."""
-    inner = equation.params["jaxpr"]
-    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-
-
-def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
-    """The number of the layer that an equation picks from a stack, as `stack[3]` does.
-
-    That is a slice of length one along the first dim, which one `squeeze` reads and nothing else.
-    None for all other equations.
-    """
-    if equation.primitive.name != "slice" or not _is_one_layer(equation, root):
-        return None
-    layer = equation.outvars[0]
-    readers = [reader for reader in jaxpr.eqns if layer in variables(reader.invars)]
-    if len(readers) != 1 or layer in variables(jaxpr.outvars):
-        return None
-    return equation.params["start_indices"][0] if _squeezes_first_dim(readers[0]) else None
-
-
-def _is_one_layer(equation: Any, root: WeightSlice) -> bool:
-    """Whether the result of a slice of a stack has the shape of one layer."""
-    layer = (1, *root.weight.shape[root.consumed_dims + 1 :])
-    return equation.outvars[0].aval.shape == layer
-
-
-def _squeezes_first_dim(equation: Any) -> bool:
-    """Whether an equation takes off the first dim, and no other."""
-    return equation.primitive.name == "squeeze" and equation.params["dimensions"] == (0,)
-
-
-def _group_spans(jaxpr: Jaxpr, values: dict[Any, Entry]) -> dict[int, int]:
-    """From the first use of each group of weights to behind its last, by position of equations.
-
-    Spans that overlap become one, since a region cannot end inside another one.
-    """
-    groups: dict[Any, Hashable] = {}
-    for var, value in values.items():
-        root = _root(value)
-        if root is not None and root.weight.group is not None:
-            groups[var] = root.weight.group
-
-    spans: dict[Hashable, tuple[int, int]] = {}
-    for position, equation in enumerate(jaxpr.eqns):
-        read = [groups[var] for var in variables(equation.invars) if var in groups]
-        if equation.primitive.name in _CHEAP and read:
-            # No use yet: it is put off until its result is used.
-            groups[equation.outvars[0]] = read[0]
-            continue
-        for group in read:
-            first, _ = spans.get(group, (position, 0))
-            spans[group] = (first, position + 1)
-    return _merge_overlapping(spans.values())
-
-
-def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The ends of spans by their starts, where those that overlap are merged into one."""
-    ends: dict[int, int] = {}
-    last = -1
-    for start, end in sorted(spans):
-        if last in ends and ends[last] > start:
-            ends[last] = max(ends[last], end)
-        else:
-            ends[start] = end
-            last = start
-    return ends
-
-
 def _derive(jaxpr: Jaxpr, equation: Any, operand: "WeightSlice | _Derived") -> Entry:
     """What a cheap equation makes of a weight.
 
     Where that is one layer of a stack, picked by its number, it is a weight again, which enters
     here if it is stored whole.
     """
-    if _squeezes_first_dim(equation) and isinstance(operand, _Derived):
+    if squeezes_first_dim(equation) and isinstance(operand, _Derived):
         stack, index = operand.operand, operand.equation
         if (
             isinstance(stack, WeightSlice)
             and stack.consumed_dims < stack.weight.stacked
             and index.primitive.name == "slice"
-            and _is_one_layer(index, stack)
+            and is_one_layer(index, stack)
         ):
             layer = stack.at(index.params["start_indices"][0])
             if stack.weight.whole is None:
@@ -579,33 +478,3 @@ _RULES: dict[str, Callable[[Stretch, list[Entry]], list[Entry]]] = {
     **dict.fromkeys(JITS, _jit),
     **dict.fromkeys(REMATS, _checkpoint),
 }
-
-
-def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
-    """Whether a jaxpr scans over weights, or has a marked block that uses some.
-
-    `weights` says which of its inputs are weights. What is cheaply made of them counts as a weight.
-    """
-    known = {var for var, is_weight in zip(jaxpr.invars, weights, strict=True) if is_weight}
-    for equation in jaxpr.eqns:
-        read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
-        if not any(read):
-            continue
-        if equation.primitive.name in _CHEAP and all(read):
-            known.update(equation.outvars)
-        elif _is_layer_use(equation, read):
-            return True
-    return False
-
-
-def _is_layer_use(equation: Any, read: list[bool]) -> bool:
-    """Whether an equation scans over weights or is a marked block, or a call that holds one.
-
-    `read` says which of its operands are weights.
-    """
-    name = equation.primitive.name
-    if name == "scan":
-        return any(read[sum(scan_parts(equation)) :])
-    if name not in CALLS:
-        return False
-    return equation.params.get("name") == MARK or has_layers(_jaxpr_of_call(equation), read)

@@ -1,0 +1,157 @@
+"""How a traced function uses its weights: layer by layer, in groups, or in marked blocks.
+
+A stack of weights need not be whole as a stack if all that is done with it is one of
+
+    for w in stack: ...      a `scan` that takes its layers one by one
+    stack[0], stack[1]       layers picked by numbers, a `slice` and a `squeeze` each
+
+Nothing is evaluated here: these functions read equations and say what is there.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardlib.tracing._jaxpr import CALLS, JITS, scan_parts, variables
+from shardlib.tracing._region import WeightSlice
+
+MARK = "shardlib_layer"
+"""The name of the `jax.jit` around a marked block, by which a trace shows that it is marked."""
+
+# Primitives of one operand that are cheap: they are done again wherever their result is used, if
+# the operand is a weight, so that no whole copy of a weight has to be kept.
+CHEAP = {
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
+    "slice", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+
+
+def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
+    """Whether a stack of weights is used in a jaxpr layer by layer, and in no other way.
+
+    Either one loop takes all layers, perhaps inside a call or in another dtype, or numbers pick
+    some, each once. With `pickable` false, only a loop counts: between the weight and the pick
+    there is something that would have to be done to the whole stack.
+    """
+    readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
+    if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
+        return False
+    if len(readers) == 1 and variables(readers[0].invars).count(var) == 1:
+        (reader,) = readers
+        name = reader.primitive.name
+        position = _position_of(reader.invars, var)
+        if name == "scan":
+            # What comes before are constants and carries, which the loop does not take apart.
+            return position >= sum(scan_parts(reader))
+        if name == "convert_element_type":
+            return is_layered(jaxpr, reader.outvars[0], root, pickable=False)
+        if name in CALLS:
+            inner = _jaxpr_of_call(reader)
+            # A marked block or one that is recomputed is a region, in which nothing is picked.
+            is_plain = name in JITS and reader.params["name"] != MARK
+            return is_layered(inner, inner.invars[position], root, pickable and is_plain)
+    if not pickable:
+        return False
+    numbers = [_picked_layer(jaxpr, reader, root) for reader in readers]
+    return None not in numbers and len(set(numbers)) == len(numbers)
+
+
+def _position_of(atoms: Sequence[Any], var: Any) -> int:
+    """Where a variable is first in a list of atoms."""
+    return next(position for position, atom in enumerate(atoms) if atom is var)
+
+
+def _jaxpr_of_call(equation: Any) -> Jaxpr:
+    """The jaxpr that a call holds: `jit` has a closed one and `checkpoint` an open one."""
+    inner = equation.params["jaxpr"]
+    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+
+
+def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
+    """The number of the layer that an equation picks from a stack, as `stack[3]` does.
+
+    That is a slice of length one along the first dim, which one `squeeze` reads and nothing else.
+    None for all other equations.
+    """
+    if equation.primitive.name != "slice" or not is_one_layer(equation, root):
+        return None
+    layer = equation.outvars[0]
+    readers = [reader for reader in jaxpr.eqns if layer in variables(reader.invars)]
+    if len(readers) != 1 or layer in variables(jaxpr.outvars):
+        return None
+    return equation.params["start_indices"][0] if squeezes_first_dim(readers[0]) else None
+
+
+def is_one_layer(equation: Any, root: WeightSlice) -> bool:
+    """Whether the result of a slice of a stack has the shape of one layer."""
+    layer = (1, *root.weight.shape[root.consumed_dims + 1 :])
+    return equation.outvars[0].aval.shape == layer
+
+
+def squeezes_first_dim(equation: Any) -> bool:
+    """Whether an equation takes off the first dim, and no other."""
+    return equation.primitive.name == "squeeze" and equation.params["dimensions"] == (0,)
+
+
+def group_spans(jaxpr: Jaxpr, groups: dict[Any, Hashable]) -> dict[int, int]:
+    """From the first use of each group of weights to behind its last, by position of equations.
+
+    `groups` has the group of each input that is a weight of one. Spans that overlap become one,
+    since a region cannot end inside another one.
+    """
+    groups = dict(groups)
+    spans: dict[Hashable, tuple[int, int]] = {}
+    for position, equation in enumerate(jaxpr.eqns):
+        read = [groups[var] for var in variables(equation.invars) if var in groups]
+        if equation.primitive.name in CHEAP and read:
+            # No use yet: it is put off until its result is used.
+            groups[equation.outvars[0]] = read[0]
+            continue
+        for group in read:
+            first, _ = spans.get(group, (position, 0))
+            spans[group] = (first, position + 1)
+    return _merge_overlapping(spans.values())
+
+
+def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The ends of spans by their starts, where those that overlap are merged into one."""
+    ends: dict[int, int] = {}
+    last = -1
+    for start, end in sorted(spans):
+        if last in ends and ends[last] > start:
+            ends[last] = max(ends[last], end)
+        else:
+            ends[start] = end
+            last = start
+    return ends
+
+
+def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
+    """Whether a jaxpr scans over weights, or has a marked block that uses some.
+
+    `weights` says which of its inputs are weights. What is cheaply made of them counts as a weight.
+    """
+    known = {var for var, is_weight in zip(jaxpr.invars, weights, strict=True) if is_weight}
+    for equation in jaxpr.eqns:
+        read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
+        if not any(read):
+            continue
+        if equation.primitive.name in CHEAP and all(read):
+            known.update(equation.outvars)
+        elif _is_layer_use(equation, read):
+            return True
+    return False
+
+
+def _is_layer_use(equation: Any, read: list[bool]) -> bool:
+    """Whether an equation scans over weights or is a marked block, or a call that holds one.
+
+    `read` says which of its operands are weights.
+    """
+    name = equation.primitive.name
+    if name == "scan":
+        return any(read[sum(scan_parts(equation)) :])
+    if name not in CALLS:
+        return False
+    return equation.params.get("name") == MARK or has_layers(_jaxpr_of_call(equation), read)
