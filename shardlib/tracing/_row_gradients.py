@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import CALLS, evaluate, scan_parts
+from shardlib.tracing._jaxpr import CALLS, evaluate, scan_parts, variables
 
 
 def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same `function(params, *others)`; what it looks up in tables made of `params` alone has
-    gradients summed in float32.
+    """`function(params, *others)` with wide sums for the gradients of rows that it looks up.
+
+    That goes for tables that are `params` or made of nothing else; the gradient of each of their
+    rows is summed in float32 and rounded once. Values stay the same.
 
     >>> tokens, table = jnp.zeros(1024, "int32"), jnp.zeros((1, 1), "bfloat16")
     >>> total = lambda table: jnp.sum(table[tokens])
@@ -28,59 +30,73 @@ def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def evaluated(params: Any, *others: Any) -> Any:
         traced, out = jax.make_jaxpr(function, return_shape=True)(params, *others)
-        leaves, rest = jax.tree.leaves(params), jax.tree.leaves(others)
-        widened = _widened(traced.jaxpr, [True] * len(leaves) + [False] * len(rest))
+        from_weights = [True] * len(jax.tree.leaves(params))
+        from_weights += [False] * len(jax.tree.leaves(others))
+        widened = _widened(traced.jaxpr, from_weights)
         return evaluate(ClosedJaxpr(widened, traced.consts), out, (params, others))
 
     return evaluated
 
 
 def _widened(jaxpr: Jaxpr, from_weights: Sequence[bool]) -> Jaxpr:
-    """The same, of whose inputs some are made of weights alone, with wide lookups in what is made
-    of these.
+    """A jaxpr with wide lookups in tables that are made of weights only.
+
+    `from_weights` says of which inputs that is true. A table that is scaled by a number
+    counts too, but not one that depends on anything else.
     """
-    known = {var for var, of_weights in zip(jaxpr.invars, from_weights, strict=True) if of_weights}
+    pairs = zip(jaxpr.invars, from_weights, strict=True)
+    known = {var for var, is_from_weights in pairs if is_from_weights}
     equations = []
     for equation in jaxpr.eqns:
         read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
-        if any(read):
-            equations.append(_widened_equation(equation, read))
-        else:
+        if not any(read):
             equations.append(equation)
-        if any(read) and all(
-            isinstance(atom, Literal) or atom in known for atom in equation.invars
-        ):
+            continue
+        equations.append(_widened_equation(equation, read))
+        if known.issuperset(variables(equation.invars)):
             known.update(equation.outvars)
     return jaxpr.replace(eqns=equations)
 
 
 def _widened_equation(equation: Any, read: list[bool]) -> Any:
+    """An equation that reads weights, as a wide lookup or with wide lookups inside.
+
+    `read` says which of its operands are made of weights only.
+    """
     name, params = equation.primitive.name, equation.params
     if name == "gather" and read[0] and _is_narrow(equation.invars[0].aval.dtype):
         return _wide_gather(equation)
     if name == "scan":
+        # What is carried is something else from the second iteration on.
         constants, carries = scan_parts(equation)
-        read = [of and not constants <= k < constants + carries for k, of in enumerate(read)]
+        read = list(read)
+        for position in range(constants, constants + carries):
+            read[position] = False
     if name in (*CALLS, "scan"):
         return equation.replace(params={**params, "jaxpr": _inside(params["jaxpr"], read)})
-    if name == "cond":
+    if name == "cond":  # whose first operand says which branch it is
         branches = tuple(_inside(branch, read[1:]) for branch in params["branches"])
         return equation.replace(params={**params, "branches": branches})
     return equation
 
 
 def _inside(inner: Any, read: list[bool]) -> Any:
+    """A function that an equation holds, closed or open, with wide lookups."""
     if isinstance(inner, ClosedJaxpr):
         return ClosedJaxpr(_widened(inner.jaxpr, read), inner.consts)
     return _widened(inner, read)
 
 
 def _is_narrow(dtype: Any) -> bool:
+    """Whether a dtype has fewer bits than a sum over many rows needs."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def _wide_gather(equation: Any) -> Any:
-    """A lookup, with the sum over all that look up the same in float32."""
+    """A lookup whose backward pass sums over all that look up the same row in float32.
+
+    It is one equation again, a `custom_vjp` call with the operands and the line of the first one.
+    """
     table, indices = (
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars
     )
@@ -88,8 +104,8 @@ def _wide_gather(equation: Any) -> Any:
     def take(table: jax.Array, indices: jax.Array) -> jax.Array:
         return equation.primitive.bind(table, indices, **equation.params)
 
-    (made,) = jax.make_jaxpr(wide(take, table))(table, indices).jaxpr.eqns
-    return made.replace(
+    (call,) = jax.make_jaxpr(wide(take, table))(table, indices).jaxpr.eqns
+    return call.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
 
@@ -97,8 +113,10 @@ def _wide_gather(equation: Any) -> Any:
 def wide(
     take: Callable[[jax.Array, jax.Array], jax.Array], table: Any
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`take(table, indices)`, whose gradient to a table of this shape and dtype is added up in
-    float32.
+    """`take(table, indices)` with a gradient that is summed in float32.
+
+    `table` has the shape and the dtype of the tables that it is called with. The gradient is
+    rounded to that dtype after the sum. For a table of 32 bits or more `take` is returned.
     """
     if not _is_narrow(table.dtype):
         return take
@@ -107,10 +125,10 @@ def wide(
         return take(table, indices), indices
 
     def backwards(indices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
+        # A lookup is linear in its table, so its transpose is the gradient, in any dtype.
         in_float32 = jax.ShapeDtypeStruct(table.shape, jnp.float32)
-        (sums,) = jax.linear_transpose(lambda table: take(table, indices), in_float32)(
-            gradient.astype(jnp.float32)
-        )
+        transposed = jax.linear_transpose(lambda table: take(table, indices), in_float32)
+        (sums,) = transposed(gradient.astype(jnp.float32))
         return sums.astype(table.dtype), None
 
     lookup = jax.custom_vjp(take)
