@@ -1,19 +1,16 @@
-"""The loss of a state on batches it does not learn from: the forward half of a step, on the same
-mesh.
-"""
+"""The loss of a state on batches it does not learn from: the forward half of a step."""
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.layouts._placement import place
 from shardlib.layouts._rules import keep_axes
@@ -21,15 +18,9 @@ from shardlib.modeling._batch import WeightedMean
 from shardlib.step._adapted import adapted
 from shardlib.step._batches import batch_sharding, batches, check_batch, local_rows
 from shardlib.step._layer_order import check_order
-from shardlib.step._loss import (
-    LossFunction,
-    call_loss,
-    check_arguments,
-    every_nth,
-    forward,
-    with_row_keys,
-)
-from shardlib.step._pipelined import Pipelined, refuse_if_it_would_hang
+from shardlib.step._loss import LossFunction, call_loss, check_arguments, forward
+from shardlib.step._microbatches import every_nth, microbatches_of
+from shardlib.step._pipelined import Pipelined, Programs
 from shardlib.step._state import Layout, State, combine
 from shardlib.step._step_calls import check_compiles
 from shardlib.step._strategy import Strategy
@@ -66,29 +57,17 @@ class Evaluation:
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs()
 
     def __call__(self, state: State, source: Any, *, at_most: int | None = None) -> dict[str, Any]:
-        """The means over the batches of a source, each weighed by its weight: over all, or
-        `at_most` so many.
+        """The means over the batches of a source, each batch weighed by its weight.
 
-        Of a source with a method `once(rows)`, such as `shardlib.data.Sequences`, that is every
-        example once.
+        `at_most` limits the number of batches. A source with a method `once(rows)`, such as
+        `shardlib.data.Sequences`, gives each of its examples exactly once.
         """
         check.kind("evaluation", "state", state, State, "the `State` that `sl.init` makes")
         check.whole("evaluation", "at_most", at_most, "a number of batches", least=1, optional=True)
-        once = hasattr(source, "once")
-        if not once:
-            check.kind(
-                "evaluation",
-                "source",
-                source,
-                Iterable,
-                "an iterable of batches, each a tree of arrays",
-            )
-        whole = source.once(local_rows(source.batch, self.strategy)) if once else source
-        some = whole if at_most is None else itertools.islice(whole, at_most)
-        on_mesh = batches(some, self.strategy)
+        on_mesh = batches(self._examples(source, at_most), self.strategy)
         sums: dict[str, tuple[Any, Any]] = {}
         try:
             for batch in on_mesh:
@@ -97,35 +76,36 @@ class Evaluation:
                     means = self._program(state, batch)(state, batch)
                 for name, mean in jax.device_get(means).items():
                     total, weight = sums.get(name, (0.0, 0.0))
+                    # In float64, on the host: a run may evaluate millions of examples.
                     sums[name] = total + np.float64(mean.total), weight + np.float64(mean.weight)
         finally:
             on_mesh.close()
         if not sums:
             raise ValueError("There was no batch to evaluate on.")
-        means = {
-            name: total / weight if weight else total * np.nan
-            for name, (total, weight) in sums.items()
-        }
-        return {name: float(mean) if np.ndim(mean) == 0 else mean for name, mean in means.items()}
+        return {name: _quotient(total, weight) for name, (total, weight) in sums.items()}
+
+    def _examples(self, source: Any, at_most: int | None) -> Any:
+        """The batches of a source, or the first of them."""
+        examples = source
+        if hasattr(source, "once"):
+            examples = source.once(local_rows(source.batch, self.strategy))
+        else:
+            takes = "an iterable of batches, each a tree of arrays"
+            check.kind("evaluation", "source", source, Iterable, takes)
+        return examples if at_most is None else itertools.islice(examples, at_most)
 
     def _program(self, state: State, batch: Any) -> Any:
+        """The compiled function for a state and a batch."""
         check_compiles()
         check_order(state.layout.strategy, self.strategy, dict(state.layout.names))
         if self.strategy.pipeline is None:
             return self._compiled
-        kind = (
-            state.layout,
-            *((path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)),
-        )
-        if kind not in self._programs:
-            self._programs[kind] = refuse_if_it_would_hang(
-                self._compiled.lower(state, batch).compile()
-            )
-        return self._programs[kind]
+        return self._programs.of(self._compiled, state, batch)
 
     def trace(self, state: State, batch: Any) -> Any:
-        """As `jax.jit(...).trace`, of shapes as of arrays: for `sl.plan`, to see what it will
-        do.
+        """Trace the evaluation, as `jax.jit(...).trace` does, from arrays or shapes.
+
+        `sl.plan` uses it to show what the evaluation will do.
         """
         check.kind("Evaluation.trace", "state", state, State, "the `State` that `sl.init` makes")
         check_batch(batch, self.strategy)
@@ -135,48 +115,70 @@ class Evaluation:
             return self._compiled.trace(state, shapes)
 
     def _run(self, state: State, batch: Any) -> dict[str, WeightedMean]:
+        """The means of one batch, as it is traced."""
         strategy, params = self.strategy, combine(state.params, state.frozen)
         named = place(state.layout.named, params)
-        used = step_parameters(params, named, state.layout.splits(params), strategy, frozen=True)
-        means = partial(self._means, state.layout, used)
-        if axes := strategy.manual_axes:
-            same, mine = PartitionSpec(), PartitionSpec(strategy.data_axes or None)
-            at_rest = jax.tree.map(lambda use: keep_axes(use.split.spec, axes), used)
+        splits = state.layout.splits(params)
+        parameters = step_parameters(params, named, splits, strategy, frozen=True)
+        means = partial(self._means, state.layout, parameters)
+        manual = strategy.manual_axes
+        if manual:
+            replicated = PartitionSpec()
+            at_rest = jax.tree.map(lambda p: keep_axes(p.split.spec, manual), parameters)
+            specs = _Inputs(
+                params=at_rest,
+                streams=replicated,
+                rest=replicated,
+                key=replicated,
+                batch=PartitionSpec(strategy.data_axes or None),
+            )
             means = jax.shard_map(
                 means,
-                in_specs=(at_rest, same, same, same, mine),
-                out_specs=same,
-                axis_names=set(axes),
+                in_specs=(specs,),
+                out_specs=replicated,
+                axis_names=set(manual),
                 check_vma=False,
             )
-        return means(params, state.streams, state.rest, state.key, batch)
+        return means(_Inputs(params, state.streams, state.rest, state.key, batch))
 
-    def _means(
-        self, layout: Layout, used: Any, params: Any, streams: Any, rest: Any, key: Any, batch: Any
-    ) -> Any:
-        """Manual over the data axes: `batch` is this device's examples."""
-        axes, count = self.strategy.data_axes, self.strategy.microbatches
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        first = lax.axis_index(axes) * rows if axes else 0
+    def _means(self, layout: Layout, parameters: Any, inputs: "_Inputs") -> Any:
+        """The means over the whole batch, from this device's examples.
 
-        def inputs(number: Any) -> tuple[Any, ...]:
-            by_mesh = self.strategy.draws == "by_mesh"
-            keys = partial(
-                with_row_keys,
-                rows=rows // count,
-                start=first + number,
-                stride=count,
-                by_mesh=by_mesh,
-            )
-            return keys(streams), keys(rest), keys(key), every_nth(batch, count, number)
+        It runs in the region that is manual over the data axes.
+        """
+        microbatches = microbatches_of(inputs.batch, self.strategy)
+
+        def arguments(number: Any) -> tuple[Any, ...]:
+            keyed = microbatches.with_keys(number, inputs.streams, inputs.rest, inputs.key)
+            return *keyed, every_nth(inputs.batch, microbatches.count, number)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
-        total = with_partitionable_lookups(partial(forward, call), used, self.strategy)
-        if self.strategy.pipeline is not None:
-            with jax.named_scope("loss"):
-                means = Pipelined(
-                    total, self.strategy, used, params, dict(layout.names), inputs
-                ).value()
+        total = with_partitionable_lookups(partial(forward, call), parameters, self.strategy)
+        if self.strategy.pipeline is None:
+            _, (means, _, _) = evaluate_loss(total, parameters, inputs.params, *arguments(0))
         else:
-            _, (means, _, _) = evaluate_loss(total, used, params, *inputs(0))
-        return lax.psum(means, self.strategy.manual_axes) if self.strategy.manual_axes else means
+            with jax.named_scope("loss"):
+                names = dict(layout.names)
+                pipelined = Pipelined(
+                    total, self.strategy, parameters, inputs.params, names, arguments
+                )
+                means = pipelined.value()
+        if not self.strategy.manual_axes:
+            return means
+        return lax.psum(means, self.strategy.manual_axes)
+
+
+class _Inputs(NamedTuple):
+    """What the manual region of an evaluation takes."""
+
+    params: Any
+    streams: Any
+    rest: Any
+    key: Any
+    batch: Any
+
+
+def _quotient(total: Any, weight: Any) -> Any:
+    """A mean as a number or, for a total that is an array, an array. Of no weight it is NaN."""
+    mean = total / weight if weight else total * np.nan
+    return float(mean) if np.ndim(mean) == 0 else mean

@@ -1,5 +1,13 @@
-"""Calling a loss function: what it is given of the batch and of randomness, and what may come of
-it.
+"""Calling a loss function: the model that it is given, and what it may return.
+
+A user's loss is `loss_fn(model, batch, rng) -> loss` or `-> (loss, metrics)`. `call_loss` puts the
+model together from the trees that a step holds and takes it apart again afterwards; `forward` turns
+the result into what is differentiated:
+
+    (params, streams, rest, key, batch)  ->  total, (means, streams, rest)
+
+where `streams` are the model's random streams and `rest` is its other state that is not a
+parameter, such as the statistics of a batch norm.
 """
 
 import inspect
@@ -14,26 +22,33 @@ from jax import lax
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.modeling._batch import WeightedMean
-from shardlib.modeling._random import is_key, plain_keys, row_keys
+from shardlib.modeling._random import is_key, plain_keys
 from shardlib.step._state import Layout
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
 
 
 OWN_METRICS = (
+    # Metrics of a step.
     *("loss", "weight", "grad_norm", "compressed"),
     *("first_nonfinite", "nonfinite_losses", "nonfinite_microbatch"),
+    # What the records of a run hold besides metrics.
     *("step", "note", "crc32"),
 )
-"""Names of what a step returns beside the metrics of a loss, and of what the records of a run have
-beside these.
-"""
+"""Names that the metrics of a loss may not have: a step or the record of a run uses them."""
 
 
 class Returned(NamedTuple):
-    """What a loss function returned, and the model's state after it."""
+    """What a loss function returned, and the model's state after it.
 
-    out: Any  # as returned
+    Attributes:
+        out: the result as the function returned it.
+        means: the loss and the metrics by name, each as a total with its weight.
+        streams: the model's random streams after the call.
+        rest: the model's other state after the call.
+    """
+
+    out: Any
     means: dict[str, WeightedMean]
     streams: Any
     rest: Any
@@ -48,12 +63,23 @@ def call_loss(
     key: jax.Array,
     batch: Any,
 ) -> Returned:
-    """Put the model together and call the loss function with it."""
+    """Put the model together and call the loss function with it.
+
+    Args:
+        loss_fn: the user's function.
+        layout: the layout of the state, which holds the definition of the model.
+        params: the parameters, trained and frozen ones together, whole.
+        streams: the model's random streams.
+        rest: the model's other state.
+        key: the key that the loss is given.
+        batch: the examples.
+    """
     model = layout.definition.merge(params, streams, rest)
     out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
     means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
     after = layout.definition.state_of(model)
     _check_structure((streams, rest), after)
+    # Keys know which examples they draw for only inside the step: the state holds ordinary ones.
     streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
     return Returned(out, means, streams, rest)
 
@@ -62,8 +88,8 @@ def check_arguments(loss_fn: LossFunction) -> None:
     """Refuse a loss that does not take a model, a batch and a key."""
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of some functions that are not written in Python
-        return
+    except (TypeError, ValueError):
+        return  # some functions that are not written in Python have no signature
     try:
         signature.bind(None, None, None)
     except TypeError as error:
@@ -75,8 +101,10 @@ def check_arguments(loss_fn: LossFunction) -> None:
 
 
 NONFINITE = "nonfinite_losses"
-"""Among the means of a loss, how many microbatches have a total that is not finite, and the sum of
-their numbers.
+"""The mean, among those of a loss, that counts microbatches whose loss is not finite.
+
+Its weight is their count, its total the sum of their numbers. So if there is one, the total is its
+number, and both add up over devices together with the loss.
 """
 
 
@@ -89,13 +117,21 @@ def forward(
     batch: Any,
     number: Any = None,
 ) -> Any:
-    """The sum over these examples that is differentiated, with what else the loss returns.
+    """The sum over some examples that is differentiated, and what else the loss returned.
 
-    `number` is that of the microbatch among those of all devices, if it is to be told where the sum
-    is not finite.
+    Args:
+        call: `call_loss` of a user's function, adapted to the step.
+        params: the parameters, whole.
+        streams: the model's random streams.
+        rest: the model's other state.
+        key: the key that the loss is given.
+        batch: the examples.
+        number: the microbatch's number among those of all devices, to report where the sum is not
+            finite; None to report nothing.
     """
     returned = call(params, streams, rest, key, batch)
-    total, means = returned.means["loss"].total, returned.means
+    means = returned.means
+    total = means["loss"].total
     if number is not None:
         is_bad = ~jnp.isfinite(lax.stop_gradient(total))
         means = means | {
@@ -105,80 +141,83 @@ def forward(
 
 
 def nonfinite_metrics(found: WeightedMean) -> dict[str, jax.Array]:
-    """How many microbatches had a loss that is not finite, over all devices; and which one, if it
-    was a single one, or -1.
+    """How many microbatches had a loss that is not finite, over all devices, and which one.
 
-    Both come of sums, which are taken over devices together with that of the loss.
+    The number is -1 unless it was a single microbatch.
     """
     count = found.weight.astype(jnp.int32)
     number = jnp.where(count == 1, found.total.astype(jnp.int32), -1)
     return {NONFINITE: count, "nonfinite_microbatch": number}
 
 
-def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
-    """All microbatches of a batch, or one: every `count`-th example, so that one holds the same
-    examples on every mesh.
-    """
-    return jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)[number], batch
-    )
-
-
-def with_row_keys(tree: Any, **where: Any) -> Any:
-    return jax.tree.map(lambda leaf: row_keys(leaf, **where) if is_key(leaf) else leaf, tree)
-
-
 def as_means(out: Any, rows: int) -> dict[str, WeightedMean]:
-    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    """The loss and the metrics that a loss function returned, each as a total with its weight.
+
+    A scalar is a mean over `rows` examples that weigh the same: its total is the scalar times
+    their number.
+    """
+    loss, metrics = out, {}
+    if isinstance(out, tuple) and len(out) == 2:
+        loss, metrics = out
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ValueError(
             f"`loss_fn` returned a pair whose second part is {_kind(metrics)}; it takes a dict of "
             "metrics by name. A total with its weight is `sl.weighted_mean(total, weight)`."
         )
-    if taken := [name for name in metrics if name in OWN_METRICS]:
-        raise ValueError(f"The metric `{taken[0]}` is the step's own; call yours something else.")
+    for name in metrics:
+        if name in OWN_METRICS:
+            raise ValueError(f"The metric `{name}` is the step's own; call yours something else.")
     return {name: _as_mean(name, value, rows) for name, value in {"loss": loss, **metrics}.items()}
 
 
 def _as_mean(name: str, value: Any, rows: int) -> WeightedMean:
-    weighted = isinstance(value, WeightedMean)
-    for part in (value.total, value.weight) if weighted else (value,):
-        an_array = weighted and part is value.total and name != "loss"
-        if not isinstance(part, jax.Array | np.ndarray | np.generic | int | float) or (
-            jnp.shape(part) != () and not an_array
-        ):
-            raise ValueError(
-                f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally "
-                "many examples everywhere, or `sl.weighted_mean(total, weight)`: the sum over the "
-                "examples at hand and how much they weigh."
-                + (" Of a metric the sum may be an array." if name != "loss" else "")
-            )
-        if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
-            raise ValueError(
-                f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute "
-                "value or real part."
-            )
-    if not weighted:  # every example weighs the same
-        return WeightedMean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
-    return WeightedMean(
-        jnp.asarray(value.total, jnp.float32),
-        lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)),
-    )
+    if isinstance(value, WeightedMean):
+        # Metrics may have a total for each expert, say; a loss is a number.
+        _check_number(name, value.total, may_be_array=name != "loss")
+        _check_number(name, value.weight)
+        return WeightedMean(
+            jnp.asarray(value.total, jnp.float32),
+            lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)),
+        )
+    _check_number(name, value)
+    return WeightedMean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+
+
+def _check_number(name: str, part: Any, *, may_be_array: bool = False) -> None:
+    """Refuse a total or a weight that is not a real number."""
+    is_number = isinstance(part, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_number or (jnp.shape(part) != () and not may_be_array):
+        hint = "" if name == "loss" else " Of a metric the sum may be an array."
+        raise ValueError(
+            f"`{name}` of `loss_fn` is {_kind(part)}; it takes a scalar, a mean over equally "
+            "many examples everywhere, or `sl.weighted_mean(total, weight)`: the sum over the "
+            f"examples at hand and how much they weigh.{hint}"
+        )
+    if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
+        raise ValueError(
+            f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute "
+            "value or real part."
+        )
 
 
 def _kind(value: Any) -> str:
+    """What a value is, for a message."""
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
 
 
 def _check_structure(before: Any, after: Any) -> None:
-    shapes = [
-        {path: (leaf.shape, leaf.dtype) for path, leaf in named_leaves(tree)}
-        for tree in (before, after)
-    ]
-    if shapes[0] != shapes[1]:
-        changed = sorted(path for path, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
-        raise ValueError(
-            "The loss changed the structure of the model's state: "
-            f"{', '.join(f'`{path}`' for path in changed)}. The state has the same paths, shapes "
-            "and dtypes after a step as before it; return intermediate values as metrics."
-        )
+    """Refuse a loss that changes the paths, shapes or dtypes of the model's state."""
+    leaves_before, leaves_after = _described_leaves(before), _described_leaves(after)
+    if leaves_before == leaves_after:
+        return
+    changed = {path for path, _ in leaves_before ^ leaves_after}
+    raise ValueError(
+        "The loss changed the structure of the model's state: "
+        f"{', '.join(f'`{path}`' for path in sorted(changed))}. The state has the same paths, "
+        "shapes and dtypes after a step as before it; return intermediate values as metrics."
+    )
+
+
+def _described_leaves(tree: Any) -> set[tuple[str, Any]]:
+    """The path, shape and dtype of each leaf."""
+    return {(path, (leaf.shape, leaf.dtype)) for path, leaf in named_leaves(tree)}

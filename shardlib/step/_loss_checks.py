@@ -1,5 +1,9 @@
-"""What is looked for in a loss before it is compiled: what a step cannot do right, and what was not
-meant.
+"""What a step looks for in a loss before it compiles: errors, and what was probably not meant.
+
+The loss is traced once, with whole parameters and the examples of one microbatch. Each check walks
+through the trace in a file of its own: `_varying` follows what differs between devices,
+`_promoted_products` follows narrow weights into wide products, and `_coupled` follows examples into
+reductions. This file decides which of them apply, and says what they found.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,72 +31,160 @@ from shardlib.tracing._jaxpr import REMATS, every_equation
 
 def check_loss(
     call: Callable[..., Returned],
-    inputs: Any,
+    arguments: Callable[..., Any],
     trained: Any,
-    fixed: Any,
+    frozen: Any,
     rest: Any,
-    scanned: Any,
+    first: Any,
     strategy: Strategy,
 ) -> None:
-    """Trace the loss once and look for what a step cannot do right, or what was not meant.
+    """Trace a loss and look for what a step cannot do right, or what was probably not meant.
 
-    Refused is state that would differ between devices: made from the examples or parameters of one,
-    or drawn for it. Refused too is `remat="full"` where no block is marked. Warned of are losses
-    that are no mean over examples, and products that are not taken in the dtype that was asked for.
+    Refused is state that would differ between devices, since it was made from the examples or the
+    parameters of one, or drawn for it. Refused too is `remat="full"` where no block is marked.
+    A warning is given for losses that are not means over examples, and for products that are not
+    computed in the dtype that was asked for.
+
+    Args:
+        call: the loss, adapted to the step.
+        arguments: `(rest, number, examples)` to the arguments of `call` after the parameters.
+        trained: a `StepParameter` for each trained parameter.
+        frozen: the same for each frozen one.
+        rest: the model's state that is neither parameter nor random stream.
+        first: the number and the examples of the first microbatch.
+        strategy: the strategy of the step.
     """
-    index, examples = scanned
-    axes = strategy.data_axes
-    compute = strategy.dtypes.compute
-    streams = inputs(rest, index, examples)[0]
+    number, examples = first
+    streams = arguments(rest, number, examples)[0]
     state = [*named_leaves(streams), *named_leaves(rest)]
-    split_axes = [axis for axis in axes if strategy.device_mesh.shape[axis] > 1]
-    batch_is_split = bool(split_axes) or strategy.microbatches > 1
-    uses = jax.tree.leaves((trained, fixed))
-    # `experts` is the one name that may be split over these axes unless `manual` says that parts
-    # are meant, see `init`.
-    in_parts = [use for use in uses if strategy.manual is None and _is_split(use, split_axes)]
-    if not (axes and state) and compute is None and not batch_is_split and strategy.remat != "full":
+    if not _is_worth_tracing(strategy, state):
         return
 
-    def after(params: Any, frozen: Any, rest: Any, examples: Any) -> Any:
-        returned = call(combine(params, frozen), *inputs(rest, index, examples))
+    def after(params: Any, frozen_params: Any, rest: Any, examples: Any) -> Any:
+        returned = call(combine(params, frozen_params), *arguments(rest, number, examples))
         return (
             (returned.streams, returned.rest),
             _values_returned(returned.out),
             returned.means["loss"].total,
         )
 
-    # Under the mesh of the step, so that the step need not trace the loss again to differentiate it.
+    # Under the mesh of the step, so that the step need not trace the loss again.
     mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.tree.map(lambda use: _on(mesh, use.whole), (trained, fixed))
+    whole = jax.tree.map(lambda parameter: _on(mesh, parameter.whole), (trained, frozen))
     jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
+    traced = _TracedLoss(
+        jaxpr=jaxpr,
+        parameters=jax.tree.leaves((trained, frozen)),
+        rest=named_leaves(rest),
+        examples=jax.tree.leaves(examples),
+        state=state,
+        values=values,
+    )
     if strategy.remat == "full":
         _check_marked(jaxpr)
-    others = len(jax.tree.leaves(rest)), len(jax.tree.leaves(examples))
-    if in_parts and not sends_between(jaxpr, split_axes):
-        raise ValueError(_describe_part(in_parts[0], split_axes, strategy))
-    if axes and state:
-        own = [not set(spec_axes(use.named)).isdisjoint(axes) for use in uses]
-        found = varying_outputs(jaxpr, own + [False] * others[0] + [True] * others[1], axes)
-        differing = [path for (path, _), differs in zip(state, found, strict=False) if differs]
-        if differing:
-            raise ValueError(describe_varying(differing))
-        paths = [path if leaf.dtype == jnp.uint32 else None for path, leaf in named_leaves(rest)]
-        if raw := raw_keys(jaxpr.jaxpr, [None] * len(uses) + paths + [None] * others[1]):
-            raise ValueError(describe_raw_keys(raw))
-    if compute is not None:
-        narrowed = [use.path if use.whole.dtype == compute != use.dtype else None for use in uses]
-        wide = widened(jaxpr, narrowed + [None] * sum(others), jnp.dtype(compute).itemsize)
-        if wide:
-            say((describe_widened(wide, compute),))
-    if batch_is_split:
-        given = [CONSTANT] * (len(uses) + others[0])
-        given += [with_examples(leaf.shape) for leaf in jax.tree.leaves(examples)]
-        known = facts(jaxpr, given, split_axes)[len(state) :]
-        for value, fact in zip(values, known, strict=False):
-            if remark := describe_coupled(value.name, fact, value.weighted, strategy.microbatches):
-                say((remark,))
-                break  # what else there is has the same cause, more often than not
+    _check_parts(traced, strategy)
+    if strategy.data_axes and state:
+        _check_state(traced, strategy)
+    _warn_of_wide_products(traced, strategy)
+    _warn_of_coupled_examples(traced, strategy)
+
+
+@dataclass(frozen=True)
+class _TracedLoss:
+    """A traced loss, and what its inputs and outputs are.
+
+    Its inputs are the parameters, `rest` and the examples, in this order; its outputs `state`,
+    `values` and the total.
+    """
+
+    jaxpr: Any
+    parameters: list[Any]
+    rest: list[tuple[str, Any]]
+    examples: list[Any]
+    state: list[tuple[str, Any]]
+    values: list["_Value"]
+
+
+def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
+    """Whether there is anything to find, which takes as long as tracing the loss."""
+    has_own_state = bool(strategy.data_axes and state)
+    computes_narrowly = strategy.dtypes.compute is not None
+    must_be_marked = strategy.remat == "full"
+    return has_own_state or computes_narrowly or _batch_is_split(strategy) or must_be_marked
+
+
+def _split_axes(strategy: Strategy) -> list[str]:
+    """The data axes that have several devices."""
+    sizes = strategy.device_mesh.shape
+    return [axis for axis in strategy.data_axes if sizes[axis] > 1]
+
+
+def _batch_is_split(strategy: Strategy) -> bool:
+    return bool(_split_axes(strategy)) or strategy.microbatches > 1
+
+
+def _check_parts(traced: _TracedLoss, strategy: Strategy) -> None:
+    """Refuse a loss that would take a device's part of a parameter for the whole.
+
+    `experts` is the one name that may be split over the data axes, unless `manual` says that parts
+    are meant. A loss that sends nothing along these axes cannot know of the other parts.
+    """
+    axes = _split_axes(strategy)
+    if strategy.manual is not None:
+        return
+    in_parts = [parameter for parameter in traced.parameters if _is_split(parameter, axes)]
+    if in_parts and not sends_between(traced.jaxpr, axes):
+        raise ValueError(_describe_part(in_parts[0], axes, strategy))
+
+
+def _check_state(traced: _TracedLoss, strategy: Strategy) -> None:
+    """Refuse a model whose state would differ between devices after the step."""
+    axes = strategy.data_axes
+    differs_before = [_is_split(parameter, axes) for parameter in traced.parameters]
+    differs_before += [False] * len(traced.rest)
+    differs_before += [True] * len(traced.examples)
+    differs_after = varying_outputs(traced.jaxpr, differs_before, axes)
+    differing = [
+        path for (path, _), differs in zip(traced.state, differs_after, strict=False) if differs
+    ]
+    if differing:
+        raise ValueError(describe_varying(differing))
+    # Keys in raw form, arrays of uint32, are not known to be keys: they would draw the same rows on
+    # all devices.
+    paths = [path if leaf.dtype == jnp.uint32 else None for path, leaf in traced.rest]
+    before, after = [None] * len(traced.parameters), [None] * len(traced.examples)
+    raw = raw_keys(traced.jaxpr.jaxpr, before + paths + after)
+    if raw:
+        raise ValueError(describe_raw_keys(raw))
+
+
+def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
+    """Warn of products of narrow weights that are computed in a wider dtype than was asked for."""
+    compute = strategy.dtypes.compute
+    if compute is None:
+        return
+    narrowed: list[str | None] = []
+    for parameter in traced.parameters:
+        is_narrowed = parameter.whole.dtype == compute != parameter.dtype
+        narrowed.append(parameter.path if is_narrowed else None)
+    others = len(traced.rest) + len(traced.examples)
+    wide = widened(traced.jaxpr, narrowed + [None] * others, jnp.dtype(compute).itemsize)
+    if wide:
+        say((describe_widened(wide, compute),))
+
+
+def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
+    """Warn of the first value that is not a mean over examples."""
+    if not _batch_is_split(strategy):
+        return
+    given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
+    given += [with_examples(leaf.shape) for leaf in traced.examples]
+    known = facts(traced.jaxpr, given, _split_axes(strategy))[len(traced.state) :]
+    for value, fact in zip(traced.values, known, strict=False):
+        remark = describe_coupled(value.name, fact, value.weighted, strategy.microbatches)
+        if remark:
+            say((remark,))
+            return  # more often than not, other remarks have the same cause
 
 
 def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -103,22 +195,21 @@ def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _is_split(use: Any, axes: Sequence[str]) -> bool:
-    return not set(spec_axes(use.named)).isdisjoint(axes)
+def _is_split(parameter: Any, axes: Sequence[str]) -> bool:
+    """Whether its names split a parameter over any of some axes."""
+    return not set(spec_axes(parameter.named)).isdisjoint(axes)
 
 
-def _describe_part(use: Any, split_axes: Sequence[str], strategy: Strategy) -> str:
-    """The error for a parameter of which the loss would see each device's own part, and take it for
-    the whole.
-    """
-    axes = ", ".join(f"`{axis}`" for axis in spec_axes(use.named) if axis in split_axes)
+def _describe_part(parameter: Any, split_axes: Sequence[str], strategy: Strategy) -> str:
+    """The error for a parameter of which the loss sees a part, and takes it for the whole."""
+    axes = ", ".join(f"`{axis}`" for axis in spec_axes(parameter.named) if axis in split_axes)
     return (
-        f"`{use.path}` of shape {use.shape} is laid out as {use.named}, split over {axes}, over "
-        "which each device has its own part: the loss would see an array of shape "
-        f"{use.whole.shape}, and sends nothing along that axis to the other parts. Use it in a "
-        "layer of experts, `sl.experts.moe`; or lay it out whole, `rules | "
+        f"`{parameter.path}` of shape {parameter.shape} is laid out as {parameter.named}, split "
+        f"over {axes}, over which each device has its own part: the loss would see an array of "
+        f"shape {parameter.whole.shape}, and sends nothing along that axis to the other parts. Use "
+        "it in a layer of experts, `sl.experts.moe`; or lay it out whole, `rules | "
         f"sl.AxisRules({EXPERTS}=None)`, and split it by ZeRO, `zero=3`; or if each device is "
-        f"meant to use its own part alone, say so: `Strategy(manual={strategy.data_axes})`."
+        f"meant to use only its own part, say so: `Strategy(manual={strategy.data_axes})`."
     )
 
 
@@ -133,19 +224,21 @@ class _Value:
 
 
 def _values_returned(out: Any) -> list[_Value]:
+    """The numbers of the loss and of each metric, as a loss function returned them."""
     loss, metrics = out if isinstance(out, tuple) else (out, {})
-    found: list[_Value] = []
+    values: list[_Value] = []
     for name, value in {"loss": loss, **metrics}.items():
         weighted = isinstance(value, WeightedMean)
         parts = (value.total, value.weight) if weighted else (value,)
-        found += [_Value(jnp.asarray(part), name, weighted) for part in parts]
-    return found
+        values += [_Value(jnp.asarray(part), name, weighted) for part in parts]
+    return values
 
 
 def _check_marked(jaxpr: Any) -> None:
+    """Refuse full recomputation of a loss that marks no block: it would change nothing."""
     if not any(equation.primitive.name in REMATS for equation in every_equation(jaxpr.jaxpr)):
         raise ValueError(
-            '`Strategy(remat="full")` keeps the inputs alone of blocks marked with `sl.remat`, and '
+            '`Strategy(remat="full")` keeps only the inputs of blocks marked with `sl.remat`, and '
             "the loss calls none: the program would be the same. Mark the model's blocks, `block = "
             "sl.remat(block)`; or leave `remat` out."
         )

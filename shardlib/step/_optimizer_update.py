@@ -1,14 +1,93 @@
-"""What an optimizer of optax is given in a step, and what it makes of a gradient."""
+"""The update of a step: clipping, the optimizer, and steps that are skipped.
+
+It runs outside the manual region, on global arrays that are laid out in shards. So whatever an
+optax transformation reduces over, a global norm or a factor of Adafactor, it reduces over all of
+it.
+"""
 
 import inspect
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from shardlib.optimizers._local import Local
+from shardlib.step._exchange import Gradient
+from shardlib.step._state import State
+from shardlib.step._strategy import Strategy
 
-def clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
+
+class Update(NamedTuple):
+    """What a step makes of a gradient."""
+
+    params: Any
+    opt_state: Any
+    errors: Any
+    skipped: jax.Array  # 1 if the gradient was not finite, else 0
+    metrics: dict[str, jax.Array]
+
+
+def update_of(
+    state: State, gradient: Gradient, trained: Any, loss: jax.Array, strategy: Strategy
+) -> Update:
+    """Clip a gradient and let the optimizer move the parameters.
+
+    Args:
+        state: the state before the step.
+        gradient: the gradient of the whole batch, with the square of its norm and, for each
+            parameter, whether it is finite.
+        trained: a `StepParameter` for each trained parameter.
+        loss: the loss of the whole batch, for optimizers that ask for it.
+        strategy: the strategy of the step.
+    """
+    optimizer = state.layout.optimizer
+    norm, all_finite = jnp.sqrt(gradient.square), jnp.all(gradient.finite)
+    metrics = {
+        "grad_norm": norm,
+        "first_nonfinite": jnp.where(all_finite, -1, jnp.argmin(gradient.finite)),
+    }
+    # A `Local` optimizer is told which leaves are the means of what it sent itself.
+    extra: dict[str, Any] = {}
+    if isinstance(optimizer, Local):
+        extra["sent"] = jax.tree.map(
+            lambda parameter: bool(strategy.exchange.over(parameter.exchanged)), trained
+        )
+        metrics["compressed"] = optimizer.sends(state.opt_state)
+    values = gradient.values
+    if isinstance(strategy.clip, optax.GradientTransformation):
+        values = _clipped_by(strategy.clip, values, state.params)
+    elif strategy.clip is not None:
+        scale = strategy.clip / jnp.maximum(norm, strategy.clip)
+        values = _scaled(values, scale, extra.get("sent"), metrics.get("compressed"))
+    updates, opt_state = _updated(optimizer, values, state.opt_state, state.params, loss, extra)
+    params = optax.apply_updates(state.params, updates)
+    if strategy.skips:
+        before = state.params, state.opt_state
+        params, opt_state = _where(all_finite, (params, opt_state), before)
+    # Errors are not skipped by choice: what is left over of a gradient that is not finite would be
+    # added to every gradient after it.
+    errors = _where(all_finite, gradient.errors, state.errors)
+    return Update(params, opt_state, errors, 1 - all_finite.astype(jnp.int32), metrics)
+
+
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _scaled(gradient: Any, scale: jax.Array, sent: Any, compressed: Any) -> Any:
+    """A gradient scaled down to a norm.
+
+    What an optimizer sent itself in this step was clipped before it was sent, and is left as it is.
+    """
+    scales = jax.tree.map(lambda _: scale, gradient)
+    if sent is not None:
+        scales = jax.tree.map(lambda was_sent: jnp.where(compressed & was_sent, 1, scale), sent)
+    return jax.tree.map(lambda g, scale: g * scale.astype(g.real.dtype), gradient, scales)
+
+
+def _clipped_by(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
     state = clip.init(params)
     if jax.tree.leaves(state):
         raise ValueError(
@@ -18,7 +97,7 @@ def clipped(clip: optax.GradientTransformation, gradient: Any, params: Any) -> A
     return clip.update(gradient, state, params)[0]
 
 
-def updated(
+def _updated(
     optimizer: Any,
     gradient: Any,
     opt_state: Any,
@@ -26,12 +105,15 @@ def updated(
     loss: jax.Array,
     extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Let an optimizer say what it makes of a gradient; it is given the loss and the gradient if it
-    wants them.
+    """The updates of an optimizer and its next state.
+
+    Besides `extra`, the optimizer is given the loss as `value` and the gradient as `grad`, if its
+    `update` takes them.
     """
     extra = {"value": loss, "grad": gradient} | extra
     accepted = inspect.signature(optimizer.update).parameters
-    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
+    kinds = [parameter.kind for parameter in accepted.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
         extra = {name: value for name, value in extra.items() if name in accepted}
     try:
         return optimizer.update(gradient, opt_state, params, **extra)
@@ -40,7 +122,7 @@ def updated(
         if missing is None:
             raise
         raise ValueError(
-            f"The optimizer wants {missing[1]}, which a step has not: it gives `value`, the loss "
-            "of the whole batch, and `grad`, its gradient. Line searches, which evaluate the loss "
-            "again, are not supported."
+            f"The optimizer wants {missing[1]}, which a step does not provide: it gives `value`, "
+            "the loss of the whole batch, and `grad`, its gradient. Line searches, which evaluate "
+            "the loss again, are not supported."
         ) from error

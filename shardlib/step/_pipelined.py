@@ -1,5 +1,9 @@
-"""What takes the place of microbatches one after the other where layers are the stages of a
-pipeline.
+"""A loss whose layers are the stages of a pipeline.
+
+Where microbatches of a plain step follow each other, those of a pipeline overlap: the loss is cut
+at its loop over layers (`pipeline/_cut`), and its parts are run by the table of a schedule
+(`pipeline/_execute`). This file connects both to the parameters of a step, and refuses compiled
+programs that would hang.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,57 +19,74 @@ from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._program import program_of
 from shardlib.step._layer_order import loops_of, stacked_dim
+from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 
 
 class Pipelined:
-    """A loss, cut into the parts of a strategy's pipeline; made while a step is traced, manual over
-    data and stages.
+    """A loss that is cut into the parts of a strategy's pipeline.
 
-    `uses` are those of all parameters, `held` what is held of each all through, `names` of their
-    dims by path; `inputs(number)` is what `total(params, ...)` takes besides for a microbatch.
+    It is made while a step is traced, in the region that is manual over the data and the stages.
+
+    Args:
+        total: `(params, *arguments) -> total, (means, streams, rest)`.
+        strategy: a strategy with a pipeline.
+        parameters: a `StepParameter` for each parameter, trained or frozen.
+        params: what is stored of each.
+        names: the names of each parameter's dims, by path.
+        arguments: from the number of a microbatch to the arguments of `total` after `params`. The
+            second of them is the model's state that is neither parameter nor random stream.
     """
 
     def __init__(
         self,
         total: Callable[..., Any],
         strategy: Strategy,
-        uses: Any,
+        parameters: Any,
         params: Any,
         names: dict[str, Any],
-        inputs: Callable[[Any], tuple[Any, ...]],
+        arguments: Callable[[Any], tuple[Any, ...]],
     ) -> None:
         assert strategy.stage_axis is not None and strategy.pipeline is not None
         self.strategy, self.axis, self.schedule = strategy, strategy.stage_axis, strategy.pipeline
-        self.uses, treedef = jax.tree.flatten(uses)
+        self.parameters, treedef = jax.tree.flatten(parameters)
         self.stored = treedef.flatten_up_to(params)
-        self.held = [use.start(one) for use, one in zip(self.uses, self.stored, strict=True)]
-        self.leaves, of_inputs = jax.tree.flatten(inputs(0))
-        self.rest = of_inputs.unflatten(self.leaves)[1]
-        self.inputs = lambda number: jax.tree.leaves(inputs(number))
+        self.held = [
+            parameter.start(stored)
+            for parameter, stored in zip(self.parameters, self.stored, strict=True)
+        ]
+        self.leaves, argument_tree = jax.tree.flatten(arguments(0))
+        self.rest = argument_tree.unflatten(self.leaves)[1]
+        self.inputs = lambda number: jax.tree.leaves(arguments(number))
         structures: list[Any] = []
 
-        def function(weights: list[Any], given: list[Any]) -> list[Any]:
-            found, structure = jax.tree.flatten(
-                total(treedef.unflatten(weights), *of_inputs.unflatten(given))
-            )
+        def function(weights: list[Any], inputs: list[Any]) -> list[Any]:
+            results = total(treedef.unflatten(weights), *argument_tree.unflatten(inputs))
+            leaves, structure = jax.tree.flatten(results)
             structures.append(structure)
-            return found
+            return leaves
 
         self.cut = cut(
             function,
-            [use.whole for use in self.uses],
+            [parameter.whole for parameter in self.parameters],
             self.leaves,
-            [use.path for use in self.uses],
-            [_stacked_by(use, names.get(use.path), self.axis) for use in self.uses],
-            [not use.frozen for use in self.uses],
+            [parameter.path for parameter in self.parameters],
+            [_stacked_by(parameter, names, self.axis) for parameter in self.parameters],
+            [not parameter.frozen for parameter in self.parameters],
             loops_of(strategy, names),
         )
-        numbers = jax.tree.unflatten(structures[0], list(range(structures[0].num_leaves)))
-        self.means, self.streams, rest = numbers[1]
-        of_rest = dict(named_leaves(of_inputs.unflatten(range(len(self.leaves)))[1]))
-        for path, output in named_leaves(rest):
-            if not self.cut.unchanged(output, of_rest[path]):
+        # Trees of the positions that outputs have in the list that the cut function returns.
+        structure = structures[0]
+        positions = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
+        self.means, self.streams, rest = positions[1]
+        positions_of_inputs = argument_tree.unflatten(range(len(self.leaves)))
+        self._check_unchanged(rest, positions_of_inputs[1])
+
+    def _check_unchanged(self, outputs: Any, inputs: Any) -> None:
+        """Refuse a loss that changes the model's state other than random streams."""
+        before = dict(named_leaves(inputs))
+        for path, output in named_leaves(outputs):
+            if not self.cut.unchanged(output, before[path]):
                 raise ValueError(
                     f"The loss changes `{path}` of the model, as a batch norm does its statistics. "
                     "Under a pipeline microbatches overlap, so that there is no order in which to "
@@ -73,11 +94,14 @@ class Pipelined:
                 )
 
     def gradient(self) -> tuple[Any, list[Any]]:
-        """What all microbatches give together on this stage, and the gradients of what it holds of
-        trained parameters.
+        """Differentiate the loss of all microbatches, on this stage.
+
+        Returns `(means, streams, rest)`, and the gradients of what this device holds of the trained
+        parameters.
         """
-        each = zip(self.uses, self.stored, self.held, strict=True)
-        sums = [None if use.frozen else use.sums(one, whole) for use, one, whole in each]
+        sums: list[Any] = []
+        for parameter, stored, held in zip(self.parameters, self.stored, self.held, strict=True):
+            sums.append(None if parameter.frozen else parameter.empty_sums(stored, held))
         totals, sums = self._executor().gradient(sums)
         outer = [self.held[k] for k in self.cut.outer]
         streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
@@ -87,25 +111,52 @@ class Pipelined:
                 "from layer to layer. Give them keys made from one, `jax.random.fold_in(key, "
                 "number)`."
             )
-        found = _like(self.means, totals), _like(self.streams, streams), self.rest
-        return found, [one for one, use in zip(sums, self.uses, strict=True) if not use.frozen]
+        results = _in_tree(self.means, totals), _in_tree(self.streams, streams), self.rest
+        gradients = [
+            gradient
+            for gradient, parameter in zip(sums, self.parameters, strict=True)
+            if not parameter.frozen
+        ]
+        return results, gradients
 
     def value(self) -> Any:
-        """What all microbatches give together on this stage, without gradients."""
-        return _like(self.means, self._executor(trains=False).measure())
+        """The means of all microbatches on this stage, without gradients."""
+        return _in_tree(self.means, self._executor(trains=False).measure())
 
     def _executor(self, trains: bool = True) -> Executor:
-        recompute = trains and self.strategy.remat == "stage"
         program = program_of(
-            self.schedule, loops=len(self.cut.loops), recompute=recompute, trains=trains
+            self.schedule,
+            loops=len(self.cut.loops),
+            recompute=trains and self.strategy.remat == "stage",
+            trains=trains,
         )
         return Executor(
             self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means)
         )
 
 
-def _like(tree: Any, leaves: Any) -> Any:
+def _in_tree(tree: Any, leaves: Any) -> Any:
+    """Leaves in the structure of a tree."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+class Programs:
+    """Compiled programs of pipelines, which are checked before their first run.
+
+    There are some that would hang. A program is known by the layout of the state and the shapes of
+    the batch.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Any] = {}
+
+    def of(self, jitted: Any, state: State, batch: Any) -> Any:
+        """The program of a jitted function of a state and a batch, compiled if it is new."""
+        leaves = [(path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)]
+        key = (state.layout, *leaves)
+        if key not in self._compiled:
+            self._compiled[key] = refuse_if_it_would_hang(jitted.lower(state, batch).compile())
+        return self._compiled[key]
 
 
 def refuse_if_it_would_hang(compiled: Any) -> Any:
@@ -115,35 +166,38 @@ def refuse_if_it_would_hang(compiled: Any) -> Any:
 
 
 def check_branches(found: Iterable[Collective]) -> None:
-    """Refuse a program in which a stage's own work has a permute: devices that do other work would
-    never join it.
+    """Refuse a program in which the work of one stage contains a permute.
+
+    In a tick, stages take different branches of the program. A permute waits for all devices of its
+    group, and those in another branch never join it.
     """
-    for one in found:
-        if (
-            one.kind == "collective-permute"
-            and one.conditional
-            and ("loss" in one.op_name or not one.op_name)
-        ):
-            where = f"`{one.sources[0]}`" if one.sources else f"`{one.op_name.rsplit('/', 1)[-1]}`"
-            raise ValueError(
-                f"The compiled step has a permute within the work of one stage, from {where}, of "
-                f"{human_bytes(one.operand_bytes)} among {one.group_size} devices: something there "
-                "shifts along a dim that is split, as `jnp.roll` and slices do. While one stage "
-                "goes forward another goes backward, and a permute waits for both: the step would "
-                "hang. Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no "
-                "rule splits."
-            )
+    for collective in found:
+        # A permute without a scope may come from anywhere, so it is taken for one of the loss.
+        in_the_loss = "loss" in collective.op_name or not collective.op_name
+        if collective.kind != "collective-permute" or not collective.conditional or not in_the_loss:
+            continue
+        source = collective.op_name.rsplit("/", 1)[-1]
+        if collective.sources:
+            source = collective.sources[0]
+        raise ValueError(
+            f"The compiled step has a permute within the work of one stage, from `{source}`, of "
+            f"{human_bytes(collective.operand_bytes)} among {collective.group_size} devices: "
+            "something there shifts along a dim that is split, as `jnp.roll` and slices do. While "
+            "one stage goes forward another goes backward, and a permute waits for both: the step "
+            "would hang. Lay that dim out whole before it, `sl.shard(x, ...)` with a name that no "
+            "rule splits."
+        )
 
 
-def _stacked_by(use: Any, names: Any, axis: str) -> str | None:
+def _stacked_by(parameter: Any, names: dict[str, Any], axis: str) -> str | None:
     """The name of the dim along which a weight is stacked over the stages, if it is."""
-    if axis not in spec_axes(use.named):
+    if axis not in spec_axes(parameter.named):
         return None
-    dim = stacked_dim(names)
+    dim = stacked_dim(names.get(parameter.path))
     if dim != 0:
         raise ValueError(
-            f"`{use.path}` of shape {use.shape} is laid out as {use.named}: the stages' axis "
-            f"`{axis}` splits the first dim of stacked weights, which is named `{LAYERS}`, and no "
-            "other."
+            f"`{parameter.path}` of shape {parameter.shape} is laid out as {parameter.named}: the "
+            f"stages' axis `{axis}` splits the first dim of stacked weights, which is named "
+            f"`{LAYERS}`, and no other."
         )
-    return names[dim]
+    return names[parameter.path][dim]

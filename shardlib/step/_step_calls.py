@@ -1,14 +1,19 @@
 """Calls of a step: what is refused before it is compiled, and how JAX's errors are explained."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.step._state import State
+from shardlib.layouts._rules import BATCH, EXPERTS, as_tuple, spec_axes
+from shardlib.step._init_checks import check_sender
+from shardlib.step._layer_order import check_order
+from shardlib.step._state import Layout, State
+from shardlib.step._strategy import Strategy
 
 
 def check_compiles() -> None:
@@ -22,6 +27,7 @@ def check_compiles() -> None:
 
 
 def check_call(state: Any, batch: Any) -> None:
+    """Refuse to take a step with a state or a batch that has no values."""
     check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
     if isinstance(state.step, jax.ShapeDtypeStruct):
         raise ValueError(
@@ -31,15 +37,91 @@ def check_call(state: Any, batch: Any) -> None:
         raise ValueError(
             "The batch has no values, but shapes alone: `step.trace(state, batch)` takes these."
         )
+    is_deleted = isinstance(state.step, jax.Array) and not is_traced(state.step)
+    if is_deleted and state.step.is_deleted():
+        raise ValueError(
+            "This state has been through a step already, which put the new one in its place: "
+            "use that."
+        )
+
+
+def check_layout(layout: Layout, strategy: Strategy) -> None:
+    """Refuse a state that was made for another strategy than the step's.
+
+    Parts of a strategy that the state does not depend on, such as `accumulate` or `clip`, may
+    differ.
+    """
+    if layout.optimizer is None:
+        raise ValueError("The state has no optimizer: `sl.init(make_model, optimizer, strategy)`.")
+    made_for = layout.strategy
+    same_mesh = made_for.device_mesh == strategy.device_mesh
+    if not same_mesh or made_for.rules != strategy.rules:
+        raise ValueError(
+            f"The state was made for {made_for}; the step is for {strategy}. Use one strategy."
+        )
+    if made_for.exchange.axes or strategy.exchange.axes:
+        # How the errors of an exchange are laid out depends on all of these.
+        for name in ("exchange", "zero_axes", "every_axis"):
+            theirs, ours = getattr(made_for, name), getattr(strategy, name)
+            if theirs != ours:
+                raise ValueError(
+                    f"The state was made for another exchange than the step's: `{name}` is "
+                    f"{theirs} there and {ours} here. Use one strategy; a checkpoint may be read "
+                    "into another."
+                )
+    check_sender(layout.optimizer, strategy)
+    check_order(made_for, strategy, dict(layout.names))
+
+
+def check_experts(layout: Layout, strategy: Strategy, used: set[str]) -> None:
+    """Refuse experts of whose weights none is split as the rule for experts says.
+
+    A layer of experts cannot see that itself if the partitioner lays everything out. `used` holds
+    the names that annotations of the traced loss have used.
+    """
+    if EXPERTS not in used:
+        return
+    sizes = strategy.device_mesh.shape
+    axes: list[str] = []
+    for candidate in strategy.rules[EXPERTS]:
+        axes += [axis for axis in as_tuple(candidate) if sizes[axis] > 1]
+    for _, names in layout.names:
+        if isinstance(names, PartitionSpec):
+            if not set(axes).isdisjoint(spec_axes(names)):
+                return
+        elif EXPERTS in (names or ()):
+            return
+    if axes:
+        raise ValueError(
+            f"The loss has a layer of experts, which the rule `{EXPERTS}` splits over "
+            f"`{axes[0]}`, and no parameter has a dim of that name: every device would hold "
+            f"all of them. Name the first dim of their weights `{EXPERTS}`, or have them "
+            f"whole: `rules | sl.AxisRules({EXPERTS}=None)`."
+        )
+
+
+def unused_rules(strategy: Strategy, layouts: Iterable[Layout], used: set[str]) -> tuple[str, ...]:
+    """Rules that split something and that no parameter and no annotation uses."""
+    used = used | {BATCH}
+    for layout in layouts:
+        for _, names in layout.names:
+            used |= {name for name in names or () if isinstance(name, str)}
+    unused: list[str] = []
+    for name, candidates in strategy.rules.items():
+        splits_something = any(as_tuple(axes) for axes in candidates)
+        if splits_something and name not in used:
+            unused.append(name)
+    return tuple(unused)
 
 
 def is_traced(*trees: Any) -> bool:
+    """Whether any leaf is a tracer: the caller is itself traced, by `jax.jit` say."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say of what JAX has not implemented what to do about it."""
+    """Translate an error about what JAX has not implemented into what to do about it."""
     try:
         yield
     except NotImplementedError as error:

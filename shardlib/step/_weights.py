@@ -1,10 +1,19 @@
-"""What a step makes of a parameter: in which form it starts, when it is whole, and where its
-gradient is added up.
+"""What a step does with each parameter: gather it, reduce its gradient, and add gradients up.
+
+Everything here runs in the region that is manual over the data axes, on a device's own arrays. What
+happens when depends on the stage of ZeRO (see `docs/zero.md`):
+
+                        stages 0 and 1          stage 2                 stage 3
+    gathered            at the start            at the start            where it is used
+    gradient reduced    in the exchange         in every backward pass  in every backward pass
+
+With `Exact(overlap=True)` the gradients of large parameters are reduced in the last backward pass.
+`docs/gradients.md` explains how that is done to a loss that is written with whole weights.
 """
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -26,143 +35,179 @@ from shardlib.tracing._stored_weights import WHOLE, evaluate_on_use
 
 @dataclass(frozen=True, eq=False)
 class StepParameter:
-    """One parameter in a step. What it does is done manual over the data axes, to a device's own
-    part.
+    """One parameter in a step.
+
+    Attributes:
+        path: where it is in the tree of parameters.
+        shape: its global shape.
+        dtype: the dtype it is stored in.
+        named: its layout by the names of its dims, without ZeRO.
+        split: how ZeRO splits it further.
+        strategy: the strategy of the step.
+        frozen: whether it has no gradient.
     """
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any  # as stored
-    named: PartitionSpec  # where it would lie by its names alone
+    dtype: Any
+    named: PartitionSpec
     split: Split
     strategy: Strategy
     frozen: bool
 
     @property
-    def late(self) -> bool:
-        """Whether it is made whole where it is used."""
-        return self.split.dim is not None and self.strategy.sharding.stage == 3
+    def gathered_on_use(self) -> bool:
+        """Whether it is made whole only where it is used."""
+        return self._is_split and self.strategy.sharding.stage == 3
 
     @property
     def scattered(self) -> bool:
         """Whether its gradient is scattered in every backward pass."""
-        return not self.frozen and self.split.dim is not None and self.strategy.sharding.stage >= 2
+        return not self.frozen and self._is_split and self.strategy.sharding.stage >= 2
 
     @property
     def overlapped(self) -> bool:
-        """Whether its gradient is exchanged in the last backward pass."""
+        """Whether its gradient is exchanged in the last backward pass, layer by layer."""
         exchange = self.strategy.exchange
-        large = self.split.layer > self.strategy.sharding.small
-        return (
-            isinstance(exchange, Exact)
-            and exchange.overlap
-            and large
-            and not (self.scattered or self.frozen)
-        )
+        if not isinstance(exchange, Exact) or not exchange.overlap:
+            return False
+        if self.scattered or self.frozen:
+            return False
+        return self.split.layer > self.strategy.sharding.small
+
+    @property
+    def _is_split(self) -> bool:
+        return self.split.dim is not None
 
     @cached_property
-    def parameter(self) -> Parameter:
-        """What the exchange is told of it. What is scattered in the backward pass comes to the
-        exchange in parts.
+    def exchanged(self) -> Parameter:
+        """The description of the parameter that the exchange gets.
+
+        A gradient that was reduced in the backward pass reaches the exchange in its stored layout,
+        and is summed there only over the axes that are left.
         """
-        exchanged = self.scattered or self.overlapped
-        done = () if not exchanged else self.split.axes if self.split.dim is not None else self.axes
+        in_backward = self.scattered or self.overlapped
+        done: tuple[str, ...] = ()
+        if in_backward:
+            done = self.split.axes if self._is_split else self.axes
         return Parameter(
-            self.path, self.shape, self.split.spec if exchanged else self.named,
-            tuple(axis for axis in self.axes if axis not in done), self.split.spec,
+            self.path,
+            self.shape,
+            self.split.spec if in_backward else self.named,
+            tuple(axis for axis in self.axes if axis not in done),
+            self.split.spec,
             self.strategy.dtypes.reduced(self.dtype),
-        )  # fmt: skip
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The manual axes over which its gradient is a sum."""
-        return tuple(
-            axis for axis in self.strategy.manual_axes if axis not in spec_axes(self.named)
-        )
+        """The manual axes over which its gradient is a sum: those that do not split it."""
+        own = spec_axes(self.named)
+        return tuple(axis for axis in self.strategy.manual_axes if axis not in own)
 
     def weight(self, last: bool) -> Weight | None:
-        """How it is made whole and its gradient reduced, in the last microbatch or one before;
-        None: as it is.
+        """How it is made whole and its gradient reduced, in the `last` microbatch or one before.
+
+        None if nothing is to be done: it is whole already, and `jax.grad` differentiates it.
         """
+        reduced_here = self.scattered or (last and self.overlapped)
+        # The last microbatch's gradients of overlapped parameters come with the sums added, and go
+        # on to the optimizer. All others are added to the sums in place.
         accumulates = (
             not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
         )
-        if not (self.late or self.scattered or accumulates or (last and self.overlapped)):
+        if not (self.gathered_on_use or accumulates or reduced_here):
             return None
 
-        def reduced(taken: int, gradient: jax.Array) -> jax.Array:
-            if self.scattered or (last and self.overlapped):
-                gradient = self._exchanged(gradient, taken)
-            return self._laid_out(cast(gradient, self._summed), taken) if accumulates else gradient
+        def reduced(consumed_dims: int, gradient: jax.Array) -> jax.Array:
+            if reduced_here:
+                gradient = self._reduced(gradient, consumed_dims)
+            if accumulates:
+                gradient = self._laid_out(cast(gradient, self._accumulated_dtype), consumed_dims)
+            return gradient
 
         return Weight(
-            self.path, self.whole.shape, self.whole.dtype,
-            whole=self._gathered if self.late else None, reduced=None if self.frozen else reduced,
-            stacked=len(self.shape) if self.split.dim is None else self.split.dim,
-            group=self.strategy.sharding.group(self.path) if self.late else None,
+            self.path,
+            self.whole.shape,
+            self.whole.dtype,
+            whole=self._gathered if self.gathered_on_use else None,
+            reduced=None if self.frozen else reduced,
+            stacked=self.split.dim if self.split.dim is not None else len(self.shape),
+            group=self.strategy.sharding.group(self.path) if self.gathered_on_use else None,
             accumulates_in_place=accumulates,
-        )  # fmt: skip
-
-    def start(self, stored: jax.Array) -> jax.Array:
-        """What is held of it all through the step."""
-        if self.late:
-            return stored
-        return cast(stored, self._compute) if self.split.dim is None else self._gathered(stored, 0)
-
-    def zero(self, stored: jax.Array) -> jax.Array:
-        """The zero that stands for it where its gradient comes reduced."""
-        return jnp.zeros(stored.shape, self.parameter.reduce)
-
-    def sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
-        """The sum of its gradients, before any: of a device's own, or scattered."""
-        return self._laid_out(
-            jnp.zeros((stored if self.scattered else whole).shape, self._summed), 0
         )
 
+    def start(self, stored: jax.Array) -> jax.Array:
+        """What is held of it throughout the step: its shard, or the whole parameter."""
+        if self.gathered_on_use:
+            return stored
+        if self._is_split:
+            return self._gathered(stored, 0)
+        return cast(stored, self._compute)
+
+    def gradient_anchor(self, stored: jax.Array) -> jax.Array:
+        """Zeros like its reduced gradient, with respect to which the derivative is taken."""
+        return jnp.zeros(stored.shape, self.exchanged.reduce)
+
+    def empty_sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
+        """The sum of no gradients: sharded if gradients are scattered, else the device's own."""
+        shape = stored.shape if self.scattered else whole.shape
+        return self._laid_out(jnp.zeros(shape, self._accumulated_dtype), 0)
+
     @property
-    def _summed(self) -> Any:
+    def _accumulated_dtype(self) -> Any:
         dtypes = self.strategy.dtypes
-        return dtypes.accumulated(dtypes.reduced(self.dtype) if self.scattered else self._compute)
+        gradient = dtypes.reduced(self.dtype) if self.scattered else self._compute
+        return dtypes.accumulated(gradient)
 
-    def _exchanged(self, gradient: jax.Array, taken: int) -> jax.Array:
-        wire, spec = cast(gradient, self.parameter.reduce), PartitionSpec(*self.named[taken:])
+    def _reduced(self, gradient: jax.Array, consumed_dims: int) -> jax.Array:
+        """The gradient summed over devices, and scattered if the parameter is split."""
+        sent = cast(gradient, self.exchanged.reduce)
+        spec = PartitionSpec(*self.named[consumed_dims:])
         with jax.named_scope("exchange"):
-            if self.split.dim is not None:
-                return scatter(wire, spec, self.split.dim - taken, self.split.axes)
-            return total(wire, spec, self.axes)
+            if self.split.dim is None:
+                return total(sent, spec, self.axes)
+            return scatter(sent, spec, self.split.dim - consumed_dims, self.split.axes)
 
-    def _laid_out(self, x: jax.Array, taken: int) -> jax.Array:
+    def _laid_out(self, x: jax.Array, consumed_dims: int) -> jax.Array:
+        """A sum of gradients, in the layout of the parameter over the automatic axes."""
         automatic = jax.sharding.get_abstract_mesh().auto_axes
+        if not automatic:
+            return x
         spec = self.split.spec if self.scattered else self.named
-        return constrain(x, keep_axes(PartitionSpec(*spec[taken:]), automatic)) if automatic else x
+        return constrain(x, keep_axes(PartitionSpec(*spec[consumed_dims:]), automatic))
 
     @cached_property
     def whole(self) -> jax.ShapeDtypeStruct:
-        """What the model gets of it: whole but for what its names split over the data axes."""
-        sizes = [
-            math.prod(
-                self.strategy.device_mesh.shape[axis]
-                for axis in as_tuple(entry)
-                if axis in self.strategy.data_axes
-            )
-            for entry in (*self.named, *[None] * (len(self.shape) - len(self.named)))
+        """What the model sees: whole, except in dims that its names split over the data axes."""
+        missing = len(self.shape) - len(self.named)
+        entries = (*self.named, *[None] * missing)
+        local = [
+            size // self._parts_over_data(entry)
+            for size, entry in zip(self.shape, entries, strict=True)
         ]
-        local = tuple(size // parts for size, parts in zip(self.shape, sizes, strict=True))
-        return jax.ShapeDtypeStruct(local, self._compute)
+        return jax.ShapeDtypeStruct(tuple(local), self._compute)
+
+    def _parts_over_data(self, entry: Any) -> int:
+        """Into how many parts an entry of a spec splits a dim over the data axes."""
+        sizes = self.strategy.device_mesh.shape
+        data = [axis for axis in as_tuple(entry) if axis in self.strategy.data_axes]
+        return math.prod(sizes[axis] for axis in data)
 
     @property
     def _compute(self) -> Any:
+        """The dtype in which the model gets it."""
         return self.strategy.dtypes.of(self.path, self.dtype)
 
-    def _gathered(self, stored: jax.Array, taken: int) -> jax.Array:
+    def _gathered(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         assert self.split.dim is not None
+        # One layer is gathered at once, a whole parameter in buckets: it may be a stack of layers.
+        limit = 0 if consumed_dims else self.strategy.sharding.bucket_bytes
         with jax.named_scope("gather"):
-            part = cast(stored, self._compute)
-            limit = self.strategy.sharding.bucket_bytes if not taken else 0
             return gather(
-                part,
-                PartitionSpec(*self.named[taken:]),
-                self.split.dim - taken,
+                cast(stored, self._compute),
+                PartitionSpec(*self.named[consumed_dims:]),
+                self.split.dim - consumed_dims,
                 self.split.axes,
                 limit,
             )
@@ -171,91 +216,152 @@ class StepParameter:
 def step_parameters(
     tree: Any, named: Any, splits: dict[str, Split], strategy: Strategy, *, frozen: bool
 ) -> Any:
-    """A `StepParameter` for each of a tree of parameters, from their shapes, their specs by name
-    and how ZeRO splits them.
+    """A `StepParameter` for each parameter of a tree.
+
+    Args:
+        tree: the parameters, or their shapes.
+        named: a tree of their layouts by name.
+        splits: how ZeRO splits each, by path.
+        strategy: the strategy of the step.
+        frozen: whether these parameters have no gradients.
     """
-    return map_named(
-        lambda path, leaf, spec: StepParameter(
-            path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen
-        ),
-        tree,
-        named,
-    )
+
+    def parameter(path: str, leaf: Any, spec: PartitionSpec) -> StepParameter:
+        return StepParameter(path, leaf.shape, leaf.dtype, spec, splits[path], strategy, frozen)
+
+    return map_named(parameter, tree, named)
 
 
-def with_partitionable_lookups(total: Any, uses: Any, strategy: Strategy) -> Any:
+def with_partitionable_lookups(total: Any, parameters: Any, strategy: Strategy) -> Any:
     """`total(params, ...)` with lookups that XLA's partitioner can split on the strategy's mesh."""
-    return partitionable(total, jax.tree.map(lambda use: use.named, uses), strategy.batch_axes)
+    specs = jax.tree.map(lambda parameter: parameter.named, parameters)
+    return partitionable(total, specs, strategy.batch_axes)
 
 
-def evaluate_loss(total: Any, uses: Any, params: Any, *others: Any) -> Any:
-    """What `total(params, *others)` gives where nothing is differentiated: the uses are those of
-    frozen parameters.
+def evaluate_loss(total: Any, parameters: Any, params: Any, *others: Any) -> Any:
+    """`total(params, *others)` without derivatives; `parameters` are described as frozen ones.
+
+    Weights that are gathered on use are gathered layer by layer, as in the step.
     """
-    described = jax.tree.map(lambda use: use.weight(True) or WHOLE, uses)
-    held = jax.tree.map(
-        lambda use, p: StoredWeight(use.start(p), None) if use.late else use.start(p), uses, params
-    )
-    if all(weight is WHOLE for weight in jax.tree.leaves(described)):
+    described = _described(parameters, last=True)
+    held = jax.tree.map(lambda parameter, p: parameter.start(p), parameters, params)
+    if _all_whole(described):
         return total(held, *others)
-    return evaluate_on_use(total, described, held, *others)
+    return evaluate_on_use(total, described, _without_gradients(parameters, held), *others)
+
+
+def _described(parameters: Any, *, last: bool) -> Any:
+    """A `Weight`, or `WHOLE`, for each parameter of a tree."""
+    return jax.tree.map(lambda parameter: parameter.weight(last) or WHOLE, parameters)
+
+
+def _without_gradients(parameters: Any, held: Any) -> Any:
+    """What the evaluator takes of parameters that have no gradients."""
+
+    def stored(parameter: StepParameter, held: Any) -> Any:
+        return StoredWeight(held, None) if parameter.gathered_on_use else held
+
+    return jax.tree.map(stored, parameters, held)
+
+
+def _all_whole(described: Any) -> bool:
+    return all(weight is WHOLE for weight in jax.tree.leaves(described))
+
+
+@dataclass
+class _Trained:
+    """A trained parameter while a step runs."""
+
+    parameter: StepParameter
+    stored: Any  # this device's shard of it
+    held: Any  # that, or the whole parameter
+    sums: Any = None  # a reference to the sum of its gradients, if microbatches accumulate
+
+    def differentiated(self, weight: Weight | None) -> Any:
+        """The array with respect to which the derivative is taken.
+
+        That is the whole parameter or, if a region makes it whole or reduces its gradient, the
+        anchor of the gradient. What accumulates in place has a scalar, whose derivative is zero.
+        """
+        if weight is None:
+            return self.held
+        if weight.accumulates_in_place:
+            return jnp.float32(0)
+        return self.parameter.gradient_anchor(self.stored)
+
+    def evaluated(self, weight: Weight | None, differentiated: Any) -> Any:
+        """What the evaluator takes of it."""
+        if weight is None:
+            return differentiated
+        return StoredWeight(self.held, differentiated, self.sums)
 
 
 class Weights:
-    """All parameters of a step, manual over the data axes: what is held of each, and the sum of its
-    gradients so far.
+    """All parameters of a step, and the sums of their gradients so far.
+
+    Args:
+        trained: a `StepParameter` for each trained parameter.
+        frozen: the same for each frozen one.
+        params: what is stored of the trained parameters.
+        frozen_params: what is stored of the frozen ones.
     """
 
-    def __init__(self, trained: Any, fixed: Any, params: Any, frozen: Any) -> None:
-        starts = partial(jax.tree.map, lambda use, stored: use.start(stored))
-        self.uses, self.treedef = jax.tree.flatten(trained)
-        self.fixed, self.fixed_held = fixed, starts(fixed, frozen)
-        self.stored = self.treedef.flatten_up_to(params)
-        self.held = self.treedef.flatten_up_to(starts(trained, params))
-        of_each = zip(self.uses, self.stored, self.held, strict=True)
-        self.sums: list[Any] = [
-            jax.new_ref(use.sums(p, h)) if use.strategy.accumulate > 1 else None
-            for use, p, h in of_each
+    def __init__(self, trained: Any, frozen: Any, params: Any, frozen_params: Any) -> None:
+        self.parameters, self.treedef = jax.tree.flatten(trained)
+        stored_leaves = self.treedef.flatten_up_to(params)
+        self.frozen = frozen
+        self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
+        self.trained = [
+            _Trained(parameter, stored, parameter.start(stored))
+            for parameter, stored in zip(self.parameters, stored_leaves, strict=True)
         ]
+        for trained in self.trained:
+            if trained.parameter.strategy.accumulate > 1:
+                empty = trained.parameter.empty_sums(trained.stored, trained.held)
+                trained.sums = jax.new_ref(empty)
 
     def gradient(self, total: Any, others: Any, last: bool) -> tuple[Any, list[Any]]:
-        """What `total(params, *others)` gives beside the sum that is differentiated, and its
-        gradient.
+        """Differentiate `total(params, *others)`, which returns a sum and auxiliary values.
 
-        Of what it has added to the sums, the gradient is None.
+        Returns the auxiliary values and the gradients of all trained parameters. The gradient is
+        None if it was added to the sums already.
         """
-        weights = [use.weight(last) for use in self.uses]
+        weights = [parameter.weight(last) for parameter in self.parameters]
         described = combine(
             self.treedef.unflatten([weight or WHOLE for weight in weights]),
-            jax.tree.map(lambda use: use.weight(last) or WHOLE, self.fixed),
+            _described(self.frozen, last=last),
         )
-        fixed = jax.tree.map(
-            lambda use, h: StoredWeight(h, None) if use.late else h, self.fixed, self.fixed_held
-        )
-        # The derivative is taken to what is whole, or to the zero that stands for what is not.
-        at = [
-            h if weight is None else jnp.float32(0) if weight.accumulates_in_place else use.zero(p)
-            for weight, use, p, h in zip(weights, self.uses, self.stored, self.held, strict=True)
+        frozen = _without_gradients(self.frozen, self.frozen_held)
+        differentiated = [
+            trained.differentiated(weight)
+            for trained, weight in zip(self.trained, weights, strict=True)
         ]
 
-        def loss(at: list[Any]) -> Any:
-            if all(weight is WHOLE for weight in jax.tree.leaves(described)):
-                return total(combine(self.treedef.unflatten(at), fixed), *others)
-            given = [
-                a if weight is None else StoredWeight(h, a, sums)
-                for weight, a, h, sums in zip(weights, at, self.held, self.sums, strict=True)
+        def loss(differentiated: list[Any]) -> Any:
+            if _all_whole(described):
+                return total(combine(self.treedef.unflatten(differentiated), frozen), *others)
+            evaluated = [
+                trained.evaluated(weight, value)
+                for trained, weight, value in zip(
+                    self.trained, weights, differentiated, strict=True
+                )
             ]
-            return evaluate_on_use(
-                total, described, combine(self.treedef.unflatten(given), fixed), *others
-            )
+            params = combine(self.treedef.unflatten(evaluated), frozen)
+            return evaluate_on_use(total, described, params, *others)
 
-        (_, aux), gradient = jax.value_and_grad(loss, has_aux=True)(at)
-        adds = [weight is not None and weight.accumulates_in_place for weight in weights]
-        return aux, [None if added else g for added, g in zip(adds, gradient, strict=True)]
+        (_, aux), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
+        for position, weight in enumerate(weights):
+            if weight is not None and weight.accumulates_in_place:
+                gradients[position] = None
+        return aux, gradients
 
-    def summed(self, gradient: list[Any]) -> Any:
-        """The whole gradient, of which the last microbatch gave what is not None."""
+    def summed(self, gradients: list[Any]) -> Any:
+        """The gradient of all microbatches, from what the last one returned.
+
+        Where that is None, it is in the sums.
+        """
         leaves = [
-            sums[...] if g is None else g for g, sums in zip(gradient, self.sums, strict=True)
+            trained.sums[...] if gradient is None else gradient
+            for trained, gradient in zip(self.trained, gradients, strict=True)
         ]
         return self.treedef.unflatten(leaves)
