@@ -94,7 +94,7 @@ def test_a_part_of_a_parameter_is_not_taken_for_the_whole():
     # Where each device has exactly one element along that dim.
     one_each = sl.Strategy(mesh="data=8", rules=rules)
     with pytest.raises(
-        ValueError, match=r"shape \(1, 2\).*own part alone.*`Strategy\(manual=\('data',\)\)`"
+        ValueError, match=r"shape \(1, 2\).*only its own part.*`Strategy\(manual=\('data',\)\)`"
     ):
         sl.train_step(loss, one_each)(sl.init(make, optax.sgd(0.1), one_each), numbers)
     meant = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
