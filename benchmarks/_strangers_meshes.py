@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardlib as sl
 from benchmarks._strangers import CompilerError, Outcome, Tally, fast_compiles, in_children, serve
-from shardlib.layouts._rules import resolve
+from shardlib.layouts._resolve import resolve
 
 DEVICES = 16
 IN_ONE_CHILD = 25  # compiled programs are never given back

@@ -26,7 +26,8 @@ from shardlib.checks import _arrays as check_arrays
 from shardlib.experts._dispatch import FORMS, Form, dispatch
 from shardlib.experts._routing import Choices, Router, places, z_loss
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
-from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, resolve
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple
 from shardlib.modeling._batch import WeightedMean, manual_over_all
 from shardlib.modeling._random import is_key
 

@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, say
-from shardlib.layouts._rules import AxisRules, as_tuple, resolve
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import AxisRules, as_tuple
 
 Names: TypeAlias = Sequence[str | None]
 

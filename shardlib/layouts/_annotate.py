@@ -22,14 +22,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
-from shardlib.layouts._rules import (
-    AxisRules,
-    ShardingWarning,
-    as_tuple,
-    check_spec,
-    keep_axes,
-    resolve,
-)
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
 

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from shardlib._tree import map_named
 from shardlib.layouts._relate import Relation
-from shardlib.layouts._rules import AxisRules, check_spec, resolve
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import AxisRules, check_spec
 
 Placement: TypeAlias = Callable[[str, tuple[int, ...], PartitionSpec], PartitionSpec]
 

@@ -1,5 +1,15 @@
-"""From one layout to another by the cheapest collectives, planned instead of left to the
-partitioner.
+"""From one layout of an array to another by the cheapest collectives.
+
+XLA's partitioner picks collectives too, but sometimes more of them than are needed. Here `_route`
+plans the steps and a `shard_map` takes them, one after another, on what each device has.
+
+Where a step splits or gathers several dims at once, there still is one collective, along one dim.
+A collective over pieces of sizes 2 and 3 has groups of 6 members, and member number 3 a + b gets
+block 3 a + b along that dim. Blocks along one dim become blocks along two by a local transpose of
+digits, which are dims of an intermediate shape:
+
+    along one dim    [a b rows] [cols]      the digits a, b are the major ones of dim 0
+    along two dims   [a rows]   [b cols]    the digit b has moved to dim 1
 """
 
 import functools
@@ -46,7 +56,7 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     mesh of 2x4 it finds the best sequence there is, on one of 2x2x2 for nearly every pair.
 
     Partial sums are spelt as JAX spells them, `PartitionSpec(..., unreduced={"model"})`, and exist
-    on explicit axes alone. The gradient of a reshard is the reshard back, and of a partial sum the
+    only on explicit axes. The gradient of a reshard is the reshard back, and of a partial sum the
     whole cotangent for every part; there is no forward-mode differentiation (write `jax.jacrev` for
     `jax.jacfwd`). Inside a `shard_map`, `reshard` is for the axes that are not manual.
 
@@ -74,9 +84,9 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
             "own part, and there is no layout left to change. Use the collectives of `jax.lax`; a "
             "partial sum is the local value there."
         )
-    for name, spec in (("to", to), ("source", source)):
-        if spec is not None:
-            _check(name, spec, mesh, x.shape)
+    _check_spec_of_argument("to", to, mesh, x.shape)
+    if source is not None:
+        _check_spec_of_argument("source", source, mesh, x.shape)
     if known is not None:
         if source is not None and spec_entries(source, x.ndim) != spec_entries(known, x.ndim):
             raise ValueError(
@@ -84,36 +94,16 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
                 "Leave `source` out."
             )
         source = known
-    if to.unreduced or to.reduced or (source is not None and source.reduced):
-        raise ValueError(
-            f"`reshard` from {source} to {to}: `unreduced` is for the layout an array comes from, "
-            "which `reshard` sums, and `reduced` is for cotangents. Between such types use "
-            "`jax.sharding.reshard`."
-        )
+    _check_partial_sums(source, to, mesh)
     if source is None:
         return constrain(x, to)
-    # JAX 0.12 knows partial maxima and minima beside partial sums, 0.10 does not.
-    if (
-        source.unreduced
-        and (kind := getattr(source, "unreduced_kind", None)) is not None
-        and kind.name != "sum"
-    ):
-        raise ValueError(
-            f"`reshard` sums partial sums; {source} is a partial {kind.name}. Use "
-            "`jax.sharding.reshard`."
-        )
-    if source.unreduced and set(mesh.axis_names) != set(mesh.explicit_axes):
-        raise ValueError(
-            f"`reshard(x, source={source})`: partial sums are a type of explicit axes, and these "
-            "are automatic. Make the mesh with `AxisType.Explicit`, or sum inside a "
-            "`jax.shard_map` with `jax.lax.psum` or `psum_scatter`."
-        )
-    return _mover(mesh, source, to, x.shape)(x)
+    return _compiled_move(mesh, source, to, x.shape)(x)
 
 
 def _mesh_and_layout(x: jax.Array) -> tuple[Mesh | AbstractMesh, PartitionSpec | None]:
-    """The mesh an array is on, and how it is laid out there if anything but the partitioner
-    knows.
+    """The mesh that an array is on, and its spec there.
+
+    The spec is None where only the partitioner knows it: in a jitted function over automatic axes.
     """
     mesh = mesh_of_shards()
     if isinstance(x, Tracer):
@@ -130,31 +120,75 @@ def _mesh_and_layout(x: jax.Array) -> tuple[Mesh | AbstractMesh, PartitionSpec |
     return mesh, None
 
 
-def _check(
-    name: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh, shape: tuple[int, ...]
+def _check_spec_of_argument(
+    argument: str, spec: PartitionSpec, mesh: Mesh | AbstractMesh, shape: tuple[int, ...]
 ) -> None:
+    """Refuse a spec that does not say where every dim is, or whose axes are not free to use.
+
+    `argument` is the argument of `reshard` that it was given as.
+    """
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec.partitions):
         raise ValueError(
-            f"`reshard(x, {name}={spec})` leaves a dim to the partitioner: say where every dim is."
+            f"`reshard(x, {argument}={spec})` leaves a dim to the partitioner: "
+            "say where every dim is."
         )
-    named = [*itertools.chain(*spec_entries(spec, 0)[0]), *spec.unreduced, *spec.reduced]
-    if manual := [axis for axis in named if axis in mesh.manual_axes]:
-        raise ValueError(
-            f"`reshard(x, {name}={spec})` names `{manual[0]}`, over which the surrounding "
-            "`shard_map` is manual: each device has its own part. Use the collectives of `jax.lax` "
-            "over it; a partial sum there is the local value."
-        )
+    entries, _ = spec_entries(spec, 0)
+    named = [*itertools.chain(*entries), *spec.unreduced, *spec.reduced]
+    for axis in named:
+        if axis in mesh.manual_axes:
+            raise ValueError(
+                f"`reshard(x, {argument}={spec})` names `{axis}`, over which the surrounding "
+                "`shard_map` is manual: each device has its own part. Use the collectives of "
+                "`jax.lax` over it; a partial sum there is the local value."
+            )
     check_spec(mesh.shape, PartitionSpec(*spec.partitions), shape, what="the array to reshard")
-    if unknown := [axis for axis in named if axis not in mesh.shape]:
+    # Axes that split a dim are known to the mesh by now: these are of partial sums.
+    for axis in named:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"`reshard(x, {argument}={spec})` sums over `{axis}`; the mesh has "
+                f"{(*mesh.shape,)}."
+            )
+
+
+def _check_partial_sums(
+    source: PartitionSpec | None, to: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuse specs whose partial sums `reshard` does not know how to sum.
+
+    It sums those of `source`, on a mesh with explicit axes, and makes none.
+    """
+    if to.unreduced or to.reduced or (source is not None and source.reduced):
         raise ValueError(
-            f"`reshard(x, {name}={spec})` sums over `{unknown[0]}`; the mesh has {(*mesh.shape,)}."
+            f"`reshard` from {source} to {to}: `unreduced` is for the layout an array comes from, "
+            "which `reshard` sums, and `reduced` is for cotangents. Between such types use "
+            "`jax.sharding.reshard`."
+        )
+    if source is None or not source.unreduced:
+        return
+    # JAX 0.12 knows partial maxima and minima besides partial sums, 0.10 does not.
+    kind = getattr(source, "unreduced_kind", None)
+    if kind is not None and kind.name != "sum":
+        raise ValueError(
+            f"`reshard` sums partial sums; {source} is a partial {kind.name}. Use "
+            "`jax.sharding.reshard`."
+        )
+    if set(mesh.axis_names) != set(mesh.explicit_axes):
+        raise ValueError(
+            f"`reshard(x, source={source})`: partial sums are a type of explicit axes, and these "
+            "are automatic. Make the mesh with `AxisType.Explicit`, or sum inside a "
+            "`jax.shard_map` with `jax.lax.psum` or `psum_scatter`."
         )
 
 
 @functools.lru_cache(maxsize=1024)
-def _mover(
+def _compiled_move(
     mesh: Mesh | AbstractMesh, source: PartitionSpec, to: PartitionSpec, shape: tuple[int, ...]
 ) -> Any:
+    """The function that takes an array of this shape from `source` to `to`, with its gradient.
+
+    It is kept, so that `jax.jit` compiles the same move once.
+    """
     steps = plan(source, to, dict(mesh.shape), shape)
     whole = PartitionSpec(*source.partitions)
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
@@ -170,7 +204,7 @@ def _mover(
     )
     def moved(shard: jax.Array) -> jax.Array:
         for step in steps:
-            shard = _take(step, shard, mesh.shape)
+            shard = _execute(step, shard, mesh.shape)
         return shard
 
     # JAX would transpose the collectives one by one. Not knowing (`check_vma=False`) which values
@@ -181,7 +215,7 @@ def _mover(
         return moved(x)
 
     def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        cotangent = _mover(mesh, to, whole, shape)(cotangent)
+        cotangent = _compiled_move(mesh, to, whole, shape)(cotangent)
         if source.unreduced:  # the type JAX gives the cotangent of a partial sum; nothing moves
             dual = PartitionSpec(*source.partitions, reduced=source.unreduced)
             cotangent = jax.sharding.reshard(cotangent, NamedSharding(mesh, dual))
@@ -191,106 +225,153 @@ def _mover(
     return move
 
 
-def _take(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax.Array:
-    """Take one step on what a device has. Runs manual over every axis of the step; shapes are
-    local.
+def _execute(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax.Array:
+    """Take one step of a plan on what a device has.
 
-    Collectives gather and split along one dim. Where several dims take part, digits move to and
-    from that one locally.
+    It runs where every axis of the step is manual, so shapes are those of the device's shard.
+    Collectives gather and split along one dim, that of the group's first piece; where several dims
+    take part, digits move to and from that one locally.
     """
     pieces = step.pieces
     axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
-    index = _indices(step.pieces, mesh_shape)
+    index = _indices(pieces, mesh_shape)
     groups = {"axis_name": axes, "axis_index_groups": _groups(pieces, index)}
-    leaves, comes = (
-        next((dim for dim, entry in enumerate(layout.tiles) if pieces[0] in entry), -1)
-        for layout in (step.before, step.after)
-    )
+    # The dim that is gathered, and the dim that is split.
+    before = _dim_split_by(pieces[0], step.before.tiles)
+    after = _dim_split_by(pieces[0], step.after.tiles)
     match step.kind:
         case "slice":
-            size = shard.shape[comes] // tile_count(pieces)
+            size = shard.shape[after] // tile_count(pieces)
             number = _number(pieces, {axis: lax.axis_index(axis) for axis in axes})
-            return lax.dynamic_slice_in_dim(shard, number * size, size, comes)
+            return lax.dynamic_slice_in_dim(shard, number * size, size, after)
         case "all-gather":
-            shard = lax.all_gather(shard, axis=leaves, tiled=True, **groups)
-            return _from_one_dim(shard, leaves, pieces, step.before.tiles)
+            shard = lax.all_gather(shard, axis=before, tiled=True, **groups)
+            return _from_one_dim(shard, before, pieces, step.before.tiles)
         case "all-to-all":
-            shard = _to_one_dim(shard, comes, pieces, step.after.tiles)
+            shard = _to_one_dim(shard, after, pieces, step.after.tiles)
             shard = lax.all_to_all(
-                shard, split_axis=comes, concat_axis=leaves, tiled=True, **groups
+                shard, split_axis=after, concat_axis=before, tiled=True, **groups
             )
-            return _from_one_dim(shard, leaves, pieces, step.before.tiles)
+            return _from_one_dim(shard, before, pieces, step.before.tiles)
         case "all-reduce":
             return lax.psum(shard, **groups)
         case "reduce-scatter":
-            shard = _to_one_dim(shard, comes, pieces, step.after.tiles)
-            return lax.psum_scatter(shard, scatter_dimension=comes, tiled=True, **groups)
+            shard = _to_one_dim(shard, after, pieces, step.after.tiles)
+            return lax.psum_scatter(shard, scatter_dimension=after, tiled=True, **groups)
         case _:
             return lax.ppermute(shard, axes, _pairs(step, index))
 
 
-def _from_one_dim(shard: jax.Array, at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> jax.Array:
-    """From blocks along the dim `at`, numbered by pieces, to blocks along the dims that `tiles`
-    says pieces split.
-    """
-    order, sizes = _digits(at, pieces, tiles)
-    if order == sorted(order):
-        return shard
-    count = math.prod(sizes)
-    digits = [*shard.shape[:at], *sizes, shard.shape[at] // count, *shard.shape[at + 1 :]]
-    shape = list(shard.shape)
-    shape[at] //= count
+def _dim_split_by(piece: Piece, tiles: Tiles) -> int:
+    """The dim that a piece splits, or -1 where it splits none."""
     for dim, entry in enumerate(tiles):
-        shape[dim] *= tile_count(piece for piece in entry if piece in pieces)
+        if piece in entry:
+            return dim
+    return -1
+
+
+def _from_one_dim(
+    shard: jax.Array, one_dim: int, pieces: tuple[Piece, ...], tiles: Tiles
+) -> jax.Array:
+    """Turn blocks along one dim, numbered by pieces, into blocks along all dims of the pieces.
+
+    Args:
+        shard: what a device has; the pieces are the major digits along `one_dim`, in their order.
+        one_dim: the dim that a collective gathered.
+        pieces: what its groups run over.
+        tiles: which pieces split which dim; others than `pieces` are left out of account.
+    """
+    order = _digit_order(one_dim, pieces, tiles)
+    if order == sorted(order):  # the pieces are all of that dim, and in order
+        return shard
+    sizes = [piece.size for piece in pieces]
+    shape = list(shard.shape)
+    shape[one_dim] //= math.prod(sizes)
+    # With a dim for every digit, which are moved to their dims and joined there.
+    digits = [*shape[:one_dim], *sizes, *shape[one_dim:]]
+    for dim, own in enumerate(_pieces_by_dim(pieces, tiles)):
+        shape[dim] *= tile_count(own)
     return shard.reshape(digits).transpose(order).reshape(shape)
 
 
-def _to_one_dim(shard: jax.Array, at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> jax.Array:
-    """The inverse: pieces become the major digits along the dim `at`, in their order."""
-    order, sizes = _digits(at, pieces, tiles)
+def _to_one_dim(
+    shard: jax.Array, one_dim: int, pieces: tuple[Piece, ...], tiles: Tiles
+) -> jax.Array:
+    """Turn blocks along all dims of the pieces into blocks along one dim, numbered by pieces.
+
+    This is the inverse of `_from_one_dim`, with the same arguments. A collective that splits
+    `one_dim` of the result gives each member of a group its block.
+    """
+    order = _digit_order(one_dim, pieces, tiles)
     if order == sorted(order):
         return shard
-    own = [[piece.size for piece in entry if piece in pieces] for entry in tiles]
-    local = [size // math.prod(blocks) for size, blocks in zip(shard.shape, own, strict=True)]
-    digits = [size for blocks, rest in zip(own, local, strict=True) for size in (*blocks, rest)]
-    local[at] *= math.prod(sizes)
-    return shard.reshape(digits).transpose(np.argsort(order)).reshape(local)
+    shape: list[int] = []
+    digits: list[int] = []
+    for size, own in zip(shard.shape, _pieces_by_dim(pieces, tiles), strict=True):
+        local_size = size // tile_count(own)
+        shape.append(local_size)
+        digits += [*(piece.size for piece in own), local_size]
+    shape[one_dim] *= tile_count(pieces)
+    return shard.reshape(digits).transpose(np.argsort(order)).reshape(shape)
 
 
-def _digits(at: int, pieces: tuple[Piece, ...], tiles: Tiles) -> tuple[list[int], list[int]]:
-    """Where the digits of all dims are while pieces are at `at`, dim by dim as `tiles` has them;
-    and their sizes.
+def _pieces_by_dim(pieces: tuple[Piece, ...], tiles: Tiles) -> list[list[Piece]]:
+    """For each dim those of the pieces that split it, major to minor."""
+    by_dim: list[list[Piece]] = []
+    for entry in tiles:
+        by_dim.append([piece for piece in entry if piece in pieces])
+    return by_dim
+
+
+def _digit_order(one_dim: int, pieces: tuple[Piece, ...], tiles: Tiles) -> list[int]:
+    """The transpose that takes digits from one dim to the dims that `tiles` says they split.
+
+    Before it the shape is dim by dim what a device holds, with the pieces in front of `one_dim`.
+    Entry k of the result says where the k-th dim after the transpose is before it.
     """
-    order = []
-    for dim, entry in enumerate(tiles):
-        order += [at + pieces.index(piece) for piece in entry if piece in pieces]
-        order.append(dim + len(pieces) * (dim >= at))
-    return order, [piece.size for piece in pieces]
+    order: list[int] = []
+    for dim, own in enumerate(_pieces_by_dim(pieces, tiles)):
+        for piece in own:
+            order.append(one_dim + pieces.index(piece))
+        # The dim itself, behind the digits if these stand before it.
+        if dim >= one_dim:
+            order.append(dim + len(pieces))
+        else:
+            order.append(dim)
+    return order
 
 
 def _groups(pieces: tuple[Piece, ...], index: Mapping[str, np.ndarray]) -> list[list[int]] | None:
-    """The groups over some pieces, by the numbers of devices along their axes; None if that is all
-    of them in order.
+    """The groups over some pieces, in JAX's numbers of the devices along the pieces' axes.
+
+    Members are in the order of their numbers along the pieces. The result is None, which JAX takes
+    for one group of all devices, where that is what it would be.
     """
     number = _number(pieces, index)
     if (number == np.arange(number.size)).all():
         return None
-    rest = {axis: along.copy() for axis, along in index.items()}
+    # Members of a group differ in the digits of the pieces only.
+    other_digits = {axis: along.copy() for axis, along in index.items()}
     for axis, stride, size in pieces:
-        rest[axis] -= index[axis] // stride % size * stride
-    return np.lexsort((number, *rest.values())).reshape(-1, tile_count(pieces)).tolist()
+        other_digits[axis] -= index[axis] // stride % size * stride
+    # `lexsort` sorts by its last key first: group by group, and within one by number.
+    devices = np.lexsort((number, *other_digits.values()))
+    return devices.reshape(-1, tile_count(pieces)).tolist()
 
 
 def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
-    """Who sends to whom: a device that has what it wants keeps it, another gets it from one that
-    has no use for it.
+    """The pairs (sender, receiver) of a permute.
+
+    A device that already has the tile it wants keeps it. Every other one gets it from a device that
+    has no use for it, so that nobody sends twice.
     """
-    has, wants = (
-        _number(tuple(itertools.chain(*tiles)), index)
-        for tiles in (step.before.tiles, step.after.tiles)
-    )
-    [stay], [move] = np.nonzero(has == wants), np.nonzero(has != wants)
-    senders, receivers = (move[np.argsort(tile[move], kind="stable")] for tile in (has, wants))
+    has = _number(tuple(itertools.chain(*step.before.tiles)), index)
+    wants = _number(tuple(itertools.chain(*step.after.tiles)), index)
+    [stay] = np.nonzero(has == wants)
+    [move] = np.nonzero(has != wants)
+    # Sorted by tile, those that have it and those that want it meet.
+    senders = move[np.argsort(has[move], kind="stable")]
+    receivers = move[np.argsort(wants[move], kind="stable")]
     return [
         *zip(stay.tolist(), stay.tolist(), strict=True),
         *zip(senders.tolist(), receivers.tolist(), strict=True),
@@ -298,21 +379,20 @@ def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]
 
 
 def _indices(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The index of every device along each axis, in the order in which JAX counts devices over
-    several axes.
+    """The index of every device along each axis of the pieces.
+
+    Devices are in the order in which JAX counts them over several axes, the first axis major.
     """
     axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
-    return dict(
-        zip(
-            axes,
-            np.indices([mesh_shape[axis] for axis in axes]).reshape(len(axes), -1),
-            strict=True,
-        )
-    )
+    indices = np.indices([mesh_shape[axis] for axis in axes]).reshape(len(axes), -1)
+    return dict(zip(axes, indices, strict=True))
 
 
 def _number(pieces: tuple[Piece, ...], index: Mapping[str, Any]) -> Any:
-    """The number of a device among those along some pieces, the first of them major."""
+    """The number of a device among those along some pieces, the first of them major.
+
+    `index` has its index along each axis: numbers, arrays of them for all devices, or tracers.
+    """
     number = 0
     for axis, stride, size in pieces:
         number = number * size + index[axis] // stride % size

@@ -1,14 +1,14 @@
-"""Rules from names to mesh axes, and the one function that turns names and a shape into a
-`PartitionSpec`.
+"""Rules from the names of dims to mesh axes, and what is asked of specs.
 
 Vocabulary: a *dim* is a dimension of an array, a *name* is what the model calls it, an *axis* is an
-axis of the mesh.
+axis of the mesh. A model gives names to the dims of its arrays and never mentions an axis; rules
+say which axes split a dim of each name, so that one model runs on any mesh. `_resolve` applies
+rules to an array.
 """
 
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -37,7 +37,10 @@ stages. A model with several loops over layers tells them apart: `encoder_layers
 
 
 def counts_layers(name: object) -> bool:
-    """Whether a name is of a dim along which layers are stacked: `layers`, `encoder_layers`."""
+    """Whether a name is of a dim along which layers are stacked.
+
+    Such names are `layers` and all that end in `_layers`, such as `encoder_layers`.
+    """
     return isinstance(name, str) and (name == LAYERS or name.endswith(f"_{LAYERS}"))
 
 
@@ -76,9 +79,11 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
                 "pairs, in which the first that fits wins, make candidates: "
                 '`AxisRules(heads=["model", None])`.'
             )
-        self._set(
-            {name: _candidates(name, value) for name, value in {**(rules or {}), **more}.items()}
-        )
+        # A keyword wins over the mapping, as in `dict(mapping, name=...)`.
+        candidates: dict[str, tuple[Axes, ...]] = {}
+        for name, value in {**(rules or {}), **more}.items():
+            candidates[name] = _candidates(name, value)
+        self._set(candidates)
 
     def _set(
         self,
@@ -86,19 +91,29 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         known: Iterable[str] = (),
         policies: Mapping[str | None, Policy] | None = None,
     ) -> "AxisRules":
+        """Set the fields of a new object and return it.
+
+        `rules` hold checked candidates. A name in `known` that has a rule is not kept there twice.
+        `policies` has the policy of every other name under None.
+        """
         self._rules = rules
         self._known = frozenset(known).difference(rules)
         self._policies = dict(policies or {})
+        # Rules are part of JAX's jit cache key and hashed at every call, so the hash is kept.
         self._hash = hash((tuple(rules.items()), self._known, frozenset(self._policies.items())))
         return self
 
     def __reduce__(self) -> Any:
-        # Hashes of text differ from process to process.
+        # Hashes of text differ from process to process, so the hash is computed anew.
         return _rebuilt, (self._rules, self._known, self._policies)
 
     @classmethod
     def knowing(cls, *names: str) -> "AxisRules":
-        """Names that a model may use and that are replicated until a rule says otherwise."""
+        """Rules in which names are known and replicated until a rule says otherwise.
+
+        A model's author lists with it the names that the model uses, so that a misspelt one is
+        refused.
+        """
         for name in names:
             check.text("AxisRules.knowing", "names", name, "names of dims, one by one")
         return cls.__new__(cls)._set({}, names)
@@ -107,48 +122,62 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         """State what happens to a dim that no candidate divides: for every name, or name by name.
 
         `error` (the default) refuses. `replicate` leaves the dim whole. `drop` leaves out axes,
-        last first, until the rest divides. `pad` splits unevenly: the last shard is padded for as
-        long as the array is laid out so; a stored parameter cannot be padded. Whatever happens is
-        said in a `ShardingWarning` and in `describe`.
+        last first, until the remaining ones divide the dim. `pad` splits unevenly: the last shard
+        is padded for as long as the array is laid out so; a stored parameter cannot be padded.
+        Whatever happens is reported in a `ShardingWarning` and in `describe`.
 
         >>> AxisRules(heads="model", batch="data").indivisible(heads="replicate").policy("heads")
         'replicate'
         """
-        chosen: dict[str | None, Policy] = {
-            **({} if policy is None else {None: policy}),
-            **policies,
-        }
+        chosen: dict[str | None, Policy] = {}
+        if policy is not None:
+            chosen[None] = policy
+        chosen.update(policies)
         for name, value in chosen.items():
+            # None stands for every name.
             check.choice("indivisible", name or "policy", value, POLICIES)
             if name is not None:
-                self._require_known([name])
+                require_known(self, [name])
         return AxisRules.__new__(AxisRules)._set(
             dict(self._rules), self._known, {**self._policies, **chosen}
         )
 
     def policy(self, name: str) -> Policy:
-        """What happens to a dim of this name that no candidate divides."""
-        self._require_known([name])
+        """What happens to a dim of this name that no candidate divides.
+
+        That is the policy of the name, or else the one for every name, or else `error`.
+        """
+        require_known(self, [name])
         return self._policies.get(name, self._policies.get(None, "error"))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that may be used: those with a rule, in order, then those only known."""
+        """Every name that may be used.
+
+        Names with a rule come first, in the order of the rules, then those that are only known.
+        """
         return (*self._rules, *sorted(self._known))
 
     def says(self, name: str) -> bool:
-        """Whether there is a rule for a name, which is more than that it may be used."""
+        """Whether there is a rule for a name.
+
+        That is more than `name in rules`, which also holds for names that are only known.
+        """
         return name in self._rules
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the dim of examples."""
+        """The mesh axes that split the dim of examples.
+
+        They are the axes of data parallelism, so rules must say them without alternatives.
+        """
         if BATCH not in self.names:
             raise ValueError(
                 f"No rule for `{BATCH}`, the dim of examples. Add one: `rules | "
                 'AxisRules(batch="data")`.'
             )
         candidates = self[BATCH]
+        # What a step averages over must not depend on the size of a batch.
         if len(candidates) > 1:
             raise ValueError(
                 f"`{BATCH}` lists candidates {candidates}; the dim of examples takes "
@@ -158,17 +187,18 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that some rule mentions, in order."""
-        mentioned = (
-            axis
-            for candidates in self._rules.values()
-            for axes in candidates
-            for axis in as_tuple(axes)
-        )
+        """Every mesh axis that some rule mentions, in order and each once."""
+        mentioned: list[str] = []
+        for candidates in self._rules.values():
+            mentioned.extend(_axes_of_candidates(candidates))
         return tuple(dict.fromkeys(mentioned))
 
     def check_mesh(self, mesh_shape: Mapping[str, int]) -> None:
-        """Refuse rules that speak of an axis which the mesh lacks."""
+        """Refuse rules that use an axis which the mesh lacks.
+
+        `mesh_shape` has the sizes of the mesh's axes: `mesh.shape`. An axis of size one is enough
+        for rules that split over it to be accepted.
+        """
         check.kind(
             "check_mesh",
             "mesh_shape",
@@ -177,28 +207,17 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
             "a mapping from axes to sizes: `mesh.shape`",
         )
         for name, candidates in self._rules.items():
-            for axis in (axis for axes in candidates for axis in as_tuple(axes)):
+            for axis in _axes_of_candidates(candidates):
                 if axis not in mesh_shape:
                     raise ValueError(
                         f"The rule for `{name}` uses the mesh axis `{axis}`; the mesh has "
-                        f"{_mesh_text(mesh_shape)}. Change the rule, or give the mesh an axis of "
+                        f"{mesh_text(mesh_shape)}. Change the rule, or give the mesh an axis of "
                         f"size one: `{axis}=1`."
                     )
 
-    def _require_known(self, names: Iterable[str], where: str = "") -> None:
-        for name in names:
-            check.text("AxisRules", "name", name, f"the name of a dim{where}")
-            if name not in self._rules and name not in self._known:
-                close = difflib.get_close_matches(name, self.names, n=1)
-                raise ValueError(
-                    f"Unknown name `{check.shown(name)[1:-1]}`{where}. "
-                    + (f"Did you mean `{close[0]}`? " if close else "")
-                    + f"The rules know {_listed(self.names)}. "
-                    f"Add it, `rules | AxisRules({name}=...)`, with `None` for replicated."
-                )
-
     def __getitem__(self, name: str) -> tuple[Axes, ...]:
-        self._require_known([name])
+        require_known(self, [name])
+        # A name that is only known is replicated.
         return self._rules.get(name, (None,))
 
     def __contains__(self, name: object) -> bool:
@@ -213,6 +232,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     def __or__(self, other: "AxisRules") -> "AxisRules":
         if not isinstance(other, AxisRules):
             return NotImplemented
+        # A rule on the right replaces that on the left, in its place in the order.
         return AxisRules.__new__(AxisRules)._set(
             {**self._rules, **other._rules},
             self._known | other._known,
@@ -220,95 +240,79 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AxisRules) and (
-            (tuple(self._rules.items()), self._known, self._policies)
-            == (tuple(other._rules.items()), other._known, other._policies)
+        if not isinstance(other, AxisRules):
+            return False
+        # The order of rules counts: `axes` follows it.
+        return (
+            tuple(self._rules.items()) == tuple(other._rules.items())
+            and self._known == other._known
+            and self._policies == other._policies
         )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        parts = [
-            f"{n}={c[0]!r}" if len(c) == 1 else f"{n}={list(c)!r}" for n, c in self._rules.items()
-        ]
+        arguments: list[str] = []
+        for name, candidates in self._rules.items():
+            # One candidate is written without its list, as users write it.
+            if len(candidates) == 1:
+                arguments.append(f"{name}={candidates[0]!r}")
+            else:
+                arguments.append(f"{name}={list(candidates)!r}")
         if self._known:
-            parts.append("known={" + ", ".join(map(repr, sorted(self._known))) + "}")
-        default = self._policies.get(None)
-        named = [f"{n}={p!r}" for n, p in self._policies.items() if n is not None]
-        policies = ", ".join([repr(default)] * (default is not None) + named)
-        return f"AxisRules({', '.join(parts)})" + (f".indivisible({policies})" if policies else "")
+            arguments.append("known={" + ", ".join(map(repr, sorted(self._known))) + "}")
+        written = f"AxisRules({', '.join(arguments)})"
+        if self._policies:
+            written += f".indivisible({self._policy_arguments()})"
+        return written
+
+    def _policy_arguments(self) -> str:
+        """The policies as arguments of `indivisible`, with the one for every name first."""
+        arguments: list[str] = []
+        if None in self._policies:
+            arguments.append(repr(self._policies[None]))
+        for name, policy in self._policies.items():
+            if name is not None:
+                arguments.append(f"{name}={policy!r}")
+        return ", ".join(arguments)
 
 
 def _rebuilt(rules: Any, known: Any, policies: Any) -> AxisRules:
+    """Rules from the fields of others, for `pickle` and `copy`.
+
+    It is a function of the module because `pickle` finds what to call by its name.
+    """
     return AxisRules.__new__(AxisRules)._set(rules, known, policies)
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """What names and a shape come to on a mesh: the spec, the size to pad to, and what must be said
-    aloud.
+def require_known(rules: AxisRules, names: Iterable[str], where: str = "") -> None:
+    """Refuse names that the rules do not know, and suggest the one that was likely meant.
+
+    `where` is put after the name in the message: " for a dim of ...".
     """
-
-    spec: PartitionSpec
-    padded_shape: tuple[int, ...]
-    said: tuple[str, ...] = ()
-
-
-def resolve(
-    rules: AxisRules,
-    mesh_shape: Mapping[str, int],
-    names: tuple[object, ...],
-    shape: tuple[int, ...],
-    *,
-    what: str = "array",
-    manual: frozenset[str] = frozenset(),
-    parts: bool = False,
-) -> Resolution:
-    """Turn the names of an array's dims into a spec, or say exactly why that cannot be.
-
-    `manual` are the axes over which the surrounding `shard_map` is manual: the batch is split over
-    them already, and, where the array is known to be a device's own part, every dim is.
-
-    >>> rules = AxisRules(batch="data", heads=["model", None], embed=None)
-    >>> resolve(rules, {"data": 2, "model": 4}, ("batch", "heads", "embed"), (8, 6, 64)).spec
-    P('data', None, None)
-    """
-    array = f"`{what}` of shape {shape}"
-    if len(names) != len(shape):
-        raise ValueError(
-            f"{array} has {len(shape)} dims and was given {len(names)} names {check.shown(names)}: "
-            "name every dim once."
-        )
-    rules.check_mesh(mesh_shape)
-    rules._require_known((n for n in names if isinstance(n, str)), f" for a dim of {array}")
-    taken: dict[str, str] = {}
-    entries: list[object] = []
-    padded = list(shape)
-    said: list[str] = []
-    for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
-        if not isinstance(name, str):
-            entries.append(_literal(name, array))
+    for name in names:
+        check.text("AxisRules", "name", name, f"the name of a dim{where}")
+        if name in rules:
             continue
-        where = f"dim {dim}, `{name}`={size}, of {array}"
-        usable = [_outside_manual(name, axes, manual, where, parts) for axes in rules[name]]
-        free = [axes for axes in usable if not any(axis in taken for axis in axes)]
-        if not free:
-            clash = next(axis for axis in usable[0] if axis in taken)
-            raise ValueError(
-                f"`{name}` and `{taken[clash]}`, two dims of {array}, both map to the mesh axis "
-                f"`{clash}`. One axis splits one dim: give them different axes, or name weights "
-                "and activations differently."
-            )
-        axes = next((axes for axes in free if size % _product(mesh_shape, axes) == 0), None)
-        if axes is None:
-            axes, padded[dim], remark = _indivisible(
-                rules.policy(name), mesh_shape, free, size, where
-            )
-            said.append(remark)
-        taken.update(dict.fromkeys(axes, name))
-        entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-    return Resolution(PartitionSpec(*entries), tuple(padded), tuple(said))
+        # Silently replicating a dim whose name is misspelt would cost memory and tell nobody.
+        suggestion = ""
+        close = difflib.get_close_matches(name, rules.names, n=1)
+        if close:
+            suggestion = f"Did you mean `{close[0]}`? "
+        raise ValueError(
+            f"Unknown name `{check.shown(name)[1:-1]}`{where}. {suggestion}"
+            f"The rules know {listed(rules.names)}. "
+            f"Add it, `rules | AxisRules({name}=...)`, with `None` for replicated."
+        )
+
+
+def _axes_of_candidates(candidates: Iterable[Axes]) -> list[str]:
+    """The mesh axes that the candidates of one rule mention, in order, some perhaps twice."""
+    axes_mentioned: list[str] = []
+    for axes in candidates:
+        axes_mentioned.extend(as_tuple(axes))
+    return axes_mentioned
 
 
 def check_spec(
@@ -318,8 +322,10 @@ def check_spec(
     *,
     what: str = "array",
 ) -> PartitionSpec:
-    """Hold a literal `PartitionSpec` to the rules that names obey: known axes, each once, every
-    split even.
+    """Check a literal `PartitionSpec` for an array, and return it.
+
+    It must obey what names do: every axis is one of the mesh, splits one dim, and splits it evenly.
+    `what` is what messages call the array.
     """
     array = f"`{what}` of shape {shape}"
     if len(spec) > len(shape):
@@ -328,20 +334,21 @@ def check_spec(
         )
     seen: set[str] = set()
     for dim, (entry, size) in enumerate(zip(spec, shape, strict=False)):
-        if entry is PartitionSpec.UNCONSTRAINED:
+        if entry is PartitionSpec.UNCONSTRAINED:  # the partitioner splits it as it likes
             continue
-        for axis in as_tuple(entry):
+        axes = as_tuple(entry)
+        for axis in axes:
             if axis not in mesh_shape:
                 raise ValueError(
                     f"{spec} for {array} names the axis `{axis}`; the mesh has "
-                    f"{_mesh_text(mesh_shape)}."
+                    f"{mesh_text(mesh_shape)}."
                 )
             if axis in seen:
                 raise ValueError(
                     f"{spec} for {array} uses the axis `{axis}` twice; one axis splits one dim."
                 )
             seen.add(axis)
-        count = _product(mesh_shape, as_tuple(entry))
+        count = parts_over(mesh_shape, axes)
         if size % count:
             raise ValueError(
                 f"{spec} splits dim {dim} of {array} into {count}, which does not divide {size}."
@@ -350,23 +357,46 @@ def check_spec(
 
 
 def as_tuple(axes: Axes) -> tuple[str, ...]:
-    """The axes of one entry of a spec or one candidate of a rule, as a tuple."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    """The axes of one entry of a spec, or of one candidate of a rule, as a tuple.
+
+    It is empty for None, which means that the dim is not split.
+    """
+    if axes is None:
+        return ()
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes)
+
+
+def spec_entry(axes: tuple[str, ...]) -> Axes:
+    """Axes as an entry of a spec, the inverse of `as_tuple`.
+
+    None or one axis is not written as a tuple, so that specs which mean the same compare equal.
+    """
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return axes[0]
+    return axes
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Every mesh axis that a spec mentions, in order."""
-    return tuple(
-        axis
-        for entry in spec
-        if entry is not PartitionSpec.UNCONSTRAINED
-        for axis in as_tuple(entry)
-    )
+    """Every mesh axis that a spec mentions, in order.
+
+    A dim that is left to the partitioner mentions none.
+    """
+    axes: list[str] = []
+    for entry in spec:
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            axes.extend(as_tuple(entry))
+    return tuple(axes)
 
 
 def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """The spec with every axis outside `axes` left out: what a `shard_map` manual over `axes` is
-    told.
+    """The spec with every axis outside `axes` left out.
+
+    That is the spec which a `shard_map` that is manual over `axes` takes; the other axes stay with
+    the partitioner.
 
     >>> keep_axes(PartitionSpec(("data", "fsdp"), "model"), {"data", "model"})
     P('data', 'model')
@@ -375,98 +405,59 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     entries: list[Any] = []
     for entry in spec:
         if entry is PartitionSpec.UNCONSTRAINED:
+            # There are no axes in it to leave out.
             entries.append(entry)
             continue
-        kept = tuple(axis for axis in as_tuple(entry) if axis in axes)
-        entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+        entries.append(spec_entry(tuple(axis for axis in as_tuple(entry) if axis in axes)))
     return PartitionSpec(*entries)
 
 
 def _candidates(name: Any, value: Any) -> tuple[Axes, ...]:
+    """The candidates of one rule, checked: a list of them, or one that stands for itself.
+
+    An empty tuple of axes is the same as None.
+    """
     check.text("AxisRules", "rules", name, "rules by the names of dims")
-    candidates = value if isinstance(value, list) else [value]
-    if not candidates:
+    listed = [value]
+    if isinstance(value, list):
+        listed = value
+    if not listed:
         raise ValueError(
             f"The rule for `{name}` lists no candidate; write `{name}=None` for replicated."
         )
-    for axes in candidates:
-        if not (
-            axes is None
-            or isinstance(axes, str)
-            or (isinstance(axes, tuple) and all(isinstance(a, str) for a in axes))
-        ):
+    candidates: list[Axes] = []
+    for axes in listed:
+        if not _is_candidate(axes):
             raise ValueError(
                 f"The rule for `{name}` holds {check.shown(axes)}; a candidate is an axis, a tuple "
                 "of axes or None, and a list holds candidates to try in turn."
             )
         if len(set(as_tuple(axes))) != len(as_tuple(axes)):
             raise ValueError(f"The rule for `{name}` names an axis twice: {axes!r}.")
-    return tuple(None if axes == () else axes for axes in candidates)
+        # Spelt in one way, so that rules which mean the same compare equal.
+        if axes == ():
+            axes = None
+        candidates.append(axes)
+    return tuple(candidates)
 
 
-def _literal(name: object, array: str) -> object:
-    if name is None or name is PartitionSpec.UNCONSTRAINED:
-        return name
-    raise ValueError(
-        f"{array} was given the name {check.shown(name)}; a name is a string, or None for a dim "
-        "that is not split."
-    )
+def _is_candidate(value: object) -> bool:
+    """Whether a value is of the type of a candidate: None, one axis or a tuple of axes."""
+    if isinstance(value, tuple):
+        return all(isinstance(axis, str) for axis in value)
+    return value is None or isinstance(value, str)
 
 
-def _outside_manual(
-    name: str, axes: Axes, manual: frozenset[str], where: str, parts: bool
-) -> tuple[str, ...]:
-    lost = [axis for axis in as_tuple(axes) if axis in manual]
-    if lost and name != BATCH and not parts:
-        raise ValueError(
-            f"{where} asks for the mesh axis `{lost[0]}`, which is manual here: each device "
-            "already holds its own part, so an annotation can no longer split over it. Inside a "
-            "`shard_map` (the train step is one over its data axes) give that dim `None`, or map "
-            f"`{name}` to an axis that stays automatic."
-        )
-    return tuple(axis for axis in as_tuple(axes) if axis not in manual)
-
-
-def _indivisible(
-    policy: Policy,
-    mesh_shape: Mapping[str, int],
-    free: list[tuple[str, ...]],
-    size: int,
-    where: str,
-) -> tuple[tuple[str, ...], int, str]:
-    axes = free[0]
-    tried = " or ".join(f"{'x'.join(f'`{a}`={mesh_shape[a]}' for a in c)}" for c in free)
-    match policy:
-        case "replicate":
-            return (), size, f"{where}: {tried} does not divide {size}; replicated."
-        case "drop":
-            while size % _product(mesh_shape, axes):
-                axes = axes[:-1]
-            return (
-                axes,
-                size,
-                f"{where}: {tried} does not divide {size}; split over {_listed(axes) or 'nothing'} "
-                "instead.",
-            )
-        case "pad":
-            padded = math.ceil(size / _product(mesh_shape, axes)) * _product(mesh_shape, axes)
-            return axes, padded, f"{where}: {tried} does not divide {size}; padded to {padded}."
-        case _:
-            count = _product(mesh_shape, axes)
-            raise ValueError(
-                f"{where}: {tried} does not divide {size}. Use a multiple of {count}, another "
-                'mesh, a candidate that fits (`["axis", None]`), or say what should happen: '
-                '`rules.indivisible(name="replicate")`, `"drop"` or `"pad"`.'
-            )
-
-
-def _product(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:
+def parts_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:
+    """The number of parts that axes together split a dim into."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Names in backquotes, with commas between them, for a message."""
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _mesh_text(mesh_shape: Mapping[str, int]) -> str:
+def mesh_text(mesh_shape: Mapping[str, int]) -> str:
+    """The axes of a mesh with their sizes, for a message."""
     return ", ".join(f"`{axis}={size}`" for axis, size in mesh_shape.items()) or "no axes"

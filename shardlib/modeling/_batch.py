@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_mesh, current_scope, mesh_of_shards
-from shardlib.layouts._rules import resolve
+from shardlib.layouts._resolve import resolve
 
 
 @jax.tree_util.register_dataclass

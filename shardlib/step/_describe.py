@@ -10,15 +10,8 @@ from jax.sharding import PartitionSpec
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
-from shardlib.layouts._rules import (
-    BATCH,
-    Axes,
-    AxisRules,
-    as_tuple,
-    counts_layers,
-    resolve,
-    spec_axes,
-)
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, spec_axes
 from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key

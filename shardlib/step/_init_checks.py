@@ -15,7 +15,8 @@ from shardlib.collectives._exact import Exchange
 from shardlib.collectives._exchanges import Compressed
 from shardlib.collectives._zero import Split
 from shardlib.layouts._relate import Relation
-from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules, resolve, spec_axes
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules, spec_axes
 from shardlib.modeling._flax import Names
 from shardlib.optimizers._local import Local
 from shardlib.step._precision import check_patterns

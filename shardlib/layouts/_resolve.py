@@ -1,0 +1,231 @@
+"""From the names of an array's dims, its shape and a mesh to a `PartitionSpec`.
+
+    names of an array's dims    ("batch",  "heads",         "embed")
+    rules                       "data"     ["model", None]  None
+    shape, on data=2, model=4   (8,        6,               64)
+    spec, from `resolve`        P("data",  None,            None)
+
+Here 4 devices do not divide 6 heads, so the second candidate of `heads` is taken. Where no
+candidate divides a dim, the policy of its name decides what happens, see `AxisRules.indivisible`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from shardlib.checks import _arguments as check
+from shardlib.layouts._rules import (
+    BATCH,
+    Axes,
+    AxisRules,
+    Policy,
+    as_tuple,
+    listed,
+    parts_over,
+    require_known,
+    spec_entry,
+)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What the names and the shape of an array resolve to on a mesh.
+
+    `padded_shape` is the shape that the spec splits evenly, which differs from the array's only
+    under the policy `pad`. `said` are remarks on what policies did, to be given as warnings.
+    """
+
+    spec: PartitionSpec
+    padded_shape: tuple[int, ...]
+    said: tuple[str, ...] = ()
+
+
+def resolve(
+    rules: AxisRules,
+    mesh_shape: Mapping[str, int],
+    names: tuple[object, ...],
+    shape: tuple[int, ...],
+    *,
+    what: str = "array",
+    manual: frozenset[str] = frozenset(),
+    parts: bool = False,
+) -> Resolution:
+    """Turn the names of an array's dims into a spec, or say exactly why that cannot be.
+
+    For each dim the first candidate is taken whose axes are free, which means that no dim before
+    uses them, and divide the dim. If none divides it, the policy of the name decides.
+
+    Args:
+        rules: candidates and policies, by name.
+        mesh_shape: the size of each axis of the mesh.
+        names: for each dim a name, None (not split) or `PartitionSpec.UNCONSTRAINED`.
+        shape: the shape of the array.
+        what: what messages call the array.
+        manual: the axes over which the surrounding `shard_map` is manual. The batch is split over
+            them already, so they are left out of its axes.
+        parts: whether the array is known to be a device's own part, so that every dim, not only the
+            batch, is split over the manual axes already.
+
+    >>> rules = AxisRules(batch="data", heads=["model", None], embed=None)
+    >>> resolve(rules, {"data": 2, "model": 4}, ("batch", "heads", "embed"), (8, 6, 64)).spec
+    P('data', None, None)
+    """
+    array = f"`{what}` of shape {shape}"
+    if len(names) != len(shape):
+        raise ValueError(
+            f"{array} has {len(shape)} dims and was given {len(names)} names {check.shown(names)}: "
+            "name every dim once."
+        )
+    rules.check_mesh(mesh_shape)
+    require_known(rules, (n for n in names if isinstance(n, str)), f" for a dim of {array}")
+    name_of_axis: dict[str, str] = {}  # the name of the dim that each used axis splits
+    entries: list[object] = []
+    padded_shape: list[int] = []
+    remarks: list[str] = []
+    for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
+        if not isinstance(name, str):
+            # None or UNCONSTRAINED asks for no axis, so nothing can clash or fail to divide.
+            entries.append(_literal(name, array))
+            padded_shape.append(size)
+            continue
+        where = f"dim {dim}, `{name}`={size}, of {array}"
+        candidates = [_outside_manual(name, axes, manual, where, parts) for axes in rules[name]]
+        free = _free_candidates(name, candidates, name_of_axis, array)
+        split = _first_even_split(mesh_shape, free, size)
+        if split is None:
+            split = _indivisible(rules.policy(name), mesh_shape, free, size, where)
+            remarks.append(split.remark)
+        # Later dims of the array may no longer use these axes.
+        name_of_axis.update(dict.fromkeys(split.axes, name))
+        entries.append(spec_entry(split.axes))
+        padded_shape.append(split.padded_size)
+    return Resolution(PartitionSpec(*entries), tuple(padded_shape), tuple(remarks))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How one dim is split: over which axes, and to which size it is padded before.
+
+    `remark` tells the user what a policy did, where no candidate divides the dim.
+    """
+
+    axes: tuple[str, ...]
+    padded_size: int
+    remark: str = ""
+
+
+def _free_candidates(
+    name: str, candidates: list[tuple[str, ...]], name_of_axis: Mapping[str, str], array: str
+) -> list[tuple[str, ...]]:
+    """The candidates of a dim whose axes split no dim before it; an error if there is none.
+
+    `name_of_axis` has the names of the dims that axes split already, `array` describes the array.
+    """
+    free = [axes for axes in candidates if name_of_axis.keys().isdisjoint(axes)]
+    if free:
+        return free
+    # Every candidate uses some axis twice, so the first one does.
+    clash = next(axis for axis in candidates[0] if axis in name_of_axis)
+    raise ValueError(
+        f"`{name}` and `{name_of_axis[clash]}`, two dims of {array}, both map to the mesh axis "
+        f"`{clash}`. One axis splits one dim: give them different axes, or name weights "
+        "and activations differently."
+    )
+
+
+def _first_even_split(
+    mesh_shape: Mapping[str, int], candidates: list[tuple[str, ...]], size: int
+) -> _Split | None:
+    """The split by the first candidate that divides a dim of this size, or None."""
+    for axes in candidates:
+        # No axes split into one part, so the candidate None always fits.
+        if size % parts_over(mesh_shape, axes) == 0:
+            return _Split(axes, size)
+    return None
+
+
+def _literal(name: object, array: str) -> object:
+    """The entry of a spec for a name that is no text: it stands for itself, or is refused."""
+    if name is None or name is PartitionSpec.UNCONSTRAINED:
+        return name
+    raise ValueError(
+        f"{array} was given the name {check.shown(name)}; a name is a string, or None for a dim "
+        "that is not split."
+    )
+
+
+def _outside_manual(
+    name: str, axes: Axes, manual: frozenset[str], where: str, parts: bool
+) -> tuple[str, ...]:
+    """The axes of a candidate that an annotation inside a `shard_map` can still split over.
+
+    Args:
+        name: the name of the dim.
+        axes: one candidate of its rule.
+        manual: the axes over which the surrounding `shard_map` is manual.
+        where: the dim in words, for the message.
+        parts: whether the array is a device's own part, in which the dim is split over the manual
+            axes already. The batch always is; another dim may not lose its axis unnoticed.
+    """
+    automatic: list[str] = []
+    for axis in as_tuple(axes):
+        if axis not in manual:
+            automatic.append(axis)
+        elif name != BATCH and not parts:
+            raise ValueError(
+                f"{where} asks for the mesh axis `{axis}`, which is manual here: each device "
+                "already holds its own part, so an annotation can no longer split over it. Inside "
+                "a `shard_map` (the train step is one over its data axes) give that dim `None`, or "
+                f"map `{name}` to an axis that stays automatic."
+            )
+    # What is left may be empty: then the dim is whole within each device's part.
+    return tuple(automatic)
+
+
+def _indivisible(
+    policy: Policy,
+    mesh_shape: Mapping[str, int],
+    candidates: list[tuple[str, ...]],
+    size: int,
+    where: str,
+) -> _Split:
+    """Split a dim that no candidate divides as its policy says; an error under `error`.
+
+    Args:
+        policy: what is to happen.
+        mesh_shape: the size of each axis of the mesh.
+        candidates: axes that may split the dim, of which the first counts.
+        size: the size of the dim.
+        where: the dim in words, for the remark or the error.
+    """
+    axes = candidates[0]
+    count = parts_over(mesh_shape, axes)
+    tried = " or ".join(_sizes_text(mesh_shape, candidate) for candidate in candidates)
+    problem = f"{where}: {tried} does not divide {size}"
+    match policy:
+        case "replicate":
+            # Without axes the dim is whole on every device.
+            return _Split((), size, f"{problem}; replicated.")
+        case "drop":
+            # This ends with no axes at the latest, whose product is one.
+            while size % parts_over(mesh_shape, axes):
+                axes = axes[:-1]
+            over = listed(axes) or "nothing"
+            return _Split(axes, size, f"{problem}; split over {over} instead.")
+        case "pad":
+            # Up to the next multiple; the caller pads the array, and cuts the result back.
+            padded = math.ceil(size / count) * count
+            return _Split(axes, padded, f"{problem}; padded to {padded}.")
+        case _:
+            raise ValueError(
+                f"{problem}. Use a multiple of {count}, another "
+                'mesh, a candidate that fits (`["axis", None]`), or say what should happen: '
+                '`rules.indivisible(name="replicate")`, `"drop"` or `"pad"`.'
+            )
+
+
+def _sizes_text(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> str:
+    """Axes with their sizes, as a product: `data`=2x`model`=4."""
+    return "x".join(f"`{axis}`={mesh_shape[axis]}" for axis in axes)
