@@ -4,7 +4,8 @@ import pytest
 
 import shardlib
 from shardlib.compiled._collectives import Collective, collectives
-from shardlib.compiled._hlo import Program, _line_of_user
+from shardlib.compiled._hlo import Program
+from shardlib.compiled._source_lines import _line_of_user
 
 PACKAGE = shardlib.__path__[0]
 

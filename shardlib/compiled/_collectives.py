@@ -1,5 +1,4 @@
-"""Reading the collectives off a compiled program: which, over which mesh axes, how many bytes, how
-often.
+"""The collectives of a compiled program: which, over which mesh axes, how many bytes, how often.
 
 What a compiler was asked to move and what it moves are two things. The text of a compiled program
 says the second, but says it differently for every machine, and this file knows the spellings:
@@ -20,30 +19,17 @@ says the second, but says it differently for every machine, and this file knows 
 """
 
 import itertools
-import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
-from shardlib.compiled._hlo import (
-    Instruction,
-    Program,
-    Run,
-    Scope,
-    arrays,
-    first,
-    numbers,
-    size_bytes,
-    text_of,
-)
-from shardlib.machine._mesh import slice_index
+from shardlib.compiled._device_groups import Devices, longest_chain
+from shardlib.compiled._hlo import Instruction, Program, Run, Scope, arrays, size_bytes, text_of
 
 KINDS = (
     "all-reduce",
@@ -111,7 +97,10 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """What a device sends in one run of the program."""
+        """What a device sends in one run of the program, in bytes.
+
+        A loop that runs an unknown number of times is counted as once.
+        """
         return self.sent_bytes * self.times
 
 
@@ -138,9 +127,13 @@ def collectives(
     program = compiled_or_text
     if not isinstance(program, Program):
         program = Program(text_of("collectives", "compiled_or_text", program))
-    devices = _Devices(mesh, program.partitions)
-    found = (_collective(program, devices, *place) for place in program.walk())
-    return tuple(one for one in found if one is not None and one.group_size > 1)
+    devices = Devices(mesh, program.partitions)
+    collected: list[Collective] = []
+    for scope, made, run in program.walk():
+        collective = _collective(program, devices, scope, made, run)
+        if collective is not None and collective.group_size > 1:
+            collected.append(collective)
+    return tuple(collected)
 
 
 def summary(found: Iterable[Collective]) -> str:
@@ -158,51 +151,58 @@ def summary(found: Iterable[Collective]) -> str:
     """
     takes = "collectives, as `collectives(compiled)` gives them"
     check.kind("summary", "found", found, list | tuple | Iterator, takes)
+    # How often each runs, by its size and its line but for that number.
     times: dict[tuple[int, str], int] = defaultdict(int)
-    for one in found:
-        check.kind("summary", "found", one, Collective, takes)
-        over = f"groups of {one.group_size}" if one.axes is None else ", ".join(one.axes)
-        note = (" in a branch" if one.conditional else "") + (
-            "" if one.times_known else " in a loop of unknown length"
-        )
-        size = max(one.operand_bytes, one.result_bytes)
-        times[size, f"{one.kind} over {over}: {{}} x {human_bytes(size)}{note}"] += one.times
-    lines = sorted(times.items(), key=lambda item: (-item[0][0] * item[1], item[0][1]))
-    return "\n".join(line.format(count) for (_, line), count in lines) or "no collectives"
+    for collective in found:
+        check.kind("summary", "found", collective, Collective, takes)
+        size = max(collective.operand_bytes, collective.result_bytes)
+        times[size, _summary_line(collective, size)] += collective.times
+    if not times:
+        return "no collectives"
+    counted = [(size, count, line) for (size, line), count in times.items()]
+    counted.sort(key=lambda row: (-row[0] * row[1], row[2]))
+    return "\n".join(line.format(count) for _, count, line in counted)
+
+
+def _summary_line(collective: Collective, size: int) -> str:
+    """The line of a summary for a collective, with `{}` where the number of its runs goes.
+
+    Collectives whose lines are equal are counted together.
+    """
+    over = f"groups of {collective.group_size}"
+    if collective.axes is not None:
+        over = ", ".join(collective.axes)
+    line = f"{collective.kind} over {over}: {{}} x {human_bytes(size)}"
+    if collective.conditional:
+        line += " in a branch"
+    if not collective.times_known:
+        line += " in a loop of unknown length"
+    return line
 
 
 def _collective(
-    program: Program, devices: "_Devices", scope: Scope, made: Instruction, run: Run
+    program: Program, devices: Devices, scope: Scope, made: Instruction, run: Run
 ) -> Collective | None:
-    kind = made.opcode.removesuffix("-start")
-    if kind in KINDS and not _is_continued(scope, made):
-        groups = devices.groups(made)
-    elif made.opcode == "send" and (transfer := made.get(r'_xla_megascale_transfer_type="(\w+)"')):
-        kind = (
-            "collective-permute" if transfer == "ONE_TO_ONE" else transfer.lower().replace("_", "-")
-        )
-        groups = devices.megascale_groups(made)
-    else:
+    """The collective that an instruction starts or does, or None where it is none.
+
+    Args:
+        program: the compiled program.
+        devices: the numbers of its devices, and the mesh they are on.
+        scope: the computation that the instruction is in.
+        made: the instruction.
+        run: how often it runs.
+    """
+    kind = _kind(scope, made)
+    if kind is None:
         return None
-    operands = [
-        array for name in made.operands for array in arrays(scope.instructions[name].result)
-    ]
-    results = arrays(made.result)
-    if made.opcode.endswith("-start"):
-        # Its type is that of the operands, the results and some flags; only an all-reduce's is that
-        # of the results.
-        results = results[len(operands) : 2 * len(operands)] or results
-    if kind == "ragged-all-to-all":
-        # The others are the buffer to receive in, offsets and sizes.
-        operands, results = operands[:1], results[:1]
-    if made.opcode == "send":
-        meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
-        receives = (other for other in scope.instructions.values() if other.opcode == "recv")
-        results = next(
-            arrays(other.result)[:1] for other in receives if meeting in other.attributes
-        )
+    groups = devices.megascale_groups(made) if made.opcode == "send" else devices.groups(made)
+    operands, results = _operands_and_results(scope, made, kind)
+    # Some TPU fusions are reduce-scatters that are written as an all-reduce.
     if kind == "all-reduce" and (kept := _slice_kept(scope, made)):
         kind, results = "reduce-scatter", arrays(kept.result)
+    group_size = max(map(len, groups))
+    if kind == "collective-permute":
+        group_size = longest_chain(groups)
     op_name, source = program.origin(scope, made)
     return Collective(
         kind=kind,
@@ -211,9 +211,7 @@ def _collective(
         operand_bytes=size_bytes(operands),
         result_bytes=size_bytes(results),
         axes=devices.axes(groups, permute=kind == "collective-permute"),
-        group_size=_longest_chain(groups)
-        if kind == "collective-permute"
-        else max(map(len, groups)),
+        group_size=group_size,
         times=run.times,
         times_known=run.known,
         conditional=run.conditional,
@@ -224,208 +222,149 @@ def _collective(
     )
 
 
-def _sources(program: Program, scope: Scope, made: Instruction, source: str) -> tuple[str, ...]:
-    """The line of a collective; where the compiler combined several, also those of what went into
-    it.
+def _kind(scope: Scope, made: Instruction) -> str | None:
+    """Which of `KINDS` an instruction is, or None.
+
+    Of a collective in several pieces it is the first one only: the `-start`, the fusion it is
+    started in, the `send`.
     """
-    found = [source]
+    kind = made.opcode.removesuffix("-start")
+    if kind in KINDS and not _is_continued(scope, made):
+        return kind
+    if made.opcode != "send":
+        return None
+    transfer = made.get(r'_xla_megascale_transfer_type="(\w+)"')
+    if not transfer:
+        return None
+    if transfer == "ONE_TO_ONE":
+        return "collective-permute"
+    return transfer.lower().replace("_", "-")
+
+
+_Arrays = list[tuple[str, tuple[int, ...]]]
+
+
+def _operands_and_results(scope: Scope, made: Instruction, kind: str) -> tuple[_Arrays, _Arrays]:
+    """The arrays that a collective takes and those that it gives, each by dtype and shape.
+
+    Compilers put them in different places, by the kind of the collective and how it is started.
+    """
+    operands: _Arrays = []
+    for name in made.operands:
+        operands += arrays(scope.instructions[name].result)
+    results = arrays(made.result)
+    if made.opcode.endswith("-start"):
+        # Its type is that of the operands, the results and some flags; only an all-reduce's is that
+        # of the results.
+        results = results[len(operands) : 2 * len(operands)] or results
+    if kind == "ragged-all-to-all":
+        # The others are the buffer to receive in, offsets and sizes.
+        operands, results = operands[:1], results[:1]
+    if made.opcode == "send":
+        # What it gives comes from the `recv` that meets it.
+        meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+        receives = (other for other in scope.instructions.values() if other.opcode == "recv")
+        received = next(other for other in receives if meeting in other.attributes)
+        results = arrays(received.result)[:1]
+    return operands, results
+
+
+def _sources(program: Program, scope: Scope, made: Instruction, source: str) -> tuple[str, ...]:
+    """The lines of Python that a collective came from, each once.
+
+    `source` is its own. Where the compiler combined several collectives, or left out the line, the
+    lines of what goes into it are added.
+    """
+    lines = [source]
     if len(made.operands) > 1 or not source:
-        found += [program.origin(scope, scope.follow(name))[1] for name in made.operands]
-    return tuple(dict.fromkeys(line for line in found if line))
+        for name in made.operands:
+            _, line = program.origin(scope, scope.follow(name))
+            lines.append(line)
+    return tuple(dict.fromkeys(line for line in lines if line))
 
 
 def _is_continued(scope: Scope, made: Instruction) -> bool:
-    """Whether a collective only passes through a TPU's fusion, having been started in a fusion
-    before.
+    """Whether a collective only passes through a TPU's fusion, started in a fusion before.
+
+    The same collective is written in each fusion of such a chain, and is counted in the first.
     """
     if scope.caller is None or scope.caller.opcode != "fusion":
         return False
-    users = [user for user in scope.instructions.values() if made.name in user.operands]
-    targets = {user.get(r'custom_call_target="AsyncCollective(\w+)"') for user in users}
+    targets: set[str] = set()
+    for user in scope.instructions.values():
+        if made.name in user.operands:
+            targets.add(user.get(_ASYNC_TARGET))
     part_of_chain = (
         scope.name.startswith("async_collective_fusion") or "chain_id=" in made.attributes
     )
     return "Start" not in targets and ("Done" in targets or part_of_chain)
 
 
+# The custom calls of a TPU's fusions that start and end a collective woven into them.
+_ASYNC_TARGET = r'custom_call_target="AsyncCollective(\w+)"'
+
+
 def _is_overlapped(program: Program, scope: Scope, made: Instruction) -> bool:
-    """Whether matrices are multiplied between the start and the end of a collective, as they are
-    scheduled.
+    """Whether matrices are multiplied between the start and the end of a collective.
+
+    The instructions of a computation are listed in the order in which they are scheduled, so what
+    is listed between the two runs while the collective does.
     """
-    if scope.caller is not None and scope.outer is not None:
-        targets = {
-            one.get(r'custom_call_target="AsyncCollective(\w+)"')
-            for one in scope.instructions.values()
-        }
-        if scope.caller.opcode.endswith("-start") or "Start" in targets:
-            scope, made = scope.outer, scope.caller
+    scope, made = _start_as_scheduled(scope, made)
     if not (made.opcode.endswith("-start") or made.opcode in ("send", "fusion")):
         return False
+    after_start = itertools.dropwhile(lambda other: other is not made, scope.instructions.values())
+    next(after_start, None)  # the start itself
+    # The start, and the fusions that the collective passes through on its way to the end.
     continued = {made.name}
-    for one in itertools.islice(
-        itertools.dropwhile(lambda one: one is not made, scope.instructions.values()), 1, None
-    ):
-        if program.multiplies(scope, one):
+    for instruction in after_start:
+        if program.multiplies(scope, instruction):
             return True
-        if continued.intersection(one.operands):
-            if one.opcode.endswith("-done") or _is_end(program, scope, one):
-                return False
-            continued.add(one.name)
+        if continued.isdisjoint(instruction.operands):
+            continue
+        if instruction.opcode.endswith("-done") or _is_end(program, scope, instruction):
+            return False
+        continued.add(instruction.name)
     return False
 
 
+def _start_as_scheduled(scope: Scope, made: Instruction) -> tuple[Scope, Instruction]:
+    """The instruction that starts a collective among those it may overlap with.
+
+    That is the collective itself, or, where it is in a computation of its own or in the fusion that
+    starts it, what calls that computation.
+    """
+    if scope.caller is None or scope.outer is None:
+        return scope, made
+    targets = {other.get(_ASYNC_TARGET) for other in scope.instructions.values()}
+    if scope.caller.opcode.endswith("-start") or "Start" in targets:
+        return scope.outer, scope.caller
+    return scope, made
+
+
 def _is_end(program: Program, scope: Scope, made: Instruction) -> bool:
-    """Whether it is the fusion of a TPU that ends a collective which was woven into others."""
-    inside = (
-        program.called(scope, made, name)
-        for name in program.calls(scope, made)
-        if made.opcode == "fusion"
-    )
-    ends = 'custom_call_target="AsyncCollectiveDone"'
-    return any(ends in one.attributes for inner in inside for one in inner.instructions.values())
+    """Whether an instruction is the fusion of a TPU that ends a collective.
+
+    The collective was woven into other fusions before; a custom call inside marks its end.
+    """
+    if made.opcode != "fusion":
+        return False
+    for name in program.calls(scope, made):
+        for instruction in program.called(scope, made, name).instructions.values():
+            if 'custom_call_target="AsyncCollectiveDone"' in instruction.attributes:
+                return True
+    return False
 
 
 def _slice_kept(scope: Scope, made: Instruction) -> Instruction | None:
-    """The slice of an all-reduce that each device keeps, in a fusion that a TPU runs as a
-    reduce-scatter.
+    """The slice of an all-reduce that each device keeps, or None.
+
+    It is in a fusion, which a TPU runs as a reduce-scatter.
     """
-    if (
-        scope.caller is None
-        or scope.caller.opcode != "fusion"
-        or "kind=kCustom" not in scope.caller.attributes
-    ):
+    caller = scope.caller
+    if caller is None or caller.opcode != "fusion" or "kind=kCustom" not in caller.attributes:
         return None
-    slices = (user for user in scope.instructions.values() if user.opcode == "dynamic-slice")
-    return next((user for user in slices if scope.follow(user.operands[0]) is made), None)
-
-
-_Groups = list[tuple[int, ...]]
-
-
-class _Devices:
-    """The devices of a program by number, which is their place in the mesh.
-
-    For several TPU slices one program is compiled that all of them run: its groups number the
-    devices within a slice and stand for as many groups as there are slices. Transfers between
-    slices name devices by their ids instead.
-    """
-
-    def __init__(self, mesh: Mesh | None, partitions: int):
-        self.mesh = mesh
-        self.slices = {0: list(range(partitions))}
-        self.place_of_id: dict[int, int] = {}
-        self.slice_of: dict[int, int] = {}
-        if mesh is not None:
-            members = defaultdict(list)
-            for place, device in enumerate(mesh.devices.flat):
-                members[slice_index(device)].append(place)
-                self.place_of_id[device.id] = place
-            self.slice_of = {
-                place: number for number, places in members.items() for place in places
-            }
-            self.slices = (
-                dict(sorted(members.items()))
-                if partitions < mesh.size
-                else {0: list(range(mesh.size))}
-            )
-
-    def groups(self, made: Instruction) -> _Groups:
-        pairs = made.get(r"source_target_pairs=\{((?:\{[^}]*\},?)*)\}")
-        local = _listed(pairs) if pairs else _replica_groups(made.attributes)
-        slices = list(self.slices.values())
-        local = local or [tuple(range(len(slices[0])))]
-        if len(slices) == 1:
-            return local
-        return [tuple(members[number] for number in group) for members in slices for group in local]
-
-    def megascale_groups(self, made: Instruction) -> _Groups:
-        """`{1,2}x{0:3}`: each device of slice 1 with that of slice 2. `{{a,b},…}`, `{{a->b},…}`:
-        device ids.
-        """
-        if slices := made.get(r'_xla_megascale_target="\{([\d,]+)\}x'):
-            members = [self.slices.get(number - 1) or [number] for number in numbers(slices)]
-            return list(zip(*members, strict=self.mesh is not None))
-        named = _listed(made.get(r"_xla_megascale_target=\{((?:\{[^}]*\},?)*)\}"))
-        return [tuple(self.place_of_id.get(number, number) for number in group) for group in named]
-
-    def cross_slices(self, groups: _Groups) -> bool:
-        return any(len({self.slice_of.get(place, 0) for place in group}) > 1 for group in groups)
-
-    def axes(self, groups: _Groups, permute: bool) -> tuple[str, ...] | None:
-        """The mesh axes that groups run over; for the pairs of a permute, those along which
-        anything moves.
-        """
-        if self.mesh is None or max(map(max, groups)) >= self.mesh.size:
-            return None
-        places = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
-        coordinates = [
-            np.unravel_index(group, places.shape) for group in (groups if permute else groups[:1])
-        ]
-        moving = [
-            any(np.ptp(place[axis]) > 0 for place in coordinates) for axis in range(places.ndim)
-        ]
-        order = sorted(range(places.ndim), key=moving.__getitem__)  # what groups run over goes last
-        size = math.prod(itertools.compress(places.shape, moving))
-        expected = places.transpose(order).reshape(-1, size).tolist()
-        if not permute and sorted(map(sorted, groups)) != sorted(map(sorted, expected)):
-            return None
-        return tuple(
-            name for name, moves in zip(self.mesh.axis_names, moving, strict=True) if moves
-        )
-
-
-def _replica_groups(attributes: str) -> _Groups:
-    """The groups in any of their spellings; none where all devices are one group."""
-    if match := re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return list(map(tuple, _iota(match[2]).reshape(numbers(match[1])).tolist()))
-    if match := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", attributes
-    ):
-        return _mesh_groups(*match.groups())
-    return _listed(first(r"replica_groups=\{((?:\{[^}]*\},?)*)\}", attributes))
-
-
-def _mesh_groups(sizes: str, device_ids: str | None, grouped: str) -> _Groups:
-    """`mesh['a'=4,'b'=2] {'b'}`; `'a':(2)2` is a part of an axis, two devices wide, with 2 such
-    parts before it.
-    """
-    mesh = {name: int(size) for name, size in re.findall(r"([^',=]+)'?=(\d+)", sizes)}
-    ids = np.arange(math.prod(mesh.values()))
-    if device_ids:
-        ids = _iota(device_ids) if device_ids.startswith("[") else np.array(numbers(device_ids))
-    parts = [
-        (name, int(before or 1), int(size or mesh[name]))
-        for name, before, size in _PART.findall(grouped)
-    ]
-    # Every axis is seen as three: what comes before its part, the part, and what comes after.
-    split = {name: (size, 1, 1) for name, size in mesh.items()}
-    split |= {name: (before, size, mesh[name] // (before * size)) for name, before, size in parts}
-    if len({name for name, *_ in parts}) != len(parts):
-        raise NotImplementedError(f"A replica group over two parts of one axis: {{{grouped}}}.")
-    together = [3 * list(mesh).index(name) + 1 for name, *_ in parts]
-    ids = np.moveaxis(ids.reshape(sum(split.values(), ())), together, range(-len(together), 0))
-    return list(map(tuple, ids.reshape(-1, math.prod(size for *_, size in parts)).tolist()))
-
-
-_PART = re.compile(r"([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
-
-
-def _iota(text: str) -> np.ndarray:
-    """`[2,2,2]T(2,1,0)`: the numbers in that shape, transposed."""
-    shape, _, order = text.partition("T")
-    counted = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
-    return counted.transpose(numbers(order)) if order else counted
-
-
-def _listed(text: str) -> _Groups:
-    return [tuple(numbers(group)) for group in re.findall(r"\{([^}]*)\}", text)]
-
-
-def _longest_chain(pairs: _Groups) -> int:
-    """How many devices the longest chain or ring of a permute's pairs passes."""
-    chain = {place: {place} for pair in pairs for place in pair}
-    for source, target in pairs:
-        chain[source] |= chain[target]
-        for place in chain[target]:
-            chain[place] = chain[source]
-    return max(map(len, chain.values()))
+    for user in scope.instructions.values():
+        if user.opcode == "dynamic-slice" and scope.follow(user.operands[0]) is made:
+            return user
+    return None

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from shardlib.compiled._hlo import Program, first, stack_lines
+from shardlib.compiled._hlo import Program, first
+from shardlib.compiled._source_lines import stack_lines
 from shardlib.machine._targets import Platform, quietly
 
 

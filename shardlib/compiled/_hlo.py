@@ -1,20 +1,39 @@
-"""A compiled program, read from its text: what calls what, how often, and which line of Python it
-came from.
+"""A compiled program, read from its text.
+
+What calls what, how often it runs, and which line of Python it came from. The text is XLA's HLO:
+computations, each a list of instructions in the order in which they run, one of them the entry.
+
+    %body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+      %state = (s32[], f32[4]) parameter(0)
+      ...
+      ROOT %next = (s32[], f32[4]) tuple(%counter, %value)
+    }
+
+    ENTRY %main (x: f32[4]) -> f32[4] {
+      ...
+      %loop = (s32[], f32[4]) while(%start), condition=%test, body=%body, metadata={...}
+
+Instructions refer to computations by name, in attributes that depend on the opcode.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardlib.checks import _arguments as check
+from shardlib.compiled._source_lines import stack_lines
 
 
 @dataclass(frozen=True)
 class Instruction:
+    """One instruction of a computation, in the pieces of its line.
+
+    ROOT %sum.1 = f32[8]{0} add(%a, %b), metadata={op_name="jit(f)/add"}
+          name    result   opcode argument  attributes
+    """
+
     name: str
     result: str  # type
     opcode: str
@@ -24,15 +43,28 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
+        """The names of the instructions whose values it takes, in order."""
         return re.findall(r"%([\w.#-]+)", self.argument)
 
     def get(self, pattern: str) -> str:
+        """The first group of a pattern found in the attributes, or empty text.
+
+        An attribute is `name=value`, after the operands and a comma.
+        """
         return first(pattern, self.attributes)
+
+
+# Instructions that only move a value or change how it is stored.
+_MOVES = ("copy", "copy-start", "copy-done", "bitcast", "convert")
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A computation where it is called: `caller` is the instruction in `outer` that does."""
+    """A computation where it is called: `caller` is the instruction in `outer` that does.
+
+    The entry of a program has neither. One computation that is called from several places has a
+    scope for each.
+    """
 
     name: str
     instructions: dict[str, Instruction]
@@ -40,35 +72,40 @@ class Scope:
     outer: "Scope | None" = None
 
     def follow(self, name: str) -> Instruction:
-        """The instruction that makes the value called `name`, past everything that only moves
-        it.
+        """The instruction that makes the value called `name`.
+
+        Instructions that only move it, such as copies and bitcasts, are passed over.
         """
-        while (made := self.instructions[name]).opcode in (
-            "copy",
-            "copy-start",
-            "copy-done",
-            "bitcast",
-            "convert",
-        ):
-            name = made.operands[0]
+        made = self.instructions[name]
+        while made.opcode in _MOVES:
+            made = self.instructions[made.operands[0]]
         return made
 
     def root(self) -> Instruction:
+        """The instruction that makes the result of the computation, as `follow` finds it."""
         return self.follow(next(made.name for made in self.instructions.values() if made.is_root))
 
     def carried(self, name: str) -> int | None:
-        """Which element of a loop's state the value called `name` is, if it is one."""
+        """Which element of a loop's state the value called `name` is, if it is one.
+
+        The body and the condition of a loop have one parameter, the tuple that is its state.
+        """
         made = self.follow(name)
-        if (
-            made.opcode == "get-tuple-element"
-            and self.follow(made.operands[0]).opcode == "parameter"
-        ):
-            return int(made.get(r"index=(\d+)"))
-        return None
+        if made.opcode != "get-tuple-element":
+            return None
+        if self.follow(made.operands[0]).opcode != "parameter":
+            return None
+        return int(made.get(r"index=(\d+)"))
 
 
 @dataclass(frozen=True)
 class Run:
+    """How often an instruction runs in one execution of the program.
+
+    `times` counts the loops around it whose length is `known`; an unknown one counts as once. Under
+    a `conditional` it is counted as if its branch were taken.
+    """
+
     times: int = 1
     known: bool = True
     conditional: bool = False
@@ -77,10 +114,23 @@ class Run:
 # No type has a space before a word and a parenthesis, so the first such word is the opcode.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$")
+# The parenthesis that closes the operands: attributes, or nothing, follow it.
+_END_OF_ARGUMENT = re.compile(r"\)(?=, [a-z_-]+=|$)")
+
+# How many instructions are passed in search of one that says where it came from.
+_DEEPEST = 4
+
+Origin: TypeAlias = tuple[str, str]
+"""Name stack and source line of an instruction, empty where they are not known."""
+_NO_ORIGIN: Origin = ("", "")
 
 
 class Program:
-    """The computations of a program by name, and how they call each other."""
+    """The computations of a program by name, and how they call each other.
+
+    `entry` is the name of the computation that the program starts with, `partitions` the number of
+    devices that it is compiled for, and `sources` the line of Python for each stack frame.
+    """
 
     def __init__(self, text: str):
         self.partitions = int(first(r"num_partitions=(\d+)", text) or 1)
@@ -89,43 +139,52 @@ class Program:
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
-            if match := _INSTRUCTION.match(line):
-                root, name, result, opcode, rest = match.groups()
-                argument, attributes, *_ = [*re.split(r"\)(?=, [a-z_-]+=|$)", rest, maxsplit=1), ""]
-                for whole, parts in re.findall(r"%([\w.-]+)#([\d#]+)", argument):
-                    _take_parts(current, whole, parts.split("#"))
-                attributes = attributes.replace("\\'", "'")
-                current[name] = Instruction(name, result, opcode, argument, attributes, bool(root))
-            elif match := _COMPUTATION.match(line):
-                current = self.computations[match[2]] = {}
-                self.entry = match[2] if match[1] else self.entry
+            if _add_instruction(current, line):
+                continue
+            if heading := _COMPUTATION.match(line):
+                entry, name = heading.groups()
+                current = self.computations[name] = {}
+                if entry:
+                    self.entry = name
+
+    def entry_scope(self) -> Scope:
+        """The computation that the program starts with, which nothing calls."""
+        return Scope(self.entry, self.computations[self.entry])
 
     def walk(
         self, scope: Scope | None = None, run: Run = Run()
     ) -> Iterator[tuple[Scope, Instruction, Run]]:
-        """Every instruction in the order of the program, once for each place that its computation
-        is called from.
+        """Every instruction in the order of the program, with how often it runs.
+
+        One comes once for each place that its computation is called from. A loop's condition is
+        left out.
         """
-        scope = scope or Scope(self.entry, self.computations[self.entry])
+        scope = scope or self.entry_scope()
         for made in scope.instructions.values():
             yield scope, made, run
-            inner = run
-            match made.opcode:
-                case "while":
-                    count = self.trip_count(scope, made)
-                    inner = (
-                        replace(run, known=False)
-                        if count is None
-                        else replace(run, times=run.times * count)
-                    )
-                case "conditional":
-                    inner = replace(run, conditional=True)
+            inner = self._run_inside(scope, made, run)
             for name in self.calls(scope, made):
                 yield from self.walk(self.called(scope, made, name), inner)
 
+    def _run_inside(self, scope: Scope, made: Instruction, run: Run) -> Run:
+        """How often what an instruction calls runs, where the instruction itself runs as `run`.
+
+        Loops multiply, and an unknown number of times anywhere around makes the product unknown.
+        """
+        if made.opcode == "conditional":
+            return replace(run, conditional=True)
+        if made.opcode != "while":
+            return run
+        count = self.trip_count(scope, made)
+        if count is None:
+            # Counted as once, and marked.
+            return replace(run, known=False)
+        return replace(run, times=run.times * count)
+
     def calls(self, scope: Scope, made: Instruction) -> list[str]:
-        """The computations that an instruction runs, by name or by the attribute that has the
-        name.
+        """The computations that an instruction runs.
+
+        Each is given by its name, or by the attribute that has the name, as `called` takes them.
         """
         match made.opcode.removesuffix("-start"):
             case "while":
@@ -134,230 +193,288 @@ class Program:
                 return self.branches(scope, made)
             case "call" | "fusion" | "async" | "custom-call":
                 called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
-                return [called] if called else []
+                if called:
+                    return [called]
         return []
 
     def multiplies(self, scope: Scope, made: Instruction) -> bool:
-        """Whether an instruction, or anything that it runs, is a product of matrices."""
-        if made.opcode in ("dot", "convolution") or made.get(
-            r'custom_call_target="(__cu(?:blas|dnn))'
-        ):
-            return True
-        inside = (self.called(scope, made, name) for name in self.calls(scope, made))
-        return any(
-            self.multiplies(inner, one) for inner in inside for one in inner.instructions.values()
-        )
+        """Whether an instruction, or anything that it runs, is a product of matrices.
 
-    def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> tuple[str, str]:
+        Such products take long enough that a collective can hide behind one.
+        """
+        if made.opcode in ("dot", "convolution"):
+            return True
+        # NVIDIA's libraries multiply in custom calls.
+        if made.get(r'custom_call_target="(__cu(?:blas|dnn))'):
+            return True
+        for name in self.calls(scope, made):
+            inner = self.called(scope, made, name)
+            for instruction in inner.instructions.values():
+                if self.multiplies(inner, instruction):
+                    return True
+        return False
+
+    def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> Origin:
         """Name stack and source line of an instruction.
 
         It may have left them to its `-done`, to the fusion it is in, to what is inside it, to what
-        it is made from, or to what reads it.
+        it is made from, or to what reads it. These are asked in this order. `depth` says how many
+        instructions were passed on the way here; what reads it is asked at the first one only.
         """
-        users = scope.instructions.values() if made.opcode.endswith("-start") else ()
-        done = (
-            user for user in users if user.opcode.endswith("-done") and made.name in user.operands
-        )
-        around = (
-            [scope.caller]
-            if scope.caller and scope.caller.opcode not in ("while", "conditional")
-            else []
-        )
-        for origin in itertools.chain([made], done, around):
-            if name := origin.get(r'\bop_name="([^"]*)"'):
-                return name, self.sources.get(origin.get(r"\bstack_frame_id=(\d+)"), "")
-        if made.opcode == "parameter" or depth > 4:
-            return "", ""
-        inside = ()
-        if (
-            made.opcode == "fusion"
-            and (called := made.get(r"\bcalls=%?([\w.-]+)")) in self.computations
-        ):
-            inner = self.called(scope, made, called)
-            inside = ((inner, one) for one in sorted(inner.instructions.values(), key=_says_little))
-        operands = (
-            (scope, scope.instructions[name])
-            for name in made.operands
-            if name in scope.instructions
-        )
-        found = (
-            self.origin(where, one, depth + 1) for where, one in itertools.chain(inside, operands)
-        )
-        return next(
-            (origin for origin in found if origin[0]),
-            ("", "") if depth else self._origin_of_readers(scope, made),
-        )
+        for bearer in self._bearers_of_metadata(scope, made):
+            name = bearer.get(r'\bop_name="([^"]*)"')
+            if name:
+                return name, self.sources.get(bearer.get(r"\bstack_frame_id=(\d+)"), "")
+        if made.opcode == "parameter" or depth > _DEEPEST:
+            return _NO_ORIGIN
+        for where, instruction in self._made_from(scope, made):
+            origin = self.origin(where, instruction, depth + 1)
+            if origin[0]:
+                return origin
+        if depth:
+            return _NO_ORIGIN
+        return self._origin_of_readers(scope, made)
 
-    def _origin_of_readers(self, scope: Scope, made: Instruction) -> tuple[str, str]:
-        """Of what reads an instruction, or the fusion it is in."""
+    def _bearers_of_metadata(self, scope: Scope, made: Instruction) -> Iterator[Instruction]:
+        """The instructions whose metadata are those of an instruction.
+
+        They are itself, the `-done` of a `-start`, and what calls the computation it is in.
+        """
+        yield made
+        if made.opcode.endswith("-start"):
+            for user in scope.instructions.values():
+                if user.opcode.endswith("-done") and made.name in user.operands:
+                    yield user
+        # A loop or a conditional says where itself comes from, not what is inside it.
+        caller = scope.caller
+        if caller is not None and caller.opcode not in ("while", "conditional"):
+            yield caller
+
+    def _made_from(self, scope: Scope, made: Instruction) -> Iterator[tuple[Scope, Instruction]]:
+        """What is inside an instruction, if it is a fusion, and then its operands.
+
+        Inside a fusion the root is first and constants are last, for the root says most.
+        """
+        if made.opcode == "fusion":
+            called = made.get(r"\bcalls=%?([\w.-]+)")
+            if called in self.computations:
+                inner = self.called(scope, made, called)
+                for instruction in sorted(inner.instructions.values(), key=_says_little):
+                    yield inner, instruction
+        for name in made.operands:
+            if name in scope.instructions:
+                yield scope, scope.instructions[name]
+
+    def _origin_of_readers(self, scope: Scope, made: Instruction) -> Origin:
+        """The origin of what reads an instruction, or the fusion that the instruction is in.
+
+        Readers are asked for their own metadata and that of what they are made from, no further.
+        """
         if scope.caller is not None and scope.outer is not None and scope.caller.opcode == "fusion":
             scope, made = scope.outer, scope.caller
-        readers = (one for one in scope.instructions.values() if made.name in one.operands)
-        return next(
-            (origin for one in readers if (origin := self.origin(scope, one, 4))[0]), ("", "")
-        )
+        for reader in scope.instructions.values():
+            if made.name in reader.operands:
+                origin = self.origin(scope, reader, _DEEPEST)
+                if origin[0]:
+                    return origin
+        return _NO_ORIGIN
 
     def branches(self, scope: Scope, conditional: Instruction) -> list[str]:
-        """The computations of a conditional, of which the k-th takes the operand after the k-th."""
+        """The computations of a conditional, of which the k-th takes the operand after the k-th.
+
+        Operand 0 is what chooses: a number, or true or false where there are two branches.
+        """
         listed = re.findall(r"[\w.-]+", conditional.get(r"branch_computations=\{([^}]*)\}"))
-        return listed or [
-            self.called(scope, conditional, f"{which}_computation").name
-            for which in ("true", "false")
-        ]
+        if listed:
+            return listed
+        true = self.called(scope, conditional, "true_computation")
+        false = self.called(scope, conditional, "false_computation")
+        return [true.name, false.name]
 
     def called(self, scope: Scope, caller: Instruction, name: str) -> Scope:
-        """A computation by its name or by the attribute of the caller that has the name."""
-        name = name if name in self.computations else caller.get(rf"\b{name}=%?([\w.-]+)")
+        """A computation by its name, or by the attribute of the caller that has the name.
+
+        A loop has two, `body` and `condition`, and a fusion has `calls`.
+        """
+        if name not in self.computations:
+            name = caller.get(rf"\b{name}=%?([\w.-]+)")
         return Scope(name, self.computations[name], caller, scope)
 
     def trip_count(self, scope: Scope, loop: Instruction) -> int | None:
-        """How often a loop runs: as the compiler says, or from
-        `for (i = start; i < limit; i += step)`.
+        """How often a loop runs, or None where that cannot be told.
+
+        The compilers for CPUs and GPUs say it. Elsewhere it follows from the loop's condition and
+        body, where these are those of `for (i = start; i < limit; i += step)`.
         """
-        if said := loop.get(r'"known_trip_count":\{"n":"(\d+)"'):
-            return int(said)
+        if count := loop.get(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(count)
         body, condition = self.called(scope, loop, "body"), self.called(scope, loop, "condition")
-        test, state = condition.root(), body.root()
-        if test.opcode != "compare" or state.opcode != "tuple":
+        # The condition compares the counter with its limit, and the body makes the next state.
+        test = condition.root()
+        if test.opcode != "compare" or body.root().opcode != "tuple":
             return None
         index = condition.carried(test.operands[0])
         limit = self.constant(condition, test.operands[1])
         if index is None or limit is None:
             return None
-        update = body.follow(state.operands[index])
-        steps = [
-            self.constant(body, name) for name in update.operands if body.carried(name) != index
-        ]
+        step = self._step_of_counter(body, index)
         start = self.initial(scope, loop, index)
-        if update.opcode != "add" or len(steps) != 1 or not (step := steps[0]) or start is None:
+        if not step or start is None:
             return None
         match test.get(r"direction=(\w+)"):
             case "LT" | "GT":
                 return len(range(start, limit, step))
             case "LE" | "GE":
-                return len(range(start, limit + (1 if step > 0 else -1), step))
+                # The limit is the last value, so the range ends one behind it.
+                behind = 1 if step > 0 else -1
+                return len(range(start, limit + behind, step))
         return None
 
+    def _step_of_counter(self, body: Scope, index: int) -> int | None:
+        """The constant that a loop's body adds to an element of its state.
+
+        None where the body does anything else with the element, or adds what is no constant.
+        """
+        update = body.follow(body.root().operands[index])
+        if update.opcode != "add":
+            return None
+        addends = [name for name in update.operands if body.carried(name) != index]
+        if len(addends) != 1:
+            return None
+        return self.constant(body, addends[0])
+
     def initial(self, scope: Scope, loop: Instruction, index: int) -> int | None:
+        """The constant that an element of a loop's state begins with.
+
+        None where the element is no constant, or where the state is not made in sight of the loop.
+        """
         before = scope.follow(loop.operands[0])
-        return self.constant(scope, before.operands[index]) if before.opcode == "tuple" else None
+        if before.opcode != "tuple":
+            return None
+        return self.constant(scope, before.operands[index])
 
     def constant(self, scope: Scope, name: str) -> int | None:
-        """The value called `name` where it is a constant, also one that loops carry unchanged."""
+        """The whole number that the value called `name` is, or None where it is no constant.
+
+        Loops may carry a constant in their state, and pass it on unchanged.
+        """
         made = scope.follow(name)
         if made.opcode == "constant":
-            return int(made.argument) if re.fullmatch(r"-?\d+", made.argument) else None
+            if not re.fullmatch(r"-?\d+", made.argument):
+                return None
+            return int(made.argument)
+        # It may also have come into a loop as an element of its state that the body leaves as is.
         index, loop, outer = scope.carried(name), scope.caller, scope.outer
         if index is None or loop is None or outer is None or loop.opcode != "while":
             return None
         body = self.called(outer, loop, "body")
         state = body.root()
-        unchanged = state.opcode == "tuple" and body.carried(state.operands[index]) == index
-        return self.initial(outer, loop, index) if unchanged else None
+        if state.opcode != "tuple" or body.carried(state.operands[index]) != index:
+            return None
+        return self.initial(outer, loop, index)
 
 
-def _take_parts(instructions: dict[str, Instruction], whole: str, indices: list[str]) -> None:
-    """Spell out `%whole#1`, as some dumps write a part of a tuple that no instruction of its own
-    takes.
+def _add_instruction(instructions: dict[str, Instruction], line: str) -> bool:
+    """Add the instruction on a line to those of its computation.
+
+    Returns whether there is one: other lines begin or end a computation, or belong to the head.
+    """
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return False
+    root, name, result, opcode, tail = match.groups()
+    argument, *attributes = _END_OF_ARGUMENT.split(tail, maxsplit=1)
+    # Before the instruction itself, since they stand for instructions that run before it.
+    for whole, parts in re.findall(r"%([\w.-]+)#([\d#]+)", argument):
+        _add_parts(instructions, whole, parts.split("#"))
+    instructions[name] = Instruction(
+        name, result, opcode, argument, "".join(attributes).replace("\\'", "'"), bool(root)
+    )
+    return True
+
+
+def _add_parts(instructions: dict[str, Instruction], whole: str, indices: list[str]) -> None:
+    """Add the instructions behind `%whole#1`, a part of a tuple, or `%whole#1#0`, a part of it.
+
+    Some dumps write a part so where no instruction of its own takes it out of the tuple.
     """
     for index in indices:
+        # A part may have parts: the name grows until it is the one that was written.
         name = f"{whole}#{index}"
-        result = _elements(instructions[whole].result)[int(index)] if whole in instructions else ""
-        instructions.setdefault(
-            name,
-            Instruction(name, result, "get-tuple-element", f"%{whole}", f", index={index}", False),
+        result = ""
+        if whole in instructions:
+            result = _elements(instructions[whole].result)[int(index)]
+        part = Instruction(
+            name, result, "get-tuple-element", f"%{whole}", f", index={index}", False
         )
+        instructions.setdefault(name, part)
         whole = name
 
 
 def _elements(type_: str) -> list[str]:
-    """The types in a tuple's."""
-    found, depth = [""], 0
+    """The types of the elements of a tuple's type, which may be tuples themselves.
+
+    `(f32[2,3]{1,0}, (s32[], pred[4]))` has two: commas within brackets separate nothing here.
+    """
+    elements, depth = [""], 0
+    # Long tuples are numbered in comments: `(f32[2], /*index=5*/f32[3])`.
     for character in re.sub(r"/\*.*?\*/", "", type_[1:-1]):
-        depth += (character in "([{") - (character in ")]}")
+        if character in "([{":
+            depth += 1
+        if character in ")]}":
+            depth -= 1
         if character == "," and not depth:
-            found.append("")
+            elements.append("")
         else:
-            found[-1] += character
-    return [element.strip() for element in found]
+            elements[-1] += character
+    return [element.strip() for element in elements]
 
 
 def _says_little(made: Instruction) -> tuple[bool, bool]:
+    """A key that sorts the root of a fusion to the front and constants to the back."""
     return not made.is_root, made.opcode in ("constant", "iota", "broadcast")
 
 
 def first(pattern: str, text: str) -> str:
+    """The first group of the first match of a pattern in a text, or empty text."""
     match = re.search(pattern, text)
-    return match[1] if match else ""
-
-
-def stack_lines(text: str) -> dict[str, str]:
-    """The line of Python behind each stack frame, from the tables at the head of the text."""
-
-    def table(title: str, entry: str) -> list:
-        return re.findall(rf"(?m)^(\d+) {entry}", first(rf"(?m)^{title}\n((?:\d+ .*\n)*)", text))
-
-    files = dict(table("FileNames", '"(.*)"'))
-    locations = table("FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
-    places = {
-        key: (files[file], f"{files[file]}:{line}")
-        for key, file, line in locations
-        if file in files
-    }
-    frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    # Some versions number parents from one more than frames: the outermost, which has none, then
-    # names itself.
-    shift = int(any(key == parent for key, _, parent in frames))
-    parents = {
-        key: (places.get(place), str(int(parent or 0) - shift)) for key, place, parent in frames
-    }
-
-    def stack(key: str) -> Iterator[tuple[str, str]]:
-        while key in parents:
-            place, key = parents[key]
-            if place is not None:
-                yield place
-
-    return {key: _line_of_user(list(stack(key))) for key, _, _ in frames}
-
-
-def _line_of_user(stack: list[tuple[str, str]]) -> str:
-    """The innermost line that is the user's own; of what the step does of itself, the line of the
-    step.
-
-    Around the step stands whoever called it, who has no part in what it does.
-    """
-    inside = list(itertools.takewhile(lambda place: Path(place[0]) != _STEP, stack))
-    not_ours = [
-        (Path(file).parts, line) for file, line in inside if _PACKAGE not in Path(file).parents
-    ]
-    users = [line for parts, line in not_ours if "site-packages" not in parts]
-    return [*users, *(line for _, line in [*not_ours, *inside, *stack]), ""][0]
-
-
-_PACKAGE = Path(__file__).parent.parent
-_STEP = _PACKAGE / "step" / "_step.py"
+    if match is None:
+        return ""
+    return match[1]
 
 
 def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", type_)
-    return [(dtype, tuple(numbers(shape))) for dtype, shape in found if _bits(dtype)]
+    """The arrays in a type, each by dtype and shape.
+
+    Dtypes are HLO's: `f32`, `bf16`, `pred`. A tuple has several arrays. Tokens, which have no
+    size, are left out.
+    """
+    matches = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", type_)
+    return [(dtype, tuple(numbers(shape))) for dtype, shape in matches if _bits(dtype)]
 
 
 def _bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(first(r"(\d+)", dtype) or 0)  # a token has none
+    """The bits of one element: the number in HLO's name of the dtype, such as `bf16`."""
+    if dtype == "pred":
+        return 8
+    return int(first(r"(\d+)", dtype) or 0)  # a token has none
 
 
 def size_bytes(arrays: list[tuple[str, tuple[int, ...]]]) -> int:
+    """The bytes of arrays together, each rounded up to whole bytes."""
     return sum(math.ceil(math.prod(shape) * _bits(dtype) / 8) for dtype, shape in arrays)
 
 
 def numbers(text: str) -> list[int]:
+    """The whole numbers in a text, in order."""
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def text_of(function: str, argument: str, compiled: Any) -> str:
-    """The text of a compiled program, or of what is its text already."""
+    """The text of a compiled program, which may be given as its text already.
+
+    `function` and `argument` are named in the error where it is anything else.
+    """
     takes = "a compiled program, of `jitted.lower(...).compile()`, or its `as_text()`"
     text = compiled
     if not isinstance(compiled, str):
