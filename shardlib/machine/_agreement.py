@@ -1,10 +1,19 @@
-"""What processes tell each other, and whether they agree: texts that are gathered from all."""
+"""What processes tell each other, and whether they agree.
+
+The processes of a run are separate Python programs that must start the same compiled programs in
+the same order. If one starts another, collectives wait for each other for ever, or add up numbers
+that do not belong together. So before anything expensive each process describes in text what it is
+about to do. First only digests of fixed size are gathered, which costs next to nothing; where they
+differ, one process of each group that agrees sends its texts to all, and every process raises the
+same error.
+"""
 
 import difflib
 import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import jax
@@ -14,10 +23,13 @@ from jax.experimental import multihost_utils
 from shardlib.checks import _arguments as check
 from shardlib.machine._processes import initialized_with
 
-_MAX_SAYINGS, _MAX_DIFFERENCES, _WIDTH = 4, 20, 120
+_MAX_STATEMENTS = 4  # groups of processes whose texts are sent and compared
+_MAX_DIFFERENCES = 20  # lines of a comparison of two texts
+_MAX_RUNS = 16  # of consecutive processes, named in a sentence
+_WIDTH = 120  # columns of a line in a comparison
 
-# Of a set of processes that say the same: which ones, and what they say.
-Saying = tuple[Sequence[int], Mapping[str, str]]
+Statement = tuple[Sequence[int], Mapping[str, str]]
+"""The processes of a set that say the same, and what they say: texts by name."""
 
 
 def require_agreement(what: Mapping[str, str]) -> None:
@@ -30,64 +42,100 @@ def require_agreement(what: Mapping[str, str]) -> None:
     >>> require_agreement({"configuration": "batch = 256"})
     """
     check.kind("require_agreement", "what", what, Mapping, "a mapping from names to texts")
-    for name, said in what.items():
+    for name, text in what.items():
         check.text("require_agreement", "what", name, "names and texts")
-        check.text("require_agreement", name, said)
-    count = jax.process_count()
-    if count == 1:
+        check.text("require_agreement", name, text)
+    if jax.process_count() == 1:
         return
     _check_devices(Counter(device.process_index for device in jax.devices()))
-    # One that sends its heartbeats later than the others expect them would be given up by them.
-    compared = dict(what)
+    texts = dict(what)
+    # A process that sends its heartbeats later than the others expect them would be given up by
+    # them, so the timeout must be the same too.
     if initialized_with:
-        compared["heartbeat_timeout"] = f"{initialized_with[0]} seconds"
-    said = json.dumps(compared).encode()
-    mine = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest() + len(
-        said
-    ).to_bytes(8, "little")
-    groups: dict[bytes, list[int]] = defaultdict(list)
-    for process, record in enumerate(
-        multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))
-    ):
-        groups[record.tobytes()].append(process)
+        texts["heartbeat_timeout"] = f"{initialized_with[0]} seconds"
+
+    groups = _agreeing_groups(texts)
     if len(groups) == 1:
         return
-    by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
-    sayings: list[Saying] = []
-    for record, processes in by_size[:_MAX_SAYINGS]:
-        padded = np.zeros(int.from_bytes(record[-8:], "little"), np.uint8)
-        if processes[0] == jax.process_index():
-            padded[:] = np.frombuffer(said, np.uint8)
-        heard = multihost_utils.broadcast_one_to_all(
-            padded, is_source=processes[0] == jax.process_index()
-        )
-        sayings.append((processes, json.loads(heard.tobytes())))
-    raise ValueError(
-        describe_disagreement(
-            sayings, unheard=[one for _, processes in by_size[_MAX_SAYINGS:] for one in processes]
-        )
-    )
+    by_size = sorted(groups, key=lambda group: -len(group.processes))
+    statements: list[Statement] = []
+    for group in by_size[:_MAX_STATEMENTS]:
+        statements.append((group.processes, _texts_of(group, texts)))
+    unheard: list[int] = []
+    for group in by_size[_MAX_STATEMENTS:]:
+        unheard.extend(group.processes)
+    raise ValueError(describe_disagreement(statements, unheard=unheard))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Processes whose texts are the same, and how many bytes these are as JSON."""
+
+    processes: list[int]
+    text_bytes: int
+
+
+def _agreeing_groups(texts: Mapping[str, str]) -> list[_Group]:
+    """All processes, grouped by what they say; collective: every process calls it.
+
+    What is gathered is a digest of the texts, which does not depend on the order of their names,
+    and the length of the message that holds them. A group is listed where its first process is.
+    """
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
+    record = digest + len(_message(texts)).to_bytes(8, "little")
+    gathered = multihost_utils.process_allgather(np.frombuffer(record, np.uint8))
+    processes_by_record: dict[bytes, list[int]] = defaultdict(list)
+    for process, process_record in enumerate(gathered):
+        processes_by_record[process_record.tobytes()].append(process)
+    groups = []
+    for group_record, processes in processes_by_record.items():
+        groups.append(_Group(processes, int.from_bytes(group_record[-8:], "little")))
+    return groups
+
+
+def _texts_of(group: _Group, texts: Mapping[str, str]) -> Mapping[str, str]:
+    """What a group says, on every process; collective, and `texts` are those of the caller.
+
+    The group's first process sends. The others take part with as many zeros, since a broadcast
+    needs the same shape everywhere.
+    """
+    is_source = group.processes[0] == jax.process_index()
+    message = np.zeros(group.text_bytes, np.uint8)
+    if is_source:
+        message[:] = np.frombuffer(_message(texts), np.uint8)
+    received = multihost_utils.broadcast_one_to_all(message, is_source=is_source)
+    return json.loads(received.tobytes())
+
+
+def _message(texts: Mapping[str, str]) -> bytes:
+    return json.dumps(texts).encode()
 
 
 def gather_texts(text: str) -> list[str]:
-    """What every process says, short texts, in the order of the processes; each of them calls it.
+    """The texts of all processes, in the order of the processes; each of them calls it.
+
+    It is meant for short texts: every process receives all of them, padded to the longest, since
+    arrays that are gathered have the same shape everywhere.
 
     >>> gather_texts("here")
     ['here']
     """
     if jax.process_count() == 1:
         return [text]
-    said = text.encode()
-    sizes = multihost_utils.process_allgather(np.int32(len(said)))
+    message = text.encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(message)))
+    # At least one byte: an empty array cannot be gathered.
     padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-    padded[: len(said)] = np.frombuffer(said, np.uint8)
-    heard = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes().decode() for row, size in zip(heard, sizes, strict=True)]
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
 
 
-def describe_disagreement(sayings: Sequence[Saying], unheard: Sequence[int] = ()) -> str:
-    """Who differs from most, or from whom; in what, and where that first happens. The largest group
-    comes first.
+def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int] = ()) -> str:
+    """Who differs from the largest group, in what, and where that first happens.
+
+    `statements` are groups of processes and what they say, the largest first. `unheard` are
+    processes of still more groups, whose texts nobody asked for.
 
     >>> print(describe_disagreement([([0, 2], {"batch": "8 x 128"}), ([1], {"batch": "8 x 64"})]))
     Process 1 differs from processes 0, 2 in `batch`. Start every process with the same command,
@@ -98,48 +146,60 @@ def describe_disagreement(sayings: Sequence[Saying], unheard: Sequence[int] = ()
     -8 x 128
     +8 x 64
     """
-    (usual, texts), *others = sayings
-    tie = len(usual) == len(others[0][0])
-    heads, differences = [], []
-    for processes, other in others:
-        names = [name for name in {**texts, **other} if texts.get(name) != other.get(name)]
-        differ = "differs" if len(processes) == 1 else "differ"
-        listed = ", ".join(f"`{name}`" for name in names)
-        heads.append(f"{_name(processes)} {differ} from {_name(usual)} in {listed}")
-        differences += [
-            line for name in names for line in _difference(name, usual, texts, processes, other)
-        ]
+    usual, *others = statements
+    usual_processes, usual_texts = usual
+    clauses, differences = [], []
+    for other in others:
+        processes, texts = other
+        # Names of both, those of the usual texts first.
+        names = dict.fromkeys([*usual_texts, *texts])
+        differing = [name for name in names if usual_texts.get(name) != texts.get(name)]
+        listed = ", ".join(f"`{name}`" for name in differing)
+        clauses.append(f"{_differ(processes)} from {_name(usual_processes)} in {listed}")
+        for name in differing:
+            differences.extend(_difference(name, usual, other))
     if unheard:
-        heads.append(
-            f"{_name(unheard)} {'differs' if len(unheard) == 1 else 'differ'} from all of these"
-        )
-    told = "P" + "; ".join(heads)[1:] + (". Neither is in the majority" if tie else "")
-    return "\n".join(
-        [f"{told}. Start every process with the same command, code and environment.", *differences]
-    )
+        clauses.append(f"{_differ(unheard)} from all of these")
+
+    sentence = "; ".join(clauses)
+    sentence = sentence[:1].upper() + sentence[1:]
+    if len(usual_processes) == len(others[0][0]):
+        sentence += ". Neither is in the majority"
+    sentence += ". Start every process with the same command, code and environment."
+    return "\n".join([sentence, *differences])
+
+
+def _differ(processes: Sequence[int]) -> str:
+    verb = "differs" if len(processes) == 1 else "differ"
+    return f"{_name(processes)} {verb}"
 
 
 def _check_devices(counts: Mapping[int, int]) -> None:
-    """Refuse processes of unequal size, by which JAX cannot arrange the devices, and which often
-    means a broken one.
+    """Refuse processes that have different numbers of devices; `counts` is by process.
+
+    JAX cannot arrange such devices in a mesh, and often one of them is broken. The rarest count is
+    named first.
     """
-    by_count: dict[int, list[int]] = defaultdict(list)
+    processes_by_count: dict[int, list[int]] = defaultdict(list)
     for process, count in counts.items():
-        by_count[count].append(process)
-    if len(by_count) > 1:
-        listed = "; ".join(
-            f"{_name(processes)} {'has' if len(processes) == 1 else 'have'} {count}"
-            for count, processes in sorted(by_count.items(), key=lambda item: len(item[1]))
-        )
-        raise ValueError(
-            f"Processes have different numbers of devices: {listed}. Look for a device that is "
-            "broken or taken there, or give every process as many."
-        )
+        processes_by_count[count].append(process)
+    if len(processes_by_count) <= 1:
+        return
+    clauses = []
+    for count, processes in sorted(processes_by_count.items(), key=lambda item: len(item[1])):
+        verb = "has" if len(processes) == 1 else "have"
+        clauses.append(f"{_name(processes)} {verb} {count}")
+    raise ValueError(
+        f"Processes have different numbers of devices: {'; '.join(clauses)}. Look for a device "
+        "that is broken or taken there, or give every process as many."
+    )
 
 
 def _name(processes: Sequence[int]) -> str:
-    """Processes in a sentence, runs of them as a range: however many there are, it stays
-    readable.
+    """Processes in a sentence: `process 3`, or `processes 0-6, 8`.
+
+    Consecutive ones are a range, and no more than 16 ranges are listed, so that it stays readable
+    however many there are.
     """
     runs: list[list[int]] = []
     for process in sorted(processes):
@@ -147,36 +207,45 @@ def _name(processes: Sequence[int]) -> str:
             runs[-1].append(process)
         else:
             runs.append([process])
-    spelt = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = f" and {len(spelt) - 16} more such" if len(spelt) > 16 else ""
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(spelt[:16])}{more}"
+    spelt = []
+    for run in runs:
+        spelt.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    named = ", ".join(spelt[:_MAX_RUNS])
+    if len(spelt) > _MAX_RUNS:
+        named += f" and {len(spelt) - _MAX_RUNS} more such"
+    noun = "processes" if len(processes) > 1 else "process"
+    return f"{noun} {named}"
 
 
-def _difference(
-    name: str,
-    usual: Sequence[int],
-    texts: Mapping[str, str],
-    processes: Sequence[int],
-    other: Mapping[str, str],
-) -> list[str]:
-    lines = difflib.unified_diff(
-        _lines(texts.get(name, "(it has no such text)")),
-        _lines(other.get(name, "(it has no such text)")),
-        f"`{name}` on {_name(usual)}",
-        f"`{name}` on {_name(processes)}",
+def _difference(name: str, usual: Statement, other: Statement) -> list[str]:
+    """The lines in which two groups' texts of one name differ, as a unified diff.
+
+    It is cut after its first lines, and says how many more there are.
+    """
+    missing = "(it has no such text)"
+    diff = difflib.unified_diff(
+        _wrapped_lines(usual[1].get(name, missing)),
+        _wrapped_lines(other[1].get(name, missing)),
+        f"`{name}` on {_name(usual[0])}",
+        f"`{name}` on {_name(other[0])}",
         n=1,
         lineterm="",
     )
-    shown = list(islice(lines, _MAX_DIFFERENCES))
-    return [*shown, f"... and {more} more lines"] if (more := sum(1 for _ in lines)) else shown
+    shown = list(islice(diff, _MAX_DIFFERENCES))
+    more = len(list(diff))
+    if more:
+        shown.append(f"... and {more} more lines")
+    return shown
 
 
-def _lines(text: str) -> list[str]:
-    """The lines of a text, long ones in pieces, so that of a line that differs one piece is
-    shown.
+def _wrapped_lines(text: str) -> list[str]:
+    """The lines of a text, with long ones in pieces of equal length.
+
+    A line that differs, such as a whole program's on one line, then shows as the piece that does.
     """
-    return [
-        line[k : k + _WIDTH]
-        for line in text.splitlines()
-        for k in range(0, max(len(line), 1), _WIDTH)
-    ]
+    pieces = []
+    for line in text.splitlines():
+        # An empty line is one piece.
+        for start in range(0, max(len(line), 1), _WIDTH):
+            pieces.append(line[start : start + _WIDTH])
+    return pieces

@@ -12,8 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.checks import _arguments as check
 
-_MOST_DIGITS = 18
+_MOST_DIGITS = 18  # of a size, as text
 _MOST_ON_AXIS = 10**9
 _ENTRY = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:=\s*([+-]?\d+)\s*)?")
 _MOST_SIMULATED = 65_536  # of 4,096 there is a use, and with many more a laptop is at its end
@@ -67,79 +66,30 @@ def make_mesh(
     `allow_split_physical_axes` lets two axes share one dimension of a TPU torus, each with a part
     of its links. Without it, shapes that need that are refused.
     """
-    named = parse_axes(shape)
-    if twice := [name for name in axes if name in named]:
-        raise ValueError(
-            f"`make_mesh` takes each axis once; `{twice[0]}` is both in the shape, "
-            f"`{_spell(named)}`, and a keyword. Remove one of the two."
-        )
+    sizes = parse_axes(shape)
+    for name in axes:
+        if name in sizes:
+            raise ValueError(
+                f"`make_mesh` takes each axis once; `{name}` is both in the shape, "
+                f"`{_spell(sizes)}`, and a keyword. Remove one of the two."
+            )
     check.kind("make_mesh", "axis_type", axis_type, AxisType, "a `jax.sharding.AxisType`")
     split = check.boolean("make_mesh", "allow_split_physical_axes", allow_split_physical_axes)
     devices = jax.devices() if devices is None else _devices(devices)
-    named = _fill_in(_checked((*named.items(), *axes.items())), devices)
-    crossing = _crossing(dcn, named, devices)
+    sizes = _fill_in(_checked((*sizes.items(), *axes.items())), devices)
+    slow_factors = _slow_factors(dcn, sizes, devices)
     try:
-        laid_out = _lay_out(named, crossing, devices, split)
+        device_grid = _arrange(sizes, slow_factors, devices, split)
     # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has
     # not implemented the shapes that it refuses. Before 0.12 it also misreads the factors of sizes
     # such as 14 when it splits a dimension, and fails on what follows. To a user each of these is a
     # shape that does not go with these devices.
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`make_mesh` cannot lay `{_spell(named)}` out on {count_devices(devices)}: "
+            f"`make_mesh` cannot lay `{_spell(sizes)}` out on {count_devices(devices)}: "
             f"{_way_out(error)}"
         ) from error
-    return Mesh(laid_out, tuple(named), axis_types=(axis_type,) * len(named))
-
-
-@dataclass(frozen=True)
-class PortableMesh:
-    """A mesh by the numbers of its devices, as it is written into a pickle: a device itself belongs
-    to one process.
-    """
-
-    axes: tuple[str, ...]
-    axis_types: tuple[AxisType, ...]
-    platform: str
-    ids: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> "PortableMesh":
-        """How a mesh is written, if its devices are those of this machine."""
-        devices = list(mesh.devices.flat)
-        platform = devices[0].platform
-        known = _devices_by_id(platform)
-        if any(known.get(device.id) != device for device in devices):
-            raise ValueError(
-                f"A strategy whose mesh is of {count_devices(devices)} that this process does not "
-                "have cannot be pickled: no other process could find them. Pickle one whose mesh "
-                "is text, and give it the mesh there: `dataclasses.replace(strategy, mesh=...)`."
-            )
-        ids = tuple(device.id for device in devices)
-        return cls(mesh.axis_names, mesh.axis_types, platform, ids, mesh.devices.shape)
-
-    def here(self) -> Mesh:
-        """The same mesh, of the devices of this process."""
-        known = _devices_by_id(self.platform)
-        if lost := [number for number in self.ids if number not in known]:
-            raise ValueError(
-                f"The mesh that was pickled, {dict(zip(self.axes, self.shape, strict=True))}, has "
-                f"the {self.platform} device {lost[0]}, and this process has {len(known)} "
-                f"{self.platform} devices. Pickle a strategy whose mesh is text for another "
-                'machine: `mesh="data=-1"`.'
-            )
-        flat = np.empty(len(self.ids), dtype=object)
-        flat[:] = [known[number] for number in self.ids]
-        devices = flat.reshape(self.shape)
-        return Mesh(devices, self.axes, axis_types=self.axis_types)
-
-
-def _devices_by_id(platform: str) -> dict[int, Any]:
-    try:
-        return {device.id: device for device in jax.devices(platform)}
-    except RuntimeError:  # there is no such platform here
-        return {}
+    return Mesh(device_grid, tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
 
 def simulate_devices(count: int = 8) -> None:
@@ -169,8 +119,9 @@ def simulate_devices(count: int = 8) -> None:
 
 
 def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:
-    """The axes that a text or a mapping names, in their order. One size may be -1, to be filled in
-    by `make_mesh`.
+    """The axes that a text or a mapping names, in their order.
+
+    One size may be -1, to be filled in by `make_mesh`.
 
     >>> parse_axes("data=-1, model=4")
     {'data': -1, 'model': 4}
@@ -178,11 +129,12 @@ def parse_axes(text: str | Mapping[str, int]) -> dict[str, int]:
     if not isinstance(text, str):
         return _checked(_pairs("shape", text))
     entries = _entries(text)
-    if bare := [name for name, size in entries if size is None]:
-        raise ValueError(
-            f"Mesh axes need a size each, as in `data=2,model=4`; got `{text}`. "
-            f"Write `{bare[0]}=4`, or `{bare[0]}=-1` for the devices that the other axes leave."
-        )
+    for name, size in entries:
+        if size is None:
+            raise ValueError(
+                f"Mesh axes need a size each, as in `data=2,model=4`; got `{text}`. "
+                f"Write `{name}=4`, or `{name}=-1` for the devices that the other axes leave."
+            )
     return _checked(entries)
 
 
@@ -196,11 +148,10 @@ def format_mesh(mesh: Mesh | AbstractMesh) -> str:
 
 
 def slow_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which the slice changes, read off the devices: collectives over them use the
-    slow network.
+    """The axes along which the slice changes: collectives over them use the slow network.
 
-    Where devices know no slices, their process stands in. The simulated devices of one process are
-    a single slice.
+    They are read off the devices. Where devices know no slices, their process stands in. The
+    simulated devices of one process are a single slice.
 
     >>> slow_axes(make_mesh("pod=2,model=4", dcn="pod"))
     ()
@@ -212,7 +163,7 @@ def slow_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _devices(devices: Any) -> list[Any]:
-    """The devices of a sequence or an array of them, in order."""
+    """The devices of a sequence or an array of them, in order; each may be there once."""
     takes = "devices, such as `jax.devices()[:4]`, each once"
     if not isinstance(devices, Sequence | np.ndarray) or isinstance(devices, str | bytes):
         raise check.refusal("make_mesh", "devices", devices, takes)
@@ -220,7 +171,8 @@ def _devices(devices: Any) -> list[Any]:
         flat = list(np.asarray(devices, dtype=object).flat)
     except ValueError as error:  # rows of unequal length
         raise check.refusal("make_mesh", "devices", devices, takes) from error
-    if not all(hasattr(one, "device_kind") for one in flat) or len(set(flat)) < len(flat):
+    are_devices = all(hasattr(device, "device_kind") for device in flat)
+    if not are_devices or len(set(flat)) < len(flat):
         raise check.refusal("make_mesh", "devices", devices, takes)
     return flat
 
@@ -235,35 +187,38 @@ def _pairs(argument: str, axes: Any) -> list[tuple[Any, Any]]:
 
 
 def _entries(text: str) -> list[tuple[str, int | None]]:
+    """Names and sizes in a text such as `data=2,model=4`; a name without a size has None.
+
+    Whether names and sizes make sense is left to `_checked`.
+    """
+    if not text.strip():
+        return []
     entries = []
-    for part in text.split(",") if text.strip() else []:
+    for part in text.split(","):
         match = _ENTRY.fullmatch(part)
         if match is None:
+            # Without the quotation marks that `shown` puts around a text.
             raise ValueError(
                 f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
                 f"got `{check.shown(part.strip())[1:-1]}` in `{check.shown(text)[1:-1]}`."
             )
-        if len(match[2] or "") > _MOST_DIGITS:
-            raise ValueError(
-                f"The size of the mesh axis `{match[1]}` has {len(match[2]):,} digits."
-            )
-        entries.append((match[1], None if match[2] is None else int(match[2])))
+        name, size = match[1], match[2]
+        # Python refuses to read numbers of thousands of digits, with an error of its own.
+        if size is not None and len(size) > _MOST_DIGITS:
+            raise ValueError(f"The size of the mesh axis `{name}` has {len(size):,} digits.")
+        entries.append((name, None if size is None else int(size)))
     return entries
 
 
 def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
+    """Sizes by name, in order: each name is a word and is there once, at most one size is -1."""
     axes: dict[str, int] = {}
     for name, size in entries:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(
                 f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}."
             )
-        if (
-            isinstance(size, bool)
-            or not isinstance(size, int | np.integer)
-            or size == 0
-            or not -1 <= size <= _MOST_ON_AXIS
-        ):
+        if not _is_size(size):
             raise ValueError(
                 f"The size of the mesh axis `{name}` must be a whole number from 1 up to "
                 f"{_MOST_ON_AXIS:,}, or -1 for the devices that the other axes leave; got "
@@ -281,7 +236,16 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
     return axes
 
 
+def _is_size(size: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number that an axis may have as its size, or -1."""
+    # To Python True is a whole number too.
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        return False
+    return size == -1 or 1 <= size <= _MOST_ON_AXIS
+
+
 def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
+    """The sizes of axes with -1 filled in, so that their product is the number of devices."""
     count = len(devices)
     if not axes or not devices:
         missing = "axis" if devices else "device"
@@ -304,32 +268,42 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
             f"devices=jax.devices()[:{product}])`."
         )
     if product > count:
-        more = ""
-        if devices[0].platform == "cpu":
-            more = (
-                f", simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` "
-                "before JAX starts, or take those of a machine that is not there, to plan for it: "
-                "`sl.Target(...).mesh(...)`"
-            )
-        raise ValueError(
-            f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there "
-            f"are {count}. Choose smaller sizes, make one axis -1{more}."
-        )
+        raise ValueError(_too_few(axes, product, devices))
     return axes
 
 
-def _crossing(
+def _too_few(axes: dict[str, int], product: int, devices: list[Any]) -> str:
+    """The message for a mesh of more devices than there are; on a CPU, more can be simulated."""
+    more = ""
+    if devices[0].platform == "cpu":
+        more = (
+            f", simulate more: `XLA_FLAGS=--xla_force_host_platform_device_count={product}` "
+            "before JAX starts, or take those of a machine that is not there, to plan for it: "
+            "`sl.Target(...).mesh(...)`"
+        )
+    return (
+        f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there "
+        f"are {len(devices)}. Choose smaller sizes, make one axis -1{more}."
+    )
+
+
+def _slow_factors(
     dcn: str | Mapping[str, int], axes: dict[str, int], devices: list[Any]
 ) -> dict[str, int]:
-    """The factor of each axis that crosses the slow network, checked against the slices there
-    are.
+    """The factor of each axis that crosses the slow network, as `dcn` says.
+
+    An axis that `dcn` does not name stays inside a slice and is not in the result. The factors
+    divide their axes and multiply to the number of slices there are; simulated devices, which have
+    no slices, are divided into as many as `dcn` says.
     """
     entries = _entries(dcn) if isinstance(dcn, str) else _pairs("dcn", dcn)
-    if unknown := [name for name, _ in entries if name not in axes]:
-        raise ValueError(
-            f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis "
-            f"`{check.shown(unknown[0])[1:-1]}`."
-        )
+    for name, _ in entries:
+        if name not in axes:
+            raise ValueError(
+                f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis "
+                f"`{check.shown(name)[1:-1]}`."
+            )
+    # A name without a factor is the whole axis.
     factors = _checked((name, axes[name] if size is None else size) for name, size in entries)
     for name, factor in factors.items():
         if factor == -1 or axes[name] % factor:
@@ -337,34 +311,49 @@ def _crossing(
                 f"The `dcn` factor of an axis must divide its size; got `{name}={factor}` for "
                 f"`{name}={axes[name]}`."
             )
-    slices = collections.Counter(map(slice_index, devices))
-    count, product, called = len(slices), math.prod(factors.values()), name_slices(devices)
-    if len(set(slices.values())) > 1:
+    _check_slices(bool(dcn), factors, axes, devices)
+    return factors
+
+
+def _check_slices(
+    named: bool, factors: dict[str, int], axes: dict[str, int], devices: list[Any]
+) -> None:
+    """Refuse factors that do not fit the slices of the devices, and slices of unequal size.
+
+    `named` says whether the user has given `dcn` at all.
+    """
+    slice_sizes = collections.Counter(map(slice_index, devices))
+    noun = name_slices(devices)
+    if len(set(slice_sizes.values())) > 1:
         raise ValueError(
-            f"A mesh over several {called} takes equally many devices of each; "
-            f"`make_mesh(devices=...)` got {', '.join(map(str, slices.values()))}. Leave out whole "
-            f"{called}, or take the same number of each."
+            f"A mesh over several {noun} takes equally many devices of each; "
+            f"`make_mesh(devices=...)` got {', '.join(map(str, slice_sizes.values()))}. Leave out "
+            f"whole {noun}, or take the same number of each."
         )
+    count, product = len(slice_sizes), math.prod(factors.values())
+    # The devices of one CPU process may stand in for any number of slices.
     if product == count or (count == 1 and _is_simulated(devices)):
-        return factors
+        return
     advice = "Leave `dcn` out."
     if count > 1:
         advice = f'Write `dcn="{_proposal(axes, count)}"`, or name the axes with the least traffic.'
-    if not dcn:
+    if not named:
         raise ValueError(
             "`make_mesh` must be told by `dcn` which axes cross the slow network: the devices are "
-            f"in {count} {called}, and `{_spell(axes)}` does not say which run between them. "
+            f"in {count} {noun}, and `{_spell(axes)}` does not say which run between them. "
             f"{advice}"
         )
     raise ValueError(
-        f"The `dcn` factors must multiply to the number of {called}, {count}; got "
+        f"The `dcn` factors must multiply to the number of {noun}, {count}; got "
         f"`{_spell(factors)}`, which is {product}. {advice}"
     )
 
 
 def _proposal(axes: dict[str, int], slice_count: int) -> str:
-    """The outermost factors that make up the number of slices, which divides the product of the
-    sizes.
+    """A `dcn` to propose: the outermost factors of the axes that make up the number of slices.
+
+    There always are such factors, since the number of slices divides that of the devices, which is
+    the product of the sizes.
     """
     parts = []
     for name, size in axes.items():
@@ -375,59 +364,69 @@ def _proposal(axes: dict[str, int], slice_count: int) -> str:
     return ",".join(parts)
 
 
-def _lay_out(
-    axes: dict[str, int], crossing: dict[str, int], devices: list[Any], split: bool
+def _arrange(
+    axes: dict[str, int], slow_factors: dict[str, int], devices: list[Any], split: bool
 ) -> np.ndarray:
-    outer = [crossing.get(name, 1) for name in axes]
+    """The devices in a grid, a dim for each axis, so that neighbours in it are close on the wire.
+
+    JAX knows how: on one slice for the torus, on several for slices and what is inside each. Of
+    simulated devices, consecutive blocks stand in for slices. `split` lets axes share a dimension
+    of the torus.
+    """
+    outer = [slow_factors.get(name, 1) for name in axes]
     inner = [size // factor for size, factor in zip(axes.values(), outer, strict=True)]
     if math.prod(outer) == 1:
         return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=split)
     if not _is_simulated(devices):
+        slices = [slice_index(device) for device in devices]
+        processes = [device.process_index for device in devices]
         return mesh_utils.create_hybrid_device_mesh(
             inner,
             outer,
             devices,
-            process_is_granule=[slice_index(device) for device in devices]
-            == [device.process_index for device in devices],
+            process_is_granule=slices == processes,
             allow_split_physical_axes=split,
         )
-    # Blocks of devices in order are the slices: (outer..., inner...) interleaved to (outer, inner),
-    # (outer, inner), ...
-    order = itertools.chain.from_iterable((k, k + len(axes)) for k in range(len(axes)))
-    return (
-        np.asarray(devices, dtype=object)
-        .reshape(outer + inner)
-        .transpose(*order)
-        .reshape(*axes.values())
-    )
+    # Blocks of devices in order are the slices. Their dims (outer..., inner...) are interleaved to
+    # (outer, inner) of the first axis, (outer, inner) of the second, ..., and each pair is merged.
+    interleaved = itertools.chain.from_iterable((k, k + len(axes)) for k in range(len(axes)))
+    blocks = np.asarray(devices, dtype=object).reshape(outer + inner)
+    return blocks.transpose(*interleaved).reshape(*axes.values())
 
 
 def slice_index(device: Any) -> int:
-    """Which slice a device is in: what the fast network joins."""
-    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their
-    # processes share the torus. GPUs that are only compiled for are all of slice 0; those of one
-    # process are joined by NVLink.
-    if device.platform == "gpu" and type(getattr(device, "client", None)).__name__.startswith(
-        "CompileOnly"
-    ):
+    """The number of the slice that a device is in: the devices that the fast network joins.
+
+    For devices that know of no slice it is their process, but for TPUs.
+    """
+    # GPUs that are only compiled for are all of slice 0; those of one process are joined by NVLink.
+    client = type(getattr(device, "client", None)).__name__
+    if device.platform == "gpu" and client.startswith("CompileOnly"):
         return device.process_index
-    return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
+    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their
+    # processes share the torus.
+    default = 0 if device.platform == "tpu" else device.process_index
+    return getattr(device, "slice_index", default)
 
 
 def slices_of(mesh: Mesh) -> np.ndarray:
+    """The slice of each device, in an array of the shape of the mesh."""
     return np.vectorize(slice_index, otypes=[int])(mesh.devices)
 
 
 def name_slices(devices: Iterable[Any]) -> str:
+    """What to call the slices of devices in messages: processes, where devices know no slices."""
     device = next(iter(devices))
     return "slices" if hasattr(device, "slice_index") or device.platform == "tpu" else "processes"
 
 
 def _is_simulated(devices: list[Any]) -> bool:
+    """Whether the devices are those of a single CPU process, which any layout may be tried on."""
     return devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1
 
 
 def _way_out(error: Exception) -> str:
+    """Why JAX cannot lay a mesh out, and what to do, by the kind and the text of its error."""
     if isinstance(error, NotImplementedError):
         return (
             "an axis would share a dimension of the torus with another. Pass "
@@ -449,9 +448,12 @@ def _way_out(error: Exception) -> str:
 
 
 def _spell(axes: Mapping[Any, int]) -> str:
+    """Axes and their sizes as `parse_axes` reads them."""
     return ",".join(f"{name}={size}" for name, size in axes.items())
 
 
 def count_devices(devices: Iterable[Any]) -> str:
+    """How many devices there are and of which kind, for messages: `8 cpu devices`."""
     devices = list(devices)
-    return f"{len(devices)} {devices[0].device_kind} device" + ("s" if len(devices) > 1 else "")
+    plural = "s" if len(devices) > 1 else ""
+    return f"{len(devices)} {devices[0].device_kind} device{plural}"

@@ -16,7 +16,8 @@ from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
 from shardlib.layouts._annotate import Remat, Scope, use
 from shardlib.layouts._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
-from shardlib.machine._mesh import PortableMesh, make_mesh, parse_axes, slow_axes
+from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
+from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.modeling._remat import REMATS
 from shardlib.pipeline._program import table_of
 from shardlib.pipeline.schedules._schedule import Schedule

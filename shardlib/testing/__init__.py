@@ -1,5 +1,8 @@
-"""Test the sharding of your own code on a laptop: one call compares a step on many meshes with one
-device.
+"""Tools to test the sharding of your own code, on a laptop.
+
+`check_step` compares a step on many simulated meshes with one device; `assert_collectives` and
+`assert_memory` hold a step to the bytes that its compiled program sends and takes; `count_traces`
+counts traces.
 """
 
 from shardlib.compiled._collectives import Collective as Collective

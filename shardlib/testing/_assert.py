@@ -1,18 +1,44 @@
-"""Tests of what a step moves and what it takes, as its compiler has it, on any machine."""
+"""Assertions about the bytes that a step sends and the memory that it takes, on any machine.
+
+Both compile the step with `sl.plan` for a target that need not be there, read what they assert off
+the compiled program, and return the plan. Nothing runs, so the numbers are exact and a test of them
+is never flaky.
+"""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
-from shardlib.compiled._collectives import KINDS
+from shardlib.compiled._collectives import KINDS, Collective
 from shardlib.compiled._memory import KINDS as MEMORY_KINDS
+from shardlib.compiled._memory import Memory, Piece
 from shardlib.machine._targets import Target
 from shardlib.planning._plan import Plan, plan
 from shardlib.planning._report import short
 
 Axes = str | tuple[str, ...]
+_LISTED_PIECES = 6  # of the memory that is over its limit, the largest
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What the bytes of a step are counted by: a kind of collective, and the axes it runs over.
+
+    `axes` are None where the groups of a collective are no axes of the mesh.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+
+    @property
+    def over(self) -> str:
+        """The axes in words."""
+        if self.axes is None:
+            return "other groups"
+        return " x ".join(self.axes)
 
 
 def assert_collectives(
@@ -24,13 +50,20 @@ def assert_collectives(
     target: str | Target | None = None,
     ignore_below: int = 0,
 ) -> Plan:
-    """Assert what a step sends.
+    """Assert how many bytes a device sends in a step, by kind of collective and mesh axes.
 
-    That is, for each kind of collective and mesh axis, the bytes that a device sends in a step.
-
-    `step`, `state`, `batch` and `target` are those of `sl.plan`, or `step` is a plan that was made.
     Bytes are counted as `Collective.sent_bytes` says. What is not in `sends` must not be there, but
-    for collectives that send less than `ignore_below` each time, such as the sum of the loss.
+    for collectives that send less than `ignore_below` each time, such as the sum of the loss. The
+    plan is returned. An `AssertionError` lists what differs, with the collectives and the lines of
+    Python that they come from.
+
+    Args:
+        step: a step, as for `sl.plan`, or a plan that has been made already.
+        state: the state of the step, as for `sl.plan`.
+        batch: the batch of the step, as for `sl.plan`.
+        sends: bytes per device and step, by kind of collective and mesh axis or axes.
+        target: the machine to compile for, as for `sl.plan`.
+        ignore_below: bytes; a collective that sends less each time is not counted.
 
     >>> import jax, jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -44,33 +77,49 @@ def assert_collectives(
     """
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
-    found = _plan(step, state, batch, target)
-    sent: dict[tuple[str, tuple[str, ...] | None], int] = defaultdict(int)
-    lines: dict[tuple[str, tuple[str, ...] | None], list[str]] = defaultdict(list)
-    for one in found.collectives:
-        if one.sent_bytes >= ignore_below:
-            key = (one.kind, one.axes)
-            sent[key] += one.total_bytes
-            lines[key].append(
-                f"    {one.times:,} x {one.sent_bytes:,} B of "
-                f"{'/'.join(dict.fromkeys(one.dtypes))}, because of "
-                + (", ".join(map(short, one.sources)) or one.op_name or "the compiler")
-            )
-    wrong = [key for key in {**expected, **sent} if expected.get(key, 0) != sent.get(key, 0)]
-    if wrong:
-        rows = [("collective", "over", "expected", "found", "difference")]
-        details = []
-        for kind, axes in wrong:
-            over = "other groups" if axes is None else " x ".join(axes)
-            want, got = expected.get((kind, axes), 0), sent.get((kind, axes), 0)
-            rows.append((kind, over, f"{want:,}", f"{got:,}", f"{got - want:+,}"))
-            if lines[kind, axes]:
-                details += [f"  {kind} over {over}:", *lines[kind, axes]]
-        raise AssertionError(
-            f"On {found.target}, {found.mesh}, a device sends other bytes per step than expected.\n"
-            + "\n".join([table(rows, right=(2, 3, 4)), *details])
-        )
-    return found
+    step_plan = _plan(step, state, batch, target)
+
+    collectives: dict[_Link, list[Collective]] = defaultdict(list)
+    for collective in step_plan.collectives:
+        if collective.sent_bytes >= ignore_below:
+            collectives[_Link(collective.kind, collective.axes)].append(collective)
+    sent = {
+        link: sum(collective.total_bytes for collective in group)
+        for link, group in collectives.items()
+    }
+
+    # Expected links first, in the order of `sends`, then those that nobody expected.
+    links = dict.fromkeys([*expected, *sent])
+    wrong = [link for link in links if expected.get(link, 0) != sent.get(link, 0)]
+    if not wrong:
+        return step_plan
+
+    rows = [("collective", "over", "expected", "found", "difference")]
+    details = []
+    for link in wrong:
+        expected_bytes, sent_bytes = expected.get(link, 0), sent.get(link, 0)
+        difference = f"{sent_bytes - expected_bytes:+,}"
+        rows.append((link.kind, link.over, f"{expected_bytes:,}", f"{sent_bytes:,}", difference))
+        if link in collectives:
+            details.append(f"  {link.kind} over {link.over}:")
+            details.extend(map(_describe_collective, collectives[link]))
+    raise AssertionError(
+        f"On {step_plan.target}, {step_plan.mesh}, a device sends other bytes per step than "
+        "expected.\n" + "\n".join([table(rows, right=(2, 3, 4)), *details])
+    )
+
+
+def _describe_collective(collective: Collective) -> str:
+    """One line about a collective: how often, how many bytes of which dtypes, and why it is there.
+
+    The reason is the user's lines of Python; without any, JAX's name of the operation; and without
+    that, the compiler put it there.
+    """
+    dtypes = "/".join(dict.fromkeys(collective.dtypes))
+    reason = ", ".join(map(short, collective.sources)) or collective.op_name or "the compiler"
+    return (
+        f"    {collective.times:,} x {collective.sent_bytes:,} B of {dtypes}, because of {reason}"
+    )
 
 
 def assert_memory(
@@ -81,9 +130,18 @@ def assert_memory(
     at_most: Mapping[str, int],
     target: str | Target | None = None,
 ) -> Plan:
-    """Hold a step to the bytes that it takes of each device, by kind, or in all as `"total"`.
+    """Assert that a step takes no more of each device's memory than it may.
 
-    `step`, `state`, `batch` and `target` are those of `sl.plan`, or `step` is a plan that was made.
+    Limits are in bytes, by kind of memory; `"total"` is all of them together, and `"host"` what is
+    in the host's memory. The plan is returned. An `AssertionError` lists the kinds that are
+    over their limits, and the largest values among them.
+
+    Args:
+        step: a step, as for `sl.plan`, or a plan that has been made already.
+        state: the state of the step, as for `sl.plan`.
+        batch: the batch of the step, as for `sl.plan`.
+        at_most: bytes per device, by kind of memory; kinds that are not in it are not limited.
+        target: the machine to compile for, as for `sl.plan`.
 
     >>> import jax, jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -94,69 +152,93 @@ def assert_memory(
     >>> found = sl.testing.assert_memory(step, state, batch, at_most={"gradients": 2 * 64 * 64 * 4,
     ...     "total": 150_000})
     """
+    _check_limits(at_most)
+    step_plan = _plan(step, state, batch, target)
+    memory = {
+        "total": step_plan.memory.total_bytes,
+        "host": step_plan.memory.host_bytes,
+        **step_plan.memory.kinds,
+    }
+    over = [kind for kind, limit in at_most.items() if memory[kind] > limit]
+    if not over:
+        return step_plan
+
+    rows = [("memory per device", "at most", "found", "over by")]
+    for kind in over:
+        limit, size = at_most[kind], memory[kind]
+        rows.append((kind, f"{limit:,}", f"{size:,}", human_bytes(size - limit)))
+    lines = [table(rows, right=(1, 2, 3))]
+    pieces = _largest_pieces(step_plan.memory, over)
+    if pieces:
+        lines += ["the largest:", *map(_describe_piece, pieces)]
+    raise AssertionError(
+        f"On {step_plan.target}, {step_plan.mesh}, a device holds more than it may.\n"
+        + "\n".join(lines)
+    )
+
+
+def _check_limits(at_most: Any) -> None:
+    """Refuse limits of memory that are no mapping from kinds that exist to numbers of bytes."""
     check.kind(
         "assert_memory", "at_most", at_most, Mapping, 'bytes by kind: `at_most={"total": 2**30}`'
     )
-    known = ("total", "host", *MEMORY_KINDS)
-    if unknown := [kind for kind in at_most if kind not in known]:
-        raise ValueError(
-            f"`{unknown[0]}` is no kind of memory; there are "
-            f"{', '.join(f'`{one}`' for one in known)}."
-        )
+    kinds = ("total", "host", *MEMORY_KINDS)
+    # All names are looked at before the first size.
+    for kind in at_most:
+        if kind not in kinds:
+            raise ValueError(f"`{kind}` is no kind of memory; there are {_listed(kinds)}.")
     for kind, size in at_most.items():
         check.whole("assert_memory", f"at_most[{kind!r}]", size, "a number of bytes", least=0)
-    found = _plan(step, state, batch, target)
-    memory = {
-        "total": found.memory.total_bytes,
-        "host": found.memory.host_bytes,
-        **found.memory.kinds,
-    }
-    over = [kind for kind, limit in at_most.items() if memory[kind] > limit]
-    if over:
-        rows = [("memory per device", "at most", "found", "over by")]
-        rows += [
-            (k, f"{at_most[k]:,}", f"{memory[k]:,}", human_bytes(memory[k] - at_most[k]))
-            for k in over
-        ]
-        pieces = [piece for piece in found.memory.pieces if piece.kind in over or "total" in over][
-            :6
-        ]
-        details = [
-            f"  {piece.type}  {human_bytes(piece.size)}  {piece.kind}  "
-            f"{short(piece.source) or piece.op_name}"
-            for piece in pieces
-        ]
-        raise AssertionError(
-            f"On {found.target}, {found.mesh}, a device holds more than it may.\n"
-            + "\n".join(
-                [table(rows, right=(1, 2, 3)), *(["the largest:", *details] if details else [])]
-            )
-        )
-    return found
 
 
-def _expected_bytes(sends: Any) -> dict[tuple[str, tuple[str, ...] | None], int]:
+def _largest_pieces(memory: Memory, over: list[str]) -> list[Piece]:
+    """The largest values of the kinds of memory that are over their limits.
+
+    If the total is over its limit, a value of any kind counts.
+    """
+    pieces = list(memory.pieces)  # the largest first
+    if "total" not in over:
+        pieces = [piece for piece in pieces if piece.kind in over]
+    return pieces[:_LISTED_PIECES]
+
+
+def _describe_piece(piece: Piece) -> str:
+    """One line about a value in memory: its type, size and kind, and where it comes from."""
+    origin = short(piece.source) or piece.op_name
+    return f"  {piece.type}  {human_bytes(piece.size)}  {piece.kind}  {origin}"
+
+
+def _expected_bytes(sends: Any) -> dict[_Link, int]:
+    """Check what a user says a step sends, and bring it into one form.
+
+    A single axis, `"data"`, is the same as a tuple of one, `("data",)`.
+    """
     takes = 'bytes by kind and axes: `sends={("all-reduce", "data"): 4096}`'
     check.kind("assert_collectives", "sends", sends, Mapping, takes)
-    expected: dict[tuple[str, tuple[str, ...] | None], int] = {}
+    expected: dict[_Link, int] = {}
     for key, size in sends.items():
         if not isinstance(key, tuple) or len(key) != 2:
             raise check.refusal("assert_collectives", "sends", sends, takes)
         kind, axes = key
         if kind not in KINDS:
-            raise ValueError(
-                f"`{kind}` is no kind of collective; there are "
-                f"{', '.join(f'`{one}`' for one in KINDS)}."
-            )
-        over = (axes,) if isinstance(axes, str) else axes
+            raise ValueError(f"`{kind}` is no kind of collective; there are {_listed(KINDS)}.")
+        if isinstance(axes, str):
+            axes = (axes,)
         check.texts(
-            "assert_collectives", "sends", over, f"axes as text or a tuple of text; {takes}"
+            "assert_collectives", "sends", axes, f"axes as text or a tuple of text; {takes}"
         )
-        expected[kind, over] = check.whole(
+        expected[_Link(kind, axes)] = check.whole(
             "assert_collectives", f"sends[{key!r}]", size, "a number of bytes", least=0
         )
     return expected
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Plan:
-    return step if isinstance(step, Plan) else plan(step, state, batch, target)
+    """The plan of a step; what is a plan already stays as it is."""
+    if isinstance(step, Plan):
+        return step
+    return plan(step, state, batch, target)

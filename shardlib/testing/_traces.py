@@ -1,4 +1,4 @@
-"""How often a function is traced: what a retrace that nobody asked for shows up in."""
+"""How often a function is traced: a retrace that nobody asked for shows up as a count of two."""
 
 import functools
 from collections.abc import Callable
@@ -8,13 +8,19 @@ from shardlib.checks import _arguments as check
 
 
 class CountedTraces:
-    """A function that counts its calls; under `jax.jit` or in a step, these are traces."""
+    """A function that counts its calls; under `jax.jit` or in a step, these are traces.
+
+    JAX calls the Python function only to trace it and then runs the compiled program, so `count`
+    grows by one for each new combination of shapes, dtypes and static arguments.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.count = function, 0
+        self.function = function
+        self.count = 0
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and count the call."""
         self.count += 1
         return self.function(*args, **kwargs)
 
