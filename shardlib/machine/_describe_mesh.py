@@ -1,4 +1,19 @@
-"""A mesh in words and as a picture: which network each axis takes, and where each device stands."""
+"""A mesh in words and as a picture: which network each axis takes, and where each device stands.
+
+data=2,model=4 on 8 cpu devices
+
+axis   size
+data      2
+model     4
+
+         model →
+        ┌─────────┐
+data ↓  │ 0 1 2 3 │
+        │ 4 5 6 7 │
+        └─────────┘
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -7,6 +22,7 @@ from shardlib.checks import _arguments as check
 from shardlib.machine._mesh import count_devices, format_mesh, name_slices, slices_of
 
 _MAX_DRAWN_DEVICES = 16
+_FIRST_FEW = 4  # devices of an axis, listed where the mesh is not drawn
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -34,85 +50,125 @@ def describe_mesh(mesh: Mesh) -> str:
     """
     check.kind("describe_mesh", "mesh", mesh, Mesh, "a mesh of devices, `sl.make_mesh(...)`")
     devices, slices = mesh.devices, slices_of(mesh)
-    count = len(np.unique(slices))
+    slice_count = len(np.unique(slices))
     title = f"{format_mesh(mesh)} on {count_devices(devices.flat)}"
-    if count > 1:
-        title += f" in {count} {name_slices(devices.flat)}"
+    if slice_count > 1:
+        title += f" in {slice_count} {name_slices(devices.flat)}"
 
     columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
-    # One line through the mesh along each axis, from its first device, stands for all the lines
-    # parallel to it.
-    lines = [
-        tuple(slice(None) if k == axis else 0 for k in range(devices.ndim))
-        for axis in range(devices.ndim)
-    ]
-    if count > 1:
+    lines = [_line_along(axis, devices.ndim) for axis in range(devices.ndim)]
+    if slice_count > 1:
         columns.append(["network", *(_networks(slices[line]) for line in lines)])
     if hasattr(devices.flat[0], "coords"):
         columns.append(["torus", *(_torus(devices[line]) for line in lines)])
+
+    # Axes of one device take no room in a picture, and paper has two directions.
     long = [axis for axis, size in enumerate(devices.shape) if size > 1]
     if devices.size > _MAX_DRAWN_DEVICES or len(long) not in (1, 2):
         columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
         return f"{title}\n\n{_table(columns)}"
-    names = ["", *(mesh.axis_names[axis] for axis in long)][-2:]
+    down = mesh.axis_names[long[0]] if len(long) == 2 else ""
+    across = mesh.axis_names[long[-1]]
     grid = (-1, devices.shape[long[-1]])
-    picture = _picture(devices.reshape(grid), slices.reshape(grid), *names)
+    picture = _picture(devices.reshape(grid), slices.reshape(grid), down, across)
     return f"{title}\n\n{_table(columns)}\n\n{picture}"
 
 
+def _line_along(axis: int, dims: int) -> tuple[int | slice, ...]:
+    """The index of the line through a mesh's first device along one axis.
+
+    It stands for all the lines that are parallel to it, which look alike.
+    """
+    index: list[int | slice] = [0] * dims
+    index[axis] = slice(None)
+    return tuple(index)
+
+
 def _networks(line: np.ndarray) -> str:
+    """The networks that an axis crosses, from the slices of the devices along it.
+
+    `slow ×2, fast ×4` is two slices with four devices in each; an axis of one device has `-`.
+    """
     slow = len(np.unique(line))
     fast = len(line) // slow
-    return (
-        ", ".join(f"{name} ×{size}" for name, size in (("slow", slow), ("fast", fast)) if size > 1)
-        or "-"
-    )
+    return _factors(("slow", "fast"), (slow, fast), " ×", ", ")
 
 
 def _torus(line: np.ndarray) -> str:
+    """The dimensions of the torus along which the devices of a line differ: `x×4 core×2`."""
     coordinates = np.array([(*device.coords, device.core_on_chip) for device in line])
     extents = [len(np.unique(column)) for column in coordinates.T]
-    return (
-        " ".join(
-            f"{name}×{n}" for name, n in zip(("x", "y", "z", "core"), extents, strict=True) if n > 1
-        )
-        or "-"
-    )
+    return _factors(("x", "y", "z", "core"), extents, "×", " ")
+
+
+def _factors(names: Sequence[str], sizes: Sequence[int], times: str, gap: str) -> str:
+    """Names with their sizes, those of size 1 left out; `-` if no others remain."""
+    factors = []
+    for name, size in zip(names, sizes, strict=True):
+        if size > 1:
+            factors.append(f"{name}{times}{size}")
+    return gap.join(factors) or "-"
 
 
 def _first_few(line: np.ndarray) -> str:
-    return " ".join([*(str(device.id) for device in line[:4]), *(["…"] if len(line) > 4 else [])])
+    """The ids of the first devices along an axis, and an ellipsis if there are more."""
+    ids = [str(device.id) for device in line[:_FIRST_FEW]]
+    if len(line) > _FIRST_FEW:
+        ids.append("…")
+    return " ".join(ids)
 
 
 def _table(columns: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in columns]
-    # Sizes, the second column, are numbers and stand to the right.
-    formats = [f"{{:{'>' if k == 1 else '<'}{width}}}" for k, width in enumerate(widths)]
-    return "\n".join("  ".join(formats).format(*row).rstrip() for row in zip(*columns, strict=True))
+    """Columns of texts as lines, each column as wide as its widest text."""
+    aligned = []
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        # Sizes, the second column, are numbers and stand to the right.
+        align = str.rjust if number == 1 else str.ljust
+        aligned.append([align(cell, width) for cell in column])
+    rows = zip(*aligned, strict=True)
+    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) -> str:
-    """The ids of a grid of devices, with double lines where neighbours are of different slices."""
-    width = max(len(str(device.id)) for device in devices.flat)
+    """The ids of a grid of devices in a frame, with the names of its axes.
+
+    Double lines run where neighbours are of different slices. `down` is empty for a single row.
+    """
+    # Of each row and column, whether it begins a new slice; the first of each begins nothing.
     new_row = [False, *(slices[1:] != slices[:-1]).any(axis=1)]
     new_column = [False, *(slices[:, 1:] != slices[:, :-1]).any(axis=0)]
-    rows = [
-        "".join(
-            f"{' ║' if new else ''} {device.id:>{width}}"
-            for device, new in zip(row, new_column, strict=True)
-        )
-        + " "
-        for row in devices
-    ]
+    width = max(len(str(device.id)) for device in devices.flat)
+    rows = [_row_of_ids(row, new_column, width) for row in devices]
 
-    def rule(left: str, fill: str, crossing: str, right: str) -> str:
-        return (
-            left + "".join(crossing if character == "║" else fill for character in rows[0]) + right
-        )
+    lines = [f" {across} →", _rule("┌─╥┐", rows[0])]
+    for row, is_new in zip(rows, new_row, strict=True):
+        if is_new:
+            lines.append(_rule("╞═╬╡", rows[0]))
+        lines.append(f"│{row}│")
+    lines.append(_rule("└─╨┘", rows[0]))
 
-    lines = [f" {across} →", rule("┌", "─", "╥", "┐")]
-    for row, new in zip(rows, new_row, strict=True):
-        lines += [rule("╞", "═", "╬", "╡"), f"│{row}│"] if new else [f"│{row}│"]
-    lines.append(rule("└", "─", "╨", "┘"))
+    # The name of the axis that runs down is beside the first row of ids, the third line.
     label = f"{down} ↓  " if down else ""
-    return "\n".join((label if k == 2 else " " * len(label)) + line for k, line in enumerate(lines))
+    margins = [" " * len(label)] * len(lines)
+    margins[2] = label
+    return "\n".join(margin + line for margin, line in zip(margins, lines, strict=True))
+
+
+def _row_of_ids(row: np.ndarray, new_column: list[bool], width: int) -> str:
+    """The ids of a row of devices, each `width` wide, with `║` before a new slice."""
+    text = ""
+    for device, is_new in zip(row, new_column, strict=True):
+        if is_new:
+            text += " ║"
+        text += f" {device.id:>{width}}"
+    return text + " "
+
+
+def _rule(characters: str, row: str) -> str:
+    """A horizontal line of the frame, which crosses the double lines of a row of ids.
+
+    The characters are those at its left end, along it, at crossings, and at its right end.
+    """
+    left, fill, crossing, right = characters
+    return left + "".join(crossing if character == "║" else fill for character in row) + right

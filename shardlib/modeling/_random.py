@@ -7,8 +7,12 @@ each row by the example's global number; any other draw is the same on every dev
 on one. Stock layers need not know: it is an ordinary PRNG implementation, so `jax.random`,
 `nnx.Dropout` and the rest simply work.
 
+A row key is words in a row, those of two plain keys and two numbers:
+
+    [stream | example | start, stride]
+
 `jax.random.split(key, n)` with as many keys as rows may mean one key per example or just n streams
-(two rows, two streams). So a row key holds two keys, which differ only after such a split:
+(two rows, two streams). That is why a row key holds two keys, which differ only after such a split:
 `stream`, counted by position, used by draws that have a row per example, and `example`, counted by
 the example's global number, used by all other draws. What remains ambiguous is a draw without rows
 from one of n streams where there are n rows here: it differs by device.
@@ -17,6 +21,7 @@ from one of n streams where there are n rows here: it differs by device.
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,7 +34,7 @@ from shardlib.checks import _arrays as check_arrays
 
 _PREFIX = "rows_of_"
 THREEFRY = "threefry2x32"
-"""The implementation of keys that draws the same for a batch of keys as for each of them alone."""
+"""The implementation of keys that draws the same for a batch of keys as for each by itself."""
 
 
 def row_keys(
@@ -41,6 +46,13 @@ def row_keys(
     another than threefry draw for all rows at once, with a key of their own for each device and
     microbatch.
 
+    Args:
+        keys: a key or an array of them; of row keys, the keys that they were made of.
+        rows: how many examples this device has.
+        start: the global number of its first example, which may be traced.
+        stride: how far apart the global numbers of its examples are.
+        by_mesh: whether draws may depend on the mesh.
+
     >>> whole = jax.random.normal(row_keys(jax.random.key(0), 8, 0, 1), (8, 2))
     >>> part = jax.random.normal(row_keys(jax.random.key(0), 4, 1, 2), (4,
     ...     2))  # every second example, from number 1
@@ -48,7 +60,8 @@ def row_keys(
     True
     """
     keys = plain_keys(keys)
-    if (base := str(jax.random.key_impl(keys))) != THREEFRY and not by_mesh:
+    base = str(jax.random.key_impl(keys))
+    if base != THREEFRY and not by_mesh:
         raise ValueError(
             f"A key of the implementation `{base}` draws otherwise for a batch of keys than for "
             "each alone, so its numbers would depend on the mesh. Make it with "
@@ -56,19 +69,25 @@ def row_keys(
             '`Strategy(draws="by_mesh")`.'
         )
     words = jax.random.key_data(keys)
-    where = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
-    where = jnp.broadcast_to(where, (*words.shape[:-1], 2))
-    packed = jnp.concatenate([words, words, where], axis=-1)
+    position = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
+    position = jnp.broadcast_to(position, (*words.shape[:-1], 2))
+    # The two keys, `stream` and `example`, are the same until the first split.
+    packed = jnp.concatenate([words, words, position], axis=-1)
     return jax.random.wrap_key_data(packed, impl=_implementation(rows, base))
 
 
 def plain_keys(keys: jax.Array) -> jax.Array:
-    """The keys that row keys were made of; any other key as it is."""
+    """The keys that row keys were made of; any other key as it is.
+
+    If row keys have been split since, it is their `stream`, the key that is counted by position.
+    """
     if not is_row_key(keys):
         return keys
+    # The dtype is written `key<rows_of_threefry2x32/8>`.
     base = str(keys.dtype).split(_PREFIX, 1)[1].split("/", 1)[0]
     words = jax.random.key_data(keys)
-    return jax.random.wrap_key_data(words[..., : words.shape[-1] // 2 - 1], impl=base)
+    key_words = words.shape[-1] // 2 - 1  # two keys, and two words for start and stride
+    return jax.random.wrap_key_data(words[..., :key_words], impl=base)
 
 
 def replicated_draws(key: jax.Array) -> jax.Array:
@@ -86,7 +105,7 @@ def replicated_draws(key: jax.Array) -> jax.Array:
     """
     takes = "a key, such as `jax.random.key(0)`"
     check_arrays.array("replicated_draws", "key", key, takes)
-    if not is_key(key) and key.dtype != jnp.uint32:  # of `jax.random.PRNGKey`
+    if not is_key(key) and key.dtype != jnp.uint32:  # the dtype of `jax.random.PRNGKey`
         raise check.refusal("replicated_draws", "key", key, takes)
     return plain_keys(key)
 
@@ -102,26 +121,46 @@ def is_row_key(x: Any) -> bool:
 
 
 def raw_keys(jaxpr: Jaxpr, paths: Sequence[str | None]) -> dict[str, None]:
-    """Of the inputs that have a path, those whose words a traced function takes for a key:
-    old-style raw keys.
+    """The inputs of a traced function whose words it takes for a key: old-style raw keys.
+
+    `paths` are those of its inputs, None for one that is of no interest. Words are followed from
+    the inputs through operations and inner functions to where JAX wraps them as a key. The result
+    is an ordered set, a dict whose keys are the paths.
     """
-    known = {var: path for var, path in zip(jaxpr.invars, paths, strict=True) if path is not None}
-    found: dict[str, None] = {}
+    path_of = {var: path for var, path in zip(jaxpr.invars, paths, strict=True) if path is not None}
+    raw: dict[str, None] = {}
     for equation in jaxpr.eqns:
-        read = [None if isinstance(atom, Literal) else known.get(atom) for atom in equation.invars]
+        # Literals have no hash.
+        read = [
+            None if isinstance(atom, Literal) else path_of.get(atom) for atom in equation.invars
+        ]
+        paths_read = [path for path in read if path]
         if not any(read):
             continue
         if equation.primitive.name == "random_wrap":
-            found.update(dict.fromkeys(filter(None, read)))
+            raw.update(dict.fromkeys(paths_read))
             continue
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            if isinstance(inner, Jaxpr) and (more := len(read) - len(inner.invars)) >= 0:
-                # Of a `cond` the first says which branch.
-                found.update(raw_keys(inner, read[more:]))
-        words = [var for var in equation.outvars if getattr(var.aval, "dtype", None) == jnp.uint32]
-        known.update(dict.fromkeys(words, next(filter(None, read))))
-    return found
+        for inner in _inner_jaxprs(equation):
+            # The first operand of a `cond` says which branch, and is no input of the branches.
+            extra = len(read) - len(inner.invars)
+            if extra >= 0:
+                raw.update(raw_keys(inner, read[extra:]))
+        # What is computed from the words of a key, as a slice of them, may be words of a key too.
+        for var in equation.outvars:
+            if getattr(var.aval, "dtype", None) == jnp.uint32:
+                path_of[var] = paths_read[0]
+    return raw
+
+
+def _inner_jaxprs(equation: Any) -> list[Jaxpr]:
+    """The traced functions among the parameters of an operation: bodies of loops, branches."""
+    inner_jaxprs = []
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        if isinstance(value, ClosedJaxpr):
+            value = value.jaxpr
+        if isinstance(value, Jaxpr):
+            inner_jaxprs.append(value)
+    return inner_jaxprs
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -140,7 +179,7 @@ def describe_raw_keys(paths: Iterable[str]) -> str:
 
 
 def rows_of(x: Any) -> int:
-    """How many examples row keys draw for.
+    """How many examples row keys draw for; it is part of their dtype.
 
     >>> rows_of(row_keys(jax.random.key(0), 8, 0, 1))
     8
@@ -148,56 +187,97 @@ def rows_of(x: Any) -> int:
     return int(str(x.dtype).rsplit("/", 1)[1].rstrip(">"))
 
 
-@functools.cache
-def _implementation(rows: int, base: str) -> Any:
-    size = jax.random.key_data(jax.random.key(0, impl=base)).shape[-1]
+@dataclass(frozen=True)
+class _RowKeys:
+    """The functions of a PRNG implementation whose keys draw for `rows` examples.
 
-    def unpack(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        wrap = functools.partial(jax.random.wrap_key_data, impl=base)
+    Keys are made of those of the implementation `base`, each of `size` words:
+
+        words of a row key = [stream: size | example: size | start, stride]
+
+    The methods have the signatures that JAX asks of an implementation, and take a single key.
+    """
+
+    rows: int
+    base: str
+    size: int
+
+    def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The two keys of a row key, and its start and stride."""
+        size = self.size
+        wrap = functools.partial(jax.random.wrap_key_data, impl=self.base)
         return wrap(words[:size]), wrap(words[size : 2 * size]), words[2 * size :]
 
-    def pack(stream: jax.Array, example: jax.Array, where: jax.Array) -> jax.Array:
+    def pack(self, stream: jax.Array, example: jax.Array, position: jax.Array) -> jax.Array:
+        """The words of a row key, from its two keys and its start and stride."""
         return jnp.concatenate(
-            [jax.random.key_data(stream), jax.random.key_data(example), where], axis=-1
+            [jax.random.key_data(stream), jax.random.key_data(example), position], axis=-1
         )
 
-    def seed(value: jax.Array) -> jax.Array:
-        key = jax.random.key(value, impl=base)
-        return pack(key, key, jnp.array([0, 1], jnp.uint32))
+    def seed(self, value: jax.Array) -> jax.Array:
+        """A key from a seed, as if the rows were the first examples of the batch."""
+        key = jax.random.key(value, impl=self.base)
+        return self.pack(key, key, jnp.array([0, 1], jnp.uint32))
 
-    def fold_in(words: jax.Array, data: Any) -> jax.Array:
-        stream, example, where = unpack(words)
-        return pack(jax.random.fold_in(stream, data), jax.random.fold_in(example, data), where)
+    def fold_in(self, words: jax.Array, data: Any) -> jax.Array:
+        """Fold a number into both keys; the rows stay the same examples."""
+        stream, example, position = self.unpack(words)
+        return self.pack(
+            jax.random.fold_in(stream, data), jax.random.fold_in(example, data), position
+        )
 
-    def split(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        stream, example, where = unpack(words)
-        position = jnp.arange(math.prod(shape), dtype=jnp.uint32)
-        number = where[0] + where[1] * position if shape == (rows,) else position
+    def split(self, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """New keys, of which there may be as many as rows: then one of each two is by example.
+
+        `stream` gets the key's position in the split folded in. `example` gets the global number of
+        its example, if there is a key for each row; otherwise the position too.
+        """
+        stream, example, position = self.unpack(words)
+        index = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+        number = position[0] + position[1] * index if shape == (self.rows,) else index
         # One more fold keeps the keys of a split apart from those of rows, which are folded in by
         # number alone.
         stream, example = jax.random.fold_in(stream, 0x5EED), jax.random.fold_in(example, 0x5EED)
         children = jax.vmap(
-            lambda p, n: pack(jax.random.fold_in(stream, p), jax.random.fold_in(example, n), where)
-        )(position, number)
+            lambda i, n: self.pack(
+                jax.random.fold_in(stream, i), jax.random.fold_in(example, n), position
+            )
+        )(index, number)
         return children.reshape(*shape, words.shape[-1])
 
-    def random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-        stream, example, where = unpack(words)
+    def random_bits(self, words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+        """Random bits: by example if the first dim is as long as there are rows, else by key.
+
+        A draw by example folds the global number of each example into `stream`, so that the example
+        gets the same bits wherever it is. Any other draw uses `example` as it is.
+        """
+        stream, example, position = self.unpack(words)
         bits = functools.partial(jax.random.bits, dtype=f"uint{bit_width}")
-        if shape[:1] != (rows,):
+        if shape[:1] != (self.rows,):
             return bits(example, shape)
-        if base != THREEFRY:  # whose numbers for a batch of keys are not those for each alone
-            return bits(jax.random.fold_in(stream, where[0]), shape)
-        numbers = where[0] + where[1] * jnp.arange(rows, dtype=jnp.uint32)
+        # Only threefry's numbers for a batch of keys are those for each key by itself.
+        if self.base != THREEFRY:
+            return bits(jax.random.fold_in(stream, position[0]), shape)
+        numbers = position[0] + position[1] * jnp.arange(self.rows, dtype=jnp.uint32)
         return jax.vmap(lambda number: bits(jax.random.fold_in(stream, number), shape[1:]))(numbers)
 
+
+@functools.cache
+def _implementation(rows: int, base: str) -> Any:
+    """The PRNG implementation of row keys for so many rows, made of keys of another.
+
+    It is cached, so that all keys for as many rows have the same functions. Its name, which shows in
+    the dtype of keys, is read back by `plain_keys` and `rows_of`.
+    """
+    size = jax.random.key_data(jax.random.key(0, impl=base)).shape[-1]
+    functions = _RowKeys(rows, base, size)
     name = f"{_PREFIX}{base}/{rows}"
     return extend_random.define_prng_impl(
         key_shape=(2 * size + 2,),
-        seed=seed,
-        split=split,
-        random_bits=random_bits,
-        fold_in=fold_in,
+        seed=functions.seed,
+        split=functions.split,
+        random_bits=functions.random_bits,
+        fold_in=functions.fold_in,
         name=name,
         tag=name,
     )
