@@ -31,9 +31,9 @@ from shardlib.modeling._batch import WeightedMean as WeightedMean
 from shardlib.modeling._batch import batch_mean as batch_mean
 from shardlib.modeling._batch import gather_batch as gather_batch
 from shardlib.modeling._batch import weighted_mean as weighted_mean
-from shardlib.modeling._flax import annotate as annotate
-from shardlib.modeling._flax import logical as logical
 from shardlib.modeling._layers import Layers as Layers
+from shardlib.modeling._naming import annotate as annotate
+from shardlib.modeling._naming import logical as logical
 from shardlib.modeling._random import replicated_draws as replicated_draws
 from shardlib.modeling._remat import remat as remat
 from shardlib.modeling._remat import zero3_layer as zero3_layer

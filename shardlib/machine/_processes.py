@@ -1,5 +1,9 @@
-"""The processes of a run: joining them, seeing that they are about to do the same, stopping them at
-the same step.
+"""The processes of a run: joining them, and stopping them after the same step.
+
+Who starts processes tells each of them in environment variables, of its own names, where the others
+are. `how_to_join` reads these; JAX then connects each process to process 0, which listens on an
+address that all must reach. From then on every process sends heartbeats, and if one falls silent
+the others end.
 """
 
 import atexit
@@ -29,7 +33,13 @@ BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DEFAULT_HEARTBEAT_TIMEOUT = 100  # seconds; JAX's own default
 _HEARTBEAT_TIMEOUTS = range(2, 1_000_001)
 _SECONDS_TO_RESOLVE = 120  # of a name that a cluster has yet to publish
-_SECONDS_TO_LEAVE = 5
+_SECONDS_TO_LEAVE = 5  # from the end of a script that failed
+_SLURM_GPUS = (
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NODEID",
+    "SLURM_GPUS_ON_NODE",
+    "CUDA_VISIBLE_DEVICES",
+)
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
@@ -66,7 +76,8 @@ def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
     if jax.distributed.is_initialized():
         _check_joined_alike(heartbeat_timeout)
         return
-    if (how := how_to_join(os.environ)) is None:
+    how = how_to_join(os.environ)
+    if how is None:
         return
     if "coordinator_bind_address" in how and how["process_id"] == 0:
         _check_bind_address(how["coordinator_bind_address"])
@@ -81,8 +92,8 @@ def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
             "the script, before anything that asks for devices, makes arrays or meshes."
         ) from error
     except ValueError as error:
-        # Of a TPU machine nothing but its metadata say whether it is part of a slice, and JAX is
-        # the one to ask.
+        # Nothing but the metadata of a TPU machine say whether it is part of a slice, and only JAX
+        # reads them. If it finds no coordinator, the machine is alone.
         if how or "coordinator_address" not in str(error):
             raise
         return
@@ -91,24 +102,27 @@ def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
 
 
 def heartbeat_timeout_of(argument: int | None, environment: Mapping[str, str]) -> int:
-    """The timeout of heartbeats in seconds: the argument of `initialize_distributed`, else the
-    variable, else JAX's default.
+    """The timeout of heartbeats, in seconds.
+
+    It is the argument of `initialize_distributed`, else the variable, else JAX's default.
 
     >>> heartbeat_timeout_of(None, {}), heartbeat_timeout_of(None,
     ...     {HEARTBEAT_TIMEOUT: "30"}), heartbeat_timeout_of(60, {})
     (100, 30, 60)
     """
     if argument is not None:
-        said, value = f"`initialize_distributed(heartbeat_timeout={argument!r})`", argument
+        source = f"`initialize_distributed(heartbeat_timeout={argument!r})`"
+        value = argument
     elif HEARTBEAT_TIMEOUT in environment:
         text = environment[HEARTBEAT_TIMEOUT]
-        said = f"`{HEARTBEAT_TIMEOUT}={text}`"
+        source = f"`{HEARTBEAT_TIMEOUT}={text}`"
         value = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
     else:
         return _DEFAULT_HEARTBEAT_TIMEOUT
+    # `type` and not `isinstance`: True is an int too.
     if type(value) is not int or value not in _HEARTBEAT_TIMEOUTS:
         raise ValueError(
-            f"{said}: after how many seconds without a heartbeat a process is given up, a whole "
+            f"{source}: after how many seconds without a heartbeat a process is given up, a whole "
             f"number from {_HEARTBEAT_TIMEOUTS[0]} to {_HEARTBEAT_TIMEOUTS[-1]:,}. Without it, it "
             f"is {_DEFAULT_HEARTBEAT_TIMEOUT}."
         )
@@ -116,29 +130,23 @@ def heartbeat_timeout_of(argument: int | None, environment: Mapping[str, str]) -
 
 
 def how_to_join(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What `jax.distributed.initialize` needs to be told in such an environment; None where a
-    process is alone.
+    """What `jax.distributed.initialize` needs to be told in such an environment.
 
-    JAX looks around too, and takes some for a crowd who are alone: a shell inside an allocation, a
-    pod of a notebook.
+    None means that a process is alone, and an empty dict that JAX finds the others by itself. JAX
+    looks around too, and takes some for a crowd who are alone: a shell inside an allocation, a pod
+    of a notebook.
 
     >>> how_to_join({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"})
     >>> how_to_join({COORDINATOR: "localhost:1234", PROCESSES: "2", PROCESS: "1"})["process_id"]
     1
     """
+    # What a user says comes before what can be guessed.
     if PROCESSES in environment or COORDINATOR in environment:
-        return _told(environment)
+        return _by_our_variables(environment)
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return _open_mpi(environment)
+        return _by_open_mpi(environment)
     if all(name in environment for name in _SLURM):
-        # The shell of an allocation is a step of its own with one task, though SLURM_NTASKS counts
-        # the allocation's.
-        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment["SLURM_NTASKS"]))
-        return (
-            {"num_processes": tasks, "local_device_ids": slurm_gpus(environment)}
-            if tasks > 1
-            else None
-        )
+        return _by_slurm(environment)
     # JAX has seen TPUs.
     if "TPU_ML_PLATFORM" in environment and "tpu" in (environment.get("JAX_PLATFORMS") or "tpu"):
         return {}
@@ -152,9 +160,21 @@ def how_to_join(environment: Mapping[str, str]) -> dict[str, Any] | None:
     return None
 
 
+def _by_slurm(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """How a task of a SLURM step joins the others; None for a step of one task."""
+    # The shell of an allocation is a step of its own with one task, though SLURM_NTASKS counts the
+    # allocation's.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment["SLURM_NTASKS"]))
+    if tasks <= 1:
+        return None
+    return {"num_processes": tasks, "local_device_ids": slurm_gpus(environment)}
+
+
 def slurm_gpus(environment: Mapping[str, str]) -> list[int] | None:
-    """Which of the GPUs that it sees a SLURM task takes: its share. JAX gives one to each, however
-    many there are.
+    """Which of the GPUs that it sees a SLURM task takes: its share.
+
+    JAX gives one to each task, however many there are. None leaves that to JAX, where SLURM does
+    not say what is needed or where there are fewer GPUs than tasks.
 
     >>> node = {"SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "4",
     ...     "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
@@ -164,52 +184,55 @@ def slurm_gpus(environment: Mapping[str, str]) -> list[int] | None:
     ...     "CUDA_VISIBLE_DEVICES": "2,3"})  # bound by SLURM
     [0, 1]
     """
-    needed = (
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_NODEID",
-        "SLURM_GPUS_ON_NODE",
-        "CUDA_VISIBLE_DEVICES",
-    )
-    if "JAX_LOCAL_DEVICE_IDS" in environment or not all(environment.get(name) for name in needed):
+    if "JAX_LOCAL_DEVICE_IDS" in environment:  # the user says which
         return None
-    per_node = [
-        int(tasks)
-        for tasks, times in re.findall(
-            r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]
-        )
-        for _ in range(int(times or 1))
-    ]
-    seen = len(environment["CUDA_VISIBLE_DEVICES"].split(","))
-    tasks = per_node[int(environment["SLURM_NODEID"])]
-    if seen < int(environment["SLURM_GPUS_ON_NODE"]) or tasks == 1:
-        return list(range(seen))
-    share, task = seen // tasks, int(environment["SLURM_LOCALID"])
+    if not all(environment.get(name) for name in _SLURM_GPUS):
+        return None
+    visible = len(environment["CUDA_VISIBLE_DEVICES"].split(","))
+    tasks_by_node = _expand_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    tasks = tasks_by_node[int(environment["SLURM_NODEID"])]
+    # A task that does not see all GPUs of its node has been given its own by SLURM.
+    if visible < int(environment["SLURM_GPUS_ON_NODE"]) or tasks == 1:
+        return list(range(visible))
+    share, task = visible // tasks, int(environment["SLURM_LOCALID"])
     return list(range(task * share, (task + 1) * share)) or None
 
 
+def _expand_tasks_per_node(text: str) -> list[int]:
+    """The number of tasks on each node, from SLURM's short form: `4,2(x2)` is 4, 2 and 2."""
+    tasks_by_node: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks_by_node.extend([int(tasks)] * int(times or 1))
+    return tasks_by_node
+
+
 class Stop:
-    """Whether the run was asked to end. Made by `catch_termination`."""
+    """Whether the run was asked to end. Made by `catch_termination`.
+
+    Of several processes JAX keeps the answer, so that all stop after the same step; a process that
+    is alone keeps it here.
+    """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._together = jax.process_count() > 1
+        self._requested = False
+        self._has_peers = jax.process_count() > 1
 
     def now(self, step: int) -> bool:
-        """Whether to end after this step: asked after every step, on all processes, which get the
-        same answer.
+        """Whether to end after this step.
+
+        To be called after every step, on all processes, which get the same answer.
         """
-        return (
-            multihost_utils.reached_preemption_sync_point(step) if self._together else self._asked
-        )
+        if self._has_peers:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._requested
 
 
 @contextlib.contextmanager
 def catch_termination() -> Iterator[Stop]:
-    """While it lasts, SIGTERM does not end the process but asks it to stop, as schedulers do ahead
-    of a time limit.
+    """While it lasts, SIGTERM does not end the process but asks it to stop.
 
-    Of several processes any may get the signal. JAX catches it from `initialize_distributed` on,
-    and finds a step that none has passed.
+    Schedulers send it ahead of a time limit. Of several processes any may get the signal. JAX
+    catches it from `initialize_distributed` on, and finds a step that none has passed.
 
     >>> with catch_termination() as stop:
     ...     stop.now(0)
@@ -219,34 +242,41 @@ def catch_termination() -> Iterator[Stop]:
     True
     """
     stop = Stop()
-    if stop._together or threading.current_thread() is not threading.main_thread():
+    # Python lets no other thread than the main one set handlers.
+    if stop._has_peers or threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def ask(*_: object) -> None:
-        stop._asked = True
+    def request_stop(*_: object) -> None:
+        stop._requested = True
 
-    before = signal.signal(signal.SIGTERM, ask)
+    previous = signal.signal(signal.SIGTERM, request_stop)
     try:
         yield stop
     finally:
         # None: a handler that Python has not set.
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
-def _told(environment: Mapping[str, str]) -> dict[str, Any] | None:
+def _by_our_variables(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """How a process joins the others as the variables of this library say, which are checked.
+
+    None where they say that it is alone. JAX is kept from looking around for itself.
+    """
     if environment.get(PROCESSES) == "1":
         return None
-    if missing := [name for name in (COORDINATOR, PROCESSES, PROCESS) if not environment.get(name)]:
+    names = (COORDINATOR, PROCESSES, PROCESS)
+    missing = [f"`{name}`" for name in names if not environment.get(name)]
+    if missing:
         raise ValueError(
             f"To join other processes, `{COORDINATOR}` (host:port of process 0), `{PROCESSES}` and "
-            f"`{PROCESS}` go together; not set: {', '.join(f'`{name}`' for name in missing)}. "
+            f"`{PROCESS}` go together; not set: {', '.join(missing)}. "
             "Without the three, a process is alone."
         )
     try:
         count, process = int(environment[PROCESSES]), int(environment[PROCESS])
     except ValueError:
-        count, process = 0, 0
+        count, process = 0, 0  # which is refused
     if not 0 <= process < count:
         raise ValueError(
             f"`{PROCESSES}` is a number, and `{PROCESS}` counts from 0 below it; got "
@@ -254,7 +284,7 @@ def _told(environment: Mapping[str, str]) -> dict[str, Any] | None:
         )
     address = environment[COORDINATOR]
     _check_address(COORDINATOR, address)
-    # JAX alone would listen on every interface of the machine, whatever address it is given.
+    # JAX itself would listen on every interface of the machine, whatever address it is given.
     bind_address = environment.get(BIND_ADDRESS) or address
     _check_address(BIND_ADDRESS, bind_address)
     return {
@@ -267,9 +297,11 @@ def _told(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _check_address(variable: str, address: str) -> None:
+    """Refuse what is no `host:port`; an IPv6 address must be in brackets."""
     host, _, port = address.rpartition(":")
     bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not host or bare_ipv6 or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16
+    if not host or bare_ipv6 or not is_port:
         raise ValueError(
             f"`{variable}={address}`: a host and a port from 1 to 65535, as in `10.0.0.1:1234`, "
             "`node1:1234` or `[fd00::1]:1234`."
@@ -277,8 +309,10 @@ def _check_address(variable: str, address: str) -> None:
 
 
 def _check_bind_address(address: str) -> None:
-    """See that process 0 can listen there, and that other machines can reach it if the name says
-    that they are meant to.
+    """See that process 0 can listen there, and that other machines can reach it.
+
+    An address of this machine only is refused unless its name says so, as `localhost` does: on many
+    machines /etc/hosts maps the machine's own name to 127.0.1.1.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -287,50 +321,65 @@ def _check_bind_address(address: str) -> None:
         f"or say where to listen by `{BIND_ADDRESS}`, as in `{BIND_ADDRESS}=[::]:{port}` for every "
         "interface of it."
     )
-    found = _resolve(host, int(port), way_out)
-    addresses = sorted({str(place[0]) for _, place in found})
-    local = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
-    if local and not _is_loopback_name(host):
+    socket_addresses = _resolve(host, int(port), way_out)
+    addresses = sorted({str(sockaddr[0]) for _, sockaddr in socket_addresses})
+    if all(map(_is_loopback, addresses)) and not _is_loopback_name(host):
         raise ValueError(
             f"Process 0 is to listen on `{address}`, and `{host}` is {' and '.join(addresses)} on "
             "this machine (look into /etc/hosts), where processes of other machines cannot reach "
             f"it. If all processes are on this machine, write `localhost:{port}`. {way_out}"
         )
     failures = []
-    for family, place in found:
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as one:
-                # A port that has just been left is free.
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind(place)
-        except OSError as error:
-            # Then `[::]` means all that IPv4 has.
-            without_ipv6 = host == "::" and error.errno != errno.EADDRINUSE
-            if not without_ipv6:
-                failures.append(f"{place[0]}: {error.strerror}")
-    if len(failures) == len(found):
+    for family, sockaddr in socket_addresses:
+        error = _bind_error(family, sockaddr)
+        # On a machine without IPv6, `[::]` means all that IPv4 has.
+        lacks_ipv6 = error and host == "::" and error.errno != errno.EADDRINUSE
+        if error and not lacks_ipv6:
+            failures.append(f"{sockaddr[0]}: {error.strerror}")
+    # One address of several is enough.
+    if len(failures) == len(socket_addresses):
         raise ValueError(
             f"Process 0 cannot listen on `{address}` ({'; '.join(failures)}). {way_out}"
         )
 
 
+def _is_loopback(address: str) -> bool:
+    """Whether an IP address is one that only this machine reaches; a zone `%eth0` may follow it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _bind_error(family: socket.AddressFamily, sockaddr: Any) -> OSError | None:
+    """The error of listening on an address; None if it works. The port is free again afterwards."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            # A port that has just been left is free.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(sockaddr)
+    except OSError as error:
+        return error
+    return None
+
+
 def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFamily, Any]]:
-    """The addresses of a host; of a pod that was just started, its cluster may not know the name
-    yet.
+    """The addresses of a host: for each, its family, and what sockets of that family bind to.
+
+    The cluster may not know the name of a pod that has just been started. So it is asked for once a
+    second, for two minutes; after two seconds a line on standard error says what it waits for.
     """
-    start, said = time.monotonic(), False
+    start = time.monotonic()
+    is_announced = False
     while True:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            return [(family, place) for family, _, _, _, place in found]
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            return [(family, sockaddr) for family, _, _, _, sockaddr in infos]
         except OSError as error:
             if time.monotonic() - start > _SECONDS_TO_RESOLVE:
                 raise ValueError(
                     f"Process 0 is to listen on `{host}:{port}`, and for {_SECONDS_TO_RESOLVE} "
                     f"seconds this machine knew no host of that name ({error.strerror}). {way_out}"
                 ) from error
-            if not said and time.monotonic() - start > 2:
-                said = True
+            if not is_announced and time.monotonic() - start > 2:
+                is_announced = True
                 sys.stderr.write(
                     f"shardlib: waiting for `{host}`, process 0, to have an address "
                     f"({error.strerror})\n"
@@ -339,6 +388,7 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
 
 
 def _is_loopback_name(host: str) -> bool:
+    """Whether a name or an address says by itself that it means this machine only."""
     if host in ("localhost", "ip6-localhost", "ip6-loopback") or host.endswith(".localhost"):
         return True
     try:
@@ -348,23 +398,26 @@ def _is_loopback_name(host: str) -> bool:
 
 
 def _check_joined_alike(heartbeat_timeout: int | None) -> None:
-    """Refuse another timeout than the one that this process was joined with, which can no longer be
-    changed.
+    """Refuse another timeout than the one that this process was joined with.
+
+    JAX cannot change it any more. Without a timeout, joining twice is allowed.
     """
     if heartbeat_timeout is None or initialized_with == [heartbeat_timeout]:
         return
-    how = (
-        f"by `initialize_distributed` with {initialized_with[0]} seconds"
-        if initialized_with
-        else "by `jax.distributed.initialize`"
-    )
+    how = "by `jax.distributed.initialize`"
+    if initialized_with:
+        how = f"by `initialize_distributed` with {initialized_with[0]} seconds"
     raise ValueError(
         f"`initialize_distributed(heartbeat_timeout={heartbeat_timeout})`: this process was joined "
         f"already, {how}. Give it where it is joined first."
     )
 
 
-def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
+def _by_open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
+    """How a process that `mpirun` started joins the others.
+
+    Up to version 4, Open MPI sets a variable with an address, which is enough for JAX.
+    """
     if "OMPI_MCA_orte_hnp_uri" in environment:
         return {}
     _need(
@@ -374,6 +427,7 @@ def _open_mpi(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _need(module: str, why: str, package: str) -> None:
+    """Refuse to go on without a module that JAX needs to find the other processes."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(
             f"{why}; it is not installed. `pip install {package}`; or set `{COORDINATOR}` "
@@ -383,25 +437,30 @@ def _need(module: str, why: str, package: str) -> None:
 
 
 def _leave_when_failing() -> None:
-    """See that a process that fails ends: JAX lets it wait five minutes for the others, which wait
-    for it to compute.
-    """
-    leaving, before, code = threading.Event(), sys.excepthook, [1]
+    """See that a process ends after an error that nobody catches.
 
-    def note(kind: Any, error: Any, trace: Any) -> None:
-        before(kind, error, trace)
-        code[0] = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
+    Without it, JAX lets such a process wait five minutes at exit for the others, and these wait for
+    it to compute. So when the interpreter shuts down after an error, a thread waits a few seconds
+    for that to finish by itself, and then ends the process with the exit code of the error.
+    """
+    shutting_down = threading.Event()
+    previous_hook = sys.excepthook
+    exit_code = [1]
+
+    def note_error(kind: Any, error: Any, trace: Any) -> None:
+        previous_hook(kind, error, trace)
+        exit_code[0] = 128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1
         # Started here, where threads may still start. Nothing happens to a process that goes on, as
         # an interactive one.
-        threading.Thread(target=end, daemon=True).start()
+        threading.Thread(target=end_process, daemon=True).start()
 
-    def end() -> None:
-        leaving.wait()
+    def end_process() -> None:
+        shutting_down.wait()
         time.sleep(_SECONDS_TO_LEAVE)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code[0])
+        os._exit(exit_code[0])
 
-    sys.excepthook = note
-    atexit.register(leaving.set)
+    sys.excepthook = note_error
+    atexit.register(shutting_down.set)

@@ -1,4 +1,4 @@
-"""Names on parameters, and models as trees: the one file that takes Flax models apart.
+"""Models as trees, and the names of their leaves: the one file that takes Flax models apart.
 
 To the rest of the library a model is a hashable `definition`, which can put it together again, and
 three trees: `params`, which the optimizer moves; `streams`, the keys and counts of NNX's random
@@ -8,11 +8,9 @@ of the three.
 """
 
 import collections
-import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,112 +21,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._tree import map_named, named_leaves, path_name
 from shardlib.checks import _arguments as check
-from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._flax_rules import Pairs, in_force, laid_out_eagerly
+from shardlib.layouts._flax_rules import Pairs, in_force
 
-Model = TypeVar("Model")
 Names = tuple[str | None, ...] | PartitionSpec | None
 """The names of a parameter's dims; a `PartitionSpec` speaks of mesh axes directly; None is a
 parameter without names.
 """
 
 
-def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[..., Any]:
-    """Name the dims of the parameter that an NNX initializer makes.
-
-    The names ride on the `nnx.Variable`, and `nnx.vmap` and `nnx.scan` with `transform_metadata`
-    keep them in line with stacked dims. (In Linen, Flax's own `nn.with_logical_partitioning` does
-    this.) What is built by `sl.init` is born sharded; what is built under `sl.use(rules, mesh)` is
-    laid out by its names as it is made.
-
-    >>> kernel_init = logical(nnx.initializers.lecun_normal(), "embed", "mlp")
-    >>> nnx.Linear(4, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)).kernel.out_sharding
-    ('embed', 'mlp')
-    """
-    check.function(
-        "logical",
-        "initializer",
-        initializer,
-        "an initializer, a function of a key, a shape and a dtype",
-    )
-    if strange := [name for name in names if not (name is None or isinstance(name, str))]:
-        raise ValueError(
-            '`logical(initializer, ...)` takes the names one by one, `"embed", "mlp"`; got '
-            f"{check.shown(strange[0])}."
-        )
-    # Eager sharding demands rules and a mesh as soon as the variable exists: without them, names
-    # are for later.
-
-    @functools.wraps(initializer)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        eager = laid_out_eagerly(not mesh.empty and not mesh.manual_axes)
-        return nnx.with_metadata(initializer, out_sharding=names, eager_sharding=eager)(
-            *args, **kwargs
-        )
-
-    return named
-
-
-def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | PartitionSpec]) -> Model:
-    """Name the parameters of a model that cannot be edited.
-
-    Names go by patterns, which match the whole of a parameter's path.
-
-    NNX modules are changed in place and returned; any other tree is returned with its leaves boxed,
-    as Linen's `nn.with_logical_partitioning` would have. A pattern that matches nothing is an
-    error, and so are two that name one parameter differently.
-
-    >>> params = annotate({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}},
-    ...     {"up/kernel": ("embed", "mlp")})
-    >>> params["up"]["kernel"].names
-    ('embed', 'mlp')
-    """
-    check.kind(
-        "annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims"
-    )
-    _refuse_modules_in_trees(model)
-    of_module = dict(nnx_variables(model)) if is_nnx(model) else None
-    leaves = of_module or dict(named_leaves(model, is_leaf=_is_box))
-    alone = leaves.get("")  # a model may be one array, whose path is empty
-    if not leaves or (alone is not None and not hasattr(_unbox(alone), "shape")):
-        takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
-        raise check.refusal("annotate", "model", model, takes)
-    chosen: dict[str, Names] = {}
-    for pattern, value in names.items():
-        check.pattern("annotate", "names", pattern)
-        named = isinstance(value, tuple) and all(isinstance(name, str | None) for name in value)
-        if not named and not isinstance(value, PartitionSpec):
-            raise ValueError(
-                f"`annotate` names dims by a tuple of names or a `PartitionSpec`; `{pattern}` has "
-                f"{check.shown(value)}."
-            )
-        matched = [path for path in leaves if re.fullmatch(pattern, path)]
-        if not matched:
-            raise ValueError(
-                f"`annotate`: the pattern `{pattern}` matches no parameter. The paths are: "
-                f"{', '.join(leaves)}."
-            )
-        for path in matched:
-            if chosen.setdefault(path, value) != value:
-                raise ValueError(
-                    f"`{path}` is named {chosen[path]} by one pattern and {value} by `{pattern}`."
-                )
-            check_arrays.array("annotate", path, _unbox(leaves[path]), abstract=True)
-            _check_rank(path, value, jnp.shape(_unbox(leaves[path])))
-    if of_module is not None:
-        for path, value in chosen.items():
-            of_module[path].set_metadata(out_sharding=value)
-        return model
-    return map_named(
-        lambda path, leaf: _box(leaf, chosen[path]) if path in chosen else leaf,
-        model,
-        is_leaf=_is_box,
-    )
-
-
 class ModelParts(NamedTuple):
-    """A model taken apart; `names` go by the path of a leaf in `params` or `rest`."""
+    """A model taken apart: how to put it together, and the three trees of its leaves.
+
+    `params` are what the optimizer moves, `streams` the keys and counts of NNX's random streams,
+    `rest` whatever else the model carries. Names of leaves go by their paths in `params` or `rest`.
+    """
 
     definition: "Definition"
     params: Any
@@ -138,8 +44,10 @@ class ModelParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Definition:
-    """How to put a model together: NNX's graph definition, or None for a tree; and what counts as a
-    parameter.
+    """How to put a model together again, as a value that can be part of a jit cache key.
+
+    `graph` is NNX's graph definition, or None for a tree; `trainable` says what counts as a
+    parameter, as in `take_apart`.
     """
 
     graph: Any
@@ -149,12 +57,16 @@ class Definition:
         """The model with these values; a new object at every call."""
         if self.graph is not None:
             return nnx.merge(self.graph, params, streams, rest)
+        # Each leaf of the tree is in one of the two, with None in its place in the other.
         return jax.tree.map(
             lambda p, r: r if p is None else p, params, rest, is_leaf=lambda leaf: leaf is None
         )
 
     def state_of(self, model: Any) -> tuple[Any, Any]:
-        """The streams and the rest of a model that `merge` made, as they are now."""
+        """The streams and the other state of a model that `merge` made, as they are now.
+
+        A loss may have changed both, as by a draw or by running statistics.
+        """
         parts = take_apart(model, self.trainable)[0]
         return parts.streams, parts.rest
 
@@ -166,30 +78,36 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     tree a predicate of path and leaf. By default that is Linen's collection `params` where there is
     one, else every floating-point leaf.
     """
-    if is_nnx(model):
-        graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
-        _check_static(graph)
-        names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
-        params, streams, rest = (nnx.to_pure_dict(state) for state in states)
-        return ModelParts(Definition(graph, trainable), params, streams, rest), names
-    _refuse_modules_in_trees(model)
-    found = named_leaves(model, is_leaf=_is_box)
-    if strange := [path for path, leaf in found if not hasattr(_unbox(leaf), "dtype")]:
-        raise ValueError(
-            f"`{strange[0] or 'the whole'}` of the model is no array. Close over constants and "
-            "functions instead."
-        )
-    names = _complete_names_of_boxes(found)
-    if len(names) < len(found):
-        twice = next(
-            path
-            for path, count in collections.Counter(path for path, _ in found).items()
-            if count > 1
-        )
+    if not is_nnx(model):
+        return _take_tree_apart(model, trainable)
+    graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
+    _check_static(graph)
+    names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
+    params, streams, rest = (nnx.to_pure_dict(state) for state in states)
+    return ModelParts(Definition(graph, trainable), params, streams, rest), names
+
+
+def _take_tree_apart(model: Any, trainable: Any) -> tuple[ModelParts, dict[str, Names]]:
+    """Take a model apart that is a tree of arrays, some of which may be in Linen's boxes.
+
+    `params` and `rest` have the tree's structure, each with None in place of the other's leaves.
+    """
+    refuse_modules_in_trees(model)
+    leaves = named_leaves(model, is_leaf=is_box)
+    for path, leaf in leaves:
+        if not hasattr(unbox(leaf), "dtype"):
+            raise ValueError(
+                f"`{path or 'the whole'}` of the model is no array. Close over constants and "
+                "functions instead."
+            )
+    names = _complete_names_of_boxes(leaves)
+    if len(names) < len(leaves):
+        counts = collections.Counter(path for path, _ in leaves)
+        twice = next(path for path, count in counts.items() if count > 1)
         raise ValueError(
             f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`."
         )
-    tree = jax.tree.map(_unbox, model, is_leaf=_is_box)
+    tree = jax.tree.map(unbox, model, is_leaf=is_box)
     takes = "a function of a path and a leaf that says whether it is a parameter"
     check.function("init", "trainable", trainable, takes, optional=True)
     is_param = trainable or _default_trainable(tree)
@@ -199,7 +117,11 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
 
 
 def _filter(trainable: Any) -> Any:
-    """Which variables of a module are parameters, as Flax has filters."""
+    """Which variables of a module are parameters, as a filter of Flax's.
+
+    `True` and `...` are filters too, and match everything. They are refused, since the keys of
+    random streams cannot be trained.
+    """
     if trainable is None:
         return nnx.Param
     try:
@@ -214,8 +136,9 @@ def _filter(trainable: Any) -> Any:
 
 @dataclass(frozen=True)
 class FlaxMetadata:
-    """What a variable of Flax may have beside the names of its dims: rules of its own, and a
-    mesh.
+    """What a Flax variable may carry besides the names of its dims: rules of its own, and a mesh.
+
+    Rules are pairs of a name and mesh axes; there are none by default.
     """
 
     rules: Pairs = ()
@@ -223,49 +146,85 @@ class FlaxMetadata:
 
 
 def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
-    """The `sharding_rules` and meshes of variables, by path; variables without either are left
-    out.
+    """The `sharding_rules` and meshes of variables, by path.
+
+    `model` is a module, its state or a tree. Variables that have neither are left out.
     """
-    found: dict[str, FlaxMetadata] = {}
-    of_nnx = is_nnx(model) or is_nnx_state(model)
-    for path, leaf in nnx_variables(model) if of_nnx else named_leaves(model, is_leaf=_is_box):
-        if isinstance(leaf, meta.Partitioned):
-            found[path] = FlaxMetadata(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
-            continue
-        metadata = _metadata_of(leaf)
-        sharding = _sharding_of(metadata)
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else metadata.get("mesh")
-        found[path] = FlaxMetadata(_hashable_pairs(metadata.get("sharding_rules")), mesh)
-    return {path: metadata for path, metadata in found.items() if metadata != FlaxMetadata()}
+    if is_nnx(model) or is_nnx_state(model):
+        leaves = nnx_variables(model)
+    else:
+        leaves = named_leaves(model, is_leaf=is_box)
+    metadata_by_path = {}
+    for path, leaf in leaves:
+        metadata = _flax_metadata_of(leaf)
+        if metadata != FlaxMetadata():
+            metadata_by_path[path] = metadata
+    return metadata_by_path
+
+
+def _flax_metadata_of(leaf: Any) -> FlaxMetadata:
+    """The rules and the mesh of one variable of NNX or one box of Linen's.
+
+    A `NamedSharding` in place of names brings a mesh, which goes before one in the metadata.
+    """
+    if isinstance(leaf, meta.Partitioned):
+        return FlaxMetadata(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
+    metadata = _metadata_of(leaf)
+    sharding = _sharding_of(metadata)
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else metadata.get("mesh")
+    return FlaxMetadata(_hashable_pairs(metadata.get("sharding_rules")), mesh)
 
 
 def is_nnx_state(model: Any) -> bool:
-    """Whether something is what `nnx.split` and `nnx.state` make of a module: variables without the
-    module.
+    """Whether something is the state of a module, its variables without the module.
+
+    `nnx.split` and `nnx.state` make it.
     """
     return isinstance(model, nnx.State)
 
 
 def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]:
-    """The names and the values of the variables of an `nnx.State`, by path."""
-    found = nnx_variables(state)
-    names = {path: _names_of_variable(variable) for path, variable in found}
-    return names, {path: variable.get_value() for path, variable in found}
+    """The names and the values of the variables of an `nnx.State`, each by path."""
+    variables = nnx_variables(state)
+    names = {path: _names_of_variable(variable) for path, variable in variables}
+    return names, {path: variable.get_value() for path, variable in variables}
 
 
 def with_values(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
-    """The same state with other values, by path."""
-    flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state(
-        [(path, variable.replace(values["/".join(map(str, path))])) for path, variable in flat]
-    )
+    """The same state with other values, by path; each variable keeps its kind and metadata."""
+    replaced = []
+    for path, variable in nnx.to_flat_state(state):
+        replaced.append((path, variable.replace(values["/".join(map(str, path))])))
+    return nnx.from_flat_state(replaced)
 
 
 def building() -> Any:
-    """The context to build models in: what carries names is laid out later, and must not ask for a
-    mesh while it is made.
+    """The context to build models in, where variables with names do not ask for a mesh.
+
+    What is built in it is laid out later, when the names of all leaves are known.
     """
     return in_force((), eager=False)
+
+
+def refuse_modules_in_trees(model: Any) -> None:
+    """Refuse a dict, a list or another tree that holds NNX modules or variables.
+
+    To JAX these are nodes of the tree, so they would be taken apart without Flax, which would lose
+    what they share and what kind each variable is.
+    """
+    if is_nnx(model):
+        return
+    kinds = nnx.Module | nnx.Variable
+    leaves = jax.tree_util.tree_leaves_with_path(
+        model, is_leaf=lambda leaf: isinstance(leaf, kinds)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, kinds):
+            raise ValueError(
+                f"The model is a {type(model).__name__} that holds NNX's "
+                f"`{type(leaf).__name__}` at `{path_name(path)}`. Make it a module, "
+                "`nnx.Dict(...)` or `nnx.List(...)`, or it loses what Flax knows of its variables."
+            )
 
 
 def is_nnx(model: Any) -> bool:
@@ -273,26 +232,18 @@ def is_nnx(model: Any) -> bool:
     return isinstance(model, nnx.Module)
 
 
-def _refuse_modules_in_trees(model: Any) -> None:
-    if is_nnx(model):
-        return
-    kinds = nnx.Module | nnx.Variable
-    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, kinds))
-    if inside := [(path, leaf) for path, leaf in found if isinstance(leaf, kinds)]:
-        raise ValueError(
-            f"The model is a {type(model).__name__} that holds NNX's "
-            f"`{type(inside[0][1]).__name__}` at `{path_name(inside[0][0])}`. Make it a module, "
-            "`nnx.Dict(...)` or `nnx.List(...)`, or it loses what Flax knows of its variables."
-        )
-
-
 def _check_static(graph: Any) -> None:
-    """A definition is part of the jit cache key; name what in it cannot be."""
+    """Refuse a definition that has no hash, and name the attribute of the module to blame.
+
+    The definition is part of the jit cache key. If no attribute explains the error, it is raised as
+    it is.
+    """
     try:
         hash(graph)
     except TypeError as error:
         for name, attribute in getattr(graph, "attributes", ()):
             value = getattr(attribute, "value", None)
+            # `_pytree__nodes` is Flax's own account of the other attributes.
             if name == "_pytree__nodes" or _hashable(value):
                 continue
             raise ValueError(
@@ -313,29 +264,29 @@ def _hashable(value: Any) -> bool:
 
 
 def nnx_variables(model: Any) -> list[tuple[str, nnx.Variable]]:
-    """The variables of an NNX model, or of its state, with their paths."""
+    """The variables of an NNX model, or of its state, with their paths, such as `up/kernel`."""
     state = model if is_nnx_state(model) else nnx.state(model)
     return [("/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
 
 
-def _is_box(leaf: Any) -> bool:
+def is_box(leaf: Any) -> bool:
+    """Whether a leaf is an array in a box of Linen's, which carries names or other metadata."""
     return isinstance(leaf, meta.AxisMetadata)
 
 
-def _unbox(leaf: Any) -> Any:
+def unbox(leaf: Any) -> Any:
+    """The array in a box of Linen's; what is in no box stays as it is."""
     if isinstance(leaf, meta.Partitioned):
+        # A box that knows a mesh would lay its array out as it is taken out.
         return leaf.unbox(apply_constraint=False)
-    return leaf.unbox() if _is_box(leaf) else leaf
-
-
-def _box(leaf: Any, names: Any) -> Any:
-    box = meta.Partitioned if isinstance(names, PartitionSpec) else linen.LogicallyPartitioned
-    return box(_unbox(leaf), names=tuple(names))
+    return leaf.unbox() if is_box(leaf) else leaf
 
 
 def _metadata_of(variable: Any) -> Mapping[str, Any]:
-    """What Flax keeps beside the value of an NNX variable; or of a box in which Linen holds one,
-    `nnx.bridge.ToLinen`.
+    """What Flax keeps besides the value of an NNX variable.
+
+    A variable may also be in a box that Linen holds, as `nnx.bridge.ToLinen` makes them. Anything
+    else has no metadata.
     """
     if isinstance(variable, nnx.Variable):
         return variable.get_metadata()
@@ -343,12 +294,22 @@ def _metadata_of(variable: Any) -> Mapping[str, Any]:
 
 
 def _sharding_of(metadata: Mapping[str, Any]) -> Any:
+    """What a variable's metadata has in place of names: a tuple of names, a spec or a sharding.
+
+    A `Format` is a sharding with an order of dims in memory, which is no concern here.
+    """
     sharding = metadata.get("out_sharding")
-    return getattr(sharding, "sharding", None) if isinstance(sharding, Format) else sharding
+    if isinstance(sharding, Format):
+        return getattr(sharding, "sharding", None)
+    return sharding
 
 
 def _names_of_variable(variable: Any) -> Names:
-    """The names on an NNX variable. What has rules of its own is named, in whatever form."""
+    """The names on an NNX variable.
+
+    A spec speaks of mesh axes, and stays a spec; but the entries of a variable with rules of its
+    own are names, in whatever form they are written.
+    """
     metadata = _metadata_of(variable)
     sharding = _sharding_of(metadata)
     if isinstance(sharding, NamedSharding):
@@ -359,20 +320,25 @@ def _names_of_variable(variable: Any) -> Names:
 
 
 def _hashable_pairs(pairs: Any) -> Pairs:
-    return tuple(
-        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs or ()
-    )
+    """Rules of a variable as a tuple, with tuples of axes: users also write lists, or None."""
+    hashable = []
+    for name, axes in pairs or ():
+        if isinstance(axes, list):
+            axes = tuple(axes)
+        hashable.append((name, axes))
+    return tuple(hashable)
 
 
-def is_short(of_dims: Names, shape: tuple[int, ...]) -> bool:
-    """Whether there are fewer names than dims."""
-    return isinstance(of_dims, tuple) and len(of_dims) < len(shape)
+def is_short(names: Names, shape: tuple[int, ...]) -> bool:
+    """Whether there are fewer names than dims; a spec may be shorter and means the same."""
+    return isinstance(names, tuple) and len(names) < len(shape)
 
 
-def padded_names(of_dims: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """A name for each dim, None for those that follow the names there are."""
-    assert of_dims is not None
-    return (*of_dims, *[None] * (len(shape) - len(of_dims)))
+def padded_names(names: Names, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """A name for each dim, with None for the dims behind those that have names."""
+    assert names is not None
+    missing = len(shape) - len(names)
+    return (*names, *[None] * missing)
 
 
 def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
@@ -383,33 +349,38 @@ def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
     lies beside a parameter gets the same first dim; and boxes that hold an NNX variable, whose
     names Linen's transforms leave alone.
     """
-    shapes = {path: jnp.shape(_unbox(leaf)) for path, leaf in leaves}
-    names: dict[str, Names] = {}
+    shapes = {path: jnp.shape(unbox(leaf)) for path, leaf in leaves}
+    names_by_path: dict[str, Names] = {}
     for path, leaf in leaves:
-        of_dims, shape = _names_of_box(leaf), shapes[path]
-        keeps = isinstance(leaf, meta.Partitioned) and not _looks_stacked(path, shapes)
-        names[path] = (
-            padded_names(of_dims, shape) if keeps and is_short(of_dims, shape) else of_dims
-        )
-    return names
+        names, shape = _names_of_box(leaf), shapes[path]
+        in_line = isinstance(leaf, meta.Partitioned) and not _looks_stacked(path, shapes)
+        if in_line and is_short(names, shape):
+            names = padded_names(names, shape)
+        names_by_path[path] = names
+    return names_by_path
 
 
 def _looks_stacked(path: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether all that lies beside a parameter, in the smallest part of the model with more than
-    one, has its first dim.
+    """Whether a parameter looks as if `jax.vmap` had given it and its neighbours a first dim.
+
+    Its neighbours are all that is beside it, in the smallest part of the model with more than one
+    parameter; each must have the same first dim.
     """
     parts = path.split("/")
+    # From the innermost folder to the whole model.
     for depth in range(len(parts) - 1, -1, -1):
         folder = "/".join([*parts[:depth], ""]) if depth else ""
-        beside = [
-            shape for other, shape in shapes.items() if other.startswith(folder) and other != path
-        ]
-        if beside:
-            return all(shape[:1] == shapes[path][:1] for shape in beside)
+        neighbours = []
+        for other, shape in shapes.items():
+            if other.startswith(folder) and other != path:
+                neighbours.append(shape)
+        if neighbours:
+            return all(shape[:1] == shapes[path][:1] for shape in neighbours)
     return False
 
 
 def _names_of_box(leaf: Any) -> Names:
+    """The names on a leaf of a tree: of one of Linen's boxes, or of one that holds a variable."""
     if isinstance(leaf, linen.LogicallyPartitioned):
         return tuple(leaf.names)
     if isinstance(leaf, meta.Partitioned):
@@ -418,6 +389,10 @@ def _names_of_box(leaf: Any) -> Names:
 
 
 def _default_trainable(tree: Any) -> Callable[[str, Any], bool]:
+    """Which leaves of a tree are parameters, unless the user says so.
+
+    They are those of Linen's collection `params`; in a tree without one, all floats.
+    """
     if isinstance(tree, Mapping) and "params" in tree:
         return _in_params
     return _is_inexact
@@ -429,11 +404,3 @@ def _in_params(path: str, leaf: Any) -> bool:
 
 def _is_inexact(path: str, leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _check_rank(path: str, names: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(names, PartitionSpec) and len(names) != len(shape):
-        raise ValueError(
-            f"`{path}` of shape {shape} has {len(shape)} dims and was given "
-            f"{len(names)} names {names}."
-        )

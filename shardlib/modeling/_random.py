@@ -266,8 +266,8 @@ class _RowKeys:
 def _implementation(rows: int, base: str) -> Any:
     """The PRNG implementation of row keys for so many rows, made of keys of another.
 
-    It is cached, so that all keys for as many rows have the same functions. Its name, which shows in
-    the dtype of keys, is read back by `plain_keys` and `rows_of`.
+    It is cached, so that all keys for as many rows have the same functions. Its name, which shows
+    in the dtype of keys, is read back by `plain_keys` and `rows_of`.
     """
     size = jax.random.key_data(jax.random.key(0, impl=base)).shape[-1]
     functions = _RowKeys(rows, base, size)
