@@ -9,19 +9,25 @@ from shardlib.planning import _command as plan
 
 
 def parser() -> argparse.ArgumentParser:
-    """What it takes."""
-    made = argparse.ArgumentParser(prog="python -m shardlib", description="Tools around shardlib.")
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    """The parser of all commands; each command adds its own options to it."""
+    main_parser = argparse.ArgumentParser(
+        prog="python -m shardlib", description="Tools around shardlib."
+    )
+    commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_command(commands)
     pipeline.add_command(commands)
-    return made
+    return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0, or 2 for a mistake, or what the command says."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_args(given)
-    arguments.given = given
+    """Run a command line, by default that of this process.
+
+    The exit code is 0, or 2 for a mistake in it, or what the command says.
+    """
+    command_line = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(command_line)
+    # A command may start itself again in a process of its own.
+    arguments.given = command_line
     return arguments.run(arguments)
 
 

@@ -1,5 +1,4 @@
-"""Several processes on one machine: `python -m shardlib.launch -n 2 -- python examples/train_lm.py
-...`.
+"""Several processes on one machine: `python -m shardlib.launch -n 2 -- python train.py`.
 
 The script calls `sl.initialize_distributed()` first, and is the one that a cluster runs. When a
 process dies, it is named with its last traceback, after the others have ended, so that it is the
@@ -8,6 +7,7 @@ last thing on the screen.
 
 import argparse
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -32,9 +32,9 @@ from shardlib.machine._processes import (
     PROCESSES,
 )
 
-_SECONDS_OF_GRACE = 3
+_SECONDS_OF_GRACE = 3  # between SIGTERM and SIGKILL
 _STOPPED = "state T: by SIGSTOP, Ctrl-Z or a debugger"
-_LAST_LINES, _MAX_LINES = 20, 200
+_LAST_LINES, _MAX_LINES = 20, 200  # kept of standard error; of a traceback
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _LOG = re.compile(r"[IWEF]\d{4} |\*\*\* Check failure")  # what XLA says when the others are gone
@@ -67,13 +67,15 @@ processes; a second one kills them.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0 if that of all processes is, otherwise that of the
-    first one to die.
+    """Run the command line.
+
+    The exit code is 0 if that of all processes is, otherwise that of the first one to die.
     """
     arguments, command = _parse(list(sys.argv[1:] if argv is None else argv))
     launch = _Launch()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(one, launch.pass_on) for one in handled]
+    previous_handlers = {}
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        previous_handlers[signum] = signal.signal(signum, launch.pass_on)
     address = f"127.0.0.1:{_free_port()}"
     try:
         for index in range(arguments.n):
@@ -85,13 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         launch.signal(signal.SIGKILL)
-        for one, handler in zip(handled, before, strict=True):
-            signal.signal(one, handler)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
 
 
 def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
-    """The command, to be killed by the kernel when its launcher is, which can then pass nothing on;
-    on Linux alone.
+    """The command, to be killed by the kernel when its launcher dies; on Linux only.
+
+    A launcher that is killed by SIGKILL can pass nothing on to its processes, which would go on
+    without it. `launcher` is its process id.
     """
     if sys.platform != "linux":
         return list(command)
@@ -101,36 +105,41 @@ def _ending_with(launcher: int, command: Sequence[str]) -> list[str]:
 def environment_of(
     index: int, arguments: argparse.Namespace, address: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one process: how `initialize_distributed` finds the others, and which
-    devices it has.
+    """The environment of one process.
+
+    It is the launcher's, with what `initialize_distributed` finds the others by, and with which
+    devices the process has.
     """
-    made = dict(environment) | {
+    variables = dict(environment) | {
         COORDINATOR: address,
         PROCESSES: str(arguments.n),
         PROCESS: str(index),
-        BIND_ADDRESS: address,  # reachable from this machine alone
+        BIND_ADDRESS: address,  # reachable from this machine only
         "PYTHONUNBUFFERED": "1",
     }
     if arguments.devices:
-        flags = re.sub(
-            r"\s*--xla_force_host_platform_device_count=\S*", "", made.get("XLA_FLAGS", "")
-        )
-        made["XLA_FLAGS"] = (
-            f"{flags} --xla_force_host_platform_device_count={arguments.devices}".strip()
-        )
-        made["JAX_PLATFORMS"] = "cpu"
-        made.pop("JAX_NUM_CPU_DEVICES", None)
+        # A number of devices that the launcher's environment has is replaced.
+        flags = variables.get("XLA_FLAGS", "")
+        flags = re.sub(r"\s*--xla_force_host_platform_device_count=\S*", "", flags)
+        flags += f" --xla_force_host_platform_device_count={arguments.devices}"
+        variables["XLA_FLAGS"] = flags.strip()
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables.pop("JAX_NUM_CPU_DEVICES", None)
     if arguments.gpus:
-        made["JAX_LOCAL_DEVICE_IDS"] = ",".join(
-            str(gpu) for gpu in range(index * arguments.gpus, (index + 1) * arguments.gpus)
-        )
-        made.setdefault("JAX_PLATFORMS", "cuda")  # or it would go on without, on the CPU
-    return made
+        first = index * arguments.gpus
+        gpus = range(first, first + arguments.gpus)
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, gpus))
+        variables.setdefault("JAX_PLATFORMS", "cuda")  # or it would go on without, on the CPU
+    return variables
 
 
 @dataclass
 class _Process:
-    """A process, and what it last wrote to its standard error."""
+    """A process, and what it last wrote to its standard error.
+
+    `traceback` is the last one that Python wrote, `last` the last lines of any kind, and
+    `heard_nothing_from` the numbers of the processes that it says send no heartbeats.
+    """
 
     index: int
     popen: subprocess.Popen[bytes]
@@ -141,61 +150,83 @@ class _Process:
     lists_silent: bool = False  # the lines that come now hold numbers of silent processes
 
     def note(self, line: str) -> None:
-        """Keep the line, if it belongs to the last traceback or the last lines, and whom it says to
-        be silent.
+        """Keep what matters of a line of its standard error.
+
+        That is the line itself, among the last ones and in the traceback if it belongs to one, and
+        which processes it says to be silent.
         """
-        if self.lists_silent and (task := _TASK.fullmatch(line)):
+        self._note_silent(line)
+        if _TRACEBACK in line and not self._continues_traceback():
+            self.traceback.clear()
+        in_traceback = self.traceback and len(self.traceback) < _MAX_LINES
+        if _TRACEBACK in line or in_traceback:
+            self.traceback.append(line)
+        self.last.append(line)
+
+    def _note_silent(self, line: str) -> None:
+        """Note the numbers of processes that a line says to be silent.
+
+        JAX says that there are some in one line, and has a number in each of those that follow.
+        """
+        task = _TASK.fullmatch(line) if self.lists_silent else None
+        if task:
             self.heard_nothing_from.add(int(task[1]))
         else:
             self.lists_silent = _OTHERS_SILENT.search(line) is not None
         if _PROCESS_0_SILENT.search(line):
             self.heard_nothing_from.add(0)
-        if _TRACEBACK in line and not any(
-            said.startswith(_CHAINED) for said in list(self.last)[-2:]
-        ):
-            self.traceback.clear()
-        if _TRACEBACK in line or (self.traceback and len(self.traceback) < _MAX_LINES):
-            self.traceback.append(line)
-        self.last.append(line)
+
+    def _continues_traceback(self) -> bool:
+        """Whether a traceback that begins now is of the same error as the one before.
+
+        If so, Python has said in one of the last two lines how the two exceptions are chained.
+        """
+        return any(line.startswith(_CHAINED) for line in list(self.last)[-2:])
 
     def obituary(self) -> str:
-        """How it died, and of what."""
-        ends = [k for k, line in enumerate(self.traceback) if _LOG.match(line)]
-        words = self.traceback[: ends[0] if ends else None] or list(self.last)
-        said = ":\n" + _indented(words) if words else ", and said nothing."
-        return f"process {self.index} {self.end()}{said}"
+        """How it died, and of what: its last traceback, or else its last lines."""
+        # What is logged after a traceback, as it ends, does not belong to it.
+        lines = list(itertools.takewhile(lambda line: not _LOG.match(line), self.traceback))
+        lines = lines or list(self.last)
+        if not lines:
+            return f"process {self.index} {self.end()}, and said nothing."
+        return f"process {self.index} {self.end()}:\n{_indented(lines)}"
 
     def end(self) -> str:
-        """How it died."""
+        """How it died, as a verb: `was killed by SIGKILL`, `died with exit code 1`."""
         code = self.popen.returncode
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"died with exit code {code}"
-        )
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"died with exit code {code}"
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped now, by SIGSTOP, Ctrl-Z or a debugger; on Linux alone."""
+        """Whether it is stopped now, by SIGSTOP, Ctrl-Z or a debugger; known on Linux only."""
         try:
             stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
         except OSError:
             return False
-        # Behind the name, which may hold anything.
+        # The state follows the name, which is in parentheses and may hold anything.
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 class _Launch:
-    """The processes of one command, from the start of the first to the end of the last."""
+    """The processes of one command, from the start of the first to the end of the last.
+
+    A thread for each process waits for its end and puts it into the queue `ended`; two more pass on
+    what it writes. The main thread takes what has ended from the queue.
+    """
 
     def __init__(self) -> None:
         self.processes: list[_Process] = []
         self.ended: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self.asked: list[int] = []
+        self.received: list[int] = []  # signals that were sent to the launcher, in order
         self.writing = threading.Lock()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start one more, in a session of its own: Ctrl-C reaches it through `pass_on` alone, its
-        children end with it.
+        """Start one more process, and the threads that watch it.
+
+        It gets a session of its own: Ctrl-C reaches it through `pass_on` only, and its children end
+        with it.
         """
         popen = subprocess.Popen(
             _ending_with(os.getpid(), command), env=environment, start_new_session=True,
@@ -203,54 +234,56 @@ class _Launch:
         )  # fmt: skip
         process = _Process(len(self.processes), popen)
         self.processes.append(process)
-        for source, target, note in (
-            (popen.stdout, sys.stdout, None),
-            (popen.stderr, sys.stderr, process.note),
-        ):
-            reader = threading.Thread(
-                target=self._forward, args=(process.index, source, target, note), daemon=True
-            )
-            process.readers.append(reader)
-            reader.start()
+        self._forward_in_thread(process, popen.stdout, sys.stdout, None)
+        self._forward_in_thread(process, popen.stderr, sys.stderr, process.note)
         threading.Thread(target=self._await, args=(process,), daemon=True).start()
-        if self.asked:  # meanwhile
-            popen.send_signal(self.asked[-1])
+        # A signal that came meanwhile has been passed on to the others only.
+        if self.received:
+            popen.send_signal(self.received[-1])
 
     def wait(self) -> int:
         """Wait for all to end; if one dies, end the others and say which one it was."""
-        first, ended = None, 0
-        while first is None and ended < len(self.processes):
+        first_dead, ended = None, 0
+        while first_dead is None and ended < len(self.processes):
             process = self.ended.get()
             ended += 1
-            first = process if process.popen.returncode else None
-        if first is None:
+            if process.popen.returncode:
+                first_dead = process
+        if first_dead is None:
             self._drain()
             return 0
+        # Read before the others are ended: one that is stopped may be why the first one died.
         living = [process for process in self.processes if process.popen.poll() is None]
         stopped = [process for process in living if process.is_stopped()]
-        if len(self.processes) > ended:
-            self.signal(signal.SIGTERM)
-            with contextlib.suppress(queue.Empty):
-                for _ in range(len(self.processes) - ended):
-                    self.ended.get(timeout=_SECONDS_OF_GRACE)
-        self.signal(signal.SIGKILL)
-        self._drain()
-        code = (
-            first.popen.returncode if first.popen.returncode > 0 else 128 - first.popen.returncode
-        )
-        if len(self.asked) > 1:  # it was we who killed them
-            return 128 + self.asked[0]
-        if code not in [128 + one for one in self.asked]:
-            self._write(
-                sys.stderr,
-                f"\nshardlib.launch: {_report(first, self.processes, living, stopped)}\n",
-            )
+        self._end_others(len(self.processes) - ended)
+
+        if len(self.received) > 1:  # it was we who killed them
+            return 128 + self.received[0]
+        # As shells do it: 128 and the number of the signal.
+        code = first_dead.popen.returncode
+        if code < 0:
+            code = 128 - code
+        # Nothing is to be explained to a user who has ended the run by a signal.
+        if code not in [128 + signum for signum in self.received]:
+            report = _report(first_dead, self.processes, living, stopped)
+            self._write(sys.stderr, f"\nshardlib.launch: {report}\n")
         return code
 
+    def _end_others(self, count: int) -> None:
+        """Ask `count` processes to end, kill them if they take long, and wait for their output."""
+        if count:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(queue.Empty):
+                for _ in range(count):
+                    self.ended.get(timeout=_SECONDS_OF_GRACE)
+        # In any case, since SIGKILL also reaches what processes started.
+        self.signal(signal.SIGKILL)
+        self._drain()
+
     def pass_on(self, signum: int, frame: FrameType | None) -> None:
-        """Pass a signal on to all processes; a second one is an order."""
-        self.signal(signal.SIGKILL if self.asked else signum)
-        self.asked.append(signum)
+        """Pass a signal on to all processes; after the first one, any other kills them."""
+        self.signal(signal.SIGKILL if self.received else signum)
+        self.received.append(signum)
 
     def signal(self, signum: int) -> None:
         """Send a signal to all processes; SIGKILL also to what they started."""
@@ -266,15 +299,31 @@ class _Launch:
         self.ended.put(process)
 
     def _drain(self) -> None:
+        """Wait until all processes have ended, and what they wrote has been passed on."""
         for process in self.processes:
             process.popen.wait()
             for reader in process.readers:
-                # Longer only if what it started goes on writing.
+                # It takes longer only if what the process started goes on writing.
                 reader.join(timeout=_SECONDS_OF_GRACE)
+
+    def _forward_in_thread(
+        self,
+        process: _Process,
+        source: IO[bytes] | None,
+        target: IO[str],
+        note: Callable[[str], None] | None,
+    ) -> None:
+        """Start a thread that passes lines of a process on, and hands each to `note`."""
+        reader = threading.Thread(
+            target=self._forward, args=(process.index, source, target, note), daemon=True
+        )
+        process.readers.append(reader)
+        reader.start()
 
     def _forward(
         self, index: int, source: IO[bytes], target: IO[str], note: Callable[[str], None] | None
     ) -> None:
+        """Write each line of a stream to another, behind the number of its process."""
         with source:
             for line in _lines(source):
                 if note is not None:
@@ -282,6 +331,7 @@ class _Launch:
                 self._write(target, f"[{index}] {line}\n")
 
     def _write(self, target: IO[str], text: str) -> None:
+        """Write text as a whole: several threads write to the same terminal."""
         with self.writing:
             try:
                 target.write(text)
@@ -292,39 +342,45 @@ class _Launch:
 
 
 def _report(
-    first: _Process,
+    first_dead: _Process,
     processes: Sequence[_Process],
     living: Sequence[_Process],
     stopped: Sequence[_Process],
 ) -> str:
-    """Why the run ended: who died first, and who was living and who stopped at that time.
+    """Why the run ended: who died first, and who was living and who was stopped at that time.
 
     A process that hears no heartbeat from another ends itself: then it is the other that is to be
     named.
     """
-    heard_nothing_from = set(first.heard_nothing_from)
-    if not heard_nothing_from and any(_ENDED_BY_OTHERS in line for line in first.last):
+    heard_nothing_from = set(first_dead.heard_nothing_from)
+    # JAX may have ended the first one without telling it who is silent, and have told others.
+    if not heard_nothing_from and any(_ENDED_BY_OTHERS in line for line in first_dead.last):
         for process in processes:
             heard_nothing_from |= process.heard_nothing_from
     silent = [process for process in living if process.index in heard_nothing_from]
-    told = []
-    for process in silent:
-        state = f": it was stopped ({_STOPPED})" if process in stopped else ""
-        said = (
-            ". It said last:\n" + _indented(process.last) if process.last else ", and said nothing."
-        )
-        told.append(f"process {process.index} sent no heartbeats{state}{said}")
-    if silent:
-        told.append(
-            f"Process {first.index} {first.end()} because of that, after the heartbeat timeout, "
-            f"which `sl.initialize_distributed(heartbeat_timeout=...)` or `{HEARTBEAT_TIMEOUT}` "
-            "sets."
-        )
-        return "\n".join(told)
-    told.append(first.obituary())
-    for process in stopped:
-        told.append(f"Process {process.index} was stopped at that time ({_STOPPED}).")
-    return "\n".join(told)
+    if not silent:
+        sentences = [first_dead.obituary()]
+        for process in stopped:
+            sentences.append(f"Process {process.index} was stopped at that time ({_STOPPED}).")
+        return "\n".join(sentences)
+
+    sentences = [_describe_silent(process, process in stopped) for process in silent]
+    sentences.append(
+        f"Process {first_dead.index} {first_dead.end()} because of that, after the heartbeat "
+        f"timeout, which `sl.initialize_distributed(heartbeat_timeout=...)` or "
+        f"`{HEARTBEAT_TIMEOUT}` sets."
+    )
+    return "\n".join(sentences)
+
+
+def _describe_silent(process: _Process, is_stopped: bool) -> str:
+    """A process that sent no heartbeats: why, if it was stopped, and what it wrote last."""
+    text = f"process {process.index} sent no heartbeats"
+    if is_stopped:
+        text += f": it was stopped ({_STOPPED})"
+    if process.last:
+        return f"{text}. It said last:\n{_indented(process.last)}"
+    return f"{text}, and said nothing."
 
 
 def _indented(lines: Iterable[str]) -> str:
@@ -332,41 +388,31 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _lines(source: IO[bytes]) -> Iterator[str]:
-    """Lines as they come. A carriage return ends one too: a progress bar has a line for each of its
-    states.
+    """Lines of a stream as they come, without their ends.
+
+    A carriage return ends one too: a progress bar has a line for each of its states.
     """
-    pending, last = b"", b""
+    pending, last_end = b"", b""
     while part := source.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]
+        # Line, end, line, end, ..., and the beginning of a line that is not complete yet.
         *whole, pending = re.split(rb"([\r\n])", pending + part)
         for line, end in zip(whole[::2], whole[1::2], strict=True):
-            if line or (end == b"\n" and last != b"\r"):
+            # `\r\n` is one end, so nothing between the two is no line.
+            if line or (end == b"\n" and last_end != b"\r"):
                 yield line.decode(errors="replace")
-            last = end
+            last_end = end
     if pending:
         yield pending.decode(errors="replace")
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m shardlib.launch",
-        usage="%(prog)s -n N [--devices K | --gpus K] -- COMMAND ...",
-        description="Start several processes on this machine, as one run: prefix what they print, "
-        "and when one dies, say which and why, and end the rest.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("-n", type=_count, required=True, metavar="N", help="how many processes")
-    each = parser.add_mutually_exclusive_group()
-    each.add_argument(
-        "--devices", type=_count, metavar="K", help="give each process K simulated CPU devices"
-    )
-    each.add_argument(
-        "--gpus", type=_count, metavar="K", help="give each process K GPUs of its own"
-    )
-    own, command = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
-    arguments, unknown = parser.parse_known_args(own)
+    """The options of the launcher, and the command after `--`, which must be one that can run."""
+    parser = _parser()
+    options, command = argv, []
+    if "--" in argv:
+        separator = argv.index("--")
+        options, command = argv[:separator], argv[separator + 1 :]
+    arguments, unknown = parser.parse_known_args(options)
     if not command:
         parser.error(
             "what to run goes after `--`: python -m shardlib.launch -n 2 -- python train.py"
@@ -376,13 +422,34 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"`{' '.join(unknown)}` is no option; what the script is to get goes behind "
             "it, after `--`"
         )
-    if shutil.which(command[0]) is None:
-        script = command[0].endswith(".py") and Path(command[0]).exists()
-        way_out = (
-            f"write `-- python {command[0]} ...`" if script else "look at its spelling and at PATH"
-        )
-        parser.error(f"`{command[0]}` is no command that this machine can run: {way_out}")
+    program = command[0]
+    if shutil.which(program) is None:
+        way_out = "look at its spelling and at PATH"
+        if program.endswith(".py") and Path(program).exists():
+            way_out = f"write `-- python {program} ...`"
+        parser.error(f"`{program}` is no command that this machine can run: {way_out}")
     return arguments, command
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The launcher's own options; the command is not among them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardlib.launch",
+        usage="%(prog)s -n N [--devices K | --gpus K] -- COMMAND ...",
+        description="Start several processes on this machine, as one run: prefix what they print, "
+        "and when one dies, say which and why, and end the rest.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", type=_count, required=True, metavar="N", help="how many processes")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument(
+        "--devices", type=_count, metavar="K", help="give each process K simulated CPU devices"
+    )
+    devices.add_argument(
+        "--gpus", type=_count, metavar="K", help="give each process K GPUs of its own"
+    )
+    return parser
 
 
 def _count(text: str) -> int:
@@ -392,9 +459,10 @@ def _count(text: str) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    """A port on which nothing listens now; another program might take it before process 0 does."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

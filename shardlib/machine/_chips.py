@@ -14,7 +14,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """The datasheet of a device."""
+    """The datasheet of a device.
+
+    Bytes and bytes per second are of one JAX device, and so are FLOP/s, which are dense. Where a
+    device has no such thing, a simulated one for example, figures are infinite or nan.
+    """
 
     name: str
     kind: str  # as JAX names the device
@@ -33,34 +37,47 @@ class Chip:
     description: str = field(default="", repr=False)  # of a GPU, as its compiler reads it
 
 
-def _gpu(
-    name: str,
-    major: int,
-    cores: int,
-    fpus: int,
-    clock: float,
-    memory: int,
-    bandwidth: int,
-    cache: int,
-    shared: int,
-) -> str:
-    # The fields of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb, which XLA reads off
-    # such a GPU.
-    return f"""
+@dataclass(frozen=True)
+class _Gpu:
+    """The hardware of a GPU, as the CUDA compiler needs to know it to compile without one.
+
+    Numbers are what XLA reads off such a GPU: memory and caches in bytes, bandwidth in bytes per
+    second, the clock in GHz.
+    """
+
+    name: str
+    major: int  # of its compute capability
+    cores: int  # streaming multiprocessors
+    fpus: int  # of each core
+    clock: float
+    memory: int
+    bandwidth: int
+    cache: int  # level 2
+    shared: int  # memory that the threads of a core share
+
+    def description(self) -> str:
+        """The description in XLA's own format, a text protocol buffer.
+
+        The fields are those of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb. What is
+        not of this GPU is the same for all that there are datasheets of.
+        """
+        cache, memory = self.cache, self.memory
+        # CUDA keeps 1 KiB of shared memory of each block for itself.
+        return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024}
-          shared_memory_per_core: {shared}
+          shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared - 1024}
+          shared_memory_per_core: {self.shared}
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock}
+          core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          memory_bandwidth: {bandwidth} l2_cache_size: {cache} device_memory_size: {memory}
-          cuda_compute_capability {{ major: {major} }}
+          memory_bandwidth: {self.bandwidth} l2_cache_size: {cache} device_memory_size: {memory}
+          cuda_compute_capability {{ major: {self.major} }}
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 10 }}
         runtime_version {{ major: 13 minor: 0 }}
-        device_description_str: "{name}"
+        device_description_str: "{self.name}"
         """
 
 
@@ -115,30 +132,34 @@ GPUS = {
         "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12},
         85100068864, 0.75 * 85100068864,
         2.039e12, link_bandwidth=300e9, slow_bandwidth=25e9,
-        description=_gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 85100068864, 2039040000000,
-        41943040, 167936),
+        description=_Gpu(name="NVIDIA A100-SXM4-80GB", major=8, cores=108, fpus=64, clock=1.41,
+            memory=85100068864, bandwidth=2039040000000, cache=41943040, shared=167936,
+        ).description(),
     ),
     "h100": Chip(
         "h100", "NVIDIA H100 80GB HBM3", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12,
         "f8": 1979e12}, 84942979072,
         0.75 * 84942979072, 3.35e12, link_bandwidth=450e9, slow_bandwidth=50e9,
-        description=_gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 84942979072, 3352320000000,
-        52428800, 233472),
+        description=_Gpu(name="NVIDIA H100 80GB HBM3", major=9, cores=132, fpus=128, clock=1.98,
+            memory=84942979072, bandwidth=3352320000000, cache=52428800, shared=233472,
+        ).description(),
     ),
     "h200": Chip(
         "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12},
         151397597184,
         0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9,
-        description=_gpu("NVIDIA H200", 9, 132, 128, 1.98, 151397597184, 4800000000000, 52428800,
-        233472),
+        description=_Gpu(name="NVIDIA H200", major=9, cores=132, fpus=128, clock=1.98,
+            memory=151397597184, bandwidth=4800000000000, cache=52428800, shared=233472,
+        ).description(),
     ),
     "b200": Chip(
         "b200", "NVIDIA B200", {"bf16": 2250e12, "f32": 1125e12, "s8": 4500e12, "f8": 4500e12,
         "f4": 9000e12},
         191514411008, 0.75 * 191514411008, 8.0e12, link_bandwidth=900e9, slow_bandwidth=50e9,
         largest=72,
-        description=_gpu("NVIDIA B200", 10, 148, 128, 1.965, 191514411008, 7672320000000,
-        132644864, 233472),
+        description=_Gpu(name="NVIDIA B200", major=10, cores=148, fpus=128, clock=1.965,
+            memory=191514411008, bandwidth=7672320000000, cache=132644864, shared=233472,
+        ).description(),
     ),
 }  # fmt: skip
 
@@ -150,10 +171,14 @@ CHIPS = TPUS | GPUS | {"cpu": CPU}
 
 
 def chip_of(kind: str) -> Chip | None:
-    """The datasheet of a device, by what JAX calls its kind; None where there is none, or it is no
-    accelerator.
+    """The datasheet of a device, by what JAX calls its kind.
+
+    None where there is no datasheet, or the device is no accelerator.
 
     >>> chip_of("TPU v5 lite").name
     'v5e'
     """
-    return next((chip for chip in CHIPS.values() if chip.kind == kind and chip.flops), None)
+    for chip in CHIPS.values():
+        if chip.kind == kind and chip.flops:
+            return chip
+    return None

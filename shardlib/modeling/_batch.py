@@ -41,14 +41,23 @@ class WeightedMean:
     __rmul__ = __mul__
 
     def __add__(self, other: "WeightedMean") -> "WeightedMean":
+        """Add another mean; the sum has this one's weight.
+
+        With `w` and `v` for this and the other weight, and sums over devices,
+
+            sum(total) / sum(w) + sum(other) / sum(v)
+                = sum(total + w * sum(other) / sum(v)) / sum(w)
+
+        so every device adds the other's whole mean times its own weight, and the sum over devices,
+        divided once, has it once.
+        """
         if not isinstance(other, WeightedMean):
             return NotImplemented
         axes = split_axes()
-        total, weight = (
-            lax.psum((other.total, other.weight), axes) if axes else (other.total, other.weight)
-        )
-        # Every device adds the whole mean times its own weight, so that the sum over devices,
-        # divided once, has it once.
+        total, weight = other.total, other.weight
+        if axes:
+            total, weight = lax.psum((total, weight), axes)
+        # Weights take no part in the gradient.
         return WeightedMean(
             self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight),
             self.weight,
@@ -73,7 +82,11 @@ def weighted_mean(total: Any, weight: Any) -> WeightedMean:
 
 
 def split_axes() -> tuple[str, ...]:
-    """The manual axes that split the batch where this is called; empty outside a `shard_map`."""
+    """The manual axes that split the batch where this is called; empty outside a `shard_map`.
+
+    Which axes split the batch is what the rules in force say, so that without rules, inside a
+    `shard_map` of the user's, it cannot be told and is refused.
+    """
     manual = current_mesh().manual_axes
     scope = current_scope()
     if not manual:
@@ -98,22 +111,24 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     (4, 2)
     """
     check_arrays.array("gather_batch", "x", x)
-    if strange := [name for name in names if not isinstance(name, str | None)]:
-        raise check.refusal(
-            "gather_batch", "names", strange[0], "names of dims, one by one, or None"
-        )
+    for name in names:
+        if not isinstance(name, str | None):
+            raise check.refusal("gather_batch", "names", name, "names of dims, one by one, or None")
     axes, scope, mesh = split_axes(), current_scope(), current_mesh()
     if not axes or scope is None or scope.rules is None:
         return x
-    names = names or (None,) * (x.ndim - 1)
+    if not names:
+        names = (None,) * (x.ndim - 1)
     manual = frozenset(mesh.manual_axes)
-    others = resolve(
+    other_dims = resolve(
         scope.rules, mesh.shape, names, x.shape[1:], what="the array to gather", manual=manual
     ).spec
+    # A nested region takes dim 0 whole. Where automatic axes split the batch too, that would gather
+    # it over these first, so the collective stays in the outer region.
     split_automatically = any(axis not in manual for axis in scope.rules.batch_axes)
     return manual_over_all(
         lambda shard: lax.all_gather(shard, axes, axis=0, tiled=True),
-        PartitionSpec(None, *others),
+        PartitionSpec(None, *other_dims),
         nest=not split_automatically,
     )(x)
 
@@ -128,29 +143,25 @@ def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
     """
     check_arrays.array("batch_mean", "x", x)
     dims = axis if isinstance(axis, tuple) else (axis,)
+    takes = f"dims of an array of shape {x.shape}"
     for dim in dims:
-        check.whole(
-            "batch_mean",
-            "axis",
-            dim,
-            f"dims of an array of shape {x.shape}",
-            least=-x.ndim,
-            most=x.ndim - 1,
-        )
+        check.whole("batch_mean", "axis", dim, takes, least=-x.ndim, most=x.ndim - 1)
+    # -1 and the last dim are the same.
     if len({dim % x.ndim for dim in dims}) < len(dims):
         raise check.refusal("batch_mean", "axis", axis, "each dim once")
-    here = jnp.mean(x, axis)
+    local_mean = jnp.mean(x, axis)
     axes = split_axes()
-    return lax.pmean(here, axes) if axes else here
+    # Devices hold equally many examples, so that the mean of their means is the mean of all.
+    return lax.pmean(local_mean, axes) if axes else local_mean
 
 
 def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:
-    """Run a collective on each device's own shard: a `shard_map` over the axes that are still
-    automatic.
+    """Run a collective on each device's own shard, in a `shard_map` over the other axes.
 
-    A collective over a manual axis whose operand an automatic axis splits would gather the operand
-    first and move as many times the bytes. `spec`, or a tree of them, says how the automatic axes
-    split the operand, and the result.
+    These are the axes that are still automatic where it is called. A collective over a manual axis
+    whose operand an automatic axis splits would gather the operand first and move as many times the
+    bytes. `spec`, or a tree of them, says how the automatic axes split the operand, and the result.
+    Without `nest`, or without automatic axes, it is `body` as it is.
     """
     automatic = set(mesh_of_shards().auto_axes)
     if not automatic or not nest:

@@ -1,5 +1,9 @@
-"""A list of layers that are alike, as one that loops: what compiles once, and what a pipeline can
-cut.
+"""A list of layers that are alike, as one that loops.
+
+    list:   x -> layer 0 -> layer 1 -> ... -> layer n-1       each compiled by itself
+    loop:   for w in stacked: x = layer(w, x)                 compiled once
+
+The loop is what ZeRO gathers a layer at a time in, and what a pipeline can cut.
 """
 
 import functools
@@ -23,7 +27,7 @@ class Layers(nnx.Module):
 
     `layers(x, *same)` hands `x`, any tree, from layer to layer, and gives each of them `same` too.
     It is one loop, so that it compiles in the time of one layer, ZeRO gathers a layer at a time, a
-    pipeline cuts it, and `Strategy(remat="full")` keeps the inputs of layers alone. Parameters keep
+    pipeline cuts it, and `Strategy(remat="full")` keeps only the inputs of layers. Parameters keep
     the names they have. `name` is that of the new dim.
 
     >>> blocks = Layers([nnx.Linear(4, 4, rngs=nnx.Rngs(number)) for number in range(3)])
@@ -36,46 +40,56 @@ class Layers(nnx.Module):
         check.kind("Layers", "layers", layers, Iterable, "NNX modules, in a list")
         check.text("Layers", "name", name, "the name of a dim")
         layers = list(layers)
-        if not layers or not all(isinstance(layer, nnx.Module) for layer in layers):
-            kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
-            raise ValueError(
-                f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are "
-                "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
-                "looped over by `jax.lax.scan`."
-            )
+        _check_modules(layers)
         graph, first = nnx.split(layers[0])
         states = [first]
         for number, layer in enumerate(layers[1:], 1):
-            other, state = nnx.split(layer)
-            _check_alike(number, first, state, graph == other)
+            other_graph, state = nnx.split(layer)
+            _check_alike(number, first, state, same_graph=graph == other_graph)
             states.append(state)
         _check_apart(states)
         self.count = len(layers)
-        self.stacked = nnx.merge(
-            graph, jax.tree.map(functools.partial(_stacked, name), *states, is_leaf=_is_variable)
-        )
+        stack = functools.partial(_stack_variables, name)
+        self.stacked = nnx.merge(graph, jax.tree.map(stack, *states, is_leaf=_is_variable))
 
     def __len__(self) -> int:
+        """How many layers there are."""
         return self.count
 
     def __call__(self, x: Any, *same: Any) -> Any:
+        """Hand `x` through all layers, in a loop of blocks that may be recomputed."""
         # What changes nothing in itself may be closed over by `jax.jit`, and is said to.
         changes = any(
             not isinstance(variable, nnx.Param)
             for _, variable in nnx.to_flat_state(nnx.state(self.stacked))
         )
+        # The loop keeps XLA from merging the two computations of a block, so no barrier is needed.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=changes)
         block = remat(lambda layer, x, *same: layer(x, *same), checkpoint=checkpoint)
-        axes = {"in_axes": (0, nnx.Carry, *[None] * len(same)), "out_axes": nnx.Carry}
-        return nnx.scan(block, **axes, graph_updates=changes)(self.stacked, x, *same)
+        # One layer for each turn, `x` from turn to turn, and what is the same for all.
+        in_axes = (0, nnx.Carry, *[None] * len(same))
+        loop = nnx.scan(block, in_axes=in_axes, out_axes=nnx.Carry, graph_updates=changes)
+        return loop(self.stacked, x, *same)
 
 
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)
+def _check_modules(layers: list[Any]) -> None:
+    """Refuse a list that is empty, or that holds anything but NNX modules."""
+    if layers and all(isinstance(layer, nnx.Module) for layer in layers):
+        return
+    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
+    raise ValueError(
+        f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are "
+        "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
+        "looped over by `jax.lax.scan`."
+    )
 
 
-def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
-    """One variable for those of all layers, with the first's names and one more."""
+def _stack_variables(name: str, *variables: nnx.Variable) -> nnx.Variable:
+    """One variable for those of all layers, with the first's names behind that of the new dim.
+
+    Without names, the other dims have None. Specs of mesh axes are refused: the new dim has a name,
+    and an array has names or axes for its dims, not both.
+    """
     values = [variable.get_value() for variable in variables]
     names = variables[0].get_metadata().get("out_sharding")
     if isinstance(names, PartitionSpec):
@@ -89,19 +103,26 @@ def _stacked(name: str, *variables: nnx.Variable) -> nnx.Variable:
     return stacked
 
 
-def _check_alike(number: int, first: Any, state: Any, same: bool) -> None:
-    """Refuse a layer that is not like the first."""
-    shapes, others = (
-        {path: _shape(variable) for path, variable in nnx.to_flat_state(s)} for s in (first, state)
-    )
-    for path in dict.fromkeys([*shapes, *others]):
-        if shapes.get(path) != others.get(path):
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+def _check_alike(number: int, first: Any, state: Any, *, same_graph: bool) -> None:
+    """Refuse a layer that is not like the first: in its variables, or in anything else.
+
+    `same_graph` says whether the definitions of the two are equal, which hold all that is not in a
+    variable.
+    """
+    first_shapes, shapes = _shapes_by_path(first), _shapes_by_path(state)
+    for path in dict.fromkeys([*first_shapes, *shapes]):
+        first_shape, shape = first_shapes.get(path, "missing"), shapes.get(path, "missing")
+        if first_shape != shape:
             raise ValueError(
-                f"`Layers`: `{'/'.join(map(str, path))}` is {shapes.get(path, 'missing')} in layer "
-                f"0 and {others.get(path, 'missing')} in layer {number}. Layers of one loop are "
-                "alike; where kinds take turns, make a module of one of each, and a list of these."
+                f"`Layers`: `{path}` is {first_shape} in layer 0 and {shape} in layer {number}. "
+                "Layers of one loop are alike; where kinds take turns, make a module of one of "
+                "each, and a list of these."
             )
-    if not same:
+    if not same_graph:
         raise ValueError(
             f"`Layers`: layer {number} is of another kind than layer 0, or has other settings; a "
             "loop calls one function. Where kinds take turns, make a module of one of each, and a "
@@ -109,14 +130,22 @@ def _check_alike(number: int, first: Any, state: Any, same: bool) -> None:
         )
 
 
-def _shape(variable: nnx.Variable) -> str:
-    value = variable.get_value()
-    return f"{type(variable).__name__} {value.dtype}{list(value.shape)}"
+def _shapes_by_path(state: Any) -> dict[str, str]:
+    """The kind, dtype and shape of each variable, as `Param float32[4, 8]`, by path."""
+    shapes = {}
+    for path, variable in nnx.to_flat_state(state):
+        value = variable.get_value()
+        kind = type(variable).__name__
+        shapes["/".join(map(str, path))] = f"{kind} {value.dtype}{list(value.shape)}"
+    return shapes
 
 
 def _check_apart(states: Sequence[Any]) -> None:
-    """Refuse layers that share a parameter: stacked, each would have its own."""
-    seen: dict[int, tuple[int, str]] = {}
+    """Refuse layers that share a parameter: stacked, each would have its own.
+
+    A parameter is shared if two layers hold the same array object.
+    """
+    seen: dict[int, tuple[int, str]] = {}  # layer and path, by the identity of the array
     for number, state in enumerate(states):
         for path, variable in nnx.to_flat_state(state):
             key, name = id(variable.get_value()), "/".join(map(str, path))

@@ -1,5 +1,8 @@
-"""Rematerialization: what a block keeps for its backward pass. The model marks its blocks; the
-strategy decides.
+"""Rematerialization: what a block keeps for its backward pass.
+
+The model marks its blocks, and the strategy decides what becomes of them, so that the same model
+runs on a machine with much memory and on one with little. A block that is recomputed keeps only its
+inputs, and is run once more in the backward pass.
 """
 
 import functools
@@ -24,12 +27,11 @@ def remat(
 ) -> Block:
     """Mark a block whose activations may be dropped and recomputed in the backward pass.
 
-    The strategy in force decides.
+    The strategy in force decides. A block may be marked where it is called or where it is defined:
+    `remat` is a decorator too.
 
-    Where it is called or where it is defined: it is a decorator too.
-
-    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps the block's inputs
-    alone. Outside any strategy, and without a policy, everything is kept. A block that takes Flax
+    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps only the block's
+    inputs. Outside any strategy, and without a policy, everything is kept. A block that takes Flax
     NNX modules passes `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing
     in them, a model may be closed over by `jax.jit`.
 
@@ -49,8 +51,10 @@ def remat(
     @functools.wraps(block)
     def marked(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()  # of the call: a block may be marked where it is defined
-        chosen = policy or (scope.remat if scope else "none")
-        return (block if chosen == "none" else recomputed)(*args, **kwargs)
+        in_force = scope.remat if scope else "none"
+        if (policy or in_force) == "none":
+            return block(*args, **kwargs)
+        return recomputed(*args, **kwargs)
 
     return marked  # type: ignore[return-value]
 
@@ -60,10 +64,11 @@ def zero3_layer(block: Block) -> Block:
 
     Its weights are gathered together, used, and dropped.
 
-    For layers that are not scanned; a scanned layer is found without. Where it is called or where
-    it is defined. Unmarked, each operation gathers its own weight, which holds less at a time and
-    sends more and smaller messages. To any other strategy it is nothing. The block changes no state
-    of modules it is given; arrays among its arguments are traced, anything else it gets as it is.
+    It is for layers that are not scanned; a scanned layer is found without it. A block may be
+    marked where it is called or where it is defined. In a block that is not marked, each operation
+    gathers its own weight, which holds less at a time and sends more and smaller messages. Other
+    strategies ignore the mark. The block changes no state of modules it is given; arrays among its
+    arguments are traced, anything else it gets as it is.
 
     >>> zero3_layer(lambda x, scale: x * scale)(jax.numpy.ones(2), scale=2.0)
     Array([2., 2.], dtype=float32)
@@ -73,18 +78,20 @@ def zero3_layer(block: Block) -> Block:
     @functools.wraps(block)
     def marked(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [isinstance(leaf, jax.Array) for leaf in leaves]
+        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
-        def layer(given: list[Any]) -> Any:
-            of_arrays = iter(given)
-            now = [
-                next(of_arrays) if array else leaf
-                for leaf, array in zip(leaves, arrays, strict=True)
-            ]
-            args, kwargs = treedef.unflatten(now)
+        # The mark is a `jit` of a known name around the block, which the step finds in its trace.
+        # What is no array is closed over, since `jit` takes arrays only.
+        def layer(traced_arrays: list[Any]) -> Any:
+            remaining = iter(traced_arrays)
+            merged = []
+            for leaf, array in zip(leaves, is_array, strict=True):
+                merged.append(next(remaining) if array else leaf)
+            args, kwargs = treedef.unflatten(merged)
             return block(*args, **kwargs)
 
         layer.__name__ = MARK
-        return jax.jit(layer)([leaf for leaf, array in zip(leaves, arrays, strict=True) if array])
+        return jax.jit(layer)(arrays)
 
     return marked  # type: ignore[return-value]
