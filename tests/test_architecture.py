@@ -33,7 +33,7 @@ LAYERS = [
     ("kernels._norm", "_reference _tpu _gpu _tokamax"),
     ("kernels._linear_cross_entropy", "_reference _tpu _gpu"),
     ("kernels", "_softmax _norm _linear_cross_entropy"),
-    ("collectives", "_sums _codecs _compressed _exact _exchanges _zero"),
+    ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),
     ("optimizers", "_stacked _local _onebit_adam"),
     ("pipeline.schedules", "_table _simulate _search _rounds _weave _schedule _published"),
     ("pipeline.schedules", "_draw _command"),

@@ -7,13 +7,13 @@ from shardlib.collectives._codecs import Encoded as Encoded
 from shardlib.collectives._codecs import Integers as Integers
 from shardlib.collectives._codecs import Signs as Signs
 from shardlib.collectives._compressed import Errors as Errors
-from shardlib.collectives._compressed import all_gather as all_gather
-from shardlib.collectives._compressed import all_gather_bytes as all_gather_bytes
 from shardlib.collectives._compressed import no_errors as no_errors
 from shardlib.collectives._compressed import pmean as pmean
 from shardlib.collectives._compressed import pmean_bytes as pmean_bytes
-from shardlib.collectives._compressed import psum_scatter as psum_scatter
-from shardlib.collectives._compressed import psum_scatter_bytes as psum_scatter_bytes
+from shardlib.collectives._compressed_shards import all_gather as all_gather
+from shardlib.collectives._compressed_shards import all_gather_bytes as all_gather_bytes
+from shardlib.collectives._compressed_shards import psum_scatter as psum_scatter
+from shardlib.collectives._compressed_shards import psum_scatter_bytes as psum_scatter_bytes
 from shardlib.collectives._exact import ExchangeInputs as ExchangeInputs
 from shardlib.collectives._exact import Parameter as Parameter
 from shardlib.collectives._exchanges import OneBit as OneBit

@@ -1,5 +1,10 @@
-"""Codecs: rows of numbers as rows of bytes, and back. Pure, and each row by itself, its scales in
-its bytes.
+"""Codecs: rows of numbers as rows of bytes, and back.
+
+A codec is pure, and treats each row by itself: whoever has the bytes of a row can decode it. They
+are those of the numbers followed by those of the scales, float32, one for each block of numbers:
+
+    Signs       | signs, a bit each, 8 in a byte         | scales |
+    Integers    | integers of 8 bits, or 2 of 4 in one   | scales |
 """
 
 from dataclasses import dataclass
@@ -15,8 +20,8 @@ from shardlib.checks import _arrays as check_arrays
 
 _SCALE = 4  # bytes of a float32
 _MOST_IN_BLOCK = 2**30  # rows are filled up to whole blocks, and counted in 32 bits
-_LANES = 128  # of a tile of a TPU, which has eight rows of them
-_PLACES = np.arange(8, dtype=np.uint8)[:, None]  # of bits in a byte
+_LANES = 128  # the width of a tile of a TPU, which is eight rows high
+_BIT_POSITIONS = np.arange(8, dtype=np.uint8)[:, None]  # in a byte, along the height of a tile
 
 
 class Encoded(NamedTuple):
@@ -27,7 +32,10 @@ class Encoded(NamedTuple):
 
 
 class Codec(Protocol):
-    """What turns the last dim of an array of rows into bytes and back."""
+    """What turns the last dim of an array of rows into bytes and back.
+
+    Rows are `(n, elements)` of real numbers, and codes `(n, size(elements))` of uint8.
+    """
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
         """Rows `(n, elements)` as bytes `(n, size(elements))`. Elements that are not `alive` need
@@ -73,55 +81,81 @@ class Signs:
         check.assign(self, block=block)
 
     def size(self, elements: int) -> int:
-        """The bytes of a row: signs fill up a tile, of 1,024 where there are as many."""
-        elements = check.whole("Signs.size", "elements", elements, "a number of elements", least=0)
-        tiles, lanes, together = self._cut(elements)
-        return tiles * lanes + -(-tiles // together) * _SCALE
+        """The bytes of a row of so many elements.
 
-    def _cut(self, elements: int) -> tuple[int, int, int]:
-        """The tiles of a row, of eight rows of lanes each, and how many share a scale."""
+        Signs fill up whole tiles, which are of 1,024 where there are as many.
+        """
+        elements = check.whole("Signs.size", "elements", elements, "a number of elements", least=0)
+        tiling = self._tiling(elements)
+        blocks = -(-tiling.tiles // tiling.tiles_in_block)
+        return tiling.tiles * tiling.lanes + blocks * _SCALE
+
+    def _tiling(self, elements: int) -> "_Tiling":
+        """How a row of so many elements is cut into tiles, and these into blocks."""
         lanes = max(1, min(_LANES, self.block // 8, -(-elements // 8)))
-        return -(-elements // (8 * lanes)), lanes, max(1, self.block // (8 * lanes))
+        return _Tiling(-(-elements // (8 * lanes)), lanes, max(1, self.block // (8 * lanes)))
 
     def _tiled(self, rows: jax.Array) -> jax.Array:
-        """Rows as `(row, tile, 8, lane)`: the eight signs of a byte lie across, as a TPU's tiles do
-        in memory.
+        """Rows as `(row, tile, 8, lane)`.
+
+        The eight signs of a byte are one above the other, since that is how a TPU keeps a tile in
+        memory: packing them then moves nothing between lanes.
         """
-        _, lanes, _ = self._cut(rows.shape[1])
+        lanes = self._tiling(rows.shape[1]).lanes
         return _padded(rows, 8 * lanes).reshape(rows.shape[0], -1, 8, lanes)
 
-    def _by_block(self, of_tiles: jax.Array, elements: int) -> jax.Array:
+    def _by_block(self, by_tile: jax.Array, elements: int) -> jax.Array:
         """Sums over the tiles that share a scale."""
-        together = self._cut(elements)[2]
-        return jnp.sum(_padded(of_tiles, together).reshape(of_tiles.shape[0], -1, together), 2)
+        together = self._tiling(elements).tiles_in_block
+        return jnp.sum(_padded(by_tile, together).reshape(by_tile.shape[0], -1, together), 2)
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
-        """Eight signs in a byte, and the scales."""
+        """Eight signs in a byte, and the scales.
+
+        Numbers that are not `alive` count as zero, and not at all in the mean of their block.
+        """
         _check_rows("Signs.encode", rows, alive)
         count, elements = rows.shape
         rows = rows.astype(jnp.float32)
-        tiles = self._tiled(rows if alive is None else jnp.where(alive, rows, 0))
-        living = self._tiled(jnp.ones((1, elements), bool) if alive is None else alive)
-        size = jnp.abs(tiles) if self.scale == "mean" else jnp.square(tiles)
-        number = self._by_block(jnp.sum(living, (2, 3), dtype=jnp.float32), elements)
-        mean = self._by_block(jnp.sum(size, (2, 3)), elements) / jnp.maximum(number, 1)
-        scale = mean if self.scale == "mean" else jnp.sqrt(mean)
-        packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _PLACES, 2, dtype=jnp.uint8)
+        if alive is None:
+            tiles = self._tiled(rows)
+            living = self._tiled(jnp.ones((1, elements), bool))
+        else:
+            tiles = self._tiled(jnp.where(alive, rows, 0))
+            living = self._tiled(alive)
+        scale = self._scales(tiles, living, elements)
+        packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _BIT_POSITIONS, 2, dtype=jnp.uint8)
         code = jnp.concatenate([packed.reshape(count, -1), _bytes(scale)], 1)
         return Encoded(code, self._signed(tiles >= 0, scale, elements))
 
+    def _scales(self, tiles: jax.Array, living: jax.Array, elements: int) -> jax.Array:
+        """The scale of each block: the mean, or the root of the mean square, of what is alive."""
+        size = jnp.abs(tiles) if self.scale == "mean" else jnp.square(tiles)
+        number = self._by_block(jnp.sum(living, (2, 3), dtype=jnp.float32), elements)
+        mean = self._by_block(jnp.sum(size, (2, 3)), elements) / jnp.maximum(number, 1)
+        return mean if self.scale == "mean" else jnp.sqrt(mean)
+
     def _signed(self, positive: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
-        scale = jnp.repeat(scale, self._cut(elements)[2], 1)[:, : positive.shape[1], None, None]
+        """Rows of scales, plus where a tile is `positive` and minus elsewhere."""
+        together = self._tiling(elements).tiles_in_block
+        scale = jnp.repeat(scale, together, 1)[:, : positive.shape[1], None, None]
         return jnp.where(positive, scale, -scale).reshape(positive.shape[0], -1)[:, :elements]
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """The scales, with signs."""
+        """The scales of the blocks, with the signs of the numbers."""
         _check_code("Signs.decode", code, self.size(elements))
-        tiles, lanes, _ = self._cut(elements)
-        packed = code[:, : tiles * lanes].reshape(code.shape[0], tiles, 1, lanes)
-        return self._signed(
-            (packed >> _PLACES) & 1 == 1, _floats(code[:, tiles * lanes :]), elements
-        )
+        tiling = self._tiling(elements)
+        end = tiling.tiles * tiling.lanes
+        packed = code[:, :end].reshape(code.shape[0], tiling.tiles, 1, tiling.lanes)
+        return self._signed((packed >> _BIT_POSITIONS) & 1 == 1, _floats(code[:, end:]), elements)
+
+
+class _Tiling(NamedTuple):
+    """How a row is cut into tiles, of eight rows of lanes each."""
+
+    tiles: int
+    lanes: int
+    tiles_in_block: int  # how many tiles share a scale
 
 
 @dataclass(frozen=True)
@@ -141,67 +175,72 @@ class Integers:
 
     def __post_init__(self) -> None:
         check.choice("Integers", "bits", self.bits, (8, 4))
-        block = check.whole(
-            "Integers",
-            "block",
-            self.block,
-            "an even number of elements",
-            least=2,
-            most=_MOST_IN_BLOCK,
-        )
+        takes = "an even number of elements"
+        block = check.whole("Integers", "block", self.block, takes, least=2, most=_MOST_IN_BLOCK)
         if block % 2:
-            raise check.refusal("Integers", "block", self.block, "an even number of elements")
+            raise check.refusal("Integers", "block", self.block, takes)
         check.assign(self, block=block)
 
     def size(self, elements: int) -> int:
-        """The bytes of a row."""
-        elements = check.whole(
-            "Integers.size", "elements", elements, "a number of elements", least=0
-        )
-        return (elements + elements % 2) * self.bits // 8 + -(-elements // self.block) * _SCALE
+        """The bytes of a row of so many elements; an odd number of them is filled up."""
+        takes = "a number of elements"
+        elements = check.whole("Integers.size", "elements", elements, takes, least=0)
+        return self._bytes_of_integers(elements) + -(-elements // self.block) * _SCALE
+
+    def _bytes_of_integers(self, elements: int) -> int:
+        """The bytes of a row before its scales."""
+        return _even(elements) * self.bits // 8
 
     def encode(self, rows: jax.Array, alive: jax.Array | None = None) -> Encoded:
-        """All integers, then all scales."""
+        """All integers of a row, then all scales.
+
+        The first half of the integers of 4 bits are the lower halves of the bytes.
+        """
         _check_rows("Integers.encode", rows, alive)
-        rows = (
-            rows.astype(jnp.float32)
-            if alive is None
-            else jnp.where(alive, rows.astype(jnp.float32), 0)
-        )
-        (count, elements), most = rows.shape, 2 ** (self.bits - 1) - 1
+        rows = rows.astype(jnp.float32)
+        if alive is not None:
+            rows = jnp.where(alive, rows, 0)
+        (count, elements), largest = rows.shape, 2 ** (self.bits - 1) - 1
         blocks = _padded(rows, self.block).reshape(count, -1, self.block)
-        scale = jnp.max(jnp.abs(blocks), 2, initial=0) / most
-        whole = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
+        scale = jnp.max(jnp.abs(blocks), 2, initial=0) / largest
+        integers = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
         # What is not finite has no integer, and its scale says so.
-        whole = jnp.nan_to_num(whole, posinf=0, neginf=0).astype(jnp.int8)
-        packed = lax.bitcast_convert_type(whole, jnp.uint8).reshape(count, -1)[
-            :, : elements + elements % 2
-        ]
+        integers = jnp.nan_to_num(integers, posinf=0, neginf=0).astype(jnp.int8)
+        packed = lax.bitcast_convert_type(integers, jnp.uint8).reshape(count, -1)
+        packed = packed[:, : _even(elements)]
         if self.bits == 4:
             halves = packed.reshape(count, 2, -1)
             packed = (halves[:, 0] & 15) | (halves[:, 1] << 4)
-        return Encoded(
-            jnp.concatenate([packed, _bytes(scale)], 1), self._scaled(whole, scale, elements)
-        )
+        code = jnp.concatenate([packed, _bytes(scale)], 1)
+        return Encoded(code, self._scaled(integers, scale, elements))
 
-    def _scaled(self, whole: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
-        found = whole.astype(jnp.float32) * scale[..., None]
-        return found.reshape(whole.shape[0], -1)[:, :elements]
+    def _scaled(self, integers: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
+        """Rows of numbers from blocks of integers, each times the scale of its block."""
+        numbers = integers.astype(jnp.float32) * scale[..., None]
+        return numbers.reshape(integers.shape[0], -1)[:, :elements]
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
         """Each integer times its scale."""
         _check_code("Integers.decode", code, self.size(elements))
-        integers = (elements + elements % 2) * self.bits // 8
-        whole = lax.bitcast_convert_type(code[:, :integers], jnp.int8)
-        scale = _floats(code[:, integers:])
-        if self.bits == 4:  # shifted up and down again, with their signs
-            whole = jnp.concatenate([(whole << 4) >> 4, whole >> 4], 1)
-        return self._scaled(
-            _padded(whole, self.block).reshape(code.shape[0], -1, self.block), scale, elements
-        )
+        end = self._bytes_of_integers(elements)
+        integers = lax.bitcast_convert_type(code[:, :end], jnp.int8)
+        scale = _floats(code[:, end:])
+        if self.bits == 4:  # shifted up and down again, which copies the sign into the upper half
+            integers = jnp.concatenate([(integers << 4) >> 4, integers >> 4], 1)
+        blocks = _padded(integers, self.block).reshape(code.shape[0], -1, self.block)
+        return self._scaled(blocks, scale, elements)
+
+
+def _even(elements: int) -> int:
+    """A number of elements, filled up to an even one: integers of 4 bits go in pairs."""
+    return elements + elements % 2
 
 
 def _check_rows(function: str, rows: Any, alive: Any) -> None:
+    """Refuse what is no array of rows of real numbers, and what says nothing of where it is alive.
+
+    `function` is the one that an error speaks of.
+    """
     check_arrays.array(function, "rows", rows, "an array of rows, (n, elements)")
     if rows.ndim != 2 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.floating):
         raise ValueError(
@@ -211,17 +250,22 @@ def _check_rows(function: str, rows: Any, alive: Any) -> None:
     if alive is None:
         return
     check_arrays.array(function, "alive", alive, "an array of bools, as many as there are numbers")
-    fits = alive.ndim == 2 and all(
-        one in (1, other) for one, other in zip(alive.shape, rows.shape, strict=True)
-    )
-    if alive.dtype != bool or not fits:
+    if alive.dtype != bool or not _broadcasts_to(alive.shape, rows.shape):
         raise ValueError(
             f"`{function}(alive=...)` takes bools that broadcast to the rows, {list(rows.shape)}; "
             f"got {alive.dtype}{list(alive.shape)}."
         )
 
 
+def _broadcasts_to(shape: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """Whether a shape of two dims broadcasts to that of rows."""
+    if len(shape) != 2:
+        return False
+    return all(size in (1, full) for size, full in zip(shape, rows, strict=True))
+
+
 def _check_code(function: str, code: Any, size: int) -> None:
+    """Refuse what is no array of codes of `size` bytes."""
     check_arrays.array(function, "code", code, "an array of codes, (n, bytes)")
     if code.ndim != 2 or code.shape[1] != size or code.dtype != jnp.uint8:
         raise ValueError(
@@ -231,12 +275,15 @@ def _check_code(function: str, code: Any, size: int) -> None:
 
 
 def _padded(rows: jax.Array, multiple: int) -> jax.Array:
+    """Rows filled up with zeros to a multiple of so many elements."""
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple)))
 
 
 def _bytes(scales: jax.Array) -> jax.Array:
+    """Rows of scales as rows of bytes."""
     return lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
 
 
 def _floats(code: jax.Array) -> jax.Array:
+    """Rows of scales from rows of bytes."""
     return lax.bitcast_convert_type(code.reshape(code.shape[0], -1, _SCALE), jnp.float32)

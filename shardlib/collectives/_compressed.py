@@ -1,13 +1,20 @@
-"""Collectives that send codes in place of numbers, for use inside any `shard_map`: real bytes on
-the wire.
+"""The mean over devices of arrays that are sent as codes, for use inside any `shard_map`.
 
-Of n devices, each sends what the functions beside them say by formula, in bytes: as many
-collectives as their exact kin, however many arrays go in them together.
+Of n workers each is also the server of one part of every array:
+
+    worker      rows, one for each server      + what it owes   -> encode -> all-to-all
+    server      the mean of the rows it got    + what it owes   -> encode -> all-gather
+    everybody   decodes all parts
+
+So each number is compressed twice, by its worker and by its server, and what each compression
+leaves out can be kept and sent along the next time. `pmean_bytes` says by a formula how many bytes
+each device sends. All arrays of a tree go together, in as many collectives as an exact mean has.
 """
 
 import itertools
 import math
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -31,34 +38,92 @@ class Errors(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How a device's array is cut for a mean: into a part for each of those that have the same, and
-    of it one for each server.
+    """How a device's array is cut for a mean.
+
+    It is cut into a part for each of the devices that have the same array, and each of these into a
+    row for each server. Rows are of one length, so the last ones may be padded with zeros:
+
+        array    | part 0             | part 1             |     shared = 2
+        rows     | 0  | 1  | 2  | 3   | 0  | 1  | 2  | 3   |     workers = 4
     """
 
-    size: int
+    size: int  # elements of the array
     shared: int
     workers: int
 
     @property
     def elements(self) -> int:
-        """The elements of a part; the last part may be padded."""
+        """The elements of a row, which a server has of a part; the last one may be padded."""
         return -(-self.size // (self.shared * self.workers))
 
     def errors(self, dtype: Any = jnp.float32) -> Errors:
-        """The errors of one device before the first exchange: zero."""
-        return Errors(
-            jnp.zeros((self.workers, self.elements), dtype), jnp.zeros(self.elements, dtype)
-        )
+        """The errors of one device before the first exchange, which are zero."""
+        worker = jnp.zeros((self.workers, self.elements), dtype)
+        return Errors(worker, jnp.zeros(self.elements, dtype))
 
     def all_rows(self, x: jax.Array) -> jax.Array:
-        """All of an array, as `(shared, workers, elements)`."""
+        """All of an array, as `(shared, workers, elements)`, padded with zeros."""
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, self.shared * self.workers * self.elements - self.size))
         return flat.reshape(self.shared, self.workers, self.elements)
 
     def whole(self, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """An array of a shape from all of its rows."""
+        """An array of a shape from all of its rows, without their padding."""
         return rows.reshape(-1)[: self.size].reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Message:
+    """One array of those that are averaged together, with what `pmean` is given along with it."""
+
+    array: jax.Array
+    pieces: Pieces
+    errors: Errors | None
+    alive: jax.Array | None
+
+    def rows_to_send(self, part: Any) -> jax.Array:
+        """The numbers that this device sends, a row for each server, with what it owes.
+
+        They are those of one part of the array, in float32.
+        """
+        _check_real(self.array, "pmean")
+        rows = self.pieces.all_rows(_not_differentiated(self.array.astype(jnp.float32)))[part]
+        return rows if self.errors is None else rows + self.errors.worker
+
+    def mask(self, part: Any) -> jax.Array | None:
+        """Which numbers of this device's part are alive; None where all of them are.
+
+        The padding is not: it stays zero, and out of the scales.
+        """
+        pieces = self.pieces
+        if self.alive is not None:
+            return pieces.all_rows(self.alive)[part]
+        if pieces.size == pieces.shared * pieces.workers * pieces.elements:
+            return None
+        return pieces.all_rows(jnp.ones(pieces.size, bool))[part]
+
+    def mean_on_server(
+        self, rows: jax.Array, mask: jax.Array | None, worker: jax.Array
+    ) -> jax.Array:
+        """The mean of the decoded rows of all workers, with what this device owes as a server.
+
+        One row of those numbers that it is the server of; `mask` is that of all rows.
+        """
+        owed = 0 if self.errors is None else self.errors.server
+        mean = jnp.mean(rows, 0) + owed
+        if mask is None:
+            return mean[None]
+        return jnp.where(mask[worker], mean, 0)[None]
+
+    def whole(self, rows: jax.Array) -> jax.Array:
+        """The array that is made of all rows, in float32."""
+        return self.pieces.whole(rows, self.array.shape)
+
+    def as_given(self, mean: jax.Array) -> jax.Array:
+        """A mean with zeros where the array is not alive, in the dtype of the array."""
+        if self.alive is not None:
+            mean = jnp.where(self.alive, mean, 0)
+        return mean.astype(self.array.dtype)
 
 
 def pmean(
@@ -99,84 +164,131 @@ def pmean(
         check_arrays.array("pmean", "x", leaf, "an array, or a tree of arrays")
     if not leaves:
         return x, errors
-    if errors is not None and not all(
-        isinstance(e, Errors) for e in jax.tree.leaves(errors, is_leaf=_is_errors)
-    ):
-        raise ValueError(
-            "`pmean(errors=...)` takes those of an earlier call, or of `no_errors(x, axis)` in the "
-            "same `shard_map`."
-        )
-    owed = [None] * len(leaves) if errors is None else _alike("errors", errors, treedef)
-    living = [None] * len(leaves) if alive is None else _alike("alive", alive, treedef)
-    cuts = [pieces_of(leaf, over, shared) for leaf in leaves]
-    for leaf, cut, error, living_one in zip(leaves, cuts, owed, living, strict=True):
-        _check_beside(leaf, cut, error, living_one)
-    place, mine = lax.axis_index(over), lax.axis_index(shared) if shared else 0
-
+    messages = _messages(leaves, treedef, errors, alive, over, shared)
+    worker = lax.axis_index(over)
+    part = lax.axis_index(shared) if shared else 0
     rows, masks = [], []
-    for leaf, cut, error, living_one in zip(leaves, cuts, owed, living, strict=True):
-        _check_real(leaf, "pmean")
-        row = cut.all_rows(_not_differentiated(leaf.astype(jnp.float32)))[mine]
-        rows.append(row if error is None else row + error.worker)
-        masks.append(_mask(living_one, cut, mine))
-    if cuts[0].workers == 1:  # nothing is sent between workers, so nothing is lost
-        rows = [
-            row if error is None else row + error.server
-            for row, error in zip(rows, owed, strict=True)
-        ]
-        every = [lax.all_gather(row, shared, axis=0, tiled=True) if shared else row for row in rows]
-        found = [
-            cut.whole(row, leaf.shape) for row, cut, leaf in zip(every, cuts, leaves, strict=True)
-        ]
-        found = [
-            (one if mask is None else jnp.where(mask, one, 0)).astype(leaf.dtype)
-            for one, mask, leaf in zip(found, living, leaves, strict=True)
-        ]
-        return treedef.unflatten(found), jax.tree.map(jnp.zeros_like, errors)
+    for message in messages:
+        rows.append(message.rows_to_send(part))
+        masks.append(message.mask(part))
+    if messages[0].pieces.workers == 1:
+        # Nothing is sent between workers, so nothing is compressed and nothing is left over.
+        means = _mean_of_one_worker(messages, rows, shared)
+        return treedef.unflatten(means), jax.tree.map(jnp.zeros_like, errors)
+
     sent = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
-    widths = [one.code.shape[1] for one in sent]
-    received = _apart(
-        lax.all_to_all(jnp.concatenate([one.code for one in sent], 1), over, 0, 0, tiled=True),
-        widths,
-    )
+    server_means, server_masks = [], []
+    for message, code, mask in zip(messages, _to_servers(sent, over), masks, strict=True):
+        received = codec.decode(code, message.pieces.elements)
+        server_means.append(message.mean_on_server(received, mask, worker))
+    for mask in masks:
+        server_masks.append(None if mask is None else mask[worker][None])
+    sent_by_server = []
+    for mean, mask in zip(server_means, server_masks, strict=True):
+        sent_by_server.append(codec.encode(mean, mask))
 
     means = []
-    for code, cut, error, mask in zip(received, cuts, owed, masks, strict=True):
-        mean = jnp.mean(codec.decode(code, cut.elements), 0) + (
-            0 if error is None else error.server
-        )
-        means.append(mean[None] if mask is None else jnp.where(mask[place], mean, 0)[None])
-    mine_of_all = [None if mask is None else mask[place][None] for mask in masks]
-    again = [codec.encode(mean, mask) for mean, mask in zip(means, mine_of_all, strict=True)]
-    gathered = lax.all_gather(
-        jnp.concatenate([one.code for one in again], 1), over, axis=0, tiled=True
-    )
+    for message, code in zip(messages, _from_servers(sent_by_server, over, shared), strict=True):
+        mean = message.whole(codec.decode(code, message.pieces.elements))
+        means.append(message.as_given(mean))
+    if errors is None:
+        return treedef.unflatten(means), None
+    left = []
+    for k in range(len(messages)):
+        left_by_worker = _left_over(rows[k], sent[k], masks[k])
+        left_by_server = _left_over(server_means[k], sent_by_server[k], server_masks[k])
+        left.append(Errors(left_by_worker, left_by_server[0]))
+    return treedef.unflatten(means), treedef.unflatten(left)
+
+
+def _messages(
+    leaves: list[Any],
+    treedef: Any,
+    errors: Any,
+    alive: Any,
+    over: tuple[str, ...],
+    shared: tuple[str, ...],
+) -> list[_Message]:
+    """The arrays of a tree, each with its errors and with where it is alive, checked.
+
+    Args:
+        leaves: the arrays.
+        treedef: the structure of the tree.
+        errors: a tree of the same structure, or None.
+        alive: another one, or None.
+        over: the axes of the workers.
+        shared: the axes along which the arrays are the same.
+    """
+    if errors is not None:
+        for each in jax.tree.leaves(errors, is_leaf=lambda node: isinstance(node, Errors)):
+            if not isinstance(each, Errors):
+                raise ValueError(
+                    "`pmean(errors=...)` takes those of an earlier call, or of "
+                    "`no_errors(x, axis)` in the same `shard_map`."
+                )
+    errors_by_leaf = _by_leaf("errors", errors, treedef)
+    alive_by_leaf = _by_leaf("alive", alive, treedef)
+    messages = []
+    for leaf, owed, living in zip(leaves, errors_by_leaf, alive_by_leaf, strict=True):
+        messages.append(_Message(leaf, pieces_of(leaf, over, shared), owed, living))
+    for message in messages:
+        _check_message(message)
+    return messages
+
+
+def _mean_of_one_worker(
+    messages: Sequence[_Message], rows: Sequence[jax.Array], shared: tuple[str, ...]
+) -> list[jax.Array]:
+    """The arrays themselves, with what was owed, where they have one worker.
+
+    Devices that share an array still have a part of it each, which all of them gather.
+    """
+    parts = []
+    for message, row in zip(messages, rows, strict=True):
+        parts.append(row if message.errors is None else row + message.errors.server)
+    if shared:
+        parts = [lax.all_gather(part, shared, axis=0, tiled=True) for part in parts]
+    means = [message.whole(part) for message, part in zip(messages, parts, strict=True)]
+    return [message.as_given(mean) for message, mean in zip(messages, means, strict=True)]
+
+
+def _to_servers(sent: Sequence[Encoded], over: tuple[str, ...]) -> list[jax.Array]:
+    """The codes that a server gets from all workers, for each array.
+
+    Codes of all arrays go side by side in one all-to-all.
+    """
+    together = jnp.concatenate([encoded.code for encoded in sent], 1)
+    received = lax.all_to_all(together, over, 0, 0, tiled=True)
+    return _split_columns(received, [encoded.code.shape[1] for encoded in sent])
+
+
+def _from_servers(
+    sent: Sequence[Encoded], over: tuple[str, ...], shared: tuple[str, ...]
+) -> list[jax.Array]:
+    """The codes of all servers, those of other parts included, for each array."""
+    together = jnp.concatenate([encoded.code for encoded in sent], 1)
+    gathered = lax.all_gather(together, over, axis=0, tiled=True)
     if shared:
         gathered = lax.all_gather(gathered, shared, axis=0, tiled=True)
+    return _split_columns(gathered, [encoded.code.shape[1] for encoded in sent])
 
-    found = []
-    for leaf, cut, code, living_one in zip(
-        leaves, cuts, _apart(gathered, widths), living, strict=True
-    ):
-        one = cut.whole(codec.decode(code, cut.elements), leaf.shape)
-        found.append(
-            (one if living_one is None else jnp.where(living_one, one, 0)).astype(leaf.dtype)
-        )
 
-    def left(row: jax.Array, encoded: Encoded, mask: jax.Array | None) -> jax.Array:
-        rest = row - encoded.decoded
-        return rest if mask is None else jnp.where(mask, rest, 0)
+def _split_columns(together: jax.Array, widths: list[int]) -> list[jax.Array]:
+    """Arrays of some widths that are side by side in another one."""
+    ends = [0, *itertools.accumulate(widths)]
+    return [together[:, first:last] for first, last in itertools.pairwise(ends)]
 
-    if errors is None:
-        return treedef.unflatten(found), None
-    each = zip(rows, sent, masks, means, again, mine_of_all, strict=True)
-    after = [Errors(left(r, c, m), left(r2, c2, m2)[0]) for r, c, m, r2, c2, m2 in each]
-    return treedef.unflatten(found), treedef.unflatten(after)
+
+def _left_over(rows: jax.Array, encoded: Encoded, mask: jax.Array | None) -> jax.Array:
+    """What a code says too little of the rows it was made of; zero where they are not alive."""
+    difference = rows - encoded.decoded
+    return difference if mask is None else jnp.where(mask, difference, 0)
 
 
 def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
-    """How a device's array is cut, where axes have sizes."""
-    workers, parts = (math.prod(lax.axis_size(axis) for axis in axes) for axes in (over, shared))
+    """How a device's array is cut, inside a `shard_map`, where axes have sizes."""
+    workers = math.prod(lax.axis_size(axis) for axis in over)
+    parts = math.prod(lax.axis_size(axis) for axis in shared)
     return Pieces(math.prod(x.shape), parts, workers)
 
 
@@ -215,30 +327,38 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
 
 
 def check_codec(name: str, codec: Any) -> None:
-    """Refuse what is no codec."""
-    functions = [getattr(codec, method, None) for method in ("encode", "decode", "size")]
-    if isinstance(codec, type) or not all(map(callable, functions)):
+    """Refuse what is no codec, on behalf of the function `name`.
+
+    A codec is known by its methods. Their absence is a mistake, and so is a class in place of a
+    value of it, `Signs` for `Signs()`.
+    """
+    methods = [getattr(codec, method, None) for method in ("encode", "decode", "size")]
+    if isinstance(codec, type) or not all(map(callable, methods)):
         raise ValueError(
             f"`{name}` takes a codec, `sl.collectives.Signs()` or `sl.collectives.Integers(8)`; "
             f"got {check.shown(codec)}."
         )
 
 
-def axes_here(name: str, argument: str, axis: Any) -> tuple[str, ...]:
-    """The axes of an argument, over which this is manual."""
+def manual_axes(name: str, argument: str, axis: Any) -> tuple[str, ...]:
+    """The axes that an argument names, checked to be manual in the surrounding `shard_map`.
+
+    `name` and `argument` are the function and the argument that an error speaks of.
+    """
     takes = "an axis of the surrounding `shard_map`, or a tuple of several"
     if not isinstance(axis, str):
         check.texts(name, argument, axis, takes)
     manual, axes = jax.sharding.get_abstract_mesh().manual_axes, as_tuple(axis)
-    if any(one not in manual for one in axes) or len(set(axes)) < len(axes):
+    if not set(axes).issubset(manual) or len(set(axes)) < len(axes):
         raise check.refusal(name, argument, axis, f"{takes}, each once; it is manual over {manual}")
     return axes
 
 
 def _axes_of_both(name: str, axis: Any, shared: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes over which arrays differ, and those along which they are the same."""
-    over, same = axes_here(name, "axis", axis), axes_here(name, "shared", shared)
-    if both := [one for one in same if one in over]:
+    over, same = manual_axes(name, "axis", axis), manual_axes(name, "shared", shared)
+    both = [axis for axis in same if axis in over]
+    if both:
         raise ValueError(
             f"`{name}(axis={check.shown(axis)}, shared={check.shown(shared)})`: along `{both[0]}` "
             "arrays either differ or are the same."
@@ -246,7 +366,10 @@ def _axes_of_both(name: str, axis: Any, shared: Any) -> tuple[tuple[str, ...], t
     return over, same
 
 
-def _alike(argument: str, tree: Any, treedef: Any) -> list[Any]:
+def _by_leaf(argument: str, tree: Any, treedef: Any) -> list[Any]:
+    """An optional tree like `x`, as a list: what it has for each array, or None for each."""
+    if tree is None:
+        return [None] * treedef.num_leaves
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
@@ -255,31 +378,30 @@ def _alike(argument: str, tree: Any, treedef: Any) -> list[Any]:
         ) from error
 
 
-def _check_beside(x: Any, cut: Pieces, error: Any, alive: Any) -> None:
-    if error is not None:
-        expected = ((cut.workers, cut.elements), (cut.elements,))
-        found = tuple(getattr(one, "shape", None) for one in error)
-        if found != expected:
+def _check_message(message: _Message) -> None:
+    """Refuse errors, and bools of where an array is alive, that do not fit the array."""
+    shape, pieces, alive = list(message.array.shape), message.pieces, message.alive
+    if message.errors is not None:
+        expected = ((pieces.workers, pieces.elements), (pieces.elements,))
+        shapes = tuple(getattr(error, "shape", None) for error in message.errors)
+        if shapes != expected:
             raise ValueError(
-                f"`pmean(errors=...)`: of an array of shape {list(x.shape)} errors have the shapes "
-                f"{expected}; got {found}. Take those of an earlier call for the same array, or "
+                f"`pmean(errors=...)`: of an array of shape {shape} errors have the shapes "
+                f"{expected}; got {shapes}. Take those of an earlier call for the same array, or "
                 "`no_errors(x, axis)`."
             )
-    if alive is not None and (getattr(alive, "shape", None), getattr(alive, "dtype", None)) != (
-        x.shape,
-        bool,
-    ):
+    if alive is None:
+        return
+    described = (getattr(alive, "shape", None), getattr(alive, "dtype", None))
+    if described != (message.array.shape, bool):
         raise ValueError(
-            f"`pmean(alive=...)` takes bools of the shape of `x`, {list(x.shape)}; got "
+            f"`pmean(alive=...)` takes bools of the shape of `x`, {shape}; got "
             f"{check.shown(alive)}."
         )
 
 
-def _is_errors(x: Any) -> bool:
-    return isinstance(x, Errors)
-
-
 def _check_real(x: jax.Array, name: str) -> None:
+    """Refuse what no codec can encode: anything but real numbers with a point."""
     check_arrays.array(name, "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -288,24 +410,13 @@ def _check_real(x: jax.Array, name: str) -> None:
         )
 
 
-def _dim(x: jax.Array, dim: int, name: str) -> int:
+def check_dim(x: jax.Array, dim: int, name: str) -> int:
+    """A dim of an array of real numbers, counted from the first, on behalf of `name`."""
     _check_real(x, name)
     check.whole(
         name, "dim", dim, f"a dim of an array of shape {x.shape}", least=-x.ndim, most=x.ndim - 1
     )
     return dim % x.ndim
-
-
-def _mask(alive: jax.Array | None, cut: Pieces, mine: Any) -> jax.Array | None:
-    full = cut.size == cut.shared * cut.workers * cut.elements
-    if alive is None and full:
-        return None
-    return cut.all_rows(jnp.ones(cut.size, bool) if alive is None else alive)[mine]
-
-
-def _apart(together: jax.Array, widths: list[int]) -> list[jax.Array]:
-    ends = [0, *itertools.accumulate(widths)]
-    return [together[:, first:last] for first, last in itertools.pairwise(ends)]
 
 
 @jax.custom_jvp
@@ -319,120 +430,3 @@ def _refuse(primals: Any, tangents: Any) -> Any:
         "`pmean` of codes has no derivative: it is for what was differentiated already, a gradient "
         "or a momentum. `all_gather` and `psum_scatter` have that of their exact kin."
     )
-
-
-def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """Every device's array, concatenated along `dim`, sent as codes.
-
-    Its derivative is that of an exact gather.
-
-    >>> import shardlib as sl
-    >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
-    >>> gather = jax.shard_map(
-    ...     lambda x: all_gather(x, "data", sl.collectives.Integers(8)),
-    ...     mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
-    ... )
-    >>> jax.jit(gather)(jnp.arange(8.0)).tolist()
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    """
-    over = axes_here("all_gather", "axis", axis)
-    check_codec("all_gather", codec)
-    return _all_gather(x, over, codec, _dim(x, dim, "all_gather"))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _all_gather(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
-    codes = lax.all_gather(codec.encode(x.reshape(1, -1)).code, over, axis=0, tiled=True)
-    parts = codec.decode(codes, math.prod(x.shape)).astype(x.dtype).reshape(-1, *x.shape)
-    shape = (*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])
-    return jnp.moveaxis(parts, 0, dim).reshape(shape)
-
-
-def _gather_forward(
-    x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int
-) -> tuple[jax.Array, None]:
-    return _all_gather(x, over, codec, dim), None
-
-
-def _gather_backward(
-    over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array
-) -> tuple[jax.Array]:
-    return (lax.psum_scatter(g, over, scatter_dimension=dim, tiled=True),)
-
-
-_all_gather.defvjp(_gather_forward, _gather_backward)
-
-
-def all_gather_bytes(elements: int, devices: int, codec: Codec) -> int:
-    """What a device sends for `all_gather` of its array of so many elements: n-1 codes."""
-    return (_devices("all_gather_bytes", elements, devices, codec) - 1) * codec.size(elements)
-
-
-def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """The sum over devices, of which each keeps its part of `dim`.
-
-    Codes of the parts go to their owners, and are added there.
-
-    Each number is compressed once, whatever the number of devices. The derivative is that of the
-    exact sum.
-
-    >>> import shardlib as sl
-    >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
-    >>> scatter = jax.shard_map(
-    ...     lambda x: psum_scatter(x, "data", sl.collectives.Integers(8)),
-    ...     mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False,
-    ... )
-    >>> jax.jit(scatter)(jnp.arange(8.0)).tolist()
-    [0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0, 56.0]
-    """
-    over, dim = axes_here("psum_scatter", "axis", axis), _dim(x, dim, "psum_scatter")
-    check_codec("psum_scatter", codec)
-    parts = math.prod(lax.axis_size(one) for one in over)
-    if x.shape[dim] % parts:
-        raise ValueError(
-            f"`psum_scatter`: dim {dim} of an array of shape {x.shape} does not divide into "
-            f"{parts} parts."
-        )
-    return _psum_scatter(x, over, codec, dim)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _psum_scatter(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
-    parts = math.prod(lax.axis_size(one) for one in over)
-    shape = (*x.shape[:dim], x.shape[dim] // parts, *x.shape[dim + 1 :])
-    rows = jnp.moveaxis(x.reshape(*shape[:dim], parts, *shape[dim:]), dim, 0).reshape(parts, -1)
-    codes = lax.all_to_all(codec.encode(rows).code, over, 0, 0, tiled=True)
-    return jnp.sum(codec.decode(codes, rows.shape[1]), 0).astype(x.dtype).reshape(shape)
-
-
-def _scatter_forward(
-    x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int
-) -> tuple[jax.Array, None]:
-    return _psum_scatter(x, over, codec, dim), None
-
-
-def _scatter_backward(
-    over: tuple[str, ...], codec: Codec, dim: int, _: None, g: jax.Array
-) -> tuple[jax.Array]:
-    for name in reversed(over):
-        g = lax.all_gather(g, name, axis=dim, tiled=True)
-    return (g,)
-
-
-_psum_scatter.defvjp(_scatter_forward, _scatter_backward)
-
-
-def psum_scatter_bytes(elements: int, devices: int, codec: Codec) -> int:
-    """What a device sends for `psum_scatter` of its array of so many elements.
-
-    That is n-1 codes of a part.
-    """
-    return (_devices("psum_scatter_bytes", elements, devices, codec) - 1) * codec.size(
-        elements // devices
-    )
-
-
-def _devices(name: str, elements: Any, devices: Any, codec: Any) -> int:
-    check_codec(name, codec)
-    check.whole(name, "elements", elements, "a number of elements", least=0)
-    return check.whole(name, "devices", devices, "a number of devices", least=1)

@@ -1,11 +1,16 @@
-"""What happens to gradients between the devices that computed them: one pluggable value, and the
-exact one.
+"""What happens to gradients between the devices that computed them: exchanges, and the exact one.
 
-The gradient of each device's own total, summed over microbatches, is a contribution; the gradient
-of a batch is the sum of all, divided by the weight of the batch. The step adds contributions up
-exactly, and lays the sum out as ZeRO says, over all axes but those that its exchange takes. Over
-these an exchange averages, manual over every axis of the mesh, on each device's own shard, once per
-step however many microbatches there were.
+The gradient of each device's own total, summed over microbatches, is a contribution. The gradient
+of a batch is the sum of all contributions, divided by the weight of the batch:
+
+    contributions          one for each device
+        |  exact sum, laid out as ZeRO says, over all axes but those that the exchange takes
+    gradients of workers   one for each position along these
+        |  exchange, over these
+    their mean
+
+An exchange is manual over every axis of the mesh, works on each device's own shard, and runs once
+per step however many microbatches there were.
 """
 
 import itertools
@@ -23,6 +28,8 @@ from jax.sharding import PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 from shardlib.layouts._rules import as_tuple
+
+_TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
 
 
 class Parameter(NamedTuple):
@@ -45,19 +52,22 @@ class Exchange:
 
     An exchange is a frozen dataclass derived from this.
 
-    A worker is all that has one place along the axes that the exchange takes: a device, a pod. Over
-    the other axes its gradient is there already, summed exactly by `within`, laid out as the
+    A worker is all that has one position along the axes that the exchange takes: a device, a pod.
+    Over the other axes its gradient is there already, summed exactly by `within`, laid out as the
     parameter is at rest.
     """
 
     @property
     def within(self) -> "Exact":
-        """How the sums go that are exact."""
+        """The exact sums, over the axes that the exchange does not take."""
         return Exact()
 
     @property
     def keeps_errors(self) -> bool:
-        """Whether `average` is handed what it left over in the step before."""
+        """Whether `average` is handed what it left over in the step before.
+
+        Then the state of a run holds that, and checkpoints do.
+        """
         return False
 
     @property
@@ -66,14 +76,11 @@ class Exchange:
         raise NotImplementedError
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """Over which of these a parameter's are; it is summed exactly over all others that do not
-        split it.
+        """The axes over which a parameter's gradient is averaged here.
+
+        It is summed exactly over all others that do not split the parameter.
         """
-        return (
-            tuple(axis for axis in self.axes if axis in parameter.axes)
-            if math.prod(parameter.shape)
-            else ()
-        )
+        return averaged_axes(self.axes, parameter)
 
     def average(
         self,
@@ -86,6 +93,13 @@ class Exchange:
         Shapes are those of a device's own shards; a mean is the same on all workers.
         """
         raise NotImplementedError
+
+
+def averaged_axes(axes: tuple[str, ...], parameter: Parameter) -> tuple[str, ...]:
+    """The axes of an exchange that do not split a parameter; none for one without elements."""
+    if not math.prod(parameter.shape):
+        return ()
+    return tuple(axis for axis in axes if axis in parameter.axes)
 
 
 class ExchangeInputs(NamedTuple):
@@ -135,57 +149,78 @@ class Exact(Exchange):
     def reduce(
         self, contributions: Sequence[jax.Array], weight: jax.Array, parameters: Sequence[Parameter]
     ) -> list[jax.Array]:
-        """Sum each contribution over its parameter's axes, laid out as the parameter at rest, and
-        divide by the weight.
+        """Sum each contribution over its parameter's axes, and divide by the weight.
 
-        What is stored split further is scattered, in buckets; the rest is summed, in one go for all
-        that have the same axes.
+        The sum is laid out as the parameter at rest: what is stored split further is scattered, in
+        buckets; all others are summed whole, together where they have the same axes.
 
-        The division comes after it: there it is one more factor in the optimizer's own pass over
-        the gradient, and no device waits for the weight before it goes backward.
+        The division comes after the sum: there it is one more factor in the optimizer's own pass
+        over the gradient, and no device waits for the weight before it goes backward.
         """
-        reduced = [
-            g.astype(parameter.reduce)
-            for g, parameter in zip(contributions, parameters, strict=True)
-        ]
+        reduced = []
+        for contribution, parameter in zip(contributions, parameters, strict=True):
+            reduced.append(contribution.astype(parameter.reduce))
+        self._scatter_split(reduced, parameters)
+        self._sum_whole(reduced, parameters)
+        factor = inverse(weight)
+        return [total * factor.astype(total.real.dtype) for total in reduced]
+
+    def _scatter_split(self, reduced: list[jax.Array], parameters: Sequence[Parameter]) -> None:
+        """Exchange the arrays that are stored split for this device's part of their sums."""
         splits = [_scattered(parameter) for parameter in parameters]
-        for axes in dict.fromkeys(axes for _, axes in splits if axes):
-            members = [i for i, split in enumerate(splits) if split[1] == axes]
+        for axes, members in _by_axes([split.axes for split in splits]).items():
             for bucket in buckets(reduced, members, self.bucket_bytes):
-                parts = _scatter(
-                    [reduced[i] for i in bucket],
-                    [splits[i][0] for i in bucket],
-                    axes,
-                    self.bucket_bytes,
-                )
+                arrays = [reduced[i] for i in bucket]
+                dims = [splits[i].dim for i in bucket]
+                parts = _scatter(arrays, dims, axes, self.bucket_bytes)
                 for i, part in zip(bucket, parts, strict=True):
                     reduced[i] = part
-        left = [
-            tuple(axis for axis in parameter.axes if axis not in axes)
-            for parameter, (_, axes) in zip(parameters, splits, strict=True)
-        ]
-        for axes in dict.fromkeys(filter(None, left)):
-            members = [i for i, over in enumerate(left) if over == axes]
+
+    def _sum_whole(self, reduced: list[jax.Array], parameters: Sequence[Parameter]) -> None:
+        """Exchange each array for its sum over the axes over which it has not been scattered."""
+        remaining = []
+        for parameter in parameters:
+            scattered = _scattered(parameter).axes
+            remaining.append(tuple(axis for axis in parameter.axes if axis not in scattered))
+        for axes, members in _by_axes(remaining).items():
             for bucket in buckets(reduced, members, self.bucket_bytes):
-                for i, total in zip(
-                    bucket, lax.psum([reduced[i] for i in bucket], axes), strict=True
-                ):
+                totals = lax.psum([reduced[i] for i in bucket], axes)
+                for i, total in zip(bucket, totals, strict=True):
                     reduced[i] = total
-        each = inverse(weight)
-        return [total * each.astype(total.real.dtype) for total in reduced]
 
 
-def _scattered(parameter: Parameter) -> tuple[int, tuple[str, ...]]:
-    """The dim over which a sum is scattered, and over which axes; of one that is not, no axes."""
+def _by_axes(axes: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
+    """The positions of those that have the same axes, in order; those that have none left out."""
+    members: dict[tuple[str, ...], list[int]] = {}
+    for i, each in enumerate(axes):
+        if each:
+            members.setdefault(each, []).append(i)
+    return members
+
+
+class _Scattered(NamedTuple):
+    """The dim along which a sum is scattered, and over which axes; no axes if it is not."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+def _scattered(parameter: Parameter) -> _Scattered:
+    """How the sum of a parameter's gradients is scattered: as the parameter is stored split.
+
+    ZeRO splits at most one dim over axes of the data.
+    """
     for dim, entry in enumerate(parameter.stored):
-        if axes := tuple(axis for axis in as_tuple(entry) if axis in parameter.axes):
-            return dim, axes
-    return 0, ()
+        axes = tuple(axis for axis in as_tuple(entry) if axis in parameter.axes)
+        if axes:
+            return _Scattered(dim, axes)
+    return _Scattered(0, ())
 
 
 def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
-    """Members in groups of one dtype and at most `limit` bytes, in order; what is larger goes
-    alone.
+    """Some of the arrays in groups of one dtype and at most `limit` bytes, by their positions.
+
+    Groups are filled in order. An array that is larger than the limit is a group by itself.
     """
     buckets: list[list[int]] = []
     filled: dict[Any, int] = {}
@@ -203,39 +238,42 @@ def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> 
 def _scatter(
     arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int
 ) -> list[jax.Array]:
-    """Sums over `axes`, of which each device keeps its part of a dim of each array, in one
-    collective.
+    """Sums over `axes`, of which each device keeps its part of a dim of each array.
+
+    Several arrays go in one collective, as columns of a buffer that has a row for each device:
+
+        row of device 0   | its part of array 0 | its part of array 1 | ... | padding |
+        row of device 1   | its part of array 0 | its part of array 1 | ... | padding |
     """
     if len(arrays) == 1:
-        ((array,), (dim,)) = arrays, dims
-        if dim and array.nbytes > limit:
-            return [
-                in_pieces(partial(sum_scatter, axes=axes), array, dim, -(-array.nbytes // limit))
-            ]
-        return [sum_scatter(array, dim, axes)]
+        return [_scatter_one(arrays[0], dims[0], axes, limit)]
     parts = math.prod(lax.axis_size(axis) for axis in axes)
-    # Each device's part of each array is one row of the buffer, so that one scatter of its rows
-    # does for all.
     rows, shapes = [], []
     for x, dim in zip(arrays, dims, strict=True):
         shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
         moved = jnp.moveaxis(x.reshape(shape), dim, 0)
         rows.append(moved.reshape(parts, -1))
         shapes.append(moved.shape[1:])
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
     padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
-    mine = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
-    return [
-        mine[end - math.prod(shape) : end].reshape(shape)
-        for end, shape in zip(ends, shapes, strict=True)
-    ]
+    local_row = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
+    sums = []
+    for end, shape in zip(ends, shapes, strict=True):
+        sums.append(local_row[end - math.prod(shape) : end].reshape(shape))
+    return sums
 
 
-_TILE = 16 * 128  # a row of the buffer fills tiles of a TPU
+def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], limit: int) -> jax.Array:
+    """The scatter of one array; a large one along another dim than the first goes in pieces."""
+    if dim and x.nbytes > limit:
+        return in_pieces(partial(sum_scatter, axes=axes), x, dim, -(-x.nbytes // limit))
+    return sum_scatter(x, dim, axes)
 
 
 def inverse(weight: jax.Array) -> jax.Array:
-    """One over the weight; of a batch of which nothing counts zero, so that loss and gradient are
-    zero and not nan.
+    """One over the weight of a batch, and zero if the weight is zero.
+
+    If nothing in a batch counts, loss and gradient are then zero and not nan. The inner `where`
+    keeps the division by zero out of the derivative too.
     """
     return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))

@@ -1,4 +1,8 @@
-"""Exchanges that send codes: one bit for each number, or integers of eight or four."""
+"""Exchanges that send codes: one bit for each number, or integers of eight or four bits.
+
+Both average by `pmean`, and differ in nothing but their codec and their defaults. What they share
+is `Compressed`, which asks each for its codec.
+"""
 
 import re
 from collections import defaultdict
@@ -11,7 +15,7 @@ import jax
 from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
-from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter
+from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
 from shardlib.layouts._rules import as_tuple
 
 
@@ -32,46 +36,44 @@ class Compressed(Exchange):
     exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        axes = as_tuple(self.axis) if isinstance(self.axis, str | tuple) else ()
-        if (
-            not axes
-            or not all(isinstance(axis, str) for axis in axes)
-            or len(set(axes)) < len(axes)
-        ):
+        if not _are_axes(self.axis):
             raise check.refusal(
                 self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple'
             )
         check.assign(self, feedback=check.boolean(self._name, "feedback", self.feedback))
         check.patterns(self._name, "exact", self.exact)
+        # The codec checks its own options when it is made.
+        self.codec  # noqa: B018
 
     @property
     def _name(self) -> str:
+        """The name of the exchange in errors."""
         return type(self).__name__
 
     @property
     def codec(self) -> Codec:
-        """What turns numbers into bytes."""
+        """What turns numbers into bytes and back; each exchange has its own."""
         raise NotImplementedError
 
     @property
     def keeps_errors(self) -> bool:
-        """With feedback."""
+        """Whether it keeps what compression left out of a gradient: with `feedback`."""
         return self.feedback
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of `axis`."""
+        """The axes of the workers, as a tuple."""
         return as_tuple(self.axis)
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes, where they do not split the parameter and its path is not one of the exact
-        ones.
+        """The axes over which a parameter's gradient is sent as codes.
+
+        There are none for a parameter whose path is one of the exact ones.
         """
-        return (
-            ()
-            if any(re.fullmatch(pattern, parameter.path) for pattern in self.exact)
-            else super().over(parameter)
-        )
+        for pattern in self.exact:
+            if re.fullmatch(pattern, parameter.path):
+                return ()
+        return averaged_axes(self.axes, parameter)
 
     def average(
         self,
@@ -79,33 +81,47 @@ class Compressed(Exchange):
         parameters: Sequence[Parameter],
         inputs: ExchangeInputs,
     ) -> tuple[list[jax.Array], Sequence[Any]]:
-        """Those that have the same axes go together, in two collectives."""
+        """The mean over workers of each gradient, and the errors that are left of it.
+
+        Those that have the same axes go together, in two collectives.
+        """
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
         for i, (parameter, shared) in enumerate(zip(parameters, inputs.shared, strict=True)):
             groups[self.over(parameter), shared].append(i)
         means, errors = list(gradients), list(inputs.errors)
         for (over, shared), members in groups.items():
-            found, left = pmean(
+            owed = [inputs.errors[i] for i in members] if self.feedback else None
+            group_means, left = pmean(
                 [gradients[i] for i in members],
                 over,
                 self.codec,
-                [inputs.errors[i] for i in members] if self.feedback else None,
+                owed,
                 alive=[inputs.alive[i] for i in members],
                 shared=shared,
             )
             for k, i in enumerate(members):
-                means[i] = found[k]
+                means[i] = group_means[k]
                 if self.feedback:
                     errors[i] = left[k]
         return means, errors
+
+
+def _are_axes(axis: Any) -> bool:
+    """Whether an argument is the name of an axis, or a tuple of different ones."""
+    if isinstance(axis, str):
+        return True
+    if not isinstance(axis, tuple) or not axis:
+        return False
+    return all(isinstance(name, str) for name in axis) and len(set(axis)) == len(axis)
 
 
 @dataclass(frozen=True)
 class OneBit(Compressed):
     """A bit for each number: its sign, with a scale for each block.
 
-    Of momenta, as `onebit_adam` has it; or of gradients: with `optax.sgd` that is SGD with error
-    compensation, and without `feedback` and with `optax.sign_sgd` the majority vote of signSGD.
+    What is sent are momenta under `onebit_adam`, and gradients under other optimizers: with
+    `optax.sgd` that is SGD with error compensation, and without `feedback` and with
+    `optax.sign_sgd` the majority vote of signSGD.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
     - `feedback`: what compression takes from a message is added to the next. It is kept in the
@@ -121,13 +137,9 @@ class OneBit(Compressed):
     scale: Literal["mean", "rms"] = "mean"
     block: int = 2048
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.codec  # noqa: B018
-
     @property
     def codec(self) -> Codec:
-        """Signs."""
+        """Signs, with the scale and the block of this exchange."""
         return Signs(self.scale, self.block)
 
 
@@ -135,7 +147,7 @@ class OneBit(Compressed):
 class Quantised(Compressed):
     """Integers of eight or four bits, with a scale for each block.
 
-    - `axis`, `feedback`, `exact`: as `OneBit` has them; feedback is for the asking.
+    - `axis`, `feedback`, `exact`: those of `OneBit`; there is feedback only where it is asked for.
     - `bits`, `block`: of integers, see `Integers`.
     """
 
@@ -143,11 +155,7 @@ class Quantised(Compressed):
     bits: Literal[8, 4] = 8
     block: int = 256
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.codec  # noqa: B018
-
     @property
     def codec(self) -> Codec:
-        """Integers."""
+        """Integers, with the bits and the block of this exchange."""
         return Integers(self.bits, self.block)

@@ -1,4 +1,8 @@
-"""Exact sums over devices, in shapes that machines are good at."""
+"""Exact sums over devices, in shapes and sizes that machines are good at.
+
+The functions here add nothing to what `jax.lax` computes. They change the form in which arrays are
+handed to it, because of what compilers for TPUs and GPUs make of other forms.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,17 +19,18 @@ _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
 
 
 def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """`psum_scatter`, of an array in a shape that TPUs scatter: a row for each device, of whole
-    tiles.
+    """The sum over `axes`, of which each device keeps its part of `dim`, as `psum_scatter`.
 
-    Of a scatter along either of the last two dims, or of one into less than whole tiles, their
-    compiler makes an all-reduce, of twice the bytes.
+    The array is first given a shape that TPUs scatter: a row for each device, of whole tiles. Of a
+    scatter along either of the last two dims, or of one into less than whole tiles, their compiler
+    makes an all-reduce, which sends twice the bytes.
     """
     front = jnp.moveaxis(x, dim, 0)
     parts = math.prod(lax.axis_size(axis) for axis in axes)
     shape = (front.shape[0] // parts, *front.shape[1:])
     size = math.prod(shape)
-    rows = front.reshape((parts, size // _LANES, _LANES) if size % _LANES == 0 else (parts, size))
+    fills_tiles = size % _LANES == 0
+    rows = front.reshape((parts, size // _LANES, _LANES) if fills_tiles else (parts, size))
     # One after the other, the fast networks first: each axis is a dim of a torus, or a network, of
     # its own.
     for name in axes:
@@ -36,30 +41,34 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 def in_pieces(
     collective: Callable[[jax.Array, int], jax.Array], x: jax.Array, dim: int, count: int
 ) -> jax.Array:
-    """A collective along `dim`, not the first, of an array in `count` pieces of its first, one
-    after the other.
+    """A collective along `dim`, not the first, in about `count` pieces of the first dim.
 
-    Collectives along any but the first dim of a large array are turned around it: GPUs would copy
-    all of it, twice.
+    The pieces go one after the other, in a loop that fills the result. Collectives along any but
+    the first dim turn an array around that dim, and GPUs would copy all of a large one, twice; of a
+    piece they copy no more than the piece.
     """
     rows = -(-x.shape[0] // min(count, x.shape[0]))
     count = -(-x.shape[0] // rows)
 
     def piece(first: jax.Array | int) -> jax.Array:
-        # A single row goes without the first dim, so that it may have the collective's dim as its
-        # first.
+        """The collective of so many rows, from the `first` one."""
         part = lax.dynamic_slice_in_dim(x, first, rows)
-        return collective(part[0], dim - 1)[None] if rows == 1 else collective(part, dim)
+        if rows == 1:
+            # A single row goes without the first dim, so that it may have the collective's dim as
+            # its first.
+            return collective(part[0], dim - 1)[None]
+        return collective(part, dim)
 
-    def put(number: jax.Array, made: jax.Array) -> jax.Array:
-        # The last begins with rows of the one before.
+    def put(number: jax.Array, filled: jax.Array) -> jax.Array:
+        """The result with one more piece in it."""
+        # The last piece is as long as the others, and begins with rows of the one before.
         first = jnp.minimum(number * rows, x.shape[0] - rows)
-        # As it is numbered: else compilers lay all rows out as the collective gives one, and turn
-        # all of them later.
-        one = with_layout_constraint(piece(first), Layout(tuple(range(x.ndim))))
-        return lax.dynamic_update_slice_in_dim(made, one, first, 0)
+        # Laid out in the order of its dims: else compilers lay all rows out as the collective
+        # returns one, and turn all of them later.
+        result = with_layout_constraint(piece(first), Layout(tuple(range(x.ndim))))
+        return lax.dynamic_update_slice_in_dim(filled, result, first, 0)
 
-    # All of it is overwritten. Of zeros, compilers would keep one array for all that start as zeros
-    # of this shape.
-    anything, shape = x[(0,) * x.ndim], jax.eval_shape(lambda: piece(0)).shape
-    return lax.fori_loop(0, count, put, jnp.broadcast_to(anything, (x.shape[0], *shape[1:])))
+    # The loop starts from any number of the array, since all of it is overwritten. If it started
+    # from zeros, compilers would keep one array for all that start as zeros of this shape.
+    any_number, shape = x[(0,) * x.ndim], jax.eval_shape(lambda: piece(0)).shape
+    return lax.fori_loop(0, count, put, jnp.broadcast_to(any_number, (x.shape[0], *shape[1:])))

@@ -1,14 +1,16 @@
-"""ZeRO: which arrays of a run are split over the axes of data, and how they are made whole and
-added up again.
+"""ZeRO: which arrays of a run are split over the axes of data, and how they are made whole again.
 
 At rest everything is split, from stage 1 on: parameters, and optimizer state as its parameters are.
-The stage says what is whole during a step: of stage 1 parameters and gradients, of stage 2
-parameters, of stage 3 one layer's parameters.
+The stage says what is whole during a step:
+
+    stage 1    parameters and gradients
+    stage 2    parameters
+    stage 3    one layer's parameters
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +29,8 @@ STAGES: dict[str, int] = {
     "HYBRID_SHARD": 3,
     "_HYBRID_SHARD_ZERO2": 2,
 }
-"""What FSDP calls them. The hybrid ones split within the fast network, and repeat across the slow
-one.
+"""The stages by the names that FSDP has for them. The hybrid ones split within the fast network,
+and repeat across the slow one.
 """
 
 
@@ -44,7 +46,7 @@ class Zero:
       repeated.
     - `small`: parameters of at most so many elements, per layer where layers are stacked, stay
       whole.
-    - `stacked`: names of dims along which layers are stacked, beside those that end in `layers`.
+    - `stacked`: names of dims along which layers are stacked, besides those that end in `layers`.
       They are not split.
     - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\d+"`:
       parameters for which it finds the same text are gathered together.
@@ -89,19 +91,22 @@ class Zero:
             )
 
     def group(self, path: str) -> str | None:
-        """The layer that a parameter belongs to by its path, if `layers` says so."""
-        found = re.search(self.layers, path) if self.layers else None
-        return found[0] if found else None
+        """The layer that a parameter belongs to by its path: the text that `layers` finds there.
+
+        None where it finds none, or where there is no pattern.
+        """
+        match = re.search(self.layers, path) if self.layers else None
+        return match[0] if match else None
 
 
 class Split(NamedTuple):
-    """Where a parameter lies, and why no further."""
+    """How a parameter is split at rest, and why no further."""
 
-    spec: PartitionSpec
+    spec: PartitionSpec  # its layout
     dim: int | None = None  # the dim that is split over `axes`
     axes: tuple[str, ...] = ()
-    reason: str = ""
-    layer: int = 0  # elements, of one layer where layers are stacked
+    reason: str = ""  # why it is not split over the axes of data, if it is not
+    layer: int = 0  # how many elements it has, of one layer where layers are stacked
 
 
 def split_further(
@@ -112,58 +117,91 @@ def split_further(
     spec: PartitionSpec,
     names: Any = None,
 ) -> Split:
-    """Split a parameter over `axes` too: along a dim that divides, is whole so far, and stacks no
-    layers.
+    """Split a parameter over the axes of data too, along one of its dims.
 
-    That is the first, whose parts lie one behind the other in memory; of a parameter without names
-    the longest, since its first may be one of layers.
+    That is a dim that divides, is whole so far, and stacks no layers: the first such dim, whose
+    parts are contiguous in memory; of a parameter without names the longest, since its first may be
+    one of layers. The last dim comes last: a TPU keeps it in tiles, and of a scatter along it, into
+    parts that fill few tiles, it makes an all-reduce of twice the bytes.
 
-    The last dim comes last: a TPU keeps it in tiles, and of a scatter along it, into parts that
-    fill few tiles, it makes an all-reduce of twice the bytes. What is small stays whole, and so
-    does what no dim of divides.
+    What is small stays whole, and so does what has no dim that divides.
+
+    Args:
+        zero: what is small, and which names stack layers.
+        axes: the axes of data over which to split.
+        mesh_shape: the sizes of all axes.
+        shape: the shape of the parameter.
+        spec: its layout so far.
+        names: the names of its dims, a tuple; anything else counts as no names.
 
     >>> spec = PartitionSpec(None, None, "model")
     >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers",
     ...     "embed", "mlp")).spec
     P(None, 'data', 'model')
     """
-    named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
-    stacks = [
-        named and (names[dim] in zero.stacked or counts_layers(names[dim]))
-        for dim in range(len(shape))
-    ]
-    elements = math.prod(size for size, stack in zip(shape, stacks, strict=True) if not stack)
+    is_named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
+    stacked = _stacked_dims(zero, len(shape), names if is_named else ())
+    elements = math.prod(size for d, size in enumerate(shape) if d not in stacked)
     free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
     if not free:
         return Split(spec, layer=elements)
-    parts = math.prod(mesh_shape[axis] for axis in free)
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
     if elements <= zero.small:
         return Split(spec, reason=f"small: {elements:,} elements", layer=elements)
-    whole = [all(mesh_shape[axis] == 1 for axis in as_tuple(entry)) for entry in entries]
-    open_dims = [
-        d for d in range(len(shape)) if whole[d] and not stacks[d] and shape[d] % parts == 0
-    ]
-    if not open_dims:
+
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    parts = math.prod(mesh_shape[axis] for axis in free)
+    candidates = []
+    for d, entry in enumerate(entries):
+        is_whole = all(mesh_shape[axis] == 1 for axis in as_tuple(entry))
+        if is_whole and d not in stacked and shape[d] % parts == 0:
+            candidates.append(d)
+    if not candidates:
         over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
         return Split(spec, reason=f"no dim that is whole divides by {over}", layer=elements)
-    last = len(shape) - 1
-    dim = max(open_dims, key=lambda d: (d != last, 0 if named else shape[d], -d))
-    here = (*free, *as_tuple(entries[dim]))
-    entries[dim] = here[0] if len(here) == 1 else here
+    dim = _best_dim(candidates, shape, is_named)
+    # Axes of size one may be there already.
+    entry = (*free, *as_tuple(entries[dim]))
+    entries[dim] = entry[0] if len(entry) == 1 else entry
     return Split(PartitionSpec(*entries), dim, free, layer=elements)
+
+
+def _stacked_dims(zero: Zero, ndim: int, names: tuple[Any, ...]) -> set[int]:
+    """The dims that count layers by their names; none of a parameter without names."""
+    if not names:
+        return set()
+    return {d for d in range(ndim) if names[d] in zero.stacked or counts_layers(names[d])}
+
+
+def _best_dim(candidates: Sequence[int], shape: tuple[int, ...], is_named: bool) -> int:
+    """The dim to split: the first if dims have names, else the longest; the last dim only if it is
+    the only one.
+    """
+    before_last = [d for d in candidates if d != len(shape) - 1]
+    if not before_last:
+        return candidates[0]
+    if is_named:
+        return before_last[0]
+    return max(before_last, key=lambda d: shape[d])
 
 
 def gather(
     x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], limit: int = 0
 ) -> jax.Array:
-    """All parts along `axes`, one behind the other along `dim`. Manual over them; `spec` is the
-    layout over others.
+    """All parts of an array along `axes`, one after the other along `dim`.
 
-    Where that comes to more than `limit` bytes, in pieces of the first dim, if that is another one.
+    It is called manual over these axes; `spec` is the layout over the others. A whole array of more
+    than `limit` bytes is gathered in pieces of its first dim, unless that is `dim` itself.
+
+    Args:
+        x: the part that this device has.
+        spec: the layout of the array over axes that are automatic.
+        dim: the dim that is split.
+        axes: the axes that split it, the outermost first.
+        limit: so many bytes go in one collective; 0 for any number.
     """
 
     def collective(part: jax.Array, axis: int) -> jax.Array:
+        # The last axis is the innermost one: its parts follow each other.
         for name in reversed(axes):
             part = lax.all_gather(part, name, axis=axis, tiled=True)
         return part
@@ -178,18 +216,27 @@ def gather(
 
 
 def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over `axes`, of which each device along them keeps its part of `dim`."""
+    """The sum over `axes`, of which each device along them keeps its part of `dim`.
+
+    It is called manual over these axes; `spec` is the layout over the others.
+    """
     return _on_shards(lambda part: sum_scatter(part, dim, axes), x, spec)
 
 
 def total(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over `axes`, on every device."""
+    """The sum over `axes`, on every device.
+
+    It is called manual over these axes; `spec` is the layout over the others.
+    """
     return _on_shards(lambda part: lax.psum(part, axes), x, spec)
 
 
 def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    # Over an operand that an automatic axis splits, a collective would first gather it and move as
-    # many times the bytes.
+    """Call a collective on each device's own shard over the axes that are still automatic.
+
+    A collective over an operand that an automatic axis splits would first gather the operand along
+    that axis, and move so many times the bytes.
+    """
     automatic = jax.sharding.get_abstract_mesh().auto_axes
     if not automatic:
         return collective(x)
@@ -204,24 +251,13 @@ def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ...]) -> Zero:
-    """What `Strategy(zero=...)` says: a stage, one of FSDP's names, or a `Zero`; checked against
-    the axes there are.
+    """The `Zero` that `Strategy(zero=...)` stands for, checked against the axes there are.
+
+    `value` is a stage, one of FSDP's names, or a `Zero`. `crossing` are the axes that cross the
+    slow network, and `data_axes` those over which state can be split.
     """
     if isinstance(value, str):
-        if value not in STAGES:
-            raise ValueError(
-                f"`Strategy(zero={check.shown(value)})`: FSDP's names are {', '.join(STAGES)}; or "
-                "give a stage, 0 to 3."
-            )
-        within = tuple(axis for axis in data_axes if axis not in crossing)
-        if "HYBRID" in value and within in ((), data_axes):
-            raise ValueError(
-                f"`Strategy(zero={value!r})` splits within the fast network and repeats across the "
-                f"slow one, and of the data axes {data_axes} "
-                f"{'none stays within' if not within else 'none crosses'}. Say which cross, "
-                f'`dcn="pod"`, or over which to split: `zero=sl.Zero({STAGES[value]}, axes=(...))`.'
-            )
-        zero = Zero(STAGES[value], axes=within if "HYBRID" in value else None)
+        zero = _zero_of_name(value, crossing, data_axes)
     elif isinstance(value, Zero):
         zero = value
     elif type(value) is int and value in range(4):
@@ -242,3 +278,27 @@ def resolve_zero(value: Any, crossing: tuple[str, ...], data_axes: tuple[str, ..
                 f"`Zero(axes={zero.axes})`: `{axis}` is not one of the data axes {data_axes}."
             )
     return zero
+
+
+def _zero_of_name(name: str, crossing: tuple[str, ...], data_axes: tuple[str, ...]) -> Zero:
+    """The `Zero` that FSDP calls by a name.
+
+    A hybrid one needs both kinds of axes: some to split over, which stay within the fast network,
+    and some to repeat over, which cross the slow one.
+    """
+    if name not in STAGES:
+        raise ValueError(
+            f"`Strategy(zero={check.shown(name)})`: FSDP's names are {', '.join(STAGES)}; or "
+            "give a stage, 0 to 3."
+        )
+    if "HYBRID" not in name:
+        return Zero(STAGES[name])
+    within = tuple(axis for axis in data_axes if axis not in crossing)
+    if within in ((), data_axes):
+        problem = "none crosses" if within else "none stays within"
+        raise ValueError(
+            f"`Strategy(zero={name!r})` splits within the fast network and repeats across the "
+            f"slow one, and of the data axes {data_axes} {problem}. Say which cross, "
+            f'`dcn="pod"`, or over which to split: `zero=sl.Zero({STAGES[name]}, axes=(...))`.'
+        )
+    return Zero(STAGES[name], axes=within)
