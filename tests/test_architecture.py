@@ -17,17 +17,18 @@ PACKAGE = ROOT / "shardlib"
 LAYERS = [
     ("", "_text _tree _lock"),
     ("checks", "_arguments _arrays"),
-    ("machine", "_mesh _describe_mesh _chips _processes _agreement _targets"),
+    ("machine", "_mesh _portable_mesh _describe_mesh _chips _processes _agreement"),
+    ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _hlo _device_groups _collectives _memory_traffic"),
     ("compiled", "_compile _flow _memory"),
     ("data", "_packages _checks _blocks _tokenizer _corpus _documents _files _tokens _seals"),
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_rules"),
     ("", "rules"),
-    ("layouts", "_relate _placement _flax_rules _annotate _route _reshard"),
+    ("layouts", "_resolve _relate _placement _flax_rules _annotate _route _reshard"),
     ("tracing", "_jaxpr _row_gradients _lookup_forms _lookups _linearize _region"),
     ("tracing", "_layer_uses _stored_weights"),
-    ("modeling", "_remat _random _batch _flax _flax_names _layers"),
+    ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
     ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_tiles"),
     ("kernels._softmax", "_reference _tpu _gpu"),
     ("kernels._norm", "_reference _tpu _gpu _tokamax"),
@@ -37,7 +38,8 @@ LAYERS = [
     ("optimizers", "_stacked _local _onebit_adam"),
     ("pipeline.schedules", "_table _simulate _search _rounds _weave _schedule _published"),
     ("pipeline.schedules", "_draw _command"),
-    ("pipeline", "schedules _program _loop _cut _layer _execute"),
+    ("pipeline", "schedules _program _loop _wire _cut_checks _cut _layer _buffers _passes"),
+    ("pipeline", "_execute"),
     ("experts", "_routing _dispatch _moe"),
     ("step", "_precision _exchange _strategy _batches _layer_order _state _init_checks _init"),
     ("step", "_errors _describe _varying _examples _example_rules _coupled _promoted_products"),
@@ -47,7 +49,7 @@ LAYERS = [
     ("train", "_loop_options _loop"),
     ("planning", "_break_even _estimate _prices _report _plan _command"),
     ("", "__main__ launch"),
-    ("testing", "_traces _assert _compare"),
+    ("testing", "_traces _assert _oracle _compare"),
 ]
 
 
@@ -74,7 +76,7 @@ MODULES = sorted(
 ALLOWED = {
     "flax": {
         "layouts._flax_rules",
-        *(f"modeling.{name}" for name in ("_flax", "_flax_names", "_layers")),
+        *(f"modeling.{name}" for name in ("_flax", "_naming", "_flax_names", "_layers")),
     },
     "orbax": {"train._checkpoint"},
     "chex": set(),

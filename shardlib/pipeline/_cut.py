@@ -1,15 +1,20 @@
-"""A loss, traced, cut at its loops over layers: what comes before each, one layer of each, and what
-comes after the last.
+"""A traced loss, cut at its loops over layers, so that stages can run the pieces.
 
-Whoever writes a model need not know where it will be cut: at the loops over stacked weights,
-`scan`s. What goes into one is of five kinds: the stacked weights; what goes from layer to layer; of
-what is the same for all layers, what is made of weights alone, which every stage makes once; what
-is made of weights and examples, or of what an earlier loop gave, which travels along, so that its
-gradient comes back; and what is made of examples alone, which every stage makes whenever it needs
-it.
+Whoever writes a model need not say where it is to be cut: it is cut at its loops over stacked
+weights, which are `scan`s. What is outside the loops is cut too, by what it is computed from:
+
+    inputs --> [ start of loop 0 ] -> layers ... -> [ start of loop 1 ] -> layers ... -> [ head ]
+    weights --> [ trained and frozen constants of each loop ]
+
+- The *start* of a loop is what has to be computed before its first layer: the carry, and whatever
+  else is made of weights together with inputs, or of what an earlier loop gave. It travels with the
+  microbatch, so that its gradient comes back.
+- What is made of weights only is computed once on every stage.
+- What is made of inputs only is computed by every stage whenever a pass needs it.
+- The *head* is what comes after the last loop, up to the loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,501 +23,412 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.pipeline._loop import Loop, Shapes, aside, body_of, outputs_behind
+from shardlib.pipeline._cut_checks import check_effects, check_inputs, check_loops, check_reader
+from shardlib.pipeline._loop import (
+    Arrays,
+    LayerScan,
+    Loop,
+    Weight,
+    batch_only_values,
+    body_of,
+    outputs_behind,
+)
+from shardlib.pipeline._wire import Wire, wire_of
 from shardlib.tracing._jaxpr import (
     JITS,
     behind,
     inlined,
     inputs_of,
-    line_of,
     made_of,
     scan_parts,
     variables,
 )
 from shardlib.tracing._layer_uses import has_layers
 
-Arrays = list[Any]
+# For each variable of a loss, the numbers of the weights that it is computed from.
+Sources = dict[Any, frozenset[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A function of weights and of inputs, cut at its `loops`. Made by `cut`."""
+    """A traced function of weights and inputs, cut at its `loops`; `cut` makes one.
+
+    - `jaxpr` and `consts` are the function itself: its inputs are all weights, of which there are
+      `weight_count`, and then the inputs of a microbatch.
+    - `outer` has the numbers of the weights that are not stacked, and `trained` those of all
+      trained weights. Arguments called `outer` below are the values of the former, in this order.
+    - `trained_sources` has, for each variable outside the loops, the trained outer weights that it
+      is computed from, other than through loops.
+    """
 
     jaxpr: Jaxpr
     consts: Sequence[Any]
     loops: tuple[Loop, ...]
-    outer: tuple[int, ...]  # the weights that are not stacked
-    trained: frozenset[int]  # of all weights
-    count: int  # of all weights
-    # Of which trained weights a value is made, other than through loops.
-    depends: dict[Any, frozenset[int]]
-
-    # On the wire, and in buffers, what travels through different loops shares places where it is
-    # alike.
+    outer: tuple[int, ...]
+    trained: frozenset[int]
+    weight_count: int
+    trained_sources: Sources
 
     @cached_property
-    def _places(self) -> tuple[Shapes, list[list[int]]]:
-        wire: Shapes = []
-        places: list[list[int]] = []
-        for loop in self.loops:
-            free = list(range(len(wire)))
-            mine = []
-            for one in loop.travelling:
-                place = next(
-                    (k for k in free if (wire[k].shape, wire[k].dtype) == (one.shape, one.dtype)),
-                    None,
-                )
-                if place is None:
-                    place = len(wire)
-                    wire.append(one)
-                else:
-                    free.remove(place)
-                mine.append(place)
-            places.append(mine)
-        return wire, places
+    def wire(self) -> Wire:
+        """How what travels through the loops is sent from part to part."""
+        return wire_of(self.loops)
 
-    @property
-    def wire(self) -> Shapes:
-        """What is sent from part to part."""
-        return self._places[0]
-
-    @cached_property
-    def wire_back(self) -> Shapes:
-        """Its gradients."""
-        return [one for one in self.wire if jnp.issubdtype(one.dtype, jnp.inexact)]
-
-    def _places_of(self, loop: int, back: bool) -> list[int]:
-        places = self._places[1][loop]
-        if not back:
-            return places
-        floats = [k for k, one in enumerate(self.wire) if jnp.issubdtype(one.dtype, jnp.inexact)]
-        return [floats.index(k) for k in places if k in floats]
-
-    def packed(self, loop: int, arrays: Arrays, *, back: bool = False) -> Arrays:
-        """What travels through a loop, or its gradients, as it is sent."""
-        found = dict(zip(self._places_of(loop, back), arrays, strict=True))
-        shapes = self.wire_back if back else self.wire
-        return [
-            found[k] if k in found else jnp.zeros(one.shape, one.dtype)
-            for k, one in enumerate(shapes)
-        ]
-
-    def unpacked(self, loop: int, sent: Arrays, *, back: bool = False) -> Arrays:
-        """The arrays that travel through a loop, or their gradients, out of what was sent."""
-        return [sent[k] for k in self._places_of(loop, back)]
-
-    # What is not in a loop.
+    # The values of what is not in a loop.
 
     def _values(self, outer: Arrays, inputs: Arrays) -> dict[Any, Any]:
-        """Of constants, weights and inputs, and of what loops make of these alone."""
-        weights = dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
-        given = zip(self.jaxpr.invars[self.count :], inputs, strict=True)
-        values = {
-            **dict(zip(self.jaxpr.constvars, self.consts, strict=True)),
-            **weights,
-            **dict(given),
-        }
+        """The values that are known without any layer, by variable.
+
+        These are constants, outer weights and inputs, and those outputs of loops that are made of
+        inputs only.
+        """
+        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        values |= dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
+        values |= dict(zip(self.jaxpr.invars[self.weight_count :], inputs, strict=True))
         for loop in self.loops:
-            if loop.apart:
-                found = aside(loop, *self._fixed(loop, values))
-                values |= dict(
-                    zip([loop.equation.outvars[k] for k in loop.apart], found, strict=True)
-                )
+            if loop.batch_only_outputs:
+                outputs = [loop.equation.outvars[k] for k in loop.batch_only_outputs]
+                made = batch_only_values(loop, *self._local_inputs(loop, values))
+                values |= dict(zip(outputs, made, strict=True))
         return values
 
-    def _fixed(self, loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
-        same, plain = ([loop.equation.invars[k] for k in of] for of in (loop.same, loop.plain))
-        made = made_of(self.jaxpr, [*same, *plain], values)
-        return made[: len(same)], made[len(same) :]
+    def _local_inputs(self, loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
+        """The values of a loop's shared and of its per-layer inputs, out of known values."""
+        inputs = loop.equation.invars
+        shared = [inputs[k] for k in loop.shared_inputs]
+        per_layer = [inputs[k] for k in loop.per_layer_inputs]
+        made = made_of(self.jaxpr, [*shared, *per_layer], values)
+        return made[: len(shared)], made[len(shared) :]
 
     def _after(self, loop: int, travelled: Arrays) -> dict[Any, Any]:
-        names = self.loops[loop].leaving
-        return {name: x for name, x in zip(names, travelled, strict=True) if name is not None}
+        """The values that are known from what comes out of the last part of a loop."""
+        values = {}
+        for variable, value in zip(self.loops[loop].leaving, travelled, strict=True):
+            if variable is not None:
+                values[variable] = value
+        return values
 
     def start(self, loop: int, outer: Arrays, inputs: Arrays, travelled: Arrays) -> Arrays:
-        """What travels to the first part of a loop, made of what comes out of the last of the loop
-        before.
-        """
-        of = self.loops[loop]
-        values = self._values(outer, inputs) | (self._after(loop - 1, travelled) if loop else {})
-        made = [jnp.asarray(x) for x in made_of(self.jaxpr, [*of.entering, *of.passing], values)]
-        return made + [jnp.zeros(one.shape, one.dtype) for one in of.travelling[len(made) :]]
+        """What travels into the first part of a loop.
 
-    def fixed(self, loop: int, outer: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-        """What every stage makes for itself: what is the same for all layers, and what is
-        stacked.
+        `travelled` is what came out of the last part of the loop before, and is not looked at for
+        the first loop. Stacked outputs start as zeros, which the parts fill in.
         """
-        return self._fixed(self.loops[loop], self._values(outer, inputs))
+        target = self.loops[loop]
+        values = self._values(outer, inputs)
+        if loop > 0:
+            values |= self._after(loop - 1, travelled)
+        made = made_of(self.jaxpr, [*target.entering, *target.passing], values)
+        made = [jnp.asarray(x) for x in made]
+        stacked = target.travelling[len(made) :]
+        return made + [jnp.zeros(shape.shape, shape.dtype) for shape in stacked]
 
-    def shared(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
-        """What is made of weights alone, trained ones among them, and of frozen ones."""
-        of, names = self.loops[loop], [self.jaxpr.invars[k] for k in self.outer]
-        values = dict(zip([*self.jaxpr.constvars, *names], [*self.consts, *outer], strict=True))
-        made = made_of(self.jaxpr, [of.equation.invars[k] for k in (*of.moved, *of.still)], values)
-        return made[: len(of.moved)], made[len(of.moved) :]
+    def local_inputs(self, loop: int, outer: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """What every stage computes for itself from the inputs of a microbatch.
+
+        The first list has the loop's shared inputs, the second its per-layer inputs, stacked over
+        all layers.
+        """
+        return self._local_inputs(self.loops[loop], self._values(outer, inputs))
+
+    def constants(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
+        """A loop's trained constants and its frozen ones, computed from weights only."""
+        target = self.loops[loop]
+        names = [*self.jaxpr.constvars, *[self.jaxpr.invars[k] for k in self.outer]]
+        values = dict(zip(names, [*self.consts, *outer], strict=True))
+        numbers = (*target.trained_constants, *target.frozen_constants)
+        made = made_of(self.jaxpr, [target.equation.invars[k] for k in numbers], values)
+        split = len(target.trained_constants)
+        return made[:split], made[split:]
 
     def after(
         self, outer: Arrays, inputs: Arrays, travelled: Arrays, wanted: Sequence[int]
     ) -> Arrays:
-        """Of all outputs those `wanted`, from what comes out of the last part."""
+        """The outputs of the function whose numbers are `wanted`.
+
+        `travelled` is what comes out of the last part of the last loop.
+        """
         values = self._values(outer, inputs) | self._after(len(self.loops) - 1, travelled)
         return made_of(self.jaxpr, [self.jaxpr.outvars[k] for k in wanted], values)
 
     def aside(self, outer: Arrays, inputs: Arrays, wanted: Sequence[int]) -> Arrays | None:
-        """Of all outputs those `wanted`, if none is made by the layers, else nothing."""
+        """The outputs whose numbers are `wanted`, if they can be computed without any layer.
+
+        The result is None if at least one of them is made by layers.
+        """
         atoms = [self.jaxpr.outvars[k] for k in wanted]
         values = self._values(outer, inputs)
-        if any(
-            _loops_behind(self.jaxpr, [atom], self.loops) for atom in atoms if atom not in values
-        ):
-            return None
+        for atom in atoms:
+            if atom not in values and outputs_behind(self.jaxpr, [atom], self.loops):
+                return None
         return made_of(self.jaxpr, atoms, values)
 
     def unchanged(self, output: int, given: int) -> bool:
-        """Whether an output is one of the inputs, be it that a loop took it layer by layer and gave
-        it back.
+        """Whether an output of the function is one of its inputs, as it was given.
+
+        That includes inputs that a loop takes layer by layer and gives back stacked again, as a
+        loop over modules does with their state.
         """
-        one, other = self.jaxpr.outvars[output], self.jaxpr.invars[self.count + given]
+        variable = self.jaxpr.outvars[output]
         for loop in self.loops:
-            if one in loop.equation.outvars[loop.parts[1] :]:
-                body = body_of(loop.equation).jaxpr
-                back = body.outvars[loop.equation.outvars.index(one)]
-                one = next(
-                    (
-                        atom
-                        for var, atom in zip(body.invars, loop.equation.invars, strict=True)
-                        if var is back
-                    ),
-                    one,
-                )
-        return one is other
+            if variable in loop.equation.outvars[loop.parts[1] :]:
+                variable = _scanned_unchanged(loop, variable)
+        return variable is self.jaxpr.invars[self.weight_count + given]
 
-    def reaching(self, wanted: Sequence[Any]) -> list[int]:
-        """The outer weights, by number, that some values are computed from outside the loops."""
-        found = frozenset().union(
-            *(self.depends.get(atom, frozenset()) for atom in variables(wanted))
-        )
-        return [k for k, of in enumerate(self.outer) if of in found]
+    # Which outer weights get a gradient from a piece. The numbers are positions in `outer`.
 
-    def enter(self, loop: int) -> list[int]:
-        """What travels to the first part of a loop."""
-        return self.reaching(self.loops[loop].entering)
+    def _trained_behind(self, wanted: Iterable[Any]) -> list[int]:
+        """The trained outer weights that some variables are computed from outside the loops."""
+        numbers: set[int] = set()
+        for variable in variables(wanted):
+            numbers |= self.trained_sources.get(variable, frozenset())
+        return [k for k, number in enumerate(self.outer) if number in numbers]
 
-    def share(self, loop: int) -> list[int]:
-        """What is made of weights alone."""
-        return self.reaching([self.loops[loop].equation.invars[k] for k in self.loops[loop].moved])
+    def start_weights(self, loop: int) -> list[int]:
+        """The trained outer weights behind the start of a loop."""
+        return self._trained_behind(self.loops[loop].entering)
+
+    def shared_weights(self, loop: int) -> list[int]:
+        """The trained outer weights behind the trained constants of a loop."""
+        target = self.loops[loop]
+        return self._trained_behind([target.equation.invars[k] for k in target.trained_constants])
 
     @cached_property
-    def leave(self) -> list[int]:
-        """The first output, after the last loop."""
-        return self.reaching(self.jaxpr.outvars[:1])
+    def head_weights(self) -> list[int]:
+        """The trained outer weights behind the first output, the loss, after the last loop."""
+        return self._trained_behind(self.jaxpr.outvars[:1])
 
 
-def _loops_behind(jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]) -> set[int]:
-    """Out of which loops come what `wanted` is made of, at last; their numbers."""
-    return {number for number, _ in outputs_behind(jaxpr, wanted, loops)}
+def _scanned_unchanged(loop: Loop, stacked_output: Any) -> Any:
+    """The input of a loop that a stacked output is the same as, or else the output itself."""
+    body = body_of(loop.equation).jaxpr
+    result = body.outvars[loop.equation.outvars.index(stacked_output)]
+    for argument, atom in zip(body.invars, loop.equation.invars, strict=True):
+        if argument is result:
+            return atom
+    return stacked_output
 
 
-def _moves(atom: Any, depends: dict[Any, frozenset[int]]) -> bool:
-    return (
-        not isinstance(atom, Literal)
-        and bool(depends.get(atom))
-        and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-    )
+# How a loss is cut.
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A loss as it is being cut: its jaxpr, its weights, and what its variables are computed from.
+
+    The three dictionaries follow dependencies outside the loops. `of_inputs` is only ever asked
+    whether a variable is in it, and `of_trained` stops at `stop_gradient`.
+    """
+
+    jaxpr: Jaxpr
+    weights: Sequence[Weight]
+    number_of: dict[Any, int]
+    of_trained: Sources
+    of_weights: Sources
+    of_inputs: Sources
+
+    def has_gradient(self, atom: Any) -> bool:
+        """Whether a gradient of an atom is asked for, so that trained weights get theirs."""
+        if isinstance(atom, Literal) or not self.of_trained.get(atom):
+            return False
+        return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def cut(
     function: Callable[..., Any],
-    weights: Sequence[Any],
+    weights: Sequence[Weight],
     inputs: Sequence[Any],
-    paths: Sequence[str],
-    stacked: Sequence[str | None],
-    trained: Sequence[bool],
     names: Sequence[str],
 ) -> Cut:
-    """Trace `function(weights, inputs)`, two lists, and cut it where it loops over the stacked
-    weights.
+    """Trace `function(weights, inputs)`, two lists, and cut it at its loops over stacked weights.
 
-    `stacked` says of each weight the name of its stacked dim, if it has one; the loops come in the
-    order of `names`.
+    `names` are those of stacked dims, in the order in which the loops have to come. A loss that
+    cannot be cut is refused with a `ValueError`.
     """
-    traced = jax.make_jaxpr(function)(list(weights), list(inputs))
-    count = len(weights)
-    _check_effects(traced)
-    flat = _with_loops_outside(
-        traced, [*[name is not None for name in stacked], *[False] * len(inputs)]
-    )
+    traced = jax.make_jaxpr(function)([weight.value for weight in weights], list(inputs))
+    check_effects(traced)
+    is_stacked = [weight.stacked_dim is not None for weight in weights]
+    flat = _with_loops_outside(traced, [*is_stacked, *([False] * len(inputs))])
     jaxpr = flat.jaxpr
-    of = dict(zip(jaxpr.invars[:count], range(count), strict=False))
-    stack = {var: k for var, k in of.items() if stacked[k] is not None}
-    found = [
-        (
-            equation,
-            [
-                stack[atom]
-                for atom in variables(equation.invars[sum(scan_parts(equation)) :])
-                if atom in stack
-            ],
-        )
-        for equation in jaxpr.eqns
-        if equation.primitive.name == "scan"
-    ]
-    found = [(equation, over) for equation, over in found if over]
-    _check_loops(jaxpr, found, paths, stacked, names)
-    loop_of = {k: equation for equation, over in found for k in over}
-    for var, k in stack.items():
-        _check_reader(jaxpr, var, paths[k], loop_of.get(k))
-    equations = [equation for equation, _ in found]
-    depends: dict[Any, frozenset[int]] = {
-        var: frozenset({k}) for var, k in of.items() if trained[k] and stacked[k] is None
-    }
-    of_weights = {var: frozenset({k}) for var, k in of.items() if stacked[k] is None}
-    of_inputs: dict[Any, frozenset[int]] = dict.fromkeys(jaxpr.invars[count:], frozenset({0}))
-    for equation in jaxpr.eqns:
-        for known, stops in ((depends, "stop_gradient"), (of_weights, ""), (of_inputs, "")):
-            found_of = frozenset().union(
-                *(known.get(var, frozenset()) for var in variables(equation.invars))
-            )
-            if found_of and equation not in equations and equation.primitive.name != stops:
-                known.update(dict.fromkeys(equation.outvars, found_of))
+    scans = _scans_over(jaxpr, is_stacked)
+    check_loops(jaxpr, scans, weights, names)
+    scan_over = {k: scan.equation for scan in scans for k in scan.weights}
+    for k, weight in enumerate(weights):
+        if is_stacked[k]:
+            check_reader(jaxpr, jaxpr.invars[k], weight.path, scan_over.get(k))
+    parts = _followed(jaxpr, weights, [scan.equation for scan in scans])
     loops: list[Loop] = []
-    for equation in equations:
-        places = [
-            k
-            for k, atom in enumerate(equation.invars)
-            if not isinstance(atom, Literal) and atom in stack
-        ]
-        places.sort(key=lambda k: (not trained[of[equation.invars[k]]], k))
-        along, moved, still = [], [], []
-        for k, atom in enumerate(equation.invars[: scan_parts(equation)[0]]):
-            if isinstance(atom, Literal):
-                continue
-            if outputs_behind(jaxpr, [atom], loops) or (atom in of_weights and atom in of_inputs):
-                along.append(k)
-            elif atom in of_weights:
-                (moved if _moves(atom, depends) else still).append(k)
-        loop = Loop(
-            equation,
-            tuple(places),
-            tuple(of[equation.invars[k]] for k in places),
-            tuple(along),
-            tuple(moved),
-            tuple(still),
-            (),
-            (),
-            (),
-        )
-        whole = {
-            k: of_weights[atom]
-            for k, atom in enumerate(equation.invars)
-            if not isinstance(atom, Literal)
-            and atom in of_weights
-            and (atom not in of_inputs or _moves(atom, depends))
-        }
-        _check_inputs(jaxpr, loop, loops, whole, paths)
-        loops.append(_with_outputs(jaxpr, loop))
-    wanted = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
-    for k, loop in enumerate(loops):
-        later = [one for atoms in wanted[k:] for one in outputs_behind(jaxpr, atoms, loops)]
-        loops[k] = replace(
-            loop, passing=tuple(dict.fromkeys(var for number, var in later if number < k))
-        )
+    for scan in scans:
+        loop = _with_inputs_sorted(parts, scan.equation, loops)
+        check_inputs(jaxpr, loop, loops, _unnamed_paths(parts, loop))
+        loops.append(_with_outputs_sorted(jaxpr, loop))
     return Cut(
-        jaxpr, flat.consts, tuple(loops), tuple(k for k in range(count) if stacked[k] is None),
-        frozenset(k for k in range(count) if trained[k]), count, depends,
-    )  # fmt: skip
+        jaxpr=jaxpr,
+        consts=flat.consts,
+        loops=_with_passing(jaxpr, loops),
+        outer=tuple(k for k in range(len(weights)) if not is_stacked[k]),
+        trained=frozenset(k for k, weight in enumerate(weights) if weight.trained),
+        weight_count=len(weights),
+        trained_sources=parts.of_trained,
+    )
 
 
 def _with_loops_outside(traced: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
-    """With those calls taken apart that have a loop over flagged inputs within."""
-    held = set()
+    """The function with those calls inlined that have a loop over flagged inputs within.
 
-    def mark(jaxpr: Jaxpr, flags: Sequence[bool]) -> None:
-        known = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-        for equation in jaxpr.eqns:
-            read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
-            if any(read) and equation.primitive.name in JITS:
-                inner = equation.params["jaxpr"].jaxpr
-                if has_layers(inner, read):
-                    held.add(id(equation))
-                    mark(inner, read)
+    Other calls stay as they are, so that the program is as near to the one without a pipeline as
+    can be.
+    """
+    calls: set[int] = set()
+    _find_calls_with_loops(traced.jaxpr, flags, calls)
+    return inlined(traced, lambda equation: id(equation) in calls)
 
-    mark(traced.jaxpr, flags)
-    return inlined(
-        traced, lambda equation: equation.primitive.name in JITS and id(equation) in held
+
+def _find_calls_with_loops(jaxpr: Jaxpr, flags: Sequence[bool], calls: set[int]) -> None:
+    """Add to `calls` the ids of the calls, nested ones too, that loop over flagged inputs."""
+    flagged = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in JITS:
+            continue
+        read = [not isinstance(atom, Literal) and atom in flagged for atom in equation.invars]
+        inner = equation.params["jaxpr"].jaxpr
+        if any(read) and has_layers(inner, read):
+            calls.add(id(equation))
+            _find_calls_with_loops(inner, read, calls)
+
+
+def _scans_over(jaxpr: Jaxpr, is_stacked: Sequence[bool]) -> list[LayerScan]:
+    """The loops that take stacked weights layer by layer, in the order of the loss."""
+    stacked = {jaxpr.invars[k]: k for k, flag in enumerate(is_stacked) if flag}
+    scans = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "scan":
+            continue
+        scanned = variables(equation.invars[sum(scan_parts(equation)) :])
+        weights = [stacked[atom] for atom in scanned if atom in stacked]
+        if weights:
+            scans.append(LayerScan(equation, weights))
+    return scans
+
+
+def _followed(jaxpr: Jaxpr, weights: Sequence[Weight], loops: list[Any]) -> _Traced:
+    """The loss with what each of its variables is computed from, other than through `loops`."""
+    number_of = {jaxpr.invars[k]: k for k in range(len(weights))}
+    outer = {var: k for var, k in number_of.items() if weights[k].stacked_dim is None}
+    of_weights = {var: frozenset({k}) for var, k in outer.items()}
+    of_trained = {var: of_weights[var] for var, k in outer.items() if weights[k].trained}
+    # Of inputs it does not matter which: all have the same number.
+    of_inputs = dict.fromkeys(jaxpr.invars[len(weights) :], frozenset({0}))
+    return _Traced(
+        jaxpr,
+        weights,
+        number_of,
+        of_trained=_propagated(jaxpr, of_trained, loops, stop="stop_gradient"),
+        of_weights=_propagated(jaxpr, of_weights, loops),
+        of_inputs=_propagated(jaxpr, of_inputs, loops),
     )
 
 
-def _with_outputs(jaxpr: Jaxpr, loop: Loop) -> Loop:
-    """The loop, knowing which of its outputs are read, and of which examples alone are behind."""
-    read = {v for equation in jaxpr.eqns for v in variables(equation.invars)} | set(
-        variables(jaxpr.outvars)
+def _propagated(jaxpr: Jaxpr, known: Sources, loops: list[Any], stop: str | None = None) -> Sources:
+    """The sources of all variables that come of `known` ones, neither through a loop nor `stop`."""
+    sources = dict(known)
+    for equation in jaxpr.eqns:
+        numbers: frozenset[int] = frozenset()
+        for variable in variables(equation.invars):
+            numbers |= sources.get(variable, frozenset())
+        if numbers and equation not in loops and equation.primitive.name != stop:
+            sources.update(dict.fromkeys(equation.outvars, numbers))
+    return sources
+
+
+def _with_inputs_sorted(traced: _Traced, equation: Any, earlier: Sequence[Loop]) -> Loop:
+    """A loop whose inputs are sorted by how a stage gets them, given the loops before it."""
+
+    def weight_at(position: int) -> int | None:
+        atom = equation.invars[position]
+        if isinstance(atom, Literal):
+            return None
+        number = traced.number_of.get(atom)
+        if number is None or traced.weights[number].stacked_dim is None:
+            return None
+        return number
+
+    places = [(weight_at(k), k) for k in range(len(equation.invars))]
+    stacked = [(number, k) for number, k in places if number is not None]
+    # The derivative of a layer wants trained weights before frozen ones.
+    stacked.sort(key=lambda place: (not traced.weights[place[0]].trained, place[1]))
+    carried, trained, frozen = [], [], []
+    constants, _ = scan_parts(equation)
+    for k, atom in enumerate(equation.invars[:constants]):
+        if isinstance(atom, Literal):
+            continue
+        from_weights = atom in traced.of_weights
+        from_both = from_weights and atom in traced.of_inputs
+        if from_both or outputs_behind(traced.jaxpr, [atom], earlier):
+            carried.append(k)
+        elif from_weights and traced.has_gradient(atom):
+            trained.append(k)
+        elif from_weights:
+            frozen.append(k)
+    return Loop(
+        equation,
+        weight_inputs=tuple(k for _, k in stacked),
+        weight_numbers=tuple(number for number, _ in stacked),
+        carried_inputs=tuple(carried),
+        trained_constants=tuple(trained),
+        frozen_constants=tuple(frozen),
     )
-    outputs = loop.equation.outvars
-    given = [k for k in range(loop.parts[1], len(outputs)) if outputs[k] in read]
+
+
+def _unnamed_paths(traced: _Traced, loop: Loop) -> list[str]:
+    """The weights that a loop takes layer by layer though no dim of them is named as stacked.
+
+    Something made of frozen weights and inputs together is no such weight: every stage computes it
+    from the microbatch, as it does other inputs.
+    """
+    paths = []
+    for k in loop.per_layer_inputs:
+        atom = loop.equation.invars[k]
+        if isinstance(atom, Literal) or atom not in traced.of_weights:
+            continue
+        if atom not in traced.of_inputs or traced.has_gradient(atom):
+            paths.append(traced.weights[min(traced.of_weights[atom])].path)
+    return list(dict.fromkeys(paths))
+
+
+def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
+    """The loop with its stacked outputs sorted by whether layers have a part in them.
+
+    Outputs that nobody reads are in neither list, and are not computed.
+    """
+    read = set(variables(jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        read.update(variables(equation.invars))
     body = body_of(loop.equation).jaxpr
-    own = {body.invars[k] for k in (*loop.same, *loop.plain)} | set(body.constvars)
-
-    def is_own(atom: Any) -> bool:
-        made = behind(body, [atom])
-        return own.issuperset(inputs_of(made) if made else variables([atom]))
-
-    apart = tuple(k for k in given if is_own(body.outvars[k]))
-    return replace(loop, apart=apart, told=tuple(k for k in given if k not in apart))
-
-
-def _check_effects(traced: ClosedJaxpr) -> None:
-    """Refuse what does something besides: a pipeline does parts of a loss again, and leaves out
-    what nobody reads.
-    """
-
-    # There are effects of other kinds: an axis that is named, an array that is changed.
-    def seen(of: Any) -> bool:
-        return any(
-            "Debug" in type(effect).__name__ or "IO" in type(effect).__name__
-            for effect in of.effects
-        )
-
-    def first(jaxpr: Jaxpr) -> Any:
-        for equation in jaxpr.eqns:
-            if seen(equation):
-                inner = [getattr(value, "jaxpr", value) for value in equation.params.values()]
-                return (
-                    next(
-                        (first(one) for one in inner if isinstance(one, Jaxpr) and seen(one)), None
-                    )
-                    or equation
-                )
-        return None
-
-    if (equation := first(traced.jaxpr)) is not None:
-        raise ValueError(
-            f"The loss prints, calls back or the like: `{equation.primitive.name}` at "
-            f"{line_of(equation) or 'a line unknown'}. Stages do parts of it again, and leave out "
-            "what nobody reads, so that it would happen never or several times. Take it out, or "
-            "look without the pipeline."
-        )
+    local = {body.invars[k] for k in (*loop.shared_inputs, *loop.per_layer_inputs)}
+    local.update(body.constvars)
+    batch_only, stacked = [], []
+    outputs = loop.equation.outvars
+    _, carries = loop.parts
+    for k in range(carries, len(outputs)):
+        if outputs[k] not in read:
+            continue
+        made = behind(body, [body.outvars[k]])
+        needed = inputs_of(made) if made else variables([body.outvars[k]])
+        (batch_only if local.issuperset(needed) else stacked).append(k)
+    return replace(loop, batch_only_outputs=tuple(batch_only), stacked_outputs=tuple(stacked))
 
 
-def _check_loops(
-    jaxpr: Jaxpr,
-    found: Sequence[tuple[Any, list[int]]],
-    paths: Sequence[str],
-    stacked: Sequence[str | None],
-    names: Sequence[str],
-) -> None:
-    """Refuse a loss whose loops over layers are not one for each name, in order."""
-    named = [name for name in names if name in stacked]
-    of_loops = [tuple(dict.fromkeys(stacked[k] for k in over)) for _, over in found]
-    for name in named:
-        if not any(name in of for of in of_loops):
-            mine = [k for k in range(len(paths)) if stacked[k] == name]
-            readers = [
-                equation
-                for equation in jaxpr.eqns
-                if {jaxpr.invars[k] for k in mine} & set(variables(equation.invars))
-            ]
-            at = (line_of(readers[0]) or "a line unknown") if readers else ""
-            read = f"; `{readers[0].primitive.name}` at {at} takes it whole" if readers else ""
-            raise ValueError(
-                "A pipeline cuts a model at its loop over layers, and the loss has no "
-                f"`jax.lax.scan` that takes {', '.join(f'`{paths[k]}`' for k in mine[:3])} one "
-                f"layer at a time{read}. `sl.Layers([...])` makes one of a list of modules; "
-                "otherwise scan over them, as `nnx.scan` does. What casts weights or reshapes them "
-                "belongs into the layer (`Strategy(precision=...)` casts them), and so does a "
-                "`jax.checkpoint`: `sl.remat` marks a layer."
-            )
-    lines = " and ".join(line_of(equation) or "a line unknown" for equation, _ in found)
-    taken = [k for _, over in found for k in over]
-    if (twice := next((k for k in taken if taken.count(k) > 1), None)) is not None:
-        raise ValueError(
-            f"`{paths[twice]}` goes through {taken.count(twice)} loops over layers, at {lines}: "
-            "layers that are used again are not cut, for each stage has its own once."
-        )
-    if len(found) > len(named):
-        raise ValueError(
-            f"The loss has {len(found)} loops over layers, at {lines}, and of stacked dims there "
-            f"are {', '.join(f'`{name}`' for name in named)}. A pipeline tells loops apart by the "
-            "names of what they take: call the stacked dim of an encoder `encoder_layers`, say, "
-            '`sl.Layers([...], name="encoder_layers")`; of what is to be whole on every stage, '
-            "anything that no rule lays over the stages."
-        )
-    for (equation, over), of in zip(found, of_loops, strict=True):
-        if len(of) > 1:
-            one, other = (next(k for k in over if stacked[k] == name) for name in of[:2])
-            raise ValueError(
-                f"The loop over layers at {line_of(equation)} takes `{paths[one]}`, whose stacked "
-                f"dim is named `{of[0]}`, and `{paths[other]}`, where it is `{of[1]}`: what one "
-                "loop takes has one name."
-            )
-    order = [name for of in of_loops for name in of]
-    if order != named:
-        raise ValueError(
-            f"The loops over layers, at {lines}, take {', '.join(f'`{name}`' for name in order)} "
-            f"in this order, and the rules have {', '.join(f'`{name}`' for name in named)}: their "
-            "order says which parts of the pipeline come first. Write the rules in the order of "
-            "the loss."
-        )
-
-
-def _check_reader(jaxpr: Jaxpr, var: Any, path: str, loop: Any) -> None:
-    """Refuse a stacked weight that is not taken by its loop layer by layer, once, and by nobody
-    else.
-    """
-    readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
-    if not readers and var not in variables(jaxpr.outvars):
-        return
-    if readers == [loop] and var not in variables(jaxpr.outvars):
-        places = [k for k, atom in enumerate(loop.invars) if atom is var]
-        if len(places) == 1 and places[0] >= sum(scan_parts(loop)):
-            return
-    other = next((equation for equation in readers if equation is not loop), loop)
-    what = (
-        "it is an output"
-        if other is None
-        else f"`{other.primitive.name}` at {line_of(other) or 'a line unknown'}"
-    )
-    raise ValueError(
-        f"`{path}` is stacked, each stage of the pipeline has its own layers of it, and the loss "
-        f"uses it outside the loop over layers: {what}. Use it in the layer."
-    )
-
-
-def _check_inputs(
-    jaxpr: Jaxpr,
-    loop: Loop,
-    before: Sequence[Loop],
-    whole: dict[int, frozenset[int]],
-    paths: Sequence[str],
-) -> None:
-    """Refuse a loop that takes what a pipeline cannot give."""
-    equation, at = loop.equation, line_of(loop.equation)
-    if equation.params["reverse"]:
-        raise ValueError(
-            f"The loop over layers at {at} goes backwards; a pipeline goes from the first layer on."
-        )
-    if lost := [whole[k] for k in loop.plain if k in whole]:
-        named = ", ".join(f"`{path}`" for path in dict.fromkeys(paths[min(of)] for of in lost))
-        raise ValueError(
-            f"The loop over layers at {at} takes {named}, or what is made of it, one layer at a "
-            "time, and no dim of it is named `layers`, so that every stage would hold all of it. "
-            "Name its first dim: `sl.logical(initializer, ...)` where it is made, for a bias too, "
-            "or `sl.annotate(model, ...)`."
-        )
-    for k in loop.plain:
-        atom = equation.invars[k]
-        if outputs := outputs_behind(jaxpr, [atom], before):
-            first = line_of(before[outputs[0][0]].equation)
-            raise ValueError(
-                f"The loop over layers at {at} takes what the loop at {first} made one layer at a "
-                "time. Stages of the one do not have what stages of the other made: hand it on "
-                "from layer to layer, or give all of it to each."
-            )
-    constants, carries = loop.parts
-    for atom in equation.invars[constants : constants + carries]:
-        if jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"The loop over layers at {at} hands a key from layer to layer; a pipeline cannot "
-                "send one. Fold the layer's number into one key, `jax.random.fold_in(key, "
-                "number)`, and let the loop take it."
-            )
+def _with_passing(jaxpr: Jaxpr, loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """The loops, each with the outputs of earlier ones that only pass by it, to be read later."""
+    # What is computed after each loop: the start of the next one, and after the last the outputs.
+    read_after = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
+    complete = []
+    for k, loop in enumerate(loops):
+        passing: dict[Any, None] = {}
+        for atoms in read_after[k:]:
+            for number, variable in outputs_behind(jaxpr, atoms, loops):
+                if number < k:
+                    passing[variable] = None
+        complete.append(replace(loop, passing=tuple(passing)))
+    return tuple(complete)

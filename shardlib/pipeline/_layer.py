@@ -1,140 +1,227 @@
-"""One layer's derivative, in the pieces that a schedule does at different times.
+"""One layer's derivative, in the pieces that a schedule runs at different times.
 
-A forward pass keeps what its backward pass reads, except weights, what every stage makes for
-itself, and what is made of these alone. A split backward pass first makes the gradient of what
-travels, and leaves what the gradients of weights take beside what was kept: where the two part in
-the traced backward pass is found, not written down.
+A forward pass keeps what its backward pass reads (the *residuals*), except weights, what every
+stage computes for itself, and what is made of these only.
+
+A backward pass that is split runs in two pieces. `B` makes the gradients of the layer's inputs, for
+which the stage before waits; `W` makes those of its weights, for which nobody does. Where the two
+part is found in the traced backward pass, not written down:
+
+    gradients --> [ first equations ] --> gradients of inputs
+                          |
+                          | left: values that gradients went into
+                          v
+    residuals --> [ second equations ] --> gradients of weights
 """
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
 
-from shardlib.pipeline._loop import Loop
+from shardlib.pipeline._loop import Arrays, Loop, Shapes
 from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
 from shardlib.tracing._linearize import derivative
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer, forward and backward, all lists of arrays.
+    """A layer of a loop, forward and backward; all arguments and results are lists of arrays.
 
-    - `forward(travelling, weights, own)`: what travels on, what it tells besides, what is kept.
-    - `backward(kept, weights, own, gradients)`: gradients of what travels, and of trained weights.
-    - `inputs(kept, weights, own, gradients)`: gradients of what travels, and what is left.
-    - `weights(kept, weights, own, left)`: gradients of trained weights.
+    In the methods, `weights` are first the constants that all layers share, then the layer's own
+    weights. `local_inputs` is what every stage computes for itself. `gradients` are those of the
+    forward pass's results that are differentiable: of what travels on, then of the stacked outputs.
 
-    `weights` are first those that all layers share, then the layer's. `own` is what every stage
-    makes for itself. Gradients are those of what has derivatives: of what travels on, then of what
-    is given besides.
+    - `differentiable` says which of the arrays that enter the layer have gradients.
+    - `run_forward` and `run_backward` are the two functions that `derivative` gives.
+    - `kept` has the shapes of the residuals.
+    - `split` has the two pieces of the backward pass, where the schedule splits it.
     """
 
-    forward: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
-    backward: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
-    inputs: Callable[[Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
-    weights: Callable[[Arrays, Arrays, Arrays, Arrays], Arrays]
+    differentiable: Sequence[bool]
+    run_forward: Callable[..., tuple[Arrays, Arrays]]
+    run_backward: Callable[..., tuple[Arrays, Arrays]]
     kept: Sequence[Any]
-    left: Sequence[Any]
+    split: "_SplitBackward | None"
+
+    @property
+    def left(self) -> Shapes:
+        """Shapes of what a split backward pass leaves for the gradients of weights."""
+        if self.split is None:
+            return []
+        return _shapes_of(self.split.left)
+
+    def forward(
+        self, travelling: Arrays, weights: Arrays, local_inputs: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """What travels on, the layer's rows of the stacked outputs, and the residuals."""
+        floats, others = [], []
+        for array, differentiable in zip(travelling, self.differentiable, strict=True):
+            (floats if differentiable else others).append(array)
+        made, residuals = self.run_forward(*floats, *others, *weights, *local_inputs)
+        entering = len(self.differentiable)
+        return made[:entering], made[entering:], residuals
+
+    def backward(
+        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of what entered the layer, and those of the trained weights."""
+        return self.run_backward(kept, [*weights, *local_inputs], gradients)
+
+    def input_gradients(
+        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The gradients of what entered the layer, and what is left for those of the weights."""
+        assert self.split is not None, "this schedule does not split its backward passes"
+        return self.split.input_gradients(kept, [*weights, *local_inputs], gradients)
+
+    def weight_gradients(
+        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, left: Arrays
+    ) -> Arrays:
+        """The gradients of the trained weights, of what `input_gradients` has left."""
+        assert self.split is not None, "this schedule does not split its backward passes"
+        return self.split.weight_gradients(kept, [*weights, *local_inputs], left)
 
 
 def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
-    """The derivative of one layer of a loop, `splits` or not."""
-    # Calls taken apart, so that what each makes of the examples alone, a mask say, is seen to be
-    # that, and not kept.
+    """The derivative of one layer of a loop, in two pieces if the schedule `splits` it.
+
+    `trained_weights` has the numbers of those of the loss's weights that are trained.
+    """
+    # Calls are inlined, so that what each makes of the microbatch only, such as a mask, is seen to
+    # be that, and is not kept.
     closed = inlined(loop.layer, lambda equation: equation.primitive.name in JITS)
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    travels = len(loop.entering)
-    smooth = loop.smooth[:travels]
-    moving = sum(smooth)
-    trained = len(loop.moved) + sum(k in trained_weights for k in loop.stacked)
-    floats, others, given = avals[:moving], avals[moving:travels], avals[travels:]
-    there, back = derivative(closed, [True] * moving, trained, floats, others, given)
-    kept = jax.eval_shape(there, *floats, *others, *given)[1]
-    results = closed.jaxpr.outvars
-    gradients = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-        for var in results
-        if jnp.issubdtype(var.aval.dtype, jnp.inexact)
-    ]
-
-    def forward(travelling: Arrays, weights: Arrays, own: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        parted = [
-            x
-            for of in (True, False)
-            for x, one in zip(travelling, smooth, strict=True)
-            if one == of
+    shapes = _shapes_of(closed.jaxpr.invars)
+    entering = len(loop.entering)
+    differentiable = loop.differentiable[:entering]
+    count = sum(differentiable)
+    trained = len(loop.trained_constants) + sum(k in trained_weights for k in loop.weight_numbers)
+    floats, others, arguments = shapes[:count], shapes[count:entering], shapes[entering:]
+    forward, backward = derivative(closed, [True] * count, trained, floats, others, arguments)
+    kept = jax.eval_shape(forward, *floats, *others, *arguments)[1]
+    split = None
+    if splits:
+        results = [
+            shape
+            for shape in _shapes_of(closed.jaxpr.outvars)
+            if jnp.issubdtype(shape.dtype, jnp.inexact)
         ]
-        made, residuals = there(*parted, *weights, *own)
-        return made[:travels], made[travels:], residuals
+        split = _split(backward, count, kept, arguments, results)
+    return Layer(differentiable, forward, backward, kept, split)
 
-    def backward(
-        kept: Arrays, weights: Arrays, own: Arrays, gradients: Arrays
+
+def _shapes_of(variables_of: Sequence[Any]) -> Shapes:
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables_of]
+
+
+@dataclass(frozen=True, eq=False)
+class _SplitBackward:
+    """A traced backward pass, cut into the equations that run first and those that can wait.
+
+    - `constants` are the values of the jaxpr's constants, by variable.
+    - `kept`, `arguments` and `gradients` are its inputs: the residuals, weights with local inputs,
+      and the gradients of the forward pass's results.
+    - `to_inputs` and `to_weights` are its outputs.
+    - `left` are the values that the first equations make and the second ones read.
+    """
+
+    jaxpr: Jaxpr
+    constants: dict[Any, Any]
+    kept: Sequence[Any]
+    arguments: Sequence[Any]
+    gradients: Sequence[Any]
+    to_inputs: Sequence[Any]
+    to_weights: Sequence[Any]
+    first: list[Any]
+    second: list[Any]
+    left: list[Any]
+
+    def input_gradients(
+        self, kept: Arrays, arguments: Arrays, gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
-        return back(kept, [*weights, *own], gradients)
+        """Run the first equations: the gradients of inputs, and the values that are left."""
+        values = self._known(kept, arguments)
+        values |= dict(zip(self.gradients, gradients, strict=True))
+        results = self._run(self.first, [*self.to_inputs, *self.left], values)
+        count = len(self.to_inputs)
+        return results[:count], results[count:]
 
-    if not splits:
-        return Layer(forward, backward, _none, _none, kept, ())
-    traced = inlined(
-        jax.make_jaxpr(lambda *given: list(chain(*back(*given))))(kept, given, gradients),
-        lambda _: True,
-    )
-    jaxpr, consts = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    of_kept, of_given = jaxpr.invars[: len(kept)], jaxpr.invars[len(kept) : len(kept) + len(given)]
-    of_gradients = jaxpr.invars[len(kept) + len(given) :]
-    to_inputs, to_weights = jaxpr.outvars[:moving], jaxpr.outvars[moving:]
-    first = behind(jaxpr, to_inputs)
-    # Left is what gradients went into; what is made of what was kept alone, as all that is
-    # recomputed, is made again.
-    made = set(of_gradients)
-    for equation in first:
-        if made.intersection(variables(equation.invars)):
-            made.update(equation.outvars)
-    second = behind(jaxpr, to_weights, made)
-    read = [*inputs_of(second), *variables(to_weights)]
-    left = list(dict.fromkeys(var for var in read if var in made))
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in left]
+    def weight_gradients(self, kept: Arrays, arguments: Arrays, left: Arrays) -> Arrays:
+        """Run the second equations, on what the first ones have left."""
+        values = self._known(kept, arguments)
+        values |= dict(zip(self.left, left, strict=True))
+        return self._run(self.second, self.to_weights, values)
 
-    def run(equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
+    def _known(self, kept: Arrays, arguments: Arrays) -> dict[Any, Any]:
+        """The values, by variable, that both pieces have."""
+        values = dict(self.constants)
+        values |= dict(zip(self.kept, kept, strict=True))
+        values |= dict(zip(self.arguments, arguments, strict=True))
+        return values
+
+    def _run(self, equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
+        """The values of `wanted` after some equations, given those of what these read."""
         needed = inputs_of(equations)
-        outputs = list(
-            dict.fromkeys(v for equation in equations for v in equation.outvars if v in set(wanted))
-        )
-        values = values | dict(
-            zip(
-                outputs,
-                Stretch(jaxpr, equations, needed, outputs)([values[v] for v in needed]),
-                strict=True,
-            )
-        )
-        return [atom.val if not variables([atom]) else values[atom] for atom in wanted]
-
-    def known(kept: Arrays, weights: Arrays, own: Arrays) -> dict[Any, Any]:
-        return {
-            **consts,
-            **dict(zip(of_kept, kept, strict=True)),
-            **dict(zip(of_given, [*weights, *own], strict=True)),
-        }
-
-    def inputs(
-        kept: Arrays, weights: Arrays, own: Arrays, gradients: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        values = known(kept, weights, own) | dict(zip(of_gradients, gradients, strict=True))
-        found = run(first, [*to_inputs, *left], values)
-        return found[:moving], found[moving:]
-
-    def of_weights(kept: Arrays, weights: Arrays, own: Arrays, left_now: Arrays) -> Arrays:
-        return run(
-            second, to_weights, known(kept, weights, own) | dict(zip(left, left_now, strict=True))
-        )
-
-    return Layer(forward, backward, inputs, of_weights, kept, shapes)
+        wanted_variables = set(variables(wanted))
+        outputs: dict[Any, None] = {}
+        for equation in equations:
+            for variable in equation.outvars:
+                if variable in wanted_variables:
+                    outputs[variable] = None
+        stretch = Stretch(self.jaxpr, equations, needed, list(outputs))
+        results = stretch([values[variable] for variable in needed])
+        values = values | dict(zip(outputs, results, strict=True))
+        # A gradient that is zero whatever happens is a literal.
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in wanted]
 
 
-def _none(*_: Any) -> Any:
-    raise AssertionError("this schedule does not split its backward passes")
+def _split(
+    backward: Callable[..., tuple[Arrays, Arrays]],
+    count: int,
+    kept: Sequence[Any],
+    arguments: Sequence[Any],
+    results: Sequence[Any],
+) -> _SplitBackward:
+    """Trace a backward pass and find where the gradients of its inputs and of its weights part.
+
+    Args:
+        backward: The backward pass, as `derivative` gives it.
+        count: How many of the layer's inputs have gradients.
+        kept: Shapes of the residuals.
+        arguments: Shapes of weights and local inputs.
+        results: Shapes of the forward pass's results that are differentiable.
+    """
+
+    def flat(*inputs: Any) -> Arrays:
+        to_inputs, to_weights = backward(*inputs)
+        return [*to_inputs, *to_weights]
+
+    traced = inlined(jax.make_jaxpr(flat)(kept, arguments, results), lambda _: True)
+    jaxpr = traced.jaxpr
+    after_kept, after_arguments = len(kept), len(kept) + len(arguments)
+    gradients = jaxpr.invars[after_arguments:]
+    to_inputs, to_weights = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    first = behind(jaxpr, to_inputs)
+    # What is left for later is only what gradients went into. What is made of residuals only, such
+    # as all that is recomputed, is computed again rather than held.
+    from_gradients = set(gradients)
+    for equation in first:
+        if from_gradients.intersection(variables(equation.invars)):
+            from_gradients.update(equation.outvars)
+    second = behind(jaxpr, to_weights, from_gradients)
+    read = dict.fromkeys([*inputs_of(second), *variables(to_weights)])
+    return _SplitBackward(
+        jaxpr=jaxpr,
+        constants=dict(zip(jaxpr.constvars, traced.consts, strict=True)),
+        kept=jaxpr.invars[:after_kept],
+        arguments=jaxpr.invars[after_kept:after_arguments],
+        gradients=gradients,
+        to_inputs=to_inputs,
+        to_weights=to_weights,
+        first=first,
+        second=second,
+        left=[variable for variable in read if variable in from_gradients],
+    )

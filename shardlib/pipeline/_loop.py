@@ -1,5 +1,23 @@
-"""One loop over layers in a traced loss: what goes in and out, and one layer of it as a
-function.
+"""One loop over layers in a traced loss: what goes in and out, and one layer of it as a function.
+
+A loop over layers is a `scan` equation whose body is one layer. A pipeline runs its layers on
+different stages, so that each input and output has to be sorted by how a stage comes by it:
+
+    inputs of the scan                  how a stage gets it
+    ------------------                  -------------------
+    constants   carried_inputs          sent from part to part, beside the carry
+                trained_constants       computed from weights, once for each stage
+                frozen_constants        the same, but no gradient goes back
+                shared_inputs           computed from the microbatch, whenever it is needed
+    carry                               sent from part to part
+    scanned     weight_inputs           the stage's own layers
+                per_layer_inputs        computed from the microbatch, whenever it is needed
+
+    outputs of the scan
+    -------------------
+    carry                               sent on, and read after the last part
+    stacked     stacked_outputs         sent on; each part fills in the rows of its layers
+                batch_only_outputs      computed from the microbatch without any layer
 """
 
 from collections.abc import Sequence
@@ -19,132 +37,203 @@ Shapes = list[jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
-    """One loop over layers.
+class Weight:
+    """One weight of a loss that is to be cut.
 
-    What *travels* from part to part is a list of arrays: what goes from layer to layer, then what
-    travels along, then what only passes by, for later; then what the layers tell besides, stacked,
-    of which each part fills in its own.
+    `value` is an array or its shape, `path` is how messages call it, and `stacked_dim` is the name
+    of the dim along which the weights of many layers are stacked, if there is one.
+    """
+
+    value: Any
+    path: str
+    stacked_dim: str | None
+    trained: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScan:
+    """A `scan` equation that goes over stacked weights, and the numbers of these weights."""
+
+    equation: Any
+    weights: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One loop over layers, with its inputs and outputs sorted by how a stage gets them.
+
+    Inputs and outputs are given by their positions in the `scan`; the module's docstring has the
+    whole table. What *travels* from part to part is a list of arrays, in this order: the carry, the
+    carried inputs, what passes by for later loops, and the stacked outputs, of which each part
+    fills in its own rows.
+
+    - `weight_inputs` are the stacked weights, trained ones first, and `weight_numbers` says which
+      of all weights of the loss these are.
+    - `passing` are outputs of earlier loops that are read only after this loop.
     """
 
     equation: Any
-    weights: tuple[int, ...]  # for each stacked weight, which input of the body it is
-    stacked: tuple[int, ...]  # and which of all weights
-    along: tuple[int, ...]  # the constants that travel along
-    moved: tuple[int, ...]  # those made of weights alone, trained ones among them
-    still: tuple[int, ...]  # those made of frozen weights alone
-    apart: tuple[int, ...]  # the outputs besides that are made of examples alone
-    told: tuple[int, ...]  # the other outputs besides that somebody reads
-    passing: tuple[Any, ...]  # outputs of earlier loops that pass by
+    weight_inputs: tuple[int, ...]
+    weight_numbers: tuple[int, ...]
+    carried_inputs: tuple[int, ...]
+    trained_constants: tuple[int, ...]
+    frozen_constants: tuple[int, ...]
+    batch_only_outputs: tuple[int, ...] = ()
+    stacked_outputs: tuple[int, ...] = ()
+    passing: tuple[Any, ...] = ()
 
     @property
     def layers(self) -> int:
-        """How often it goes round."""
+        """The number of layers, which is how often the `scan` goes round."""
         return self.equation.params["length"]
 
     @cached_property
     def parts(self) -> tuple[int, int]:
-        """How many constants and how many carries there are."""
+        """How many constants and how many carries the `scan` has; they are its first inputs."""
         return scan_parts(self.equation)
 
     @cached_property
     def entering(self) -> list[Any]:
-        """What is made to enter it: what goes from layer to layer, and what travels along."""
+        """The variables that have to be computed before the first layer can run.
+
+        These are the initial carry, then the carried inputs: the beginning of what travels.
+        """
         constants, carries = self.parts
         inputs = self.equation.invars
-        return [*inputs[constants : constants + carries], *[inputs[k] for k in self.along]]
+        carried = [inputs[k] for k in self.carried_inputs]
+        return [*inputs[constants : constants + carries], *carried]
 
     @cached_property
-    def same(self) -> list[int]:
-        """Of its inputs, what is the same for all layers and made of examples alone."""
-        return [k for k in range(self.parts[0]) if k not in (*self.along, *self.moved, *self.still)]
+    def shared_inputs(self) -> list[int]:
+        """The inputs that are the same for all layers and computed from the microbatch only.
+
+        They do not travel: it is cheaper to compute them again on each stage than to send them.
+        """
+        elsewhere = {*self.carried_inputs, *self.trained_constants, *self.frozen_constants}
+        return [k for k in range(self.parts[0]) if k not in elsewhere]
 
     @cached_property
-    def plain(self) -> list[int]:
-        """What is taken layer by layer and made of examples alone."""
-        return [
-            k for k in range(sum(self.parts), len(self.equation.invars)) if k not in self.weights
-        ]
+    def per_layer_inputs(self) -> list[int]:
+        """The scanned inputs other than weights, such as the numbers of the layers.
+
+        Each layer takes one slice of them. They are computed from the microbatch only; anything
+        else has been refused when the loss was cut.
+        """
+        scanned = range(sum(self.parts), len(self.equation.invars))
+        return [k for k in scanned if k not in self.weight_inputs]
 
     @cached_property
     def leaving(self) -> list[Any]:
-        """Under which names what travels is known after the last part, where it is."""
+        """For each array that travels, the variable whose value it is after the last part.
+
+        It is None for the carried inputs: whoever reads these later computes them again.
+        """
         outputs = self.equation.outvars
         return [
             *outputs[: self.parts[1]],
-            *[None] * len(self.along),
+            *([None] * len(self.carried_inputs)),
             *self.passing,
-            *[outputs[k] for k in self.told],
+            *[outputs[k] for k in self.stacked_outputs],
         ]
 
     @cached_property
     def travelling(self) -> Shapes:
-        """What travels."""
-        atoms = [*self.entering, *self.passing, *[self.equation.outvars[k] for k in self.told]]
+        """Shapes and dtypes of the arrays that travel from part to part, in their order."""
+        stacked = [self.equation.outvars[k] for k in self.stacked_outputs]
+        atoms = [*self.entering, *self.passing, *stacked]
         return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
 
     @cached_property
-    def smooth(self) -> list[bool]:
-        """What of it has derivatives."""
-        return [jnp.issubdtype(one.dtype, jnp.inexact) for one in self.travelling]
+    def differentiable(self) -> list[bool]:
+        """For each array that travels, whether a gradient of it comes back.
+
+        Integers, such as counters, travel forward only.
+        """
+        return [jnp.issubdtype(shape.dtype, jnp.inexact) for shape in self.travelling]
 
     @cached_property
     def layer(self) -> ClosedJaxpr:
-        """One layer as a function: what enters that has derivatives, what else does; what is made
-        of trained weights; the layer's weights, trained ones first; what is made of frozen ones;
-        what is the same for all layers, and of what is stacked the layer's. What comes out is what
-        enters the next, in order, and what the layer tells besides.
+        """One layer as a function, its arguments in the order in which `derivative` wants them.
+
+        The arguments are: what enters and is differentiable, what else enters; the trained
+        constants; the layer's weights, trained ones first; the frozen constants; the shared inputs;
+        and the layer's slices of the per-layer inputs. The results are what enters the next layer,
+        in the order of `entering`, and then the layer's rows of the stacked outputs.
         """
         constants, carries = self.parts
         body = self.equation.params["jaxpr"]
-        moving = [*range(constants, constants + carries), *self.along]
-        floats = [k for k, smooth in zip(moving, self.smooth, strict=False) if smooth]
-        others = [k for k, smooth in zip(moving, self.smooth, strict=False) if not smooth]
-        order = [*floats, *others, *self.moved, *self.weights, *self.still, *self.same, *self.plain]
+        entering = [*range(constants, constants + carries), *self.carried_inputs]
+        floats, others = [], []
+        # `differentiable` is longer: it goes on with what passes by and with stacked outputs.
+        for k, differentiable in zip(entering, self.differentiable, strict=False):
+            (floats if differentiable else others).append(k)
+        order = [
+            *floats,
+            *others,
+            *self.trained_constants,
+            *self.weight_inputs,
+            *self.frozen_constants,
+            *self.shared_inputs,
+            *self.per_layer_inputs,
+        ]
 
-        def layer(*given: Any) -> Arrays:
-            now = dict(zip(order, given, strict=True))
-            results = jaxpr_as_fun(body)(*[now[k] for k in range(len(body.jaxpr.invars))])
+        def layer(*arguments: Any) -> Arrays:
+            inputs = dict(zip(order, arguments, strict=True))
+            results = jaxpr_as_fun(body)(*[inputs[k] for k in range(len(body.jaxpr.invars))])
             return [
                 *results[:carries],
-                *[now[k] for k in self.along],
-                *[results[k] for k in self.told],
+                *[inputs[k] for k in self.carried_inputs],
+                *[results[k] for k in self.stacked_outputs],
             ]
 
         avals = [body.jaxpr.invars[k].aval for k in order]
-        return jax.make_jaxpr(layer)(
-            *[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        )
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return jax.make_jaxpr(layer)(*shapes)
 
 
-def aside(loop: Loop, same: Arrays, plain: Arrays) -> Arrays:
-    """What a loop makes of examples alone, without its layers."""
+def batch_only_values(loop: Loop, shared: Arrays, per_layer: Arrays) -> Arrays:
+    """The loop's outputs that no layer has a part in, computed from the microbatch.
+
+    `shared` and `per_layer` are the values of the loop's inputs of these kinds. The result has the
+    values of `loop.batch_only_outputs`, stacked over all layers: a small `scan` makes them, whose
+    body is what is left of the layer.
+    """
     body = body_of(loop.equation)
-    names = [body.jaxpr.invars[k] for k in (*loop.same, *loop.plain)]
-    wanted = [body.jaxpr.outvars[k] for k in loop.apart]
+    names = [body.jaxpr.invars[k] for k in (*loop.shared_inputs, *loop.per_layer_inputs)]
+    wanted = [body.jaxpr.outvars[k] for k in loop.batch_only_outputs]
 
-    def layer(_: None, of_layer: Arrays) -> tuple[None, Arrays]:
+    def layer(_: None, slices: Arrays) -> tuple[None, Arrays]:
         values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        return None, made_of(
-            body.jaxpr, wanted, values | dict(zip(names, [*same, *of_layer], strict=True))
-        )
+        values |= dict(zip(names, [*shared, *slices], strict=True))
+        return None, made_of(body.jaxpr, wanted, values)
 
-    return lax.scan(layer, None, plain, length=loop.layers)[1]
+    return lax.scan(layer, None, per_layer, length=loop.layers)[1]
 
 
 def body_of(equation: Any) -> ClosedJaxpr:
-    """The body of a loop, calls taken apart, so that what a value is made of can be followed."""
+    """The body of a loop with its calls inlined, so that dependencies can be followed through."""
     return inlined(equation.params["jaxpr"], lambda _: True)
 
 
 def outputs_behind(
     jaxpr: Jaxpr, wanted: Sequence[Any], loops: Sequence[Loop]
 ) -> list[tuple[int, Any]]:
-    """Which outputs of loops, each with the number of its loop, `wanted` is made of, but for those
-    made of examples alone.
+    """The outputs of loops that `wanted` is computed from, each with the number of its loop.
+
+    Only the last loop on each way counts: the search stops at an output of a loop. Outputs that are
+    computed from the microbatch only are left out, for no layer is needed to have them. The order
+    is that in which the outputs are read.
     """
-    of = {v: k for k, loop in enumerate(loops) for v in loop.equation.outvars}
-    own = {loop.equation.outvars[k] for loop in loops for k in loop.apart}
-    equations = behind(jaxpr, wanted, of)
+    loop_of_output: dict[Any, int] = {}
+    without_layers = set()
+    for number, loop in enumerate(loops):
+        outputs = loop.equation.outvars
+        loop_of_output.update(dict.fromkeys(outputs, number))
+        without_layers.update(outputs[k] for k in loop.batch_only_outputs)
+    equations = behind(jaxpr, wanted, loop_of_output)
     read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])
-    return [(of[v], v) for v in read if v in of and v not in own]
+    return [
+        (loop_of_output[var], var)
+        for var in read
+        if var in loop_of_output and var not in without_layers
+    ]

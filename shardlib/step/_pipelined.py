@@ -17,6 +17,7 @@ from shardlib.compiled._collectives import Collective, collectives
 from shardlib.layouts._rules import LAYERS, spec_axes
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor
+from shardlib.pipeline._loop import Weight
 from shardlib.pipeline._program import program_of
 from shardlib.step._layer_order import loops_of, stacked_dim
 from shardlib.step._state import State
@@ -68,11 +69,8 @@ class Pipelined:
 
         self.cut = cut(
             function,
-            [parameter.whole for parameter in self.parameters],
+            [self._described(parameter, names) for parameter in self.parameters],
             self.leaves,
-            [parameter.path for parameter in self.parameters],
-            [_stacked_by(parameter, names, self.axis) for parameter in self.parameters],
-            [not parameter.frozen for parameter in self.parameters],
             loops_of(strategy, names),
         )
         # Trees of the positions that outputs have in the list that the cut function returns.
@@ -81,6 +79,15 @@ class Pipelined:
         self.means, self.streams, rest = positions[1]
         positions_of_inputs = argument_tree.unflatten(range(len(self.leaves)))
         self._check_unchanged(rest, positions_of_inputs[1])
+
+    def _described(self, parameter: Any, names: dict[str, Any]) -> Weight:
+        """A parameter as the cut of a loss sees it."""
+        return Weight(
+            parameter.whole,
+            parameter.path,
+            _stacked_by(parameter, names, self.axis),
+            trained=not parameter.frozen,
+        )
 
     def _check_unchanged(self, outputs: Any, inputs: Any) -> None:
         """Refuse a loss that changes the model's state other than random streams."""

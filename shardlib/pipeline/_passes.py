@@ -1,0 +1,488 @@
+"""The passes of one stage: through a part forward and backward, and around the loops over layers.
+
+What a stage does in a tick is numbers in a *row* of the program: which microbatch, which part,
+which slots. These are traced values, since the program is one for all stages; what differs between
+loops over layers, which is code, is chosen by `lax.switch`.
+
+    forward   part_input -> run_part -> (after the last part) head, which makes the first gradients
+    backward  gradients  -> backward -> (before a first part) start_backward
+    weights   weight_gradients, where the schedule splits backward passes
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.pipeline._buffers import (
+    Buffers,
+    empty,
+    read_layer,
+    read_slot,
+    replaced,
+    rows_of,
+    split_differentiable,
+    with_layer,
+    with_loop,
+    with_rows,
+    with_slot,
+)
+from shardlib.pipeline._cut import Cut
+from shardlib.pipeline._layer import layer
+from shardlib.pipeline._loop import Arrays
+from shardlib.pipeline._program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass of this tick: what the row says of one kind, `F`, `B` or `W`.
+
+    `row` has the numbers of this stage in this tick, by name, such as `F.microbatch`.
+    """
+
+    row: dict[str, Any]
+    kind: str
+
+    def __getitem__(self, name: str) -> Any:
+        """A number of the pass, such as its `microbatch`, or its slot in a buffer."""
+        return self.row[f"{self.kind}.{name}"]
+
+    def happens(self) -> Any:
+        """Whether this stage has such a pass in this tick."""
+        return self.row[self.kind] == 1
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalInputs:
+    """What a stage computes for itself for one pass.
+
+    - `first_layer` is the first layer of the pass's part, counted within the loop.
+    - `inputs` are those of the microbatch.
+    - `shared` is the same for all layers: frozen constants, then shared inputs.
+    - `per_layer` has a row for each layer of the part.
+    """
+
+    first_layer: Any
+    inputs: Arrays
+    shared: Arrays
+    per_layer: Arrays
+
+
+@dataclass(frozen=True, eq=False)
+class _BackwardPart:
+    """What the backward passes of all layers of a part have in common.
+
+    `kept` and `slot` say where the residuals are. `first_row` is the part's first layer among those
+    of the stage, where the gradients of its weights are added.
+    """
+
+    loop: int
+    local: _LocalInputs
+    kept: Arrays
+    slot: Any
+    first_row: Any
+
+
+@dataclass(eq=False)
+class Passes:
+    """The passes that one stage can do, for a cut function and a program.
+
+    `weights` are all weights; of the stacked ones this stage's layers, part after part.
+    `inputs(microbatch)` gives the inputs of the function, and `totals` are the numbers of those of
+    its outputs that are added up over microbatches.
+
+    Sums of gradients are of two kinds: `outer_sums` has one for each weight outside the loops, and
+    `layer_sums` has for each loop those of its trained constants and then of its trained weights.
+    """
+
+    cut: Cut
+    program: Program
+    weights: Sequence[Any]
+    inputs: Callable[[Any], Arrays]
+    totals: Sequence[int]
+
+    def __post_init__(self) -> None:
+        cut, self.table = self.cut, self.program.table
+        self.layers = [layer(loop, cut.trained, self.table.splits) for loop in cut.loops]
+        self.outer = [self.weights[k] for k in cut.outer]
+        constants = [cut.constants(loop, self.outer) for loop in range(len(cut.loops))]
+        self.trained_constants = [trained for trained, _ in constants]
+        self.frozen_constants = [frozen for _, frozen in constants]
+        self.stacks = [[self.weights[k] for k in loop.weight_numbers] for loop in cut.loops]
+        self.parts_per_loop = self.table.parts // len(cut.loops)
+        # How many parts of each loop are on each stage.
+        self.chunks_per_loop = self.parts_per_loop // self.table.stages
+        self.layers_per_part = [loop.layers // self.parts_per_loop for loop in cut.loops]
+
+    # What a stage has.
+
+    def buffers(self) -> Buffers:
+        """All buffers, with nothing in them.
+
+        Those for what is sent have one slot more than is used, for what arrives and nobody reads.
+        """
+        slots = self.program.slots
+        kept, left = [], []
+        for loop, of_loop in enumerate(self.layers):
+            count = self.layers_per_part[loop]
+            kept.append((of_loop.kept, slots["kept"][loop], count))
+            left.append((of_loop.left, slots["left"][loop], count))
+        wire = self.cut.wire
+        return {
+            "activations": empty(wire.shapes, slots["activations"][0] + 1),
+            "gradients": empty(wire.gradient_shapes, slots["gradients"][0] + 1),
+            "kept": [empty(*arguments) for arguments in kept],
+            "left": [empty(*arguments) for arguments in left],
+        }
+
+    def for_loop(self, part: Any, do: Callable[..., Any], *operands: Any) -> Any:
+        """`do(loop, *operands)` for the loop that a part belongs to.
+
+        With one loop there is nothing to choose. With several, each has a branch in the program.
+        """
+        count = len(self.cut.loops)
+        if count == 1:
+            return do(0, *operands)
+        branches = [partial(do, loop) for loop in range(count)]
+        return lax.switch(part // self.parts_per_loop, branches, *operands)
+
+    def layer_weights(self, loop: int, weights: Arrays) -> Arrays:
+        """What a layer takes as weights: the loop's trained constants, and then its own."""
+        return [*self.trained_constants[loop], *weights]
+
+    def part_weights(self, step: Pass, loop: int) -> tuple[Any, Arrays]:
+        """The first of the stage's layers that belongs to a pass's part, and the part's weights."""
+        if self.chunks_per_loop == 1:
+            return 0, self.stacks[loop]
+        count = self.layers_per_part[loop]
+        first = (step["chunk"] - loop * self.chunks_per_loop) * count
+        return first, rows_of(self.stacks[loop], first, count)
+
+    def local_inputs(self, step: Pass, loop: int) -> _LocalInputs:
+        """What a pass needs besides what was sent and kept, computed on this stage."""
+        inputs = self.inputs(step["microbatch"])
+        shared, per_layer = self.cut.local_inputs(loop, self.outer, inputs)
+        count = self.layers_per_part[loop]
+        first = (step["part"] - loop * self.parts_per_loop) * count
+        shared = [*self.frozen_constants[loop], *shared]
+        return _LocalInputs(first, inputs, shared, rows_of(per_layer, first, count))
+
+    # Forward.
+
+    def part_input(self, loop: int, step: Pass, buffers: Buffers, inputs: Arrays) -> Arrays:
+        """What travels into a pass's part.
+
+        It is what arrived, and before the first part of a loop the start of that loop.
+        """
+        arrived = read_slot(buffers["activations"], step["activations"])
+
+        def start() -> Arrays:
+            travelled = []
+            if loop > 0:
+                travelled = self.cut.wire.unpacked(loop - 1, arrived)
+            return self.cut.start(loop, self.outer, inputs, travelled)
+
+        is_first = step["part"] == loop * self.parts_per_loop
+        return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
+
+    def run_part(
+        self, loop: int, step: Pass, buffers: Buffers, kept_buffer: Arrays, slot: Any
+    ) -> tuple[Arrays, Arrays]:
+        """Run the layers of a part forward, and keep what their backward passes read.
+
+        Args:
+            loop: The loop that the part belongs to.
+            step: The pass: a forward one, or a backward one that recomputes.
+            buffers: All buffers, for what arrived.
+            kept_buffer: Where residuals are kept, in a `slot`; empty where none are. They are
+                written layer by layer: stacked first, they would be written twice.
+            slot: The slot of this microbatch in it.
+
+        Returns:
+            What travels on, and the buffer with the residuals.
+        """
+        local = self.local_inputs(step, loop)
+        arrived = self.part_input(loop, step, buffers, local.inputs)
+        entering = len(self.cut.loops[loop].entering)
+
+        def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[Any, Arrays]:
+            travelling, kept = carry
+            number, weights, slices = scanned
+            weights = self.layer_weights(loop, weights)
+            travelling, rows, residuals = self.layers[loop].forward(
+                travelling, weights, [*local.shared, *slices]
+            )
+            if kept:
+                kept = with_layer(kept, slot, number, residuals)
+            return (travelling, kept), rows
+
+        numbers = jnp.arange(self.layers_per_part[loop])
+        _, weights = self.part_weights(step, loop)
+        start = arrived[:entering], kept_buffer
+        (travelling, kept), rows = lax.scan(body, start, (numbers, weights, local.per_layer))
+        # Of the stacked outputs, the part fills in the rows of its own layers.
+        stacked_from = len(arrived) - len(rows)
+        stacked = with_rows(arrived[stacked_from:], local.first_layer, rows)
+        return [*travelling, *arrived[entering:stacked_from], *stacked], kept
+
+    def forward(self, row: dict[str, Any], buffers: Buffers) -> tuple[Arrays, Buffers]:
+        """A forward pass: what is sent on, and the buffers with what was kept."""
+        return self.for_loop(row["F.part"], partial(self._forward, Pass(row, "F")), buffers)
+
+    def _forward(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
+        kept: Arrays = []
+        if self.table.trains and not self.program.recompute:
+            kept = buffers["kept"][loop]
+        travelled, kept = self.run_part(loop, step, buffers, kept, step["kept"])
+        sent = self.cut.wire.packed(loop, travelled)
+        if kept:
+            buffers = with_loop(buffers, "kept", loop, kept)
+        return sent, buffers
+
+    def head(
+        self,
+        row: dict[str, Any],
+        sent: Arrays,
+        buffers: Buffers,
+        outer_sums: Arrays,
+        totals: Arrays,
+    ) -> tuple[Buffers, Arrays, Arrays]:
+        """What comes after the last part, and at once its gradient.
+
+        The backward pass of the head does not wait for a tick of its own: what it would keep until
+        then, the logits among it, is large.
+
+        Args:
+            row: The numbers of this stage in this tick.
+            sent: What comes out of the last part.
+            buffers: All buffers; the gradients of `sent` go into a slot.
+            outer_sums: Sums of gradients of the outer weights, which the head's are added to.
+            totals: The sums that the function's outputs are added to.
+
+        Returns:
+            The last three, as they are now.
+        """
+        step, last = Pass(row, "F"), len(self.cut.loops) - 1
+        inputs = self.inputs(step["microbatch"])
+        trained = self.cut.head_weights
+        floats, with_floats = split_differentiable(
+            self.cut.wire.unpacked(last, sent), self.cut.loops[last].differentiable
+        )
+
+        def loss(floats: Arrays, weights: Arrays) -> tuple[Any, Arrays]:
+            outer = replaced(self.outer, trained, weights)
+            travelled = with_floats(floats)
+            total, *others = self.cut.after(outer, inputs, travelled, [0, *self.totals])
+            return total, others
+
+        differentiated = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        weights = [self.outer[k] for k in trained]
+        (_, outputs), (of_travelled, of_weights) = differentiated(floats, weights)
+        packed = self.cut.wire.packed(last, of_travelled, backward=True)
+        written = with_slot(buffers["gradients"], step["gradients"], packed)
+        return (
+            buffers | {"gradients": written},
+            self.with_outer(outer_sums, trained, of_weights),
+            [total + output for total, output in zip(totals, outputs, strict=True)],
+        )
+
+    # Backward.
+
+    def backward(
+        self, row: dict[str, Any], buffers: Buffers, layer_sums: list[Arrays]
+    ) -> tuple[Arrays, Buffers, list[Arrays]]:
+        """A backward pass: the gradients that are sent back, the buffers, and the layers' sums.
+
+        Where passes are split, gradients of weights wait for a pass of their own, and what these
+        read is left in the buffers.
+        """
+        do = partial(self._backward, Pass(row, "B"))
+        return self.for_loop(row["B.part"], do, buffers, layer_sums)
+
+    def _backward(
+        self, step: Pass, loop: int, buffers: Buffers, layer_sums: list[Arrays]
+    ) -> tuple[Arrays, Buffers, list[Arrays]]:
+        local = self.local_inputs(step, loop)
+        arrived = read_slot(buffers["gradients"], step["gradients"])
+        gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
+        # They are in the order of what travels: what enters layers, what passes by, stacked rows.
+        target = self.cut.loops[loop]
+        entering = sum(target.differentiable[: len(target.entering)])
+        stacked = sum(target.differentiable[len(target.travelling) - len(target.stacked_outputs) :])
+        passing = gradients[entering:]
+        of_stacked = gradients[len(gradients) - stacked :]
+        of_rows = rows_of(of_stacked, local.first_layer, self.layers_per_part[loop])
+        kept, slot = self._residuals(step, loop, buffers)
+        first_row, weights = self.part_weights(step, loop)
+        part = _BackwardPart(loop, local, kept, slot, first_row)
+        numbers = jnp.arange(self.layers_per_part[loop])
+        scanned = (numbers, weights, local.per_layer, of_rows)
+        if self.table.splits:
+            body = partial(self._input_gradients_of_layer, part, step["left"])
+            start = gradients[:entering], buffers["left"][loop]
+        else:
+            body = partial(self._gradients_of_layer, part)
+            start = gradients[:entering], layer_sums[loop]
+        (of_entering, end), _ = lax.scan(body, start, scanned, reverse=True)
+        if self.table.splits:
+            buffers = with_loop(buffers, "left", loop, end)
+            buffers = with_loop(buffers, "kept", loop, kept)
+        else:
+            layer_sums = replaced(layer_sums, [loop], [end])
+        sent = self.cut.wire.packed(loop, [*of_entering, *passing], backward=True)
+        return sent, buffers, layer_sums
+
+    def _residuals(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Any]:
+        """Where the residuals of a backward pass are: a buffer, and a slot in it.
+
+        A stage that recomputes runs the part forward again first. Where the buffer has no slots,
+        since nothing waits for a `W`, a slot of its own holds them for the time of the pass.
+        """
+        kept, slot = buffers["kept"][loop], step["kept"]
+        if not self.program.recompute:
+            return kept, slot
+        if not kept:
+            kept, slot = empty(self.layers[loop].kept, 1, self.layers_per_part[loop]), 0
+        _, kept = self.run_part(loop, step, buffers, kept, slot)
+        return kept, slot
+
+    def _gradients_of_layer(self, part: _BackwardPart, carry: Any, scanned: Any) -> Any:
+        """The backward pass of one layer, whole: the body of a loop over the layers of a part."""
+        gradients, sums = carry
+        number, weights, slices, of_rows = scanned
+        weights = self.layer_weights(part.loop, weights)
+        residuals = read_layer(part.kept, part.slot, number)
+        gradients, of_weights = self.layers[part.loop].backward(
+            residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
+        )
+        sums = self.with_layer_gradients(part.loop, sums, part.first_row + number, of_weights)
+        return (gradients, sums), None
+
+    def _input_gradients_of_layer(
+        self, part: _BackwardPart, left_slot: Any, carry: Any, scanned: Any
+    ) -> Any:
+        """The backward pass of one layer, of its inputs only; the rest is left in a buffer."""
+        gradients, left = carry
+        number, weights, slices, of_rows = scanned
+        weights = self.layer_weights(part.loop, weights)
+        residuals = read_layer(part.kept, part.slot, number)
+        gradients, new = self.layers[part.loop].input_gradients(
+            residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
+        )
+        return (gradients, with_layer(left, left_slot, number, new)), None
+
+    def start_backward(
+        self, row: dict[str, Any], sent: Arrays, buffers: Buffers, outer_sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The backward pass of the start of a loop, after that of its first part.
+
+        The result is the gradients of what came out of the loop before, which are sent on, and the
+        sums. The start is computed again rather than kept, for it is little.
+        """
+        do = partial(self._start_backward, Pass(row, "B"), buffers)
+        return self.for_loop(row["B.part"], do, sent, outer_sums)
+
+    def _start_backward(
+        self, step: Pass, buffers: Buffers, loop: int, sent: Arrays, outer_sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        inputs = self.inputs(step["microbatch"])
+        trained = self.cut.start_weights(loop)
+        travelled: Arrays = []
+        differentiable: Sequence[bool] = []
+        if loop > 0:
+            arrived = read_slot(buffers["activations"], step["activations"])
+            travelled = self.cut.wire.unpacked(loop - 1, arrived)
+            differentiable = self.cut.loops[loop - 1].differentiable
+        floats, with_floats = split_differentiable(travelled, differentiable)
+
+        def start(floats: Arrays, weights: Arrays) -> Arrays:
+            outer = replaced(self.outer, trained, weights)
+            made = self.cut.start(loop, outer, inputs, with_floats(floats))
+            return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
+
+        _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
+        of_travelled, of_weights = derivative(self.cut.wire.unpacked(loop, sent, backward=True))
+        if loop > 0:
+            sent = self.cut.wire.packed(loop - 1, of_travelled, backward=True)
+        return sent, self.with_outer(outer_sums, trained, of_weights)
+
+    def weight_gradients(
+        self, row: dict[str, Any], buffers: Buffers, layer_sums: list[Arrays]
+    ) -> list[Arrays]:
+        """A pass `W`: the sums of the layers' gradients with those of one part and microbatch.
+
+        It reads what the forward pass kept and what the backward pass left.
+        """
+        do = partial(self._weight_gradients, Pass(row, "W"), buffers)
+        return self.for_loop(row["W.part"], do, layer_sums)
+
+    def _weight_gradients(
+        self, step: Pass, buffers: Buffers, loop: int, layer_sums: list[Arrays]
+    ) -> list[Arrays]:
+        local = self.local_inputs(step, loop)
+        first_row, weights = self.part_weights(step, loop)
+
+        def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
+            number, weights, slices = scanned
+            kept = read_layer(buffers["kept"][loop], step["kept"], number)
+            left = read_layer(buffers["left"][loop], step["left"], number)
+            of_weights = self.layers[loop].weight_gradients(
+                kept, self.layer_weights(loop, weights), [*local.shared, *slices], left
+            )
+            return self.with_layer_gradients(loop, sums, first_row + number, of_weights), None
+
+        numbers = jnp.arange(self.layers_per_part[loop])
+        sums, _ = lax.scan(body, layer_sums[loop], (numbers, weights, local.per_layer))
+        return replaced(layer_sums, [loop], [sums])
+
+    # Sums of gradients.
+
+    def with_outer(self, sums: Arrays, positions: Sequence[int], gradients: Arrays) -> Arrays:
+        """The sums of the outer weights with gradients of some of them added."""
+        added = []
+        for k, gradient in zip(positions, gradients, strict=True):
+            added.append(sums[k] + gradient.astype(sums[k].dtype))
+        return replaced(sums, positions, added)
+
+    def with_layer_gradients(self, loop: int, sums: Arrays, row: Any, gradients: Arrays) -> Arrays:
+        """A loop's sums with the gradients of one layer added.
+
+        Those of trained constants, which all layers share, are added as they are; those of stacked
+        weights in the layer's row.
+        """
+        constants = len(self.trained_constants[loop])
+        added = []
+        for k, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            gradient = gradient.astype(total.dtype)
+            if k < constants:
+                added.append(total + gradient)
+            else:
+                added.append(total.at[row].add(gradient))
+        return added
+
+    def empty_constant_sums(self, loop: int) -> Arrays:
+        """Empty sums of gradients of a loop's trained constants, in float32 at least."""
+        return [
+            jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            for x in self.trained_constants[loop]
+        ]
+
+    def constants_backward(self, loop: int, outer_sums: Arrays, sums: Arrays) -> Arrays:
+        """The sums of the outer weights with what comes back through a loop's trained constants.
+
+        `sums` are those of the gradients of the constants. It is enough to go back once, after all
+        microbatches, since the constants are made of weights only.
+        """
+        trained = self.cut.shared_weights(loop)
+
+        def constants(weights: Arrays) -> Arrays:
+            return self.cut.constants(loop, replaced(self.outer, trained, weights))[0]
+
+        made, derivative = jax.vjp(constants, [self.outer[k] for k in trained])
+        of_made = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
+        (of_weights,) = derivative(of_made)
+        return self.with_outer(outer_sums, trained, of_weights)
