@@ -1,16 +1,21 @@
-"""Ticks as numbers, for an executor that is one program: what each stage does in each tick, and
-where things lie.
+"""Ticks as numbers, for an executor that is one program: what each stage does, and in which slots.
 
-Whatever waits has a slot in a buffer: what another part sent, what a forward pass keeps for its
-backward pass, what a split backward pass leaves for the gradients of weights. A buffer is as large
-on every stage as on the fullest; those for what is sent have one slot more, into which goes what
-nobody reads.
+Whatever waits has a slot in a buffer:
+
+    buffer         holds                                  from           until
+    activations    what another part sent forward         it arrives     its last reader
+    kept           residuals of a forward pass            F              B, or W where passes split
+    gradients      what another part sent backward        it arrives     B
+    left           what a split B leaves for the weights  B              W
+
+All stages run one program, so that a buffer is as large on every stage as on the fullest. Those for
+what is sent have one slot more, into which goes what arrives and nobody reads.
 """
 
 import heapq
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,16 +28,36 @@ BUFFERS = ("activations", "kept", "gradients", "left")
 
 Pairs = tuple[tuple[int, int], ...]
 
+# A microbatch and a part: what one thing in a buffer is called.
+Item: TypeAlias = tuple[int, int]
+# From when to when something waits, in ticks and fractions of ticks.
+Span: TypeAlias = tuple[float, float]
+
+# Which buffers the passes of each kind read or write.
+_USES = {
+    "F": ("activations", "kept", "gradients"),
+    "B": ("activations", "kept", "gradients", "left"),
+    "W": ("kept", "left"),
+}
+# A tick has moments: a stage goes forward, then backward, then makes gradients of weights; then
+# what was sent arrives.
+_MOMENTS = {"F": 0.0, "B": 0.25, "W": 0.5}
+_ARRIVAL = 0.75
+
 
 @dataclass(frozen=True)
 class Program:
     """What an executor reads: `rows` of numbers, by name, each of ticks by stages.
 
-    Of each kind of pass, such as `F`: whether there is one (`F`), its `F.microbatch`, its part
-    among those of the stage, `F.chunk`, and among all, `F.part`. Of each buffer the slot that a
-    pass reads or writes, `F.kept`; and under the name of a channel where what comes through it
-    goes. `channels` has, for `F` and for `B`, from which stages to which it is sent: one channel
-    for each distance; of distance 0 a stage hands on to itself.
+    Of each kind of pass, such as `F`, there are these rows:
+
+    - `F`: whether there is one.
+    - `F.microbatch`, `F.part`, and `F.chunk`, the number of the part among those of its stage.
+    - `F.kept` and the like: the slot of a buffer that the pass reads or writes.
+    - Under the name of a channel: the slot into which goes what comes through it.
+
+    `channels` has, for `F` and for `B`, from which stages to which is sent: one channel for each
+    distance; at distance 0 a stage hands on to itself.
 
     A model with several loops over layers has as many parts of each. What passes of different loops
     keep and leave differs, and so does the number of `slots`, which are counted loop by loop.
@@ -47,13 +72,13 @@ class Program:
 
     @property
     def ticks(self) -> int:
-        """How many there are."""
+        """How many ticks there are in a step."""
         return len(self.rows["F"])
 
 
 @lru_cache(maxsize=64)
 def table_of(schedule: Schedule) -> Table:
-    """Its table, made once."""
+    """The table of a schedule, made once for each schedule."""
     return schedule.table()
 
 
@@ -61,12 +86,17 @@ def table_of(schedule: Schedule) -> Table:
 def program_of(
     schedule: Schedule, *, loops: int = 1, recompute: bool = False, trains: bool = True
 ) -> "Program":
-    """Its program; or, to measure and not to train, of its forward passes alone."""
+    """The program of a schedule, made once for each choice of options.
+
+    To measure rather than to train, it is made of the schedule's forward passes only.
+    """
     table = table_of(schedule)
     if trains:
         return program(pack(table, schedule.paired), loops, recompute)
-    orders = tuple(tuple(op for op in order if op.kind == "F") for order in table.orders)
-    return program(pack(Table(orders, table.placement), paired=False), loops, recompute)
+    orders = []
+    for order in table.orders:
+        orders.append(tuple(op for op in order if op.kind == "F"))
+    return program(pack(Table(tuple(orders), table.placement), paired=False), loops, recompute)
 
 
 def channel(kind: str, distance: int) -> str:
@@ -77,9 +107,8 @@ def channel(kind: str, distance: int) -> str:
 def program(ticks: Ticks, loops: int = 1, recompute: bool = False) -> Program:
     """Number what ticks do, and find a slot for all that waits.
 
-    Within a tick a stage goes forward, then backward, then makes gradients of weights. The parts
-    are those of `loops`, as many of each. If a stage is to `recompute`, it keeps what was sent to
-    it and nothing else, until it goes backward.
+    The parts are those of `loops`, as many of each. If a stage is to `recompute`, it keeps what was
+    sent to it and nothing else, until it goes backward.
 
     >>> from shardlib.pipeline import OneFOneB, pack
     >>> made = program(pack(OneFOneB(4, 8).table(), paired=False))
@@ -87,134 +116,192 @@ def program(ticks: Ticks, loops: int = 1, recompute: bool = False) -> Program:
     (22, (4,), ((0, 1), (1, 2), (2, 3)))
     """
     table = ticks.table
-    when = {op: tick for tick, row in enumerate(ticks.rows) for ops in row for op in ops}
-    lives = _lives(table, when, loops, recompute)
-    slots, size = {}, {}
-    for buffer, spans in lives.items():
-        apart = loops if buffer in ("kept", "left") else 1
-        counts = [0] * apart
-        for stage, loop in itertools.product(range(table.stages), range(apart)):
-            mine = {
-                of: span
-                for of, span in spans.items()
-                if table.placement[of[1]] == stage and of[1] * apart // table.parts == loop
-            }
-            found, used = _colour(mine)
-            slots.update({(buffer, *of): slot for of, slot in found.items()})
-            counts[loop] = max(counts[loop], used)
-        size[buffer] = tuple(counts)
+    tick_of: dict[Op, int] = {}
+    for tick, row in enumerate(ticks.rows):
+        for ops in row:
+            tick_of.update(dict.fromkeys(ops, tick))
+    slots = _assigned_slots(table, tick_of, loops, recompute)
+    rows = _Rows(table, slots, len(ticks.rows))
+    for op, tick in tick_of.items():
+        rows.add_pass(op, tick)
+        rows.add_arrival(op, tick)
+    return Program(table, rows.rows, slots.counts, rows.sorted_channels(), loops, recompute)
 
-    shape = (len(ticks.rows), table.stages)
-    rows: dict[str, np.ndarray] = {}
 
-    def row(name: str, otherwise: int) -> np.ndarray:
-        return rows.setdefault(name, np.full(shape, otherwise, np.int32))
+@dataclass(frozen=True)
+class _Slots:
+    """The slot of each thing that waits, by buffer, microbatch and part.
 
-    def slot(buffer: str, op: Op) -> int:
-        return slots.get((buffer, op.microbatch, op.part), nobody(buffer))
+    `counts` has for each buffer how many slots it has: one number, or for what differs between
+    loops over layers one for each loop.
+    """
 
-    def nobody(buffer: str) -> int:
-        return size[buffer][0]
+    slots: dict[tuple[str, int, int], int]
+    counts: dict[str, tuple[int, ...]]
 
-    uses = {
-        "F": ("activations", "kept", "gradients"),
-        "B": ("activations", "kept", "gradients", "left"),
-        "W": ("kept", "left"),
-    }
-    for kind in KINDS:
-        for name in ("", ".microbatch", ".chunk", ".part"):
-            row(kind + name, 0)
-        for buffer in uses[kind]:
-            row(f"{kind}.{buffer}", nobody(buffer))
-    channels: dict[str, dict[int, set[tuple[int, int]]]] = {"F": {}, "B": {}}
-    for op, tick in when.items():
-        stage, kind = table.placement[op.part], op.kind
-        rows[kind][tick, stage] = 1
-        rows[f"{kind}.microbatch"][tick, stage] = op.microbatch
-        rows[f"{kind}.part"][tick, stage] = op.part
-        rows[f"{kind}.chunk"][tick, stage] = table.chunk(op.part)
-        for buffer in uses[kind]:
+    def unread(self, buffer: str) -> int:
+        """The slot after the last, where passes write that have nothing to write for anybody."""
+        return self.counts[buffer][0]
+
+    def of(self, buffer: str, op: Op) -> int:
+        """The slot of a pass in a buffer, or the one that nobody reads."""
+        return self.slots.get((buffer, op.microbatch, op.part), self.unread(buffer))
+
+
+def _assigned_slots(table: Table, tick_of: dict[Op, int], loops: int, recompute: bool) -> _Slots:
+    """Slots for all that waits, as few as can be, and as many on every stage as on the fullest."""
+    slots: dict[tuple[str, int, int], int] = {}
+    counts: dict[str, tuple[int, ...]] = {}
+    for buffer, spans in _lifetimes(table, tick_of, loops, recompute).items():
+        # What passes keep and leave has another shape in each loop, and hence buffers of its own.
+        groups = loops if buffer in ("kept", "left") else 1
+        sharing: dict[tuple[int, int], dict[Item, Span]] = {}
+        for (microbatch, part), span in spans.items():
+            group = table.placement[part], part * groups // table.parts
+            sharing.setdefault(group, {})[microbatch, part] = span
+        used = [0] * groups
+        for (_, loop), spans_of_group in sharing.items():
+            slot_of, count = _coloured(spans_of_group)
+            used[loop] = max(used[loop], count)
+            for (microbatch, part), slot in slot_of.items():
+                slots[buffer, microbatch, part] = slot
+        counts[buffer] = tuple(used)
+    return _Slots(slots, counts)
+
+
+class _Rows:
+    """The rows of a program and its channels, while they are filled in pass by pass."""
+
+    def __init__(self, table: Table, slots: _Slots, ticks: int) -> None:
+        self.table, self.slots = table, slots
+        self.shape = (ticks, table.stages)
+        self.rows: dict[str, np.ndarray] = {}
+        self.channels: dict[str, dict[int, set[tuple[int, int]]]] = {"F": {}, "B": {}}
+        for kind in KINDS:
+            for name in ("", ".microbatch", ".chunk", ".part"):
+                self._row(kind + name, 0)
+            for buffer in _USES[kind]:
+                self._row(f"{kind}.{buffer}", slots.unread(buffer))
+
+    def _row(self, name: str, default: int) -> np.ndarray:
+        """A row by its name, with the same number everywhere if it is new."""
+        return self.rows.setdefault(name, np.full(self.shape, default, np.int32))
+
+    def add_pass(self, op: Op, tick: int) -> None:
+        """Write down a pass of a tick, and the slots that it reads and writes."""
+        kind, table = op.kind, self.table
+        at = tick, table.placement[op.part]
+        self.rows[kind][at] = 1
+        self.rows[f"{kind}.microbatch"][at] = op.microbatch
+        self.rows[f"{kind}.part"][at] = op.part
+        self.rows[f"{kind}.chunk"][at] = table.chunk(op.part)
+        for buffer in _USES[kind]:
+            # Of forward passes only that through the last part writes a gradient: the head's.
             if kind != "F" or buffer != "gradients" or op.part == table.parts - 1:
-                rows[f"{kind}.{buffer}"][tick, stage] = slot(buffer, op)
-        if (to := sent_to(table, op)) is not None:
-            there = table.placement[to.part]
-            distance = (there - stage + table.stages // 2) % table.stages - table.stages // 2
-            # With two, -1 is as far as +1.
-            distance = -distance if table.stages == 2 and there > stage else distance
-            channels[kind].setdefault(distance, set()).add((stage, there))
-            buffer = "activations" if kind == "F" else "gradients"
-            row(channel(kind, distance), nobody(buffer))[tick, there] = slot(buffer, to)
-    sorted_channels = {
-        kind: {far: tuple(sorted(pairs)) for far, pairs in of.items()}
-        for kind, of in channels.items()
-    }
-    return Program(table, rows, size, sorted_channels, loops, recompute)
+                self.rows[f"{kind}.{buffer}"][at] = self.slots.of(buffer, op)
+
+    def add_arrival(self, op: Op, tick: int) -> None:
+        """Write down where what a pass sends arrives, and through which channel, if it sends."""
+        table, kind = self.table, op.kind
+        receiver = sent_to(table, op)
+        if receiver is None:
+            return
+        sender, target = table.placement[op.part], table.placement[receiver.part]
+        distance = _distance(table.stages, sender, target)
+        self.channels[kind].setdefault(distance, set()).add((sender, target))
+        buffer = "activations" if kind == "F" else "gradients"
+        row = self._row(channel(kind, distance), self.slots.unread(buffer))
+        row[tick, target] = self.slots.of(buffer, receiver)
+
+    def sorted_channels(self) -> dict[str, dict[int, Pairs]]:
+        """The channels with the pairs of stages of each in order."""
+        channels: dict[str, dict[int, Pairs]] = {}
+        for kind, by_distance in self.channels.items():
+            channels[kind] = {far: tuple(sorted(pairs)) for far, pairs in by_distance.items()}
+        return channels
+
+
+def _distance(stages: int, sender: int, target: int) -> int:
+    """How far a stage sends, the shorter way round a ring of stages.
+
+    With two stages, -1 is as far as +1: stage 0 sends by +1 to stage 1, and that by -1 back.
+    """
+    half = stages // 2
+    distance = (target - sender + half) % stages - half
+    if stages == 2 and target > sender:
+        return -distance
+    return distance
 
 
 def sent_to(table: Table, op: Op) -> Op | None:
-    """For which pass an op makes something, if for any but a later one of its own part."""
-    part = op.part + {"F": 1, "B": -1, "W": table.parts}[op.kind]
-    return op._replace(part=part) if 0 <= part < table.parts else None
+    """The pass for which an op makes something, if it is of another part than its own.
 
-
-def _lives(
-    table: Table, when: dict[Op, int], loops: int, recompute: bool
-) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
-    """From when to when each thing waits, by microbatch and part. A tick has moments: F, B, W, and
-    what arrives.
+    A forward pass makes the input of the next part, a backward pass the gradient of the part
+    before; gradients of weights are for nobody.
     """
-    lives: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
-        buffer: {} for buffer in BUFFERS
-    }
-    moment = {"F": 0.0, "B": 0.25, "W": 0.5}
-    arrival = 0.75
-    at = {op: tick + moment[op.kind] for op, tick in when.items()}
-    last = "W" if table.splits else "B"
-    for (kind, microbatch, part), forward in at.items():
-        of = microbatch, part
-        if kind != "F":
+    if op.kind == "W":
+        return None
+    part = op.part + {"F": 1, "B": -1}[op.kind]
+    if not 0 <= part < table.parts:
+        return None
+    return op._replace(part=part)
+
+
+def _lifetimes(
+    table: Table, tick_of: dict[Op, int], loops: int, recompute: bool
+) -> dict[str, dict[Item, Span]]:
+    """From when to when each thing waits, by buffer, microbatch and part."""
+    lives: dict[str, dict[Item, Span]] = {buffer: {} for buffer in BUFFERS}
+    moment_of = {op: tick + _MOMENTS[op.kind] for op, tick in tick_of.items()}
+    parts_per_loop = table.parts // loops
+    for op, forward in moment_of.items():
+        if op.kind != "F":
             continue
-        back = at[Op("B", *of)] if table.trains else forward
-        if part:
+        item = op.microbatch, op.part
+        backward = forward
+        if table.trains:
+            backward = moment_of[op._replace(kind="B")]
+        if op.part > 0:
             # What goes into a loop is made of what came out of the one before, forward and
             # backward.
-            again = recompute or not part % (table.parts // loops)
-            lives["activations"][of] = (
-                when[Op("F", microbatch, part - 1)] + arrival,
-                back if again else forward,
-            )
+            read_again = recompute or op.part % parts_per_loop == 0
+            arrives = tick_of[op._replace(part=op.part - 1)] + _ARRIVAL
+            lives["activations"][item] = arrives, backward if read_again else forward
         if not table.trains:
             continue
-        end = at[Op(last, *of)]
-        if not recompute:
-            lives["kept"][of] = forward, end
-        elif table.splits:
-            lives["kept"][of] = back, end
-        if part == table.parts - 1:
-            lives["gradients"][of] = forward, back
-        else:
-            lives["gradients"][of] = when[Op("B", microbatch, part + 1)] + arrival, back
+        end = backward
         if table.splits:
-            lives["left"][of] = back, end
+            end = moment_of[op._replace(kind="W")]
+            lives["left"][item] = backward, end
+        if not recompute:
+            lives["kept"][item] = forward, end
+        elif table.splits:
+            # It is made again by B, and waits for W.
+            lives["kept"][item] = backward, end
+        if op.part == table.parts - 1:
+            lives["gradients"][item] = forward, backward
+        else:
+            after = tick_of[Op("B", op.microbatch, op.part + 1)]
+            lives["gradients"][item] = after + _ARRIVAL, backward
     return lives
 
 
-def _colour(
-    spans: dict[tuple[int, int], tuple[float, float]],
-) -> tuple[dict[tuple[int, int], int], int]:
-    """A slot for each span, such that no two which overlap share one; and how many there are, which
-    is the least.
+def _coloured(spans: dict[Item, Span]) -> tuple[dict[Item, int], int]:
+    """A slot for each span, such that no two that overlap share one; and how many slots there are.
+
+    Spans are taken by their beginning, and each gets the lowest slot that is free: the number of
+    slots is then the least that there can be.
     """
-    found: dict[tuple[int, int], int] = {}
+    slot_of: dict[Item, int] = {}
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     used = 0
-    for of, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+    for item, (begin, end) in sorted(spans.items(), key=lambda entry: entry[1]):
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
             heapq.heappush(free, used)
             used += 1
-        found[of] = heapq.heappop(free)
-        heapq.heappush(busy, (end, found[of]))
-    return found, used
+        slot_of[item] = heapq.heappop(free)
+        heapq.heappush(busy, (end, slot_of[item]))
+    return slot_of, used

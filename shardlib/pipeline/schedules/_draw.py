@@ -1,11 +1,14 @@
 """Schedules as pictures: who does what when, as SVG and as lines of letters for a terminal."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
 
 from shardlib.checks import _arguments as check
 from shardlib.pipeline.schedules._simulate import Timeline
 from shardlib.pipeline.schedules._table import KINDS, Op
 
+# For each kind the colour of passes through the first part of a stage, and through its other parts.
 _COLOURS = {"F": ("#4c78c8", "#93b1e1"), "B": ("#2e9e62", "#8ccfa8"), "W": ("#d98a29", "#f0c48c")}
 _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 _TERMINAL = {
@@ -14,11 +17,11 @@ _TERMINAL = {
     "W": ("\x1b[43;97m", "\x1b[103;30m"),
 }
 _RESET = "\x1b[0m"
+# In pixels: the width of the picture, the height of a row, and where the first row begins.
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 26, 70, 44
 
-
-# Where readers have their machine in the dark: the paper, what is written on it, lines, and colours
-# that would be lost.
+# For readers whose machine is set to dark: the paper, what is written on it, lines, and colours
+# that would not be seen.
 DARK = (
     "<style>@media (prefers-color-scheme: dark) { "
     'rect[fill="white"] { fill: #1e2129 } '
@@ -45,54 +48,84 @@ def svg(timeline: Timeline, title: str = "") -> str:
     check.kind("svg", "timeline", timeline, Timeline, "what `simulate` gives")
     check.text("svg", "title", title)
     _check_time("svg", timeline)
-    table = timeline.table
-    scale = (_WIDTH - _LEFT - 10) / timeline.elapsed
-    height = _TOP + _ROW * table.stages + 20
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+    chart = _Chart(timeline)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {chart.height}" '
         'font-family="sans-serif" font-size="12">',
         DARK,
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="16" font-size="13">{escape(title)}</text>' if title else "",
+        f'<rect width="{_WIDTH}" height="{chart.height}" fill="white"/>',
     ]
-    x = float(_LEFT)
-    for kind in _kinds(timeline):
-        parts.append(
-            f'<rect x="{x:.0f}" y="24" width="12" height="12" fill="{_COLOURS[kind][0]}"/>'
-        )
-        parts.append(f'<text x="{x + 17:.0f}" y="34">{_said(timeline, kind)}</text>')
-        x += 30 + 7 * len(_said(timeline, kind))
-    for stage, order in enumerate(table.orders):
-        y = _TOP + _ROW * stage
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">stage {stage}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{timeline.elapsed * scale:.1f}" height="{_ROW - 4}" '
-            'fill="#f3f3f3"/>'
-        )
+    if title:
+        lines.append(f'<text x="{_LEFT}" y="16" font-size="13">{escape(title)}</text>')
+    lines += chart.legend()
+    for stage, order in enumerate(timeline.table.orders):
+        lines += chart.background(stage)
         for op in order:
-            left = _LEFT + timeline.start[op] * scale
-            width = (timeline.end[op] - timeline.start[op]) * scale
-            colour = _COLOURS[op.kind][min(table.chunk(op.part), 1)]
-            parts.append(
-                f'<rect x="{left:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" '
-                f'height="{_ROW - 4}" fill="{colour}"><title>{op.kind}{op.microbatch}, part '
-                f"{op.part}, from {timeline.start[op]:g} to {timeline.end[op]:g}</title></rect>"
+            lines += chart.box(stage, op)
+    return "\n".join([*lines, "</svg>\n"])
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """The pieces of a Gantt chart, each as lines of SVG."""
+
+    timeline: Timeline
+
+    @property
+    def height(self) -> int:
+        """The height of the picture: a head with the legend, and a row for each stage."""
+        return _TOP + _ROW * self.timeline.table.stages + 20
+
+    @property
+    def scale(self) -> float:
+        """The width of one unit of time."""
+        return (_WIDTH - _LEFT - 10) / self.timeline.elapsed
+
+    def legend(self) -> Iterator[str]:
+        """A box and a name for each kind of pass that there is."""
+        x = float(_LEFT)
+        for kind in _kinds(self.timeline):
+            colour, name = _COLOURS[kind][0], _name(self.timeline, kind)
+            yield f'<rect x="{x:.0f}" y="24" width="12" height="12" fill="{colour}"/>'
+            yield f'<text x="{x + 17:.0f}" y="34">{name}</text>'
+            # A letter is about seven wide.
+            x += 30 + 7 * len(name)
+
+    def background(self, stage: int) -> Iterator[str]:
+        """The name of a stage, and the bar on which its passes are drawn."""
+        y = _TOP + _ROW * stage
+        width = self.timeline.elapsed * self.scale
+        yield f'<text x="{_LEFT - 8}" y="{y + 16}" text-anchor="end">stage {stage}</text>'
+        yield (
+            f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="#f3f3f3"/>'
+        )
+
+    def box(self, stage: int, op: Op) -> Iterator[str]:
+        """The box of a pass, with its microbatch's number where there is room for it."""
+        start, end = self.timeline.start[op], self.timeline.end[op]
+        y = _TOP + _ROW * stage
+        left, width = _LEFT + start * self.scale, (end - start) * self.scale
+        chunk = min(self.timeline.table.chunk(op.part), 1)
+        # A little narrower than the time it takes, so that neighbours can be told apart.
+        yield (
+            f'<rect x="{left:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" '
+            f'height="{_ROW - 4}" fill="{_COLOURS[op.kind][chunk]}"><title>{op.kind}'
+            f"{op.microbatch}, part {op.part}, from {start:g} to {end:g}</title></rect>"
+        )
+        if width > 8 * len(str(op.microbatch)):
+            ink = ("#ffffff", "#222222")[chunk]
+            yield (
+                f'<text x="{left + width / 2:.2f}" y="{y + 15}" text-anchor="middle" '
+                f'font-size="10" fill="{ink}">{op.microbatch}</text>'
             )
-            if width > 8 * len(str(op.microbatch)):
-                dark = "#ffffff" if colour == _COLOURS[op.kind][0] else "#222222"
-                parts.append(
-                    f'<text x="{left + width / 2:.2f}" y="{y + 15}" text-anchor="middle" '
-                    f'font-size="10" fill="{dark}">{op.microbatch}</text>'
-                )
-    return "\n".join([*filter(None, parts), "</svg>\n"])
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
-    """The same in `width` letters: F, B and W, small for all but the first part of a stage, and
-    dots where it waits.
+    """The Gantt chart in `width` letters, a line for each stage.
 
-    With room for it, each letter is a pass, or a part of one, and where numbers fit they stand
-    beside it.
+    The letters are F, B and W, small for all but the first part of a stage, and dots where a stage
+    waits. With room for it, each letter is a pass, or a piece of one, and where numbers of
+    microbatches fit they stand beside it.
 
     >>> from shardlib.pipeline import OneFOneB, simulate, Costs
     >>> print(text(simulate(OneFOneB(2, 3).table(), Costs(1, 1, 0))))
@@ -104,37 +137,63 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     check.boolean("text", "colour", colour)
     _check_time("text", timeline)
     table = timeline.table
-    lead = len(f"stage {table.stages - 1} | ")
-    shortest = min(
-        timeline.end[op] - timeline.start[op]
-        for op in timeline.end
-        if timeline.end[op] > timeline.start[op]
-    )
-    digits = len(str(table.microbatches - 1))
+    # What is before the letters takes as much room on each line as for the last stage.
+    room = width - len(f"stage {table.stages - 1} | ")
+    lengths = [timeline.end[op] - timeline.start[op] for op in timeline.end]
+    shortest = min(length for length in lengths if length > 0)
     columns = round(timeline.elapsed / shortest)
-    numbered = columns * (digits + 2) <= width - lead
-    columns = columns if numbered else max(1, min(width - lead, columns))
-    step = timeline.elapsed / columns
-    lines = []
-    for stage, order in enumerate(table.orders):
-        cells, at = [], 0
-        for column in range(columns):
-            moment = (column + 0.5) * step
-            while at < len(order) and timeline.end[order[at]] <= moment:
-                at += 1
-            busy = at < len(order) and timeline.start[order[at]] <= moment
-            cells.append(
-                _cell(table.chunk(order[at].part), order[at], digits, numbered, colour)
-                if busy
-                else "." * (digits + 1 if numbered else 1)
-            )
-        lines.append(
-            f"{f'stage {stage}':{lead - 3}} | {(' ' if numbered else '').join(cells)}".rstrip()
-        )
+    digits = len(str(table.microbatches - 1))
+    if columns * (digits + 2) > room:
+        digits = 0
+        columns = max(1, min(room, columns))
+    cells = _Cells(timeline, columns, digits, colour)
+    names = [f"stage {stage}" for stage in range(table.stages)]
+    longest = len(names[-1])
+    lines = [f"{name:{longest}} | {cells.line(stage)}".rstrip() for stage, name in enumerate(names)]
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Cells:
+    """The letters of a chart: so many columns, each of a letter and `digits` digits of a number."""
+
+    timeline: Timeline
+    columns: int
+    digits: int
+    colour: bool
+
+    def line(self, stage: int) -> str:
+        """What a stage does in each column: the pass that is under way in the middle of it."""
+        step = self.timeline.elapsed / self.columns
+        order = self.timeline.table.orders[stage]
+        cells, at = [], 0
+        for column in range(self.columns):
+            moment = (column + 0.5) * step
+            while at < len(order) and self.timeline.end[order[at]] <= moment:
+                at += 1
+            if at < len(order) and self.timeline.start[order[at]] <= moment:
+                cells.append(self._cell(order[at]))
+            else:
+                cells.append("." * (self.digits + 1))
+        separator = " " if self.digits else ""
+        return separator.join(cells)
+
+    def _cell(self, op: Op) -> str:
+        """The letters of a pass, in colour for a terminal that has colours."""
+        chunk = min(self.timeline.table.chunk(op.part), 1)
+        letter = op.kind
+        if chunk > 0:
+            letter = letter.lower()
+        cell = letter
+        if self.digits:
+            cell = f"{letter}{op.microbatch:<{self.digits}}"
+        if not self.colour:
+            return cell
+        return f"{_TERMINAL[op.kind][chunk]}{cell}{_RESET}"
+
+
 def _check_time(name: str, timeline: Timeline) -> None:
+    """Refuse a timeline in which nothing takes any time: it has no scale."""
     if not timeline.elapsed > 0:
         raise ValueError(
             f"`{name}(timeline=...)`: with {timeline.costs} nothing takes any time, and there is "
@@ -142,18 +201,14 @@ def _check_time(name: str, timeline: Timeline) -> None:
         )
 
 
-def _cell(chunk: int, op: Op, digits: int, numbered: bool, colour: bool) -> str:
-    letter = op.kind if chunk == 0 else op.kind.lower()
-    cell = f"{letter}{op.microbatch:<{digits}}" if numbered else letter
-    return f"{_TERMINAL[op.kind][min(chunk, 1)]}{cell}{_RESET}" if colour else cell
-
-
 def _kinds(timeline: Timeline) -> list[str]:
-    there = {op.kind for op in timeline.end}
-    return [kind for kind in KINDS if kind in there]
+    """The kinds of passes that a timeline has, in their usual order."""
+    present = {op.kind for op in timeline.end}
+    return [kind for kind in KINDS if kind in present]
 
 
-def _said(timeline: Timeline, kind: str) -> str:
+def _name(timeline: Timeline, kind: str) -> str:
+    """What the legend calls a kind of pass."""
     if kind == "B" and timeline.table.splits:
         return "backward: of what came"
     return _NAMES[kind]

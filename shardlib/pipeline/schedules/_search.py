@@ -1,174 +1,239 @@
-"""Schedules found by a search from costs, under a limit of memory: zero bubble's ZB-1p and
-ZB-2p.
+"""Schedules found by a search from costs, under a limit of memory: zero bubble's ZB-1p and ZB-2p.
+
+The search is over three rules of thumb, each of which may be followed or not. For each of the eight
+choices a schedule is made greedily, and the one that takes the least time is the result:
+
+    early    in the warm-up, a forward pass may still start when the first backward pass has come
+    spare    any gap takes a `W`, even if that delays the stage
+    yields   a stage skips a forward pass while its next stage has enough to do
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardlib.pipeline.schedules._simulate import Costs, simulate
-from shardlib.pipeline.schedules._table import Op, Table
+from shardlib.pipeline.schedules._table import Kind, Op, Table
+from shardlib.pipeline.schedules._weave import one_microbatch
+
+# Sums of floats that should be equal may differ by this much.
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What a schedule is searched for: its size, its costs, and the limit of what stages hold.
+
+    `limit` is in microbatches' activations.
+    """
+
+    stages: int
+    microbatches: int
+    costs: Costs
+    limit: float
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """One choice of the rules of thumb that the module's docstring names."""
+
+    early: bool
+    spare: bool
+    yields: bool
 
 
 @dataclass
 class _Stage:
-    """A stage while a schedule is being made."""
+    """A stage while a schedule is being made.
 
+    `held` is in microbatches' activations, `waited` the time that the stage has had nothing to do
+    since its first op, and `done` counts its ops by kind. `cost` has what each kind takes.
+    """
+
+    cost: dict[str, float]
     order: list[Op] = field(default_factory=list)
     clock: float = 0.0
     held: float = 0.0
     waited: float = 0.0
     done: dict[str, int] = field(default_factory=lambda: dict.fromkeys("FBW", 0))
 
+    @property
+    def pending(self) -> int:
+        """How many gradients of weights could be made now."""
+        return self.done["B"] - self.done["W"]
+
 
 def search(stages: int, microbatches: int, costs: Costs, limit: float) -> Table:
-    """The best of the schedules that a few rules make, each of which holds at most `limit`
-    microbatches on a stage.
+    """The best of the schedules that the rules make.
+
+    In each of them a stage holds at most `limit` microbatches' activations. Of schedules that take
+    equally long the first is chosen.
     """
-    best: tuple[float, Table] | None = None
-    for early, spare, yields in itertools.product((True, False), repeat=3):
-        table = _made(stages, microbatches, costs, limit, early, spare, yields)
-        makespan = simulate(table, costs).makespan
-        if best is None or makespan < best[0]:
-            best = makespan, table
-    assert best is not None
-    return best[1]
+    problem = _Problem(stages, microbatches, costs, limit)
+    tables = []
+    for choice in itertools.product((True, False), repeat=3):
+        tables.append(_Builder(problem, _Rules(*choice)).build())
+    return min(tables, key=lambda table: simulate(table, costs).makespan)
 
 
-def _made(
-    stages: int, count: int, costs: Costs, limit: float, early: bool, spare: bool, yields: bool
-) -> Table:
-    """Rounds of a forward and a backward pass of every stage, after as many forward passes as there
-    is room and time for.
+class _Builder:
+    """A schedule in the making, for one choice of rules.
 
-    A gap that is long enough takes a `W`; so does one that is not, if the stage would wait more
-    than any has yet, or if `spare`. With `early`, a forward pass may still start when the first
-    backward pass has come. With `yields`, a stage lets a forward pass be where its next has enough
-    to do.
+    Rounds of a forward and a backward pass of every stage follow a warm-up of as many forward
+    passes as there is room and time for. A gap that is long enough takes a `W`; so does one that is
+    not, if the stage would otherwise have waited longer than any has yet.
     """
-    all_stages = [_Stage() for _ in range(stages)]
-    plain = Table(
-        tuple((Op("F", 0, s), Op("B", 0, s), Op("W", 0, s)) for s in range(stages)),
-        tuple(range(stages)),
-    )
-    cost = [{op.kind: costs.of(plain, op) for op in plain.orders[stage]} for stage in range(stages)]
-    end: dict[Op, float] = {}
 
-    def arrival(stage: int, kind: str) -> float:
-        """When what the stage's next op of this kind needs has come."""
-        number, here = all_stages[stage].done[kind], all_stages[stage]
+    def __init__(self, problem: _Problem, rules: _Rules) -> None:
+        self.problem, self.rules = problem, rules
+        lone = one_microbatch(problem.stages, range(problem.stages))
+        self.stages = []
+        for order in lone.orders:
+            self.stages.append(_Stage({op.kind: problem.costs.of(lone, op) for op in order}))
+        self.end: dict[Op, float] = {}
+
+    def build(self) -> Table:
+        """Make the schedule."""
+        count = self.problem.microbatches
+        self._warm_up()
+        for number in range(count):
+            if number > 0:
+                for stage in self._going_forward():
+                    self._fill_gap(stage, "F")
+                    self._do(stage, "F")
+            for stage in reversed(range(self.problem.stages)):
+                if number > 0:
+                    self._fill_gap(stage, "B")
+                if stage == 0 and self.stages[0].done["F"] == count:
+                    # Nobody waits for the first stage any more.
+                    self._do_pending(0)
+                self._do(stage, "B")
+        for stage in range(self.problem.stages):
+            self._do_pending(stage)
+        orders = tuple(tuple(stage.order) for stage in self.stages)
+        return Table(orders, tuple(range(self.problem.stages)))
+
+    def _arrival(self, stage: int, kind: Kind) -> float:
+        """When what the next op of a kind needs from another stage has come."""
         other = stage - 1 if kind == "F" else stage + 1
-        if not 0 <= other < stages:
-            return here.clock
-        return end[Op("F" if kind == "F" else "B", number, other)] + costs.send
+        if not 0 <= other < self.problem.stages:
+            return self.stages[stage].clock
+        needed = Op(kind, self.stages[stage].done[kind], other)
+        return self.end[needed] + self.problem.costs.send
 
-    def put(stage: int, kind: str) -> None:
-        here = all_stages[stage]
-        starts = here.clock if kind == "W" else max(here.clock, arrival(stage, kind))
-        if here.order:
-            here.waited += starts - here.clock
-        op = Op(kind, here.done[kind], stage)  # type: ignore[arg-type]
-        end[op] = here.clock = starts + cost[stage][kind]
-        here.held += {"F": 1.0, "B": costs.kept - 1.0, "W": -costs.kept}[kind]
-        here.done[kind] += 1
-        here.order.append(op)
+    def _do(self, stage: int, kind: Kind) -> None:
+        """Append the next op of a kind to the order of a stage."""
+        target = self.stages[stage]
+        start = target.clock
+        if kind != "W":
+            start = max(start, self._arrival(stage, kind))
+        if target.order:
+            target.waited += start - target.clock
+        op = Op(kind, target.done[kind], stage)
+        self.end[op] = target.clock = start + target.cost[kind]
+        kept = self.problem.costs.kept
+        target.held += {"F": 1.0, "B": kept - 1.0, "W": -kept}[kind]
+        target.done[kind] += 1
+        target.order.append(op)
 
-    def fill(stage: int, kind: str) -> None:
-        """Weights' gradients before the next op of a kind: for its memory, and in the gap before
-        it.
+    def _do_pending(self, stage: int) -> None:
+        """Make all gradients of weights that a stage can make."""
+        while self.stages[stage].pending:
+            self._do(stage, "W")
+
+    def _fill_gap(self, stage: int, kind: Kind) -> None:
+        """Make gradients of weights before the next op of a kind.
+
+        First as many as its memory needs, then as many as fit before it can start, and then perhaps
+        one that does not quite fit.
         """
-        here = all_stages[stage]
-        pending = lambda: here.done["B"] - here.done["W"]  # noqa: E731
-        while kind == "F" and here.held + 1 > limit + 1e-9 and pending():
-            put(stage, "W")
-        while pending() and here.clock + cost[stage]["W"] <= arrival(stage, kind):
-            put(stage, "W")
-        gap = arrival(stage, kind) - here.clock
-        most = max(one.waited for one in all_stages)
-        if pending() and gap > 0 and (spare or gap > most - here.waited):
-            put(stage, "W")
+        target, limit = self.stages[stage], self.problem.limit
+        while kind == "F" and target.held + 1 > limit + _SLACK and target.pending:
+            self._do(stage, "W")
+        while target.pending and target.clock + target.cost["W"] <= self._arrival(stage, kind):
+            self._do(stage, "W")
+        gap = self._arrival(stage, kind) - target.clock
+        if not target.pending or gap <= 0:
+            return
+        if self.rules.spare or gap > self._most_waited() - target.waited:
+            self._do(stage, "W")
 
-    _warm_up(all_stages, cost, costs.send, count, limit, early, put)
-    for number in range(count):
-        if number:
-            for stage in _going_forward(all_stages, cost, costs.send, count, limit, yields):
-                fill(stage, "F")
-                put(stage, "F")
-        for stage in reversed(range(stages)):
-            if number:
-                fill(stage, "B")
-            here = all_stages[stage]
-            while stage == 0 and here.done["F"] == count and here.done["W"] < here.done["B"]:
-                put(stage, "W")
-            put(stage, "B")
-    for stage, here in enumerate(all_stages):
-        while here.done["W"] < count:
-            put(stage, "W")
-    return Table(tuple(tuple(one.order) for one in all_stages), tuple(range(stages)))
+    def _most_waited(self) -> float:
+        return max(stage.waited for stage in self.stages)
 
+    def _warm_up(self) -> None:
+        """Do forward passes before the first backward pass, as there is room and time for them."""
+        for stage in range(self.problem.stages):
+            self._do(stage, "F")
+        ahead = self._forwards_ahead()
+        for stage in range(self.problem.stages):
+            for _ in range(ahead[stage] - 1):
+                self._do(stage, "F")
 
-def _warm_up(
-    all_stages: list[_Stage],
-    cost: Sequence[dict[str, float]],
-    send: float,
-    count: int,
-    limit: float,
-    early: bool,
-    put,
-) -> None:
-    """Forward passes before the first backward pass: as many as there is room for, and time."""
-    stages = len(all_stages)
-    for stage in range(stages):
-        put(stage, "F")
-    ahead = [1] * stages
-    comes = all_stages[-1].clock + cost[-1]["B"]
-    for stage in reversed(range(stages - 1)):
-        clock, comes = all_stages[stage].clock, comes + send
-        while ahead[stage] < count and ahead[stage] + 1 <= limit + 1e-9:
-            if clock >= comes if early else clock + cost[stage]["F"] > comes:
-                break
-            ahead[stage] += 1
-            clock += cost[stage]["F"]
-        comes = max(clock, comes) + cost[stage]["B"]
-    for stage in range(1, stages):  # at least one ahead of the next
-        ahead[stage] = max(1, min(ahead[stage], ahead[stage - 1] - 1))
-    for stage in range(stages):
-        for _ in range(ahead[stage] - 1):
-            put(stage, "F")
+    def _forwards_ahead(self) -> list[int]:
+        """How many forward passes each stage does before its first backward pass.
 
-
-def _going_forward(
-    all_stages: list[_Stage],
-    cost: Sequence[dict[str, float]],
-    send: float,
-    count: int,
-    limit: float,
-    yields: bool,
-) -> list[int]:
-    """The stages that do a forward pass in this round: of each, all after it too."""
-    wanted = []
-    most = max(one.waited for one in all_stages)
-    for stage, here in enumerate(all_stages):
-        wants = here.done["F"] < count
-        if (
-            wants
-            and yields
-            and stage + 1 < len(all_stages)
-            and here.done["F"] >= all_stages[stage + 1].done["F"] + 2
-        ):
-            after, of_next = all_stages[stage + 1], cost[stage + 1]
-            needed = after.clock + of_next["F"] + of_next["B"] + send
-            weights, held = 0.0, here.held + 1
-            for _ in range(here.done["B"] - here.done["W"]):
-                if held <= limit + 1e-9:
+        `comes` is when the first backward pass reaches a stage, which is found from the last stage
+        on.
+        """
+        problem = self.problem
+        ahead = [1] * problem.stages
+        comes = self.stages[-1].clock + self.stages[-1].cost["B"]
+        for stage in reversed(range(problem.stages - 1)):
+            cost, clock = self.stages[stage].cost, self.stages[stage].clock
+            comes += problem.costs.send
+            while (
+                ahead[stage] < problem.microbatches and ahead[stage] + 1 <= problem.limit + _SLACK
+            ):
+                if self.rules.early and clock >= comes:
                     break
-                weights, held = weights + cost[stage]["W"], held - 1
-            late = here.clock + cost[stage]["F"] + weights > needed
-            wants = not (
-                here.clock >= needed or (late and needed - here.clock <= most - here.waited)
-            )
-        wanted.append(wants)
-    for stage in reversed(range(len(all_stages) - 1)):
-        left = all_stages[stage + 1].done["F"] < count
-        wanted[stage] = wanted[stage] and (wanted[stage + 1] or not left)
-    return [stage for stage, wants in enumerate(wanted) if wants]
+                if not self.rules.early and clock + cost["F"] > comes:
+                    break
+                ahead[stage] += 1
+                clock += cost["F"]
+            comes = max(clock, comes) + cost["B"]
+        # Each stage is at least one ahead of the next, as far as there are microbatches.
+        for stage in range(1, problem.stages):
+            ahead[stage] = max(1, min(ahead[stage], ahead[stage - 1] - 1))
+        return ahead
+
+    def _going_forward(self) -> list[int]:
+        """The stages that do a forward pass in this round.
+
+        A stage does one only if all stages after it do, except those that are done with theirs:
+        what it made would only wait there.
+        """
+        count = self.problem.microbatches
+        wants = [self._wants_forward(stage) for stage in range(self.problem.stages)]
+        for stage in reversed(range(self.problem.stages - 1)):
+            next_has_more = self.stages[stage + 1].done["F"] < count
+            if next_has_more and not wants[stage + 1]:
+                wants[stage] = False
+        return [stage for stage, wanted in enumerate(wants) if wanted]
+
+    def _wants_forward(self, stage: int) -> bool:
+        """Whether a stage would do a forward pass now, if it were for it only.
+
+        A stage that yields does none while the next one has two waiting and will be busy until the
+        result of another could be there.
+        """
+        target = self.stages[stage]
+        if target.done["F"] == self.problem.microbatches:
+            return False
+        if not self.rules.yields or stage + 1 == self.problem.stages:
+            return True
+        after = self.stages[stage + 1]
+        if target.done["F"] < after.done["F"] + 2:
+            return True
+        needed = after.clock + after.cost["F"] + after.cost["B"] + self.problem.costs.send
+        if target.clock >= needed:
+            return False
+        # To make room for the pass, gradients of weights may have to come first.
+        weights, held = 0.0, target.held + 1
+        for _ in range(target.pending):
+            if held <= self.problem.limit + _SLACK:
+                break
+            weights += target.cost["W"]
+            held -= 1
+        is_late = target.clock + target.cost["F"] + weights > needed
+        can_wait = needed - target.clock <= self._most_waited() - target.waited
+        return not (is_late and can_wait)

@@ -1,16 +1,19 @@
 """What a schedule takes: a table played through with costs, without JAX.
 
-Two clocks. Stages that are free to run ahead start an op as soon as all it waits for has come: that
-is how papers count. An executor that is one program goes in *ticks*, each of which takes as long as
-its slowest stage.
+There are two clocks. Stages that are free to run ahead start an op as soon as all it waits for has
+come: that is how papers count, and what `simulate` does. An executor that is one program goes in
+*ticks*, each of which takes as long as its slowest stage; `pack` puts ops into these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from shardlib.checks import _arguments as check
 from shardlib.pipeline.schedules._table import Op, Table
+
+_TAKES_COSTS = "`Costs`, such as `Costs(forward=1, backward=2)`"
 
 
 @dataclass(frozen=True)
@@ -32,36 +35,34 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weights"):
-            value = getattr(self, name)
-            if hasattr(value, "tolist") and not isinstance(value, type):  # an array
-                value = value.tolist()
-            if isinstance(value, tuple | list) and value:
-                of_parts = tuple(
-                    float(check.number("Costs", name, one, "a cost", least=0)) for one in value
-                )
-                check.assign(self, **{name: of_parts})
-            else:
-                takes = "a cost, or a tuple of one for each part"
-                check.assign(
-                    self, **{name: float(check.number("Costs", name, value, takes, least=0))}
-                )
+            check.assign(self, **{name: _checked_cost(name, getattr(self, name))})
         send = check.number("Costs", "send", self.send, "a cost", least=0)
         kept = check.number("Costs", "kept", self.kept, "a share", least=0, most=1)
         check.assign(self, send=float(send), kept=float(kept))
 
     def of(self, table: Table, op: Op) -> float:
-        """What an op takes."""
+        """The time that an op of a table takes on its stage."""
         if op.kind == "F":
             return _share(self.forward, table, op.part, "forward")
         weights = _share(self.weights, table, op.part, "weights")
         if op.kind == "W":
             return weights
-        return _share(self.backward, table, op.part, "backward") + (
-            0.0 if table.splits else weights
-        )
+        backward = _share(self.backward, table, op.part, "backward")
+        return backward if table.splits else backward + weights
+
+
+def _checked_cost(name: str, value: Any) -> float | tuple[float, ...]:
+    """A cost as a float, or as a tuple of floats where it is given for each part."""
+    if hasattr(value, "tolist") and not isinstance(value, type):  # an array
+        value = value.tolist()
+    if isinstance(value, tuple | list) and value:
+        return tuple(float(check.number("Costs", name, cost, "a cost", least=0)) for cost in value)
+    takes = "a cost, or a tuple of one for each part"
+    return float(check.number("Costs", name, value, takes, least=0))
 
 
 def _share(cost: float | Sequence[float], table: Table, part: int, name: str) -> float:
+    """What a part takes of a cost, which the parts of a stage share evenly unless it says more."""
     if not isinstance(cost, Sequence):
         return cost / table.placement.count(table.placement[part])
     if len(cost) != table.parts:
@@ -73,6 +74,11 @@ def _share(cost: float | Sequence[float], table: Table, part: int, name: str) ->
 
 UNIT = Costs()
 """Forward, backward and weights all take one, and sending nothing."""
+
+
+def _most_work(table: Table, costs: Costs) -> float:
+    """What the stage with the most to do would take without a pause."""
+    return max(sum(costs.of(table, op) for op in order) for order in table.orders)
 
 
 @dataclass(frozen=True)
@@ -89,43 +95,45 @@ class Timeline:
 
     @property
     def elapsed(self) -> float:
-        """From the first op of all to the last."""
+        """The time from the first op of all to the last."""
         return max(self.end.values())
 
     @cached_property
     def makespan(self) -> float:
-        """What the busiest stage takes from its own first op to its own last: what papers count,
-        for a stage that is done early may begin the next step early.
+        """What the busiest stage takes from its own first op to its own last.
+
+        That is what papers count, for a stage that is done early may begin the next step early.
         """
         return max(self.end[order[-1]] - self.start[order[0]] for order in self.table.orders)
 
     @cached_property
     def work(self) -> float:
         """What the stage with the most to do would take without a pause."""
-        return max(
-            sum(self.costs.of(self.table, op) for op in order) for order in self.table.orders
-        )
+        return _most_work(self.table, self.costs)
 
     @property
     def gap(self) -> float:
-        """The makespan less that work: what stages that are all alike wait."""
+        """The makespan less the work: the time that stages wait, if all are alike."""
         return self.makespan - self.work
 
     @property
     def bubble(self) -> float:
-        """The gap's share of the makespan."""
-        return self.gap / self.makespan if self.makespan else 0.0
+        """The gap's share of the makespan; 0 where nothing takes any time."""
+        if not self.makespan:
+            return 0.0
+        return self.gap / self.makespan
 
     @cached_property
     def live(self) -> tuple[float, ...]:
-        """How many microbatches' activations each stage holds at its fullest, a stage's own being
-        one.
+        """How many microbatches' activations each stage holds at its fullest.
+
+        All activations of one microbatch on the stage count as one, whatever their size.
         """
         return tuple(max(held) for held in self.held)
 
     @cached_property
     def held(self) -> tuple[tuple[float, ...], ...]:
-        """The same after each op of each stage."""
+        """How many microbatches' activations each stage holds after each of its ops."""
         return tuple(_held(self.table, order, self.costs.kept) for order in self.table.orders)
 
     @property
@@ -135,32 +143,41 @@ class Timeline:
 
     @cached_property
     def sends_of(self) -> tuple[int, ...]:
-        """How often each stage sends one: `bytes * timeline.sends_of[stage]` is what it puts on the
-        wire in a step.
+        """How often each stage sends an activation, or the gradient of one.
+
+        `bytes * timeline.sends_of[stage]` is what it puts on the wire in a step.
         """
-        table = self.table
+        counts = []
+        for order in self.table.orders:
+            counts.append(sum(_is_sent_away(self.table, op) for op in order))
+        return tuple(counts)
 
-        def is_sent_away(op: Op) -> bool:
-            if op.kind == "W":
-                return False
-            to = op.part + {"F": 1, "B": -1}[op.kind]
-            return 0 <= to < table.parts and table.placement[to] != table.placement[op.part]
 
-        return tuple(sum(is_sent_away(op) for op in order) for order in table.orders)
+def _is_sent_away(table: Table, op: Op) -> bool:
+    """Whether what an op makes goes to another stage; gradients of weights never do."""
+    if op.kind == "W":
+        return False
+    to = op.part + {"F": 1, "B": -1}[op.kind]
+    return 0 <= to < table.parts and table.placement[to] != table.placement[op.part]
 
 
 def _held(table: Table, order: Sequence[Op], kept: float) -> tuple[float, ...]:
-    of_stage = table.placement.count(table.placement[order[0].part])
-    change = {"F": 1.0, "B": kept - 1.0 if table.splits else -1.0, "W": -kept}
+    """What a stage holds after each of its ops, in microbatches' activations."""
+    parts = table.placement.count(table.placement[order[0].part])
+    # Where passes are split, `W` still needs a share of what `F` kept.
+    backward = kept - 1.0 if table.splits else -1.0
+    change = {"F": 1.0, "B": backward, "W": -kept}
     now, held = 0.0, []
     for op in order:
-        now += change[op.kind] / of_stage
+        now += change[op.kind] / parts
         held.append(now)
     return tuple(held)
 
 
 def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
-    """Play a table through. What can never start is an error, with the stage and the op.
+    """Play a table through, each stage as fast as it can.
+
+    A table in which an op can never start is refused with an error that names the stage and the op.
 
     >>> from shardlib.pipeline.schedules._table import Table
     >>> timeline = simulate(Table.parse('''
@@ -171,78 +188,120 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
     (6.0, (2.0, 1.0))
     """
     check.kind("simulate", "table", table, Table, "a table; of a schedule it is `schedule.table()`")
-    check.kind("simulate", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`")
-    start: dict[Op, float] = {}
-    end: dict[Op, float] = {}
-    at, clock = [0] * table.stages, [0.0] * table.stages
-    waiting: dict[Op, int] = {}  # for whom a stage waits
+    check.kind("simulate", "costs", costs, Costs, _TAKES_COSTS)
+    play = _Play(table, costs)
+    # A stage goes on until it waits for another one, and is taken up again when that has come.
     ready = list(range(table.stages))
     while ready:
         stage = ready.pop()
-        while at[stage] < len(table.orders[stage]):
-            op = table.orders[stage][at[stage]]
-            if missing := next((one for one in table.before(op) if one not in end), None):
-                if table.placement[missing.part] == stage:
-                    raise ValueError(
-                        f"Stage {stage} does `{op}`, its op {at[stage]}, before `{missing}`, which "
-                        "that needs."
-                    )
-                waiting[missing] = stage
-                break
-            arrived = (
-                end[one] + (costs.send if table.placement[one.part] != stage else 0.0)
-                for one in table.before(op)
+        while play.next_op(stage) is not None and play.can_start(stage):
+            op = play.do_next(stage)
+            if op in play.waiting:
+                ready.append(play.waiting.pop(op))
+    play.check_done()
+    return Timeline(table, costs, play.start, play.end)
+
+
+class _Play:
+    """A table while it is played through.
+
+    `position` and `clock` are those of each stage: its next op, and when its last one ended.
+    `waiting` has, by the op that it waits for, each stage that cannot go on.
+    """
+
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        self.start: dict[Op, float] = {}
+        self.end: dict[Op, float] = {}
+        self.position = [0] * table.stages
+        self.clock = [0.0] * table.stages
+        self.waiting: dict[Op, int] = {}
+
+    def next_op(self, stage: int) -> Op | None:
+        """The next op of a stage, or None when it is done."""
+        order = self.table.orders[stage]
+        if self.position[stage] == len(order):
+            return None
+        return order[self.position[stage]]
+
+    def can_start(self, stage: int) -> bool:
+        """Whether all that the next op of a stage needs is done; if not, the stage waits."""
+        op = self.table.orders[stage][self.position[stage]]
+        for needed in self.table.before(op):
+            if needed in self.end:
+                continue
+            if self.table.placement[needed.part] == stage:
+                raise ValueError(
+                    f"Stage {stage} does `{op}`, its op {self.position[stage]}, before "
+                    f"`{needed}`, which that needs."
+                )
+            self.waiting[needed] = stage
+            return False
+        return True
+
+    def do_next(self, stage: int) -> Op:
+        """Play the next op of a stage, and say which it was."""
+        op = self.table.orders[stage][self.position[stage]]
+        start = max(self.clock[stage], 0.0)
+        for needed in self.table.before(op):
+            comes_from_far = self.table.placement[needed.part] != stage
+            sending = self.costs.send if comes_from_far else 0.0
+            start = max(start, self.end[needed] + sending)
+        self.start[op] = start
+        self.end[op] = self.clock[stage] = start + self.costs.of(self.table, op)
+        self.position[stage] += 1
+        return op
+
+    def check_done(self) -> None:
+        """Refuse a table in which some stage still waits."""
+        for missing, stage in self.waiting.items():
+            other = self.table.placement[missing.part]
+            raise ValueError(
+                f"The schedule comes to a halt: stage {stage} cannot do `{self.next_op(stage)}`, "
+                f"its op {self.position[stage]}, before `{missing}`, which is op "
+                f"{self.table.orders[other].index(missing)} of stage {other}; and that stage waits "
+                f"at its op {self.position[other]}, `{self.next_op(other)}`."
             )
-            start[op] = max(clock[stage], *arrived, 0.0)
-            end[op] = clock[stage] = start[op] + costs.of(table, op)
-            at[stage] += 1
-            if op in waiting:
-                ready.append(waiting.pop(op))
-    for missing, stage in waiting.items():
-        other, op = table.placement[missing.part], table.orders[stage][at[stage]]
-        raise ValueError(
-            f"The schedule comes to a halt: stage {stage} cannot do `{op}`, its op {at[stage]}, "
-            f"before `{missing}`, which is op {table.orders[other].index(missing)} of stage "
-            f"{other}; and that stage waits at its op {at[other]}, "
-            f"`{table.orders[other][at[other]]}`."
-        )
-    return Timeline(table, costs, start, end)
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """A table packed into ticks: what each stage does in each, in order."""
+    """A table packed into ticks.
+
+    `rows` has, by tick and then by stage, what the stage does in it, in order.
+    """
 
     table: Table
-    rows: tuple[tuple[tuple[Op, ...], ...], ...]  # by tick, then by stage
+    rows: tuple[tuple[tuple[Op, ...], ...], ...]
 
     def makespan(self, costs: Costs = UNIT) -> float:
-        """What it takes if every tick takes as long as its slowest stage, and all send before the
-        next.
+        """What the table takes in ticks.
+
+        Every tick takes as long as its slowest stage, and all send before the next one begins.
         """
-        check.kind(
-            "makespan", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`"
-        )
-        ticks = (
-            max(sum(costs.of(self.table, op) for op in ops) for ops in row) for row in self.rows
-        )
+        check.kind("makespan", "costs", costs, Costs, _TAKES_COSTS)
+        ticks = [self._slowest(row, costs) for row in self.rows]
         return sum(ticks) + costs.send * (len(self.rows) - 1)
 
+    def _slowest(self, row: Sequence[Sequence[Op]], costs: Costs) -> float:
+        """What a tick takes on the stage that has the most to do in it."""
+        return max(sum(costs.of(self.table, op) for op in ops) for ops in row)
+
     def bubble(self, costs: Costs = UNIT) -> float:
-        """The share of that beyond the work of the stage with the most to do."""
-        check.kind(
-            "bubble", "costs", costs, Costs, "`Costs`, such as `Costs(forward=1, backward=2)`"
-        )
-        work = max(sum(costs.of(self.table, op) for op in order) for order in self.table.orders)
+        """The share of the makespan beyond the work of the stage with the most to do."""
+        check.kind("bubble", "costs", costs, Costs, _TAKES_COSTS)
+        work = _most_work(self.table, costs)
         makespan = self.makespan(costs)
-        return 1 - work / makespan if makespan else 0.0
+        if not makespan:
+            return 0.0
+        return 1 - work / makespan
 
 
 def pack(table: Table, paired: bool) -> Ticks:
     """Put each op into the first tick that it can have, in the order of its stage.
 
-    A tick takes one op; where ticks are `paired`, an `F` and a `B`, whichever comes first, and the
-    `W`s beside them. What comes from another stage comes in a later tick.
+    A tick takes one op; where ticks are `paired`, an `F`, a `B` and a `W`, in any order.
+    What comes from another stage comes in a later tick.
 
     >>> from shardlib.pipeline.schedules._table import Table
     >>> table = Table.parse('''
@@ -255,26 +314,44 @@ def pack(table: Table, paired: bool) -> Ticks:
     check.kind("pack", "table", table, Table, "a table; of a schedule it is `schedule.table()`")
     check.boolean("pack", "paired", paired)
     simulate(table)  # which says why, where it comes to a halt
-    done: dict[Op, int] = {}
-    at, rows = [0] * table.stages, []
-    while any(at[stage] < len(order) for stage, order in enumerate(table.orders)):
-        row: list[tuple[Op, ...]] = []
+    tick_of: dict[Op, int] = {}
+    position = [0] * table.stages
+    rows: list[tuple[tuple[Op, ...], ...]] = []
+    left = sum(len(order) for order in table.orders)
+    while left > 0:
+        row = []
         for stage, order in enumerate(table.orders):
-            taken: list[Op] = []
-            while at[stage] < len(order):
-                op = order[at[stage]]
-                if any(op.kind == one.kind for one in taken) or (taken and not paired):
+            ops: list[Op] = []
+            while position[stage] < len(order):
+                op = order[position[stage]]
+                if not _fits(table, op, ops, tick_of, paired):
                     break
-                here = lambda one, stage=stage: table.placement[one.part] == stage  # noqa: E731
-                if not all(
-                    done.get(one, len(rows)) < len(rows) or (here(one) and one in taken)
-                    for one in table.before(op)
-                ):
-                    break
-                taken.append(op)
-                at[stage] += 1
-            row.append(tuple(taken))
-        for ops in row:
-            done.update(dict.fromkeys(ops, len(rows)))
+                ops.append(op)
+                position[stage] += 1
+            row.append(tuple(ops))
+        # Only now, so that what a stage makes is not there for others in the same tick.
+        for op in _flat(row):
+            tick_of[op] = len(rows)
+            left -= 1
         rows.append(tuple(row))
     return Ticks(table, tuple(rows))
+
+
+def _flat(row: Sequence[Sequence[Op]]) -> Iterator[Op]:
+    """The ops of all stages in a tick."""
+    for ops in row:
+        yield from ops
+
+
+def _fits(
+    table: Table, op: Op, in_tick: Sequence[Op], earlier: dict[Op, int], paired: bool
+) -> bool:
+    """Whether an op can follow those that its stage does in a tick already.
+
+    What it needs has to come from an earlier tick, or from this one on the same stage.
+    """
+    if in_tick and not paired:
+        return False
+    if any(op.kind == other.kind for other in in_tick):
+        return False
+    return all(needed in earlier or needed in in_tick for needed in table.before(op))

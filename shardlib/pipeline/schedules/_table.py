@@ -1,21 +1,28 @@
-"""A pipeline schedule as a table: what each stage does, in order. Made and proved without JAX.
+"""A pipeline schedule as a table: what each stage does, in order. It needs no JAX.
 
 The model is cut into *parts*, counted from the input; a *stage* is a device, or a group of them,
 that holds one or more parts. Of each part and each microbatch there is a forward pass `F`, a
 backward pass `B`, and where backward passes are split a `W`: then `B` makes the gradient of a
 part's input, for which the stage before waits, and `W` that of its weights, for which nobody does.
+
+    stage 0:  F0  F1  .   .   B0  B1        F1@1 waits for F1@0, B0@1 for F0@1,
+    stage 1:  .   F0  F1  B0  B1  .         and B0@0 for F0@0 and B0@1
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from shardlib.checks import _arguments as check
 
 Kind: TypeAlias = Literal["F", "B", "W"]
 KINDS = get_args(Kind)
+
+# Digits are limited, lest a long number takes long to read.
+_OP = re.compile(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?")
 
 
 class Op(NamedTuple):
@@ -50,104 +57,126 @@ class Table:
         check.kind(
             "Table", "orders", self.orders, Sequence, "the ops of each stage, in a tuple for each"
         )
-        orders = tuple(_order(stage, order) for stage, order in enumerate(self.orders))
+        orders = tuple(_order(order) for order in self.orders)
         check.assign(self, orders=orders, placement=_placement(self.placement))
         _check(self)
 
     @classmethod
     def parse(cls, text: str, placement: Sequence[int] | None = None) -> "Table":
-        """A table written by hand: a line for each stage, `F3` for microbatch 3, `F3@5` where a
-        stage has several parts.
+        """A table written by hand, with a line for each stage.
+
+        An op is `F3` for microbatch 3, and `F3@5` where a stage has several parts. `.` and `|` may
+        be put in for looks; from `#` on a line is a remark.
 
         Without a `placement` each part is on the stage in whose line it is named, or, where none
-        is, each stage has one, in order. `.` and `|` may be put in for looks; from `#` on a line is
-        a remark.
+        is, each stage has one, in order.
         """
         check.text("Table.parse", "text", text, "a line of ops for each stage, as text")
-        bare = [line.split("#")[0] for line in text.splitlines()]
-        lines = [
-            [word for word in line.split() if word not in (".", "|")]
-            for line in bare
-            if line.strip()
-        ]
-        named = {
-            int(part): stage
-            for stage, words in enumerate(lines)
-            for word in words
-            for part in re.findall(r"@(\d{1,9})$", word)
-        }
-        if (
-            placement is None
-            and sorted(named) == list(range(len(named)))
-            and len(named) > len(lines)
-        ):
-            placement = [named[part] for part in range(len(named))]
-        placed = _placement(range(len(lines)) if placement is None else placement)
-
-        def op(word: str, stage: int, at: int) -> Op:
-            found = re.fullmatch(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?", word)
-            mine = [part for part, where in enumerate(placed) if where == stage]
-            if not found or (found[3] is None and len(mine) != 1):
-                said = (
-                    f"stage {stage} has the parts {mine}: say which"
-                    if found
-                    else "an op is `F3`, `B3` or `W3`"
-                )
-                raise ValueError(
-                    f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
-                    f"{said}, as in `F3@{mine[0] if mine else 0}`."
-                )
-            kind: Kind = next(kind for kind in KINDS if kind == found[1])
-            return Op(kind, int(found[2]), mine[0] if found[3] is None else int(found[3]))
-
-        orders = tuple(
-            tuple(op(word, stage, at) for at, word in enumerate(words))
-            for stage, words in enumerate(lines)
-        )
-        return cls(orders, placed)
+        lines = _words(text)
+        if placement is None:
+            placement = _named_placement(lines)
+        placed = _placement(placement)
+        orders = []
+        for stage, words in enumerate(lines):
+            parts = [part for part, where in enumerate(placed) if where == stage]
+            orders.append(tuple(_op(word, stage, at, parts) for at, word in enumerate(words)))
+        return cls(tuple(orders), placed)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.orders)
 
     @property
     def parts(self) -> int:
-        """Into how many parts the model is cut."""
+        """The number of parts that the model is cut into."""
         return len(self.placement)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches go through."""
-        return 1 + max(op.microbatch for order in self.orders for op in order)
+        """The number of microbatches that go through, which are counted from 0."""
+        return 1 + max(op.microbatch for op in self._ops())
 
     @cached_property
     def splits(self) -> bool:
-        """Whether backward passes are split in two."""
-        return any(op.kind == "W" for order in self.orders for op in order)
+        """Whether backward passes are split in two, so that there are `W`s."""
+        return any(op.kind == "W" for op in self._ops())
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backward passes: without, it is a table to measure by."""
-        return any(op.kind != "F" for order in self.orders for op in order)
+        """Whether there are backward passes; a table without any is one to measure by."""
+        return any(op.kind != "F" for op in self._ops())
+
+    def _ops(self) -> Iterator[Op]:
+        """The ops of all stages, stage by stage."""
+        return chain.from_iterable(self.orders)
 
     def before(self, op: Op) -> tuple[Op, ...]:
-        """What an op waits for."""
+        """The ops that an op waits for.
+
+        A forward pass takes what the part before made. A backward pass takes what its own forward
+        pass kept, and the gradient that the part after made; that of the last part makes its own.
+        """
         kind, microbatch, part = op
         if kind == "F":
             return (Op("F", microbatch, part - 1),) if part else ()
         if kind == "W":
             return (Op("B", microbatch, part),)
-        forward = (Op("F", microbatch, part),)
-        return forward if part == self.parts - 1 else (*forward, Op("B", microbatch, part + 1))
+        forward = Op("F", microbatch, part)
+        if part == self.parts - 1:
+            return (forward,)
+        return forward, Op("B", microbatch, part + 1)
 
     def chunk(self, part: int) -> int:
-        """Which of the parts of its stage a part is, counted from the input."""
+        """The number of a part among those of its stage, counted from the input."""
         return self.placement[:part].count(self.placement[part])
 
     def crosses(self, part: int) -> bool:
         """Whether what a part makes goes to another stage."""
         return part + 1 < self.parts and self.placement[part] != self.placement[part + 1]
+
+
+def _words(text: str) -> list[list[str]]:
+    """The ops of each stage as words, without remarks, ornaments and empty lines."""
+    lines = []
+    for line in text.splitlines():
+        bare = line.split("#")[0]
+        if bare.strip():
+            lines.append([word for word in bare.split() if word not in (".", "|")])
+    return lines
+
+
+def _named_placement(lines: Sequence[Sequence[str]]) -> Sequence[int]:
+    """The stage of each part, from the lines in which parts are named, as in `F3@5`.
+
+    Where not all are named, or there are no more parts than stages, each stage has one, in order.
+    """
+    stage_of: dict[int, int] = {}
+    for stage, words in enumerate(lines):
+        for word in words:
+            named = re.search(r"@(\d{1,9})$", word)
+            if named:
+                stage_of[int(named[1])] = stage
+    if sorted(stage_of) == list(range(len(stage_of))) and len(stage_of) > len(lines):
+        return [stage_of[part] for part in range(len(stage_of))]
+    return range(len(lines))
+
+
+def _op(word: str, stage: int, at: int, parts: Sequence[int]) -> Op:
+    """The op that a word says, number `at` of a stage that has some `parts`."""
+    match = _OP.fullmatch(word)
+    names_part = match is not None and match[3] is not None
+    if match is None or not (names_part or len(parts) == 1):
+        reason = "an op is `F3`, `B3` or `W3`"
+        if match is not None:
+            reason = f"stage {stage} has the parts {list(parts)}: say which"
+        example = parts[0] if parts else 0
+        raise ValueError(
+            f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
+            f"{reason}, as in `F3@{example}`."
+        )
+    kind: Kind = next(kind for kind in KINDS if kind == match[1])
+    return Op(kind, int(match[2]), int(match[3]) if names_part else parts[0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,16 +196,16 @@ class Custom:
 
     @property
     def stages(self) -> int:
-        """Stages, S."""
+        """The number of stages, S in formulas."""
         return self.written.stages
 
     @property
     def microbatches(self) -> int:
-        """Microbatches, M."""
+        """The number of microbatches, M in formulas."""
         return self.written.microbatches
 
     def table(self) -> Table:
-        """What each stage does."""
+        """The table as it was given."""
         return self.written
 
     def __repr__(self) -> str:
@@ -186,7 +215,8 @@ class Custom:
         )
 
 
-def _order(stage: int, order: Any) -> tuple[Op, ...]:
+def _order(order: Any) -> tuple[Op, ...]:
+    """The ops of one stage, checked one by one: each a kind, a microbatch and a part."""
     takes = 'the ops of each stage, such as `Op("F", 0, 0)`, in a tuple for each'
     check.kind("Table", "orders", order, Sequence, takes)
     ops = []
@@ -195,13 +225,13 @@ def _order(stage: int, order: Any) -> tuple[Op, ...]:
             raise check.refusal("Table", "orders", op, takes)
         kind, microbatch, part = op
         check.choice("Table", "orders", kind, KINDS)
-        ops.append(
-            Op(kind, check.whole("Op", "microbatch", microbatch), check.whole("Op", "part", part))
-        )
+        microbatch = check.whole("Op", "microbatch", microbatch)
+        ops.append(Op(kind, microbatch, check.whole("Op", "part", part)))
     return tuple(ops)
 
 
 def _placement(placement: Any) -> tuple[int, ...]:
+    """The stage of each part as a tuple of whole numbers; anything else is refused."""
     takes = "the stage of each part, in a tuple"
     if isinstance(placement, str | bytes) or not isinstance(placement, Sequence):
         raise check.refusal("Table", "placement", placement, takes)
@@ -209,46 +239,59 @@ def _placement(placement: Any) -> tuple[int, ...]:
 
 
 def _check(table: Table) -> None:
-    """Refuse a table in which something is missing, done twice, or on a stage that does not have
-    it.
+    """Refuse a table in which something is missing, done twice, or on the wrong stage.
+
+    The order of ops is not looked at here; `simulate` says where a schedule comes to a halt.
     """
     if not table.orders or not any(table.orders):
         raise ValueError("`Table(orders=...)`: a schedule has at least one stage, and an op.")
-    if missing := sorted(set(range(table.stages)).difference(table.placement)):
-        raise ValueError(
-            f"Stage {missing[0]} has no part of the model: `placement={table.placement}`."
-        )
-    if beyond := [stage for stage in table.placement if not 0 <= stage < table.stages]:
-        raise ValueError(
-            f"`placement={table.placement}` names stage {beyond[0]}, and there are {table.stages}."
-        )
-    seen: dict[Op, tuple[int, int]] = {}
+    _check_placement(table)
+    positions: dict[Op, str] = {}
     for stage, order in enumerate(table.orders):
         for at, op in enumerate(order):
             where = f"op {at} of stage {stage}"
-            if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
-                raise ValueError(
-                    f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} "
-                    f"parts, from 0 on, and kinds {', '.join(KINDS)}."
-                )
-            if table.placement[op.part] != stage:
-                raise ValueError(
-                    f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}."
-                )
-            if op in seen:
-                raise ValueError(
-                    f"`{op}` is done twice: op {seen[op][1]} of stage {seen[op][0]}, and {where}."
-                )
-            seen[op] = stage, at
-    kinds = KINDS if table.splits else KINDS[:2] if table.trains else KINDS[:1]
-    everything = (
-        Op(kind, m, part)
-        for m in range(table.microbatches)
-        for part in range(table.parts)
-        for kind in kinds
-    )
-    if hole := next((op for op in everything if op not in seen), None):
+            _check_op(table, op, stage, where)
+            if op in positions:
+                raise ValueError(f"`{op}` is done twice: {positions[op]}, and {where}.")
+            positions[op] = where
+    _check_complete(table, positions)
+
+
+def _check_placement(table: Table) -> None:
+    """Refuse a placement that leaves a stage without parts, or names one that is not there."""
+    empty = sorted(set(range(table.stages)).difference(table.placement))
+    if empty:
         raise ValueError(
-            f"`{hole}` is missing: stage {table.placement[hole.part]} never does it, and every "
-            f"part does {', '.join(kinds)} of each of the {table.microbatches} microbatches once."
+            f"Stage {empty[0]} has no part of the model: `placement={table.placement}`."
         )
+    for stage in table.placement:
+        if not 0 <= stage < table.stages:
+            raise ValueError(
+                f"`placement={table.placement}` names stage {stage}, and there are {table.stages}."
+            )
+
+
+def _check_op(table: Table, op: Op, stage: int, where: str) -> None:
+    """Refuse an op that cannot be, or whose part is on another stage."""
+    if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
+        raise ValueError(
+            f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} "
+            f"parts, from 0 on, and kinds {', '.join(KINDS)}."
+        )
+    if table.placement[op.part] != stage:
+        raise ValueError(f"`{op}`, {where}: part {op.part} is on stage {table.placement[op.part]}.")
+
+
+def _check_complete(table: Table, done: Container[Op]) -> None:
+    """Refuse a table in which a part lacks a pass that other parts or microbatches have."""
+    kinds = KINDS
+    if not table.splits:
+        kinds = KINDS[:2] if table.trains else KINDS[:1]
+    for microbatch, part, kind in product(range(table.microbatches), range(table.parts), kinds):
+        op = Op(kind, microbatch, part)
+        if op not in done:
+            raise ValueError(
+                f"`{op}` is missing: stage {table.placement[part]} never does it, and every "
+                f"part does {', '.join(kinds)} of each of the {table.microbatches} microbatches "
+                "once."
+            )

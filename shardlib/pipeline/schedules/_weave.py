@@ -1,5 +1,7 @@
-"""Gradients of weights put where a stage would wait: the last step in making a schedule that splits
-backward passes.
+"""Gradients of weights put where a stage would wait: how a schedule splits its backward passes.
+
+It is the last step in making such a schedule. Forward and backward passes are in order already; the
+stages are played through with costs, and wherever one would wait, it makes gradients of weights.
 """
 
 import heapq
@@ -8,61 +10,111 @@ from collections.abc import Sequence
 from shardlib.pipeline.schedules._simulate import UNIT, Costs
 from shardlib.pipeline.schedules._table import KINDS, Op, Table
 
+# Sums of floats that should be equal may differ by this much.
+_SLACK = 1e-9
+
 
 def weave(
     orders: Sequence[Sequence[Op]], placement: Sequence[int], limit: float, costs: Costs = UNIT
 ) -> Table:
-    """The table of these forward and backward passes, each stage in its order, with a `W` wherever
-    a stage would wait.
+    """The table of these forward and backward passes, with a `W` wherever a stage would wait.
 
-    And before a forward pass for which a stage would hold more than `limit` microbatches'
-    activations.
+    Each stage keeps its order. A `W` also comes before a forward pass for which a stage would hold
+    more than `limit` microbatches' activations.
     """
-    stages = len(orders)
-    lone = [
-        tuple(Op(kind, 0, part) for part, on in enumerate(placement) if on == s for kind in KINDS)
-        for s in range(stages)
-    ]
-    # One microbatch: who waits for whom, and what takes how long.
-    table = Table(tuple(lone), tuple(placement))
-    share = [1 / table.placement.count(stage) for stage in range(stages)]
-    at, held, end = [0] * stages, [0.0] * stages, {}
-    pending: list[list[Op]] = [[] for _ in range(stages)]
-    made: list[list[Op]] = [[] for _ in range(stages)]
-    asleep: dict[Op, list[int]] = {}  # stages that wait for an op that is not done
-    queue = [(0.0, stage) for stage in range(stages)]
+    weaving = _Weaving(orders, placement, limit, costs)
+    while weaving.queue:
+        weaving.step()
+    return Table(tuple(map(tuple, weaving.made)), tuple(placement))
 
-    def put(stage: int, op: Op, now: float) -> None:
-        made[stage].append(op)
-        end[op] = now + costs.of(table, op)
-        held[stage] += share[stage] * {"F": 1.0, "B": costs.kept - 1.0, "W": -costs.kept}[op.kind]
-        heapq.heappush(queue, (end[op], stage))
-        for one in asleep.pop(op, ()):
-            heapq.heappush(queue, (end[op], one))
 
-    while queue:
-        now, stage = heapq.heappop(queue)
-        if made[stage] and end[made[stage][-1]] > now:
-            continue  # woken while at work
-        op = orders[stage][at[stage]] if at[stage] < len(orders[stage]) else None
-        missing = [one for one in table.before(op) if one not in end] if op else []
+def one_microbatch(stages: int, placement: Sequence[int]) -> Table:
+    """The table of one microbatch through all parts: it says who waits for whom, and what costs."""
+    orders: list[list[Op]] = [[] for _ in range(stages)]
+    for part, stage in enumerate(placement):
+        for kind in KINDS:
+            orders[stage].append(Op(kind, 0, part))
+    return Table(tuple(map(tuple, orders)), tuple(placement))
+
+
+class _Weaving:
+    """The stages while they are played through, with a queue of who looks for work when.
+
+    A stage is in the queue with the time at which it is free, or at which what it waits for
+    arrives; if that is not known yet, the stage is asleep until the op that it waits for is done.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Op]],
+        placement: Sequence[int],
+        limit: float,
+        costs: Costs,
+    ) -> None:
+        stages = len(orders)
+        self.orders, self.placement, self.limit, self.costs = orders, placement, limit, costs
+        self.table = one_microbatch(stages, placement)
+        # What one microbatch's activations of a part count for in what a stage holds.
+        self.share = [1 / self.table.placement.count(stage) for stage in range(stages)]
+        self.held_after = {"F": 1.0, "B": costs.kept - 1.0, "W": -costs.kept}
+        self.position = [0] * stages
+        self.held = [0.0] * stages
+        self.end: dict[Op, float] = {}
+        self.pending: list[list[Op]] = [[] for _ in range(stages)]
+        self.made: list[list[Op]] = [[] for _ in range(stages)]
+        self.asleep: dict[Op, list[int]] = {}
+        self.queue = [(0.0, stage) for stage in range(stages)]
+
+    def step(self) -> None:
+        """Let the next stage of the queue do something, or wait."""
+        now, stage = heapq.heappop(self.queue)
+        if self.made[stage] and self.end[self.made[stage][-1]] > now:
+            return  # woken while at work
+        op = self._next(stage)
+        missing = None
         arrives = now
-        if op and not missing:
-            sent = [
-                end[one] + (costs.send if placement[one.part] != stage else 0.0)
-                for one in table.before(op)
-            ]
-            arrives = max([now, *sent])
-        full = op is not None and op.kind == "F" and held[stage] + share[stage] > limit + 1e-9
-        if op and not missing and arrives <= now and not (full and pending[stage]):
-            at[stage] += 1
+        if op is not None:
+            missing = next(
+                (needed for needed in self.table.before(op) if needed not in self.end), None
+            )
+            if missing is None:
+                arrives = max(now, self._arrival(stage, op))
+        ready = op is not None and missing is None and arrives <= now
+        if op is not None and ready and not (self._is_full(stage, op) and self.pending[stage]):
+            self.position[stage] += 1
             if op.kind == "B":
-                pending[stage].append(op)
-            put(stage, op, now)
-        elif pending[stage]:
-            put(stage, pending[stage].pop(0)._replace(kind="W"), now)
-        elif missing:
-            asleep.setdefault(missing[0], []).append(stage)
-        elif op:
-            heapq.heappush(queue, (arrives, stage))
-    return Table(tuple(map(tuple, made)), tuple(placement))
+                self.pending[stage].append(op)
+            self._do(stage, op, now)
+        elif self.pending[stage]:
+            self._do(stage, self.pending[stage].pop(0)._replace(kind="W"), now)
+        elif missing is not None:
+            self.asleep.setdefault(missing, []).append(stage)
+        elif op is not None:
+            heapq.heappush(self.queue, (arrives, stage))
+
+    def _next(self, stage: int) -> Op | None:
+        """The next op in the order of a stage, if there is one more."""
+        if self.position[stage] == len(self.orders[stage]):
+            return None
+        return self.orders[stage][self.position[stage]]
+
+    def _arrival(self, stage: int, op: Op) -> float:
+        """When all has come that an op needs; it is done already."""
+        arrival = 0.0
+        for needed in self.table.before(op):
+            sending = self.costs.send if self.placement[needed.part] != stage else 0.0
+            arrival = max(arrival, self.end[needed] + sending)
+        return arrival
+
+    def _is_full(self, stage: int, op: Op) -> bool:
+        """Whether a stage would hold more than the limit after an op."""
+        return op.kind == "F" and self.held[stage] + self.share[stage] > self.limit + _SLACK
+
+    def _do(self, stage: int, op: Op, now: float) -> None:
+        """Write down an op that starts now, and wake those that wait for it when it ends."""
+        self.made[stage].append(op)
+        self.end[op] = now + self.costs.of(self.table, op)
+        self.held[stage] += self.share[stage] * self.held_after[op.kind]
+        heapq.heappush(self.queue, (self.end[op], stage))
+        for waiting in self.asleep.pop(op, ()):
+            heapq.heappush(self.queue, (self.end[op], waiting))
