@@ -1,11 +1,15 @@
-"""The exchange of a step: exact sums first, then whatever the strategy's exchange makes of the
-workers' gradients.
+"""The exchange of a step: exact sums first, then the strategy's exchange between workers.
+
+contributions of devices
+  -> summed exactly within workers, laid out as the parameter is at rest    `within`
+  -> averaged over workers, if the exchange takes any axes                  `averaged`, `sent`
+  -> gradient, errors for the next step, norm, what is finite
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,19 +24,35 @@ from shardlib.optimizers._local import Local
 
 ErrorsByPath = dict[str, Errors]
 
+# The number of sums by which the norm of a mean is estimated. It is a prime, so that a column of a
+# matrix, which may have most of its gradient, does not fall into one sum.
+_WIDTH = 2039
+
 
 class Gradient(NamedTuple):
-    """What an exchange makes of contributions."""
+    """What an exchange makes of the contributions of all devices.
 
-    values: Any  # of the batch; of what an optimizer has sent itself, that
-    errors: ErrorsByPath  # what is left over for the next step
-    square: Any  # of the norm of the whole gradient
-    finite: Any  # of each parameter whether its gradient is
+    Attributes:
+        values: the gradient of the batch or, of what an optimizer sent itself, the mean of that.
+        errors: what is left over for the next step, by path.
+        square: the square of the norm of the whole gradient.
+        finite: for each parameter, whether its gradient is finite.
+    """
+
+    values: Any
+    errors: ErrorsByPath
+    square: Any
+    finite: Any
 
 
 class Sender(NamedTuple):
-    """An optimizer that says itself what is sent, with its state, and the largest norm of a
-    gradient.
+    """An optimizer that says itself what is sent.
+
+    Attributes:
+        optimizer: the optimizer.
+        state: its state.
+        specs: how that is laid out.
+        clip: the largest norm of a gradient, None for any.
     """
 
     optimizer: Local
@@ -49,7 +69,20 @@ def exchange_gradients(
     errors: ErrorsByPath,
     sender: Sender | None,
 ) -> Gradient:
-    """Turn every device's own gradients into the batch's. Manual over the data axes."""
+    """Turn every device's own gradients into the gradient of the batch.
+
+    It is called in the region that is manual over the data axes, and works manually over all axes:
+    a collective over a manual axis whose operand an automatic axis splits would first gather that
+    operand.
+
+    Args:
+        exchange: the exchange of the strategy.
+        gradients: the contributions of this device, a tree like the trained parameters.
+        weight: the weight of the whole batch.
+        parameters: a `Parameter` for each gradient.
+        errors: what the exchange left over in the step before.
+        sender: the optimizer, if it says itself what is sent.
+    """
     leaves, treedef = jax.tree.flatten(gradients)
     described = treedef.flatten_up_to(parameters)
     mesh = jax.sharding.get_abstract_mesh()
@@ -68,15 +101,17 @@ def exchange_gradients(
 
     state = () if sender is None else sender.state
     if mesh.auto_axes:
-        auto, same = mesh.auto_axes, PartitionSpec()
-        of_errors = jax.tree.map(lambda _: PartitionSpec(auto), errors)
-        of_state = (
-            () if sender is None else jax.tree.map(lambda spec: keep_axes(spec, auto), sender.specs)
-        )
+        auto, replicated = mesh.auto_axes, PartitionSpec()
+        error_specs = jax.tree.map(lambda _: PartitionSpec(auto), errors)
+        state_specs = ()
+        if sender is not None:
+            state_specs = jax.tree.map(lambda spec: keep_axes(spec, auto), sender.specs)
+        contributed = [keep_axes(parameter.spec, auto) for parameter in described]
+        stored = [keep_axes(parameter.stored, auto) for parameter in described]
         exchanged = jax.shard_map(
             exchanged,
-            in_specs=([keep_axes(one.spec, auto) for one in described], same, of_errors, of_state),
-            out_specs=([keep_axes(one.stored, auto) for one in described], of_errors, same, same),
+            in_specs=(contributed, replicated, error_specs, state_specs),
+            out_specs=(stored, error_specs, replicated, replicated),
             axis_names=set(auto),
             check_vma=False,
         )
@@ -85,116 +120,137 @@ def exchange_gradients(
 
 
 class _Exchanged:
-    """One exchange of a step's gradients, manual over every axis."""
+    """One exchange of a step's gradients, manual over every axis.
+
+    `members` are the positions of the parameters that are averaged by the exchange. All others are
+    only summed exactly.
+    """
 
     def __init__(
         self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]
     ) -> None:
         self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
-        self.over = [exchange.over(one) for one in parameters]
-        self.axes = [spec_axes(one.stored) for one in parameters]
+        self.over = [exchange.over(parameter) for parameter in parameters]
+        self.axes = [spec_axes(parameter.stored) for parameter in parameters]
         self.members = [i for i, over in enumerate(self.over) if over]
-        self.shared = [
-            tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (*over, *axes))
-            for over, axes in zip(self.over, self.axes, strict=True)
-        ]
+        # The axes along which devices hold the same values of a parameter.
+        self.shared: list[tuple[str, ...]] = []
+        for over, axes in zip(self.over, self.axes, strict=True):
+            self.shared.append(
+                tuple(axis for axis in self.every_axis if axis not in (*over, *axes))
+            )
+
+    @property
+    def every_axis(self) -> tuple[str, ...]:
+        """The axes of the mesh that have several devices."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
-        """What is summed exactly: whole gradients, and each worker's part of those that are to be
-        averaged.
+        """Sum exactly over all axes that the exchange does not take.
+
+        Of a parameter that it averages, the result is this worker's part of the gradient.
         """
-        summed = [
-            one._replace(axes=tuple(axis for axis in one.axes if axis not in over))
-            for one, over in zip(self.parameters, self.over, strict=True)
-        ]
+        summed: list[Parameter] = []
+        for parameter, over in zip(self.parameters, self.over, strict=True):
+            axes = tuple(axis for axis in parameter.axes if axis not in over)
+            summed.append(parameter._replace(axes=axes))
         return self.exchange.within.reduce(contributions, weight, summed)
 
     def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
-        """The workers' gradients, averaged."""
-        values, errors = self._average(
-            sums, self._workers(sums), errors, [None] * len(self.members)
-        )
+        """Average the workers' gradients."""
+        unknown = [None] * len(self.members)
+        values, errors = self._average(sums, self._workers(sums), errors, unknown)
         squares = _squares(values, self.axes, self.sizes)
         return values, errors, jnp.sum(squares), jnp.isfinite(squares)
 
     def sent(
         self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
     ) -> tuple[Any, ...]:
-        """What the optimizer sends, averaged; while it sends nothing of its own, exact
-        gradients.
+        """Average what the optimizer sends or, while it sends nothing, gradients exactly.
+
+        Which of the two a step does is known only when it runs, so both are in its program.
         """
 
-        def messages() -> tuple[Any, ...]:
-            own = self._workers(sums)
-            square, finite = self._measured(sums, own)
-            if sender.clip is not None:
-                scale = sender.clip / jnp.maximum(jnp.sqrt(square), sender.clip)
-                own = [g * scale.astype(g.dtype) for g in own]
-            found, alive = sender.optimizer.message(
-                treedef.unflatten(self._with(sums, own)), sender.state
-            )
-            found, alive = treedef.flatten_up_to(found), treedef.flatten_up_to(alive)
-            living = [alive[i] for i in self.members]
-            own = [found[i].astype(jnp.float32) for i in self.members]
-            values, after = self._average(sums, own, errors, living)
-            # What was finite may be none as a code; and what is owed then would be owed forever.
-            return values, after, square, finite & self._finite(values) & jnp.isfinite(square)
+        def compressed() -> tuple[Any, ...]:
+            with jax.named_scope("compressed"):
+                return self._messages(sums, errors, sender, treedef)
 
-        def exactly() -> tuple[Any, ...]:
-            values = self._with(sums, self._exactly([sums[i] for i in self.members]))
-            squares = _squares(values, self.axes, self.sizes)
-            return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+        def exact() -> tuple[Any, ...]:
+            with jax.named_scope("exact"):
+                members = [sums[i] for i in self.members]
+                values = self._with(sums, self._exactly(members))
+                squares = _squares(values, self.axes, self.sizes)
+                return values, errors, jnp.sum(squares), jnp.isfinite(squares)
 
-        def named(name: str, branch: Any) -> Any:
-            def under_its_name() -> Any:
-                with jax.named_scope(name):
-                    return branch()
+        return lax.cond(sender.optimizer.sends(sender.state), compressed, exact)
 
-            return under_its_name
-
-        return lax.cond(
-            sender.optimizer.sends(sender.state),
-            named("compressed", messages),
-            named("exact", exactly),
-        )
+    def _messages(
+        self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
+    ) -> tuple[Any, ...]:
+        """Average the messages that the optimizer makes of the workers' own gradients."""
+        own = self._workers(sums)
+        square, finite = self._measured(sums, own)
+        if sender.clip is not None:
+            scale = sender.clip / jnp.maximum(jnp.sqrt(square), sender.clip)
+            own = [gradient * scale.astype(gradient.dtype) for gradient in own]
+        gradients = treedef.unflatten(self._with(sums, own))
+        messages, alive = sender.optimizer.message(gradients, sender.state)
+        message_leaves = treedef.flatten_up_to(messages)
+        alive_leaves = treedef.flatten_up_to(alive)
+        alive_members = [alive_leaves[i] for i in self.members]
+        own = [message_leaves[i].astype(jnp.float32) for i in self.members]
+        values, after = self._average(sums, own, errors, alive_members)
+        # What was finite may not be as a code. Its error would then never be finite again.
+        finite = finite & self._finite(values) & jnp.isfinite(square)
+        return values, after, square, finite
 
     def _exactly(self, sums: list[jax.Array]) -> list[jax.Array]:
-        """The sums over workers. Of what is the same along other axes each device there adds up a
-        part.
+        """The exact sums over workers.
+
+        If other devices hold the same values, each of them sums a part, and they gather the parts:
+        the network between workers then carries every value once.
         """
-        found, groups = list(sums), defaultdict(list)
-        for k, i in enumerate(self.members):
-            groups[self.over[i], self.shared[i]].append(k)
+        totals = list(sums)
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for position, i in enumerate(self.members):
+            groups[self.over[i], self.shared[i]].append(position)
         for (over, shared), members in groups.items():
             for bucket in buckets(sums, members, self.exchange.within.bucket_bytes):
-                if not shared:
-                    for k, total in zip(
-                        bucket, lax.psum([sums[k] for k in bucket], over), strict=True
-                    ):
-                        found[k] = total.astype(jnp.float32)
-                    continue
-                flat = jnp.concatenate([sums[k].reshape(-1) for k in bucket])
-                parts = math.prod(self.sizes[axis] for axis in shared)
-                rows = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)
-                whole = lax.all_gather(
-                    lax.psum(rows[lax.axis_index(shared)], over), shared, axis=0, tiled=True
-                )
-                ends = itertools.accumulate((sums[k].size for k in bucket), initial=0)
-                for k, (first, last) in zip(bucket, itertools.pairwise(ends), strict=True):
-                    found[k] = (
-                        whole.reshape(-1)[first:last].reshape(sums[k].shape).astype(jnp.float32)
-                    )
-        return found
+                parts = [sums[position] for position in bucket]
+                if shared:
+                    summed = self._sums_in_parts(parts, over, shared)
+                else:
+                    summed = lax.psum(parts, over)
+                for position, total in zip(bucket, summed, strict=True):
+                    totals[position] = total.astype(jnp.float32)
+        return totals
+
+    def _sums_in_parts(
+        self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
+    ) -> Iterator[jax.Array]:
+        """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
+        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+        count = math.prod(self.sizes[axis] for axis in shared)
+        rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
+        part = lax.psum(rows[lax.axis_index(shared)], over)
+        whole = lax.all_gather(part, shared, axis=0, tiled=True)
+        ends = itertools.accumulate((x.size for x in arrays), initial=0)
+        for x, (first, last) in zip(arrays, itertools.pairwise(ends), strict=True):
+            yield whole.reshape(-1)[first:last].reshape(x.shape)
 
     def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
-        """Each worker's own gradient: the mean of these is the gradient of the batch."""
-        workers = [math.prod(self.sizes[axis] for axis in self.over[i]) for i in self.members]
-        return [
-            sums[i].astype(jnp.float32) * count
-            for i, count in zip(self.members, workers, strict=True)
-        ]
+        """Each worker's own gradient.
+
+        It is scaled by the number of workers, so that the gradient of the batch is the mean.
+        """
+        own: list[jax.Array] = []
+        for i in self.members:
+            workers = math.prod(self.sizes[axis] for axis in self.over[i])
+            own.append(sums[i].astype(jnp.float32) * workers)
+        return own
 
     def _with(self, sums: list[jax.Array], members: list[jax.Array]) -> list[jax.Array]:
+        """The sums, with other values for those that the exchange averages."""
         values = list(sums)
         for i, value in zip(self.members, members, strict=True):
             values[i] = value
@@ -203,88 +259,112 @@ class _Exchanged:
     def _average(
         self, sums: list[jax.Array], own: list[jax.Array], errors: ErrorsByPath, alive: list[Any]
     ) -> tuple[list[jax.Array], ErrorsByPath]:
+        """Average what workers have, by the exchange; returns values and errors.
+
+        `alive` says of each where it is not always zero, None if that is unknown.
+        """
         described = [self.parameters[i] for i in self.members]
         shared = [self.shared[i] for i in self.members]
-        owed: list[Any] = [None] * len(self.members)
+        before: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
-            owed = [jax.tree.map(lambda x: x[0], errors[one.path]) for one in described]
-        means, left = self.exchange.average(own, described, ExchangeInputs(shared, owed, alive))
+            # In the state, errors have a leading dim of devices, of which each has one.
+            before = [
+                jax.tree.map(lambda x: x[0], errors[parameter.path]) for parameter in described
+            ]
+        inputs = ExchangeInputs(shared, before, alive)
+        means, after = self.exchange.average(own, described, inputs)
         if self.exchange.keeps_errors:
-            left = [jax.tree.map(lambda x: x[None], one) for one in left]
-            errors = {one.path: one_left for one, one_left in zip(described, left, strict=True)}
+            after = [jax.tree.map(lambda x: x[None], error) for error in after]
+            paths = [parameter.path for parameter in described]
+            errors = dict(zip(paths, after, strict=True))
         return self._with(sums, means), errors
 
     def _measured(self, sums: list[jax.Array], own: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """About the square of the norm of the whole gradient, of which nobody has the mean, and
-        what of it is finite.
+        """An estimate of the square of the norm of the whole gradient, and what of it is finite.
 
-        A sum of elements with random signs has the square of their norm, on average; so have the
-        sums of workers' sums. `_WIDTH` of them tell it to some three percent, and the norm to half
-        of that.
+        No device has the mean gradient, so its norm is estimated from sums with random signs s:
+
+            E[(sum_k s_k x_k)^2]  =  sum_k x_k^2
+
+        and sums over workers of such sums are those of the mean. `_WIDTH` of them tell the square
+        to some three percent, and the norm to half of that.
         """
-        every = tuple(axis for axis, size in self.sizes.items() if size > 1)
-        rest = [i for i in range(len(sums)) if i not in self.members]
-        square = jnp.float32(0)
-        if rest:
-            square = jnp.sum(
-                _squares([sums[i] for i in rest], [self.axes[i] for i in rest], self.sizes)
-            )
+        square = self._square_of_summed(sums)
         for over in dict.fromkeys(self.over[i] for i in self.members):
-            sketch, place = jnp.zeros(_WIDTH), 0
-            for i, gradient in zip(self.members, own, strict=True):
-                if self.over[i] == over:
-                    split = {*self.axes[i], *over}
-                    again = math.prod(
-                        size for axis, size in self.sizes.items() if axis not in split
-                    )
-                    # One array behind the other, so that few elements have a sum each, which is
-                    # exact.
-                    sketch += jnp.roll(_sketch(gradient, i), place) / math.sqrt(again)
-                    place += gradient.size
-            mean = lax.pmean(sketch, over)
-            others = tuple(axis for axis in every if axis not in over)
-            found = jnp.sum(jnp.square(mean))
-            square += lax.psum(found, others) if others else found
+            mean = lax.pmean(self._sketch_of_members(own, over), over)
+            others = tuple(axis for axis in self.every_axis if axis not in over)
+            estimate = jnp.sum(jnp.square(mean))
+            square += lax.psum(estimate, others) if others else estimate
         return square, self._finite(self._with(sums, own))
 
+    def _square_of_summed(self, sums: list[jax.Array]) -> jax.Array:
+        """The square of the norm of all gradients that are summed exactly."""
+        summed = [i for i in range(len(sums)) if i not in self.members]
+        if not summed:
+            return jnp.float32(0)
+        axes = [self.axes[i] for i in summed]
+        return jnp.sum(_squares([sums[i] for i in summed], axes, self.sizes))
+
+    def _sketch_of_members(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
+        """Sums with random signs of all gradients that are averaged over the same axes."""
+        sketch, offset = jnp.zeros(_WIDTH), 0
+        for i, gradient in zip(self.members, own, strict=True):
+            if self.over[i] != over:
+                continue
+            split = {*self.axes[i], *over}
+            copies = math.prod(size for axis, size in self.sizes.items() if axis not in split)
+            # One array starts where the one before ends. So if there are fewer elements than sums,
+            # each element has a sum of its own, and the estimate is exact.
+            sketch += jnp.roll(_sketch(gradient, i), offset) / math.sqrt(copies)
+            offset += gradient.size
+        return sketch
+
     def _finite(self, values: list[jax.Array]) -> jax.Array:
-        every = tuple(axis for axis, size in self.sizes.items() if size > 1)
+        """For each array, whether it is finite on all devices."""
         bad = jnp.stack([jnp.any(~jnp.isfinite(x)) for x in values]).astype(jnp.int32)
-        return (lax.psum(bad, every) if every else bad) == 0
-
-
-# A prime, lest a column of a matrix, which may have most of its gradient, fall into one sum.
-_WIDTH = 2039
+        if self.every_axis:
+            bad = lax.psum(bad, self.every_axis)
+        return bad == 0
 
 
 def _sketch(x: jax.Array, number: int) -> jax.Array:
-    """Sums of the elements of an array, with signs that are drawn once and for all."""
+    """Sums of the elements of an array, with signs drawn from `number` and never again."""
     rows = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
+    seed = jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
     word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_WIDTH)
-    word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + jnp.uint32(
-        0x9E3779B1 * (number + 1) % 2**32
-    )
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finalizer
+    word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + seed
+    # The finalizer of MurmurHash3: every bit of the position decides over every bit of the word.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return jnp.sum(jnp.where((word ^ (word >> jnp.uint32(16))) & 1 == 1, rows, -rows), 0)
+    is_positive = (word ^ (word >> jnp.uint32(16))) & 1 == 1
+    return jnp.sum(jnp.where(is_positive, rows, -rows), 0)
 
 
 def _squares(
     shards: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]
 ) -> jax.Array:
-    """The square of the norm of each array, of which each device has the shard that `axes` split
-    off; in one sum.
+    """The square of the norm of each array, from the shards of all devices, by one sum.
+
+    `axes` are those that split each array.
     """
-    every = tuple(dict.fromkeys(axis for of in axes for axis in of if mesh_shape[axis] > 1))
-    # What an array is not split over, each device along it has: it is counted so often.
-    again = [math.prod(mesh_shape[axis] for axis in every if axis not in of) for of in axes]
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in shards]
-    own = [jnp.sum(_square(x)).astype(jnp.float32) / n for x, n in zip(wide, again, strict=True)]
-    return lax.psum(jnp.stack(own), every) if every else jnp.stack(own)
+    used: dict[str, None] = {}
+    for own_axes in axes:
+        used.update((axis, None) for axis in own_axes if mesh_shape[axis] > 1)
+    every = tuple(used)
+    squares: list[jax.Array] = []
+    for x, own_axes in zip(shards, axes, strict=True):
+        # Devices along an axis that does not split an array all have it, and all are summed.
+        copies = math.prod(mesh_shape[axis] for axis in every if axis not in own_axes)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        squares.append(jnp.sum(_square(wide)).astype(jnp.float32) / copies)
+    stacked = jnp.stack(squares)
+    return lax.psum(stacked, every) if every else stacked
 
 
 def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(x.real) + jnp.square(x.imag) if jnp.iscomplexobj(x) else jnp.square(x)
+    if jnp.iscomplexobj(x):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
 
 
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
