@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous_handlers = {}
     for signum in (signal.SIGTERM, signal.SIGINT):
         previous_handlers[signum] = signal.signal(signum, launch.pass_on)
+    # On this machine only: nobody else is to reach the processes.
     address = f"127.0.0.1:{_free_port()}"
     try:
         for index in range(arguments.n):
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m shardlib.launch: {reason}", file=sys.stderr)  # noqa: T201
         return 2
     finally:
+        # Also what processes have started and left behind.
         launch.signal(signal.SIGKILL)
         for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
@@ -110,6 +112,7 @@ def environment_of(
     It is the launcher's, with what `initialize_distributed` finds the others by, and with which
     devices the process has.
     """
+    # Later entries replace those of the launcher's environment.
     variables = dict(environment) | {
         COORDINATOR: address,
         PROCESSES: str(arguments.n),
@@ -357,6 +360,7 @@ def _report(
     if not heard_nothing_from and any(_ENDED_BY_OTHERS in line for line in first_dead.last):
         for process in processes:
             heard_nothing_from |= process.heard_nothing_from
+    # Those of them that had died by then are not silent but dead.
     silent = [process for process in living if process.index in heard_nothing_from]
     if not silent:
         sentences = [first_dead.obituary()]
@@ -397,7 +401,7 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
         # Line, end, line, end, ..., and the beginning of a line that is not complete yet.
         *whole, pending = re.split(rb"([\r\n])", pending + part)
         for line, end in zip(whole[::2], whole[1::2], strict=True):
-            # `\r\n` is one end, so nothing between the two is no line.
+            # `\r\n` is one end, so the nothing between the two is no line.
             if line or (end == b"\n" and last_end != b"\r"):
                 yield line.decode(errors="replace")
             last_end = end
@@ -408,6 +412,7 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the launcher, and the command after `--`, which must be one that can run."""
     parser = _parser()
+    # Options of the command, behind `--`, are not the launcher's.
     options, command = argv, []
     if "--" in argv:
         separator = argv.index("--")

@@ -57,7 +57,9 @@ def require_agreement(what: Mapping[str, str]) -> None:
     groups = _agreeing_groups(texts)
     if len(groups) == 1:
         return
+    # The largest group comes first: what most processes say is likely what was meant.
     by_size = sorted(groups, key=lambda group: -len(group.processes))
+    # Every process takes part in every broadcast, in the same order.
     statements: list[Statement] = []
     for group in by_size[:_MAX_STATEMENTS]:
         statements.append((group.processes, _texts_of(group, texts)))
@@ -81,6 +83,7 @@ def _agreeing_groups(texts: Mapping[str, str]) -> list[_Group]:
     What is gathered is a digest of the texts, which does not depend on the order of their names,
     and the length of the message that holds them. A group is listed where its first process is.
     """
+    # 32 bytes of digest and 8 of length from each process.
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
     record = digest + len(_message(texts)).to_bytes(8, "little")
     gathered = multihost_utils.process_allgather(np.frombuffer(record, np.uint8))

@@ -13,6 +13,7 @@ data ↓  │ 0 1 2 3 │
         └─────────┘
 """
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,34 +55,55 @@ def describe_mesh(mesh: Mesh) -> str:
     title = f"{format_mesh(mesh)} on {count_devices(devices.flat)}"
     if slice_count > 1:
         title += f" in {slice_count} {name_slices(devices.flat)}"
-
-    columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
-    lines = [_line_along(axis, devices.ndim) for axis in range(devices.ndim)]
-    if slice_count > 1:
-        columns.append(["network", *(_networks(slices[line]) for line in lines)])
-    if hasattr(devices.flat[0], "coords"):
-        columns.append(["torus", *(_torus(devices[line]) for line in lines)])
-
     # Axes of one device take no room in a picture, and paper has two directions.
     long = [axis for axis, size in enumerate(devices.shape) if size > 1]
     if devices.size > _MAX_DRAWN_DEVICES or len(long) not in (1, 2):
-        columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
-        return f"{title}\n\n{_table(columns)}"
+        return f"{title}\n\n{_table_of_axes(mesh, slices, list_devices=True)}"
     down = mesh.axis_names[long[0]] if len(long) == 2 else ""
     across = mesh.axis_names[long[-1]]
+    # All other axes have one device, so the two that are drawn, or one, are all there is.
     grid = (-1, devices.shape[long[-1]])
     picture = _picture(devices.reshape(grid), slices.reshape(grid), down, across)
-    return f"{title}\n\n{_table(columns)}\n\n{picture}"
+    return f"{title}\n\n{_table_of_axes(mesh, slices, list_devices=False)}\n\n{picture}"
+
+
+def _table_of_axes(mesh: Mesh, slices: np.ndarray, *, list_devices: bool) -> str:
+    """A table with a row for each axis of a mesh: its size, its networks, its place on a torus.
+
+    Columns that would say the same of every mesh of these devices are left out: the networks where
+    there is a single slice, the torus where there is none. `slices` has the slice of each device.
+    """
+    devices = mesh.devices
+    columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
+    # What is said of an axis is read off the line along it through the first device. The lines that
+    # are parallel to it look alike.
+    lines = [_line_along(axis, devices.ndim) for axis in range(devices.ndim)]
+    if len(np.unique(slices)) > 1:
+        columns.append(["network", *(_networks(slices[line]) for line in lines)])
+    if hasattr(devices.flat[0], "coords"):
+        columns.append(["torus", *(_torus(devices[line]) for line in lines)])
+    if list_devices:
+        columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
+    return _aligned(columns)
 
 
 def _line_along(axis: int, dims: int) -> tuple[int | slice, ...]:
-    """The index of the line through a mesh's first device along one axis.
-
-    It stands for all the lines that are parallel to it, which look alike.
-    """
+    """The index of the line along one axis of an array, through its first entry."""
     index: list[int | slice] = [0] * dims
     index[axis] = slice(None)
     return tuple(index)
+
+
+def _aligned(columns: list[list[str]]) -> str:
+    """Columns of texts as lines, each column as wide as its widest text."""
+    padded = []
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        # Sizes, the second column, are numbers and stand to the right.
+        align = str.rjust if number == 1 else str.ljust
+        padded.append([align(cell, width) for cell in column])
+    rows = zip(*padded, strict=True)
+    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _networks(line: np.ndarray) -> str:
@@ -118,18 +140,6 @@ def _first_few(line: np.ndarray) -> str:
     return " ".join(ids)
 
 
-def _table(columns: list[list[str]]) -> str:
-    """Columns of texts as lines, each column as wide as its widest text."""
-    aligned = []
-    for number, column in enumerate(columns):
-        width = max(map(len, column))
-        # Sizes, the second column, are numbers and stand to the right.
-        align = str.rjust if number == 1 else str.ljust
-        aligned.append([align(cell, width) for cell in column])
-    rows = zip(*aligned, strict=True)
-    return "\n".join("  ".join(row).rstrip() for row in rows)
-
-
 def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) -> str:
     """The ids of a grid of devices in a frame, with the names of its axes.
 
@@ -141,18 +151,23 @@ def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) ->
     width = max(len(str(device.id)) for device in devices.flat)
     rows = [_row_of_ids(row, new_column, width) for row in devices]
 
-    lines = [f" {across} →", _rule("┌─╥┐", rows[0])]
+    lines = [f" {across} →", *_framed(rows, new_row)]
+    # The name of the axis that runs down is beside the first row of ids, the third line.
+    label = f"{down} ↓  " if down else ""
+    margins = [" " * len(label)] * len(lines)
+    margins[2] = label
+    return "\n".join(map(operator.add, margins, lines))
+
+
+def _framed(rows: list[str], new_row: list[bool]) -> list[str]:
+    """Rows of ids in a frame, with a double line above those that begin a new slice."""
+    lines = [_rule("┌─╥┐", rows[0])]
     for row, is_new in zip(rows, new_row, strict=True):
         if is_new:
             lines.append(_rule("╞═╬╡", rows[0]))
         lines.append(f"│{row}│")
     lines.append(_rule("└─╨┘", rows[0]))
-
-    # The name of the axis that runs down is beside the first row of ids, the third line.
-    label = f"{down} ↓  " if down else ""
-    margins = [" " * len(label)] * len(lines)
-    margins[2] = label
-    return "\n".join(margin + line for margin, line in zip(margins, lines, strict=True))
+    return lines
 
 
 def _row_of_ids(row: np.ndarray, new_column: list[bool], width: int) -> str:

@@ -67,12 +67,7 @@ def make_mesh(
     of its links. Without it, shapes that need that are refused.
     """
     sizes = parse_axes(shape)
-    for name in axes:
-        if name in sizes:
-            raise ValueError(
-                f"`make_mesh` takes each axis once; `{name}` is both in the shape, "
-                f"`{_spell(sizes)}`, and a keyword. Remove one of the two."
-            )
+    _check_once(sizes, axes)
     check.kind("make_mesh", "axis_type", axis_type, AxisType, "a `jax.sharding.AxisType`")
     split = check.boolean("make_mesh", "allow_split_physical_axes", allow_split_physical_axes)
     devices = jax.devices() if devices is None else _devices(devices)
@@ -109,7 +104,8 @@ def simulate_devices(count: int = 8) -> None:
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        pass  # JAX has started: what it sees is checked below
+        # JAX has started: what it sees is checked below.
+        pass
     found = jax.devices()
     if len(found) != count or found[0].platform != "cpu":
         raise ValueError(
@@ -160,6 +156,16 @@ def slow_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(
         name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any()
     )
+
+
+def _check_once(sizes: Mapping[str, int], keywords: Mapping[str, int]) -> None:
+    """Refuse an axis that is in the shape of a mesh and is a keyword too."""
+    for name in keywords:
+        if name in sizes:
+            raise ValueError(
+                f"`make_mesh` takes each axis once; `{name}` is both in the shape, "
+                f"`{_spell(sizes)}`, and a keyword. Remove one of the two."
+            )
 
 
 def _devices(devices: Any) -> list[Any]:
@@ -241,7 +247,7 @@ def _is_size(size: Any) -> TypeGuard[int]:
     # To Python True is a whole number too.
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         return False
-    return size == -1 or 1 <= size <= _MOST_ON_AXIS
+    return bool(size == -1 or 1 <= size <= _MOST_ON_AXIS)
 
 
 def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
@@ -252,6 +258,7 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
         raise ValueError(
             f'`make_mesh` needs at least one {missing}, as in `make_mesh("data=-1")`; got none.'
         )
+    # Of the axes whose sizes are known.
     product = math.prod(size for size in axes.values() if size != -1)
     if -1 in axes.values():
         if count % product:
@@ -334,6 +341,7 @@ def _check_slices(
     # The devices of one CPU process may stand in for any number of slices.
     if product == count or (count == 1 and _is_simulated(devices)):
         return
+    # With a single slice there is no slow network to cross.
     advice = "Leave `dcn` out."
     if count > 1:
         advice = f'Write `dcn="{_proposal(axes, count)}"`, or name the axes with the least traffic.'
@@ -387,11 +395,23 @@ def _arrange(
             process_is_granule=slices == processes,
             allow_split_physical_axes=split,
         )
-    # Blocks of devices in order are the slices. Their dims (outer..., inner...) are interleaved to
-    # (outer, inner) of the first axis, (outer, inner) of the second, ..., and each pair is merged.
-    interleaved = itertools.chain.from_iterable((k, k + len(axes)) for k in range(len(axes)))
+    return _arrange_blocks(outer, inner, devices)
+
+
+def _arrange_blocks(outer: list[int], inner: list[int], devices: list[Any]) -> np.ndarray:
+    """Devices in a grid, as if consecutive blocks of them were slices.
+
+    `outer` are the sizes of axes across slices, `inner` those inside a slice; an axis of the grid
+    has their product.
+    """
+    # The dims (outer..., inner...) of the blocks are interleaved to (outer, inner) of the first
+    # axis, (outer, inner) of the second, ..., and each pair is merged.
+    count = len(outer)
+    interleaved = itertools.chain.from_iterable((k, k + count) for k in range(count))
     blocks = np.asarray(devices, dtype=object).reshape(outer + inner)
-    return blocks.transpose(*interleaved).reshape(*axes.values())
+    return blocks.transpose(*interleaved).reshape(
+        *(across * inside for across, inside in zip(outer, inner, strict=True))
+    )
 
 
 def slice_index(device: Any) -> int:

@@ -83,6 +83,7 @@ def initialize_distributed(*, heartbeat_timeout: int | None = None) -> None:
         _check_bind_address(how["coordinator_bind_address"])
     try:
         jax.distributed.initialize(**how, heartbeat_timeout_seconds=timeout)
+    # JAX has no kinds of errors of its own for these, so their texts tell them apart.
     except RuntimeError as error:
         if "must be called before" not in str(error):
             raise
@@ -147,7 +148,7 @@ def how_to_join(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return _by_open_mpi(environment)
     if all(name in environment for name in _SLURM):
         return _by_slurm(environment)
-    # JAX has seen TPUs.
+    # JAX has seen TPUs, and asks their metadata for the other hosts of the slice.
     if "TPU_ML_PLATFORM" in environment and "tpu" in (environment.get("JAX_PLATFORMS") or "tpu"):
         return {}
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -194,6 +195,7 @@ def slurm_gpus(environment: Mapping[str, str]) -> list[int] | None:
     # A task that does not see all GPUs of its node has been given its own by SLURM.
     if visible < int(environment["SLURM_GPUS_ON_NODE"]) or tasks == 1:
         return list(range(visible))
+    # The tasks of a node share its GPUs evenly, in their order.
     share, task = visible // tasks, int(environment["SLURM_LOCALID"])
     return list(range(task * share, (task + 1) * share)) or None
 
@@ -242,7 +244,8 @@ def catch_termination() -> Iterator[Stop]:
     True
     """
     stop = Stop()
-    # Python lets no other thread than the main one set handlers.
+    # Of several processes, JAX's own handler does it. And Python lets no thread but the main one
+    # set handlers.
     if stop._has_peers or threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -329,13 +332,7 @@ def _check_bind_address(address: str) -> None:
             "this machine (look into /etc/hosts), where processes of other machines cannot reach "
             f"it. If all processes are on this machine, write `localhost:{port}`. {way_out}"
         )
-    failures = []
-    for family, sockaddr in socket_addresses:
-        error = _bind_error(family, sockaddr)
-        # On a machine without IPv6, `[::]` means all that IPv4 has.
-        lacks_ipv6 = error and host == "::" and error.errno != errno.EADDRINUSE
-        if error and not lacks_ipv6:
-            failures.append(f"{sockaddr[0]}: {error.strerror}")
+    failures = _bind_failures(host, socket_addresses)
     # One address of several is enough.
     if len(failures) == len(socket_addresses):
         raise ValueError(
@@ -346,6 +343,20 @@ def _check_bind_address(address: str) -> None:
 def _is_loopback(address: str) -> bool:
     """Whether an IP address is one that only this machine reaches; a zone `%eth0` may follow it."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _bind_failures(
+    host: str, socket_addresses: list[tuple[socket.AddressFamily, Any]]
+) -> list[str]:
+    """Which of the addresses of a host cannot be listened on, each with the reason."""
+    failures = []
+    for family, sockaddr in socket_addresses:
+        error = _bind_error(family, sockaddr)
+        # On a machine without IPv6, `[::]` means all that IPv4 has.
+        lacks_ipv6 = error and host == "::" and error.errno != errno.EADDRINUSE
+        if error and not lacks_ipv6:
+            failures.append(f"{sockaddr[0]}: {error.strerror}")
+    return failures
 
 
 def _bind_error(family: socket.AddressFamily, sockaddr: Any) -> OSError | None:
@@ -456,6 +467,7 @@ def _leave_when_failing() -> None:
 
     def end_process() -> None:
         shutting_down.wait()
+        # An exit that needs no other process is done by then, and the process with it.
         time.sleep(_SECONDS_TO_LEAVE)
         with contextlib.suppress(Exception):
             sys.stdout.flush()

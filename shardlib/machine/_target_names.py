@@ -56,15 +56,8 @@ def parse_machine(text: Any) -> Machine:
         cloud_name = _explain_cloud_name(text)
         if cloud_name:
             raise ValueError(cloud_name)
-    chips = {"tpu": TPUS, "gpu": GPUS}.get(parts[0] if parts else "", {})
-    if len(parts) not in (3, 4) or parts[1] not in chips:
-        raise ValueError(_unknown(text, parts))
-    if not re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", parts[2]):
-        raise ValueError(_unknown(text, parts))
-
-    sizes = tuple(map(int, parts[2].split("x")))
-    read = _tpu if parts[0] == "tpu" else _gpus
-    machine = read(text, chips[parts[1]], sizes, parts[3:])
+    machine = _accelerators(text, parts)
+    # A machine of any size could be planned, but compilers make an object of every device.
     devices = machine.slices * math.prod(machine.shape) * machine.chip.devices
     if devices > _LARGEST_MACHINE:
         raise ValueError(
@@ -72,6 +65,23 @@ def parse_machine(text: Any) -> Machine:
             "Take fewer slices."
         )
     return machine
+
+
+def _accelerators(text: Any, parts: list[str]) -> Machine:
+    """A machine of TPUs or GPUs, from the parts of its name between the colons.
+
+    The parts are the platform, the chip, sizes with an `x` between them, and for TPUs perhaps the
+    number of slices.
+    """
+    if len(parts) not in (3, 4):
+        raise ValueError(_unknown(text, parts))
+    platform, chip_name, sizes_text, *options = parts
+    chips = {"tpu": TPUS, "gpu": GPUS}.get(platform, {})
+    if chip_name not in chips or not re.fullmatch(f"{_NUMBER}(x{_NUMBER})*", sizes_text):
+        raise ValueError(_unknown(text, parts))
+    sizes = tuple(map(int, sizes_text.split("x")))
+    read = _tpu if platform == "tpu" else _gpus
+    return read(text, chips[chip_name], sizes, options)
 
 
 def _cpu(text: str, count: str) -> Machine:

@@ -253,6 +253,7 @@ def _standard_error_in_a_file() -> Iterator[Path]:
     """Redirect the file descriptor of standard error to a temporary file, and back."""
     with tempfile.TemporaryDirectory(prefix="shardlib-") as folder:
         path = Path(folder) / "stderr.txt"
+        # Descriptor 2 is standard error, also to what is not Python.
         try:
             original = os.dup(2)
         except OSError:  # a process may have closed it

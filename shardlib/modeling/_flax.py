@@ -80,6 +80,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     """
     if not is_nnx(model):
         return _take_tree_apart(model, trainable)
+    # Each variable goes to the first filter that matches it; `...` matches all that are left.
     graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
     _check_static(graph)
     names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
@@ -94,26 +95,35 @@ def _take_tree_apart(model: Any, trainable: Any) -> tuple[ModelParts, dict[str, 
     """
     refuse_modules_in_trees(model)
     leaves = named_leaves(model, is_leaf=is_box)
+    _check_leaves(leaves)
+    names = _complete_names_of_boxes(leaves)
+    tree = jax.tree.map(unbox, model, is_leaf=is_box)
+    takes = "a function of a path and a leaf that says whether it is a parameter"
+    check.function("init", "trainable", trainable, takes, optional=True)
+    is_param = trainable or _default_trainable(tree)
+    # None is an empty tree to JAX, so that `params` and `rest` have only their own leaves.
+    params = map_named(lambda path, leaf: leaf if is_param(path, leaf) else None, tree)
+    rest = map_named(lambda path, leaf: None if is_param(path, leaf) else leaf, tree)
+    return ModelParts(Definition(None, is_param), params, {}, rest), names
+
+
+def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
+    """Refuse leaves of a tree that are no arrays, and two leaves with the same path.
+
+    The second happens where a key holds a `/`, which is also what is between keys in a path.
+    """
     for path, leaf in leaves:
         if not hasattr(unbox(leaf), "dtype"):
             raise ValueError(
                 f"`{path or 'the whole'}` of the model is no array. Close over constants and "
                 "functions instead."
             )
-    names = _complete_names_of_boxes(leaves)
-    if len(names) < len(leaves):
-        counts = collections.Counter(path for path, _ in leaves)
-        twice = next(path for path, count in counts.items() if count > 1)
-        raise ValueError(
-            f"Two leaves of the model are called `{twice}`; rename the keys that hold a `/`."
-        )
-    tree = jax.tree.map(unbox, model, is_leaf=is_box)
-    takes = "a function of a path and a leaf that says whether it is a parameter"
-    check.function("init", "trainable", trainable, takes, optional=True)
-    is_param = trainable or _default_trainable(tree)
-    params = map_named(lambda path, leaf: leaf if is_param(path, leaf) else None, tree)
-    rest = map_named(lambda path, leaf: None if is_param(path, leaf) else leaf, tree)
-    return ModelParts(Definition(None, is_param), params, {}, rest), names
+    counts = collections.Counter(path for path, _ in leaves)
+    for path, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"Two leaves of the model are called `{path}`; rename the keys that hold a `/`."
+            )
 
 
 def _filter(trainable: Any) -> Any:
@@ -312,6 +322,7 @@ def _names_of_variable(variable: Any) -> Names:
     """
     metadata = _metadata_of(variable)
     sharding = _sharding_of(metadata)
+    # A sharding is a mesh and a spec; the mesh is read by `flax_metadata`.
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if isinstance(sharding, PartitionSpec):

@@ -90,9 +90,8 @@ def _names_when_made(
     """
     wanted = _distinct_names(names[path] for path in paths)
     # Axes of size two, since JAX takes a constraint over an axis of size one for none.
-    mesh = AbstractMesh(
-        (2,) * len(wanted), tuple(wanted), axis_types=(AxisType.Auto,) * len(wanted)
-    )
+    types = (AxisType.Auto,) * len(wanted)
+    mesh = AbstractMesh((2,) * len(wanted), tuple(wanted), axis_types=types)
     no_mesh = AbstractMesh((), ())
     # A rule for every name: those that are not asked for are whole.
     rules = []
@@ -114,6 +113,11 @@ def _names_when_made(
             jaxpr = jax.make_jaxpr(values)().jaxpr
     except (ValueError, KeyError):  # the names are no layout of these dims, so nothing is known
         return {}
+    return _entries_by_path(jaxpr, paths)
+
+
+def _entries_by_path(jaxpr: Any, paths: list[str]) -> dict[str, list[Any]]:
+    """The entries of the constraint that each output of a trace comes from, if there is one."""
     entries_by_path = {}
     for path, var in zip(paths, jaxpr.outvars, strict=True):
         entries = _constraint_entries(jaxpr, var)
@@ -141,12 +145,14 @@ def _constraint_entries(jaxpr: Any, var: Any) -> list[Any] | None:
     if equation is None:
         return None
     name, params = equation.primitive.name, equation.params
+    # A spec may be shorter than the array: the dims that follow are whole.
     if name == "sharding_constraint":
         entries = list(params["sharding"].spec)
         return entries + [None] * (var.aval.ndim - len(entries))
     if name in JITS:
         inner = params["jaxpr"].jaxpr
         return _constraint_entries(inner, inner.outvars[equation.outvars.index(var)])
+    # Any other operation keeps the dims of an array if it has one operand, of as many dims.
     sources = variables(equation.invars)
     if len(sources) != 1 or len(sources[0].aval.shape) != len(var.aval.shape):
         return None

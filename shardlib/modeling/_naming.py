@@ -124,6 +124,7 @@ def _names_by_path(patterns: Mapping[str, Any], leaves: Mapping[str, Any]) -> di
                 f"`annotate` names dims by a tuple of names or a `PartitionSpec`; `{pattern}` has "
                 f"{check.shown(names)}."
             )
+        # The whole path must match, so that `kernel` does not name `up/kernel` by accident.
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
         if not matched:
             raise ValueError(

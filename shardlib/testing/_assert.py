@@ -78,35 +78,60 @@ def assert_collectives(
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     step_plan = _plan(step, state, batch, target)
-
     collectives: dict[_Link, list[Collective]] = defaultdict(list)
     for collective in step_plan.collectives:
         if collective.sent_bytes >= ignore_below:
             collectives[_Link(collective.kind, collective.axes)].append(collective)
-    sent = {
-        link: sum(collective.total_bytes for collective in group)
-        for link, group in collectives.items()
-    }
+    differences = _differences(expected, collectives)
+    if differences:
+        raise AssertionError(
+            f"On {step_plan.target}, {step_plan.mesh}, a device sends other bytes per step than "
+            f"expected.\n{_describe_differences(differences)}"
+        )
+    return step_plan
 
-    # Expected links first, in the order of `sends`, then those that nobody expected.
-    links = dict.fromkeys([*expected, *sent])
-    wrong = [link for link in links if expected.get(link, 0) != sent.get(link, 0)]
-    if not wrong:
-        return step_plan
 
+@dataclass(frozen=True)
+class _Difference:
+    """A link over which other bytes are sent than expected, and what sends them.
+
+    `expected` is 0 for a link that nobody expected; `collectives` are empty if nothing is sent.
+    """
+
+    link: _Link
+    expected: int
+    sent: int
+    collectives: list[Collective]
+
+
+def _differences(
+    expected: Mapping[_Link, int], collectives: Mapping[_Link, list[Collective]]
+) -> list[_Difference]:
+    """The links over which other bytes are sent than expected.
+
+    Expected ones come first, in the order of `sends`, then those that nobody expected.
+    """
+    differences = []
+    for link in dict.fromkeys([*expected, *collectives]):
+        expected_bytes = expected.get(link, 0)
+        senders = collectives.get(link, [])
+        sent = sum(collective.total_bytes for collective in senders)
+        if sent != expected_bytes:
+            differences.append(_Difference(link, expected_bytes, sent, senders))
+    return differences
+
+
+def _describe_differences(differences: list[_Difference]) -> str:
+    """A table of what is sent and what was expected, and below it the collectives of each row."""
     rows = [("collective", "over", "expected", "found", "difference")]
     details = []
-    for link in wrong:
-        expected_bytes, sent_bytes = expected.get(link, 0), sent.get(link, 0)
-        difference = f"{sent_bytes - expected_bytes:+,}"
-        rows.append((link.kind, link.over, f"{expected_bytes:,}", f"{sent_bytes:,}", difference))
-        if link in collectives:
+    for difference in differences:
+        link, expected, sent = difference.link, difference.expected, difference.sent
+        rows.append((link.kind, link.over, f"{expected:,}", f"{sent:,}", f"{sent - expected:+,}"))
+        if difference.collectives:
             details.append(f"  {link.kind} over {link.over}:")
-            details.extend(map(_describe_collective, collectives[link]))
-    raise AssertionError(
-        f"On {step_plan.target}, {step_plan.mesh}, a device sends other bytes per step than "
-        "expected.\n" + "\n".join([table(rows, right=(2, 3, 4)), *details])
-    )
+            details.extend(map(_describe_collective, difference.collectives))
+    return "\n".join([table(rows, right=(2, 3, 4)), *details])
 
 
 def _describe_collective(collective: Collective) -> str:
@@ -159,14 +184,16 @@ def assert_memory(
         "host": step_plan.memory.host_bytes,
         **step_plan.memory.kinds,
     }
-    over = [kind for kind, limit in at_most.items() if memory[kind] > limit]
+    rows = [("memory per device", "at most", "found", "over by")]
+    over = []
+    for kind, limit in at_most.items():
+        size = memory[kind]
+        if size > limit:
+            over.append(kind)
+            rows.append((kind, f"{limit:,}", f"{size:,}", human_bytes(size - limit)))
     if not over:
         return step_plan
-
-    rows = [("memory per device", "at most", "found", "over by")]
-    for kind in over:
-        limit, size = at_most[kind], memory[kind]
-        rows.append((kind, f"{limit:,}", f"{size:,}", human_bytes(size - limit)))
+    # Which values take the memory is what a user can do something about.
     lines = [table(rows, right=(1, 2, 3))]
     pieces = _largest_pieces(step_plan.memory, over)
     if pieces:

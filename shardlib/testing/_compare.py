@@ -129,6 +129,7 @@ def check_step(
             "`meshes` is empty."
         )
 
+    # One device first: what it gives is the reference for every mesh.
     experiment = Experiment(make_model, optimizer, loss_fn, batch, steps, trainable)
     expected = reference(Run(experiment, _single_device(axes, rules, options)), tolerance)
     comparisons = []
@@ -158,6 +159,7 @@ def _default_shapes(axes: tuple[str, ...], rules: AxisRules, schedule: Any) -> l
     shapes = mesh_shapes(axes)
     if schedule is None:
         return shapes
+    # The axis over which the rules split the stacked layers.
     stages_axis = next(
         as_tuple(rule_axes)[0] for name, (rule_axes, *_) in rules.items() if name == LAYERS
     )
@@ -246,6 +248,7 @@ def _mentioned_axes(
     for names in names_by_path.values():
         if isinstance(names, PartitionSpec):
             axes.extend(spec_axes(names))
+    # A mesh that is asked for may have axes that nothing mentions.
     for shape in shapes or ():
         axes.extend(parse_axes(shape))
     return tuple(dict.fromkeys(axes))

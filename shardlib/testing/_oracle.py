@@ -137,6 +137,7 @@ def _numbers(tree: Any) -> Arrays:
     """Every leaf as numbers on the host, by path; a key as the words it is made of."""
     numbers = {}
     for path, leaf in named_leaves(tree):
+        # Keys are compared by their words, which are whole numbers and must be equal.
         if is_key(leaf):
             leaf = jax.random.key_data(leaf)
         numbers[path] = np.asarray(leaf)
@@ -187,6 +188,7 @@ def reference(run: Run, tolerance: float | None) -> Reference:
         unit = _narrowest_unit(run.step.trace(run.start, run.batch).jaxpr.jaxpr)
         for seed in range(PERTURBED):
             perturbed_runs.append(run.records(_perturbed(run.start, unit, seed)))
+        # A unit in the last place where that is one of 16 bits, else a fixed tolerance.
         tolerance = unit
         if unit <= np.finfo(np.float32).eps:
             tolerance = FLOAT32_TOLERANCE
@@ -238,6 +240,7 @@ def _perturbed(state: State, unit: float, seed: int) -> State:
         del path
         if not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2:
             return leaf
+        # In 64 bits, so that the change is not lost before the result is rounded.
         values = np.asarray(leaf)
         signs = random.choice([-1.0, 1.0], values.shape)
         factors = 1 + max(unit / 2, float(jnp.finfo(leaf.dtype).eps)) * signs
