@@ -1,5 +1,12 @@
-"""Compiling a step for a machine that is not there, and reading what the compiler has written about
-it.
+"""Compiling a step for a machine that is not there, and reading what the compiler says of it.
+
+A compiler is asked to write files about each program. From these come
+
+    *-after_optimizations.txt                       the program, in the order it runs in
+    *-after_optimizations-buffer-assignment.txt     allocations, and the values in each of them
+    *-after_optimizations-live-range.txt            when each value is made and last read
+
+and from what it prints, the remarks of the partitioner and, for TPUs, its own account of memory.
 """
 
 import contextlib
@@ -62,8 +69,10 @@ class Compiled:
 
     @property
     def heapless(self) -> bool:
-        """Whether the compiler has found out, after it laid out a heap of a few pointers, that
-        nothing reads them.
+        """Whether the program has no heap, although there is an allocation for one.
+
+        The compiler has found out, after it laid out a heap of a few pointers, that nothing reads
+        them.
         """
         return self.analysis is not None and self.analysis.temp_size_in_bytes == 0
 
@@ -77,27 +86,18 @@ class CompilerError(ValueError):
 
 
 def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> Compiled:
-    """Compile what `lower` gave, in silence, and read the files the compiler writes about its
-    program.
+    """Compile a lowered step, in silence, and read the files that the compiler writes about it.
+
+    A program that does not fit into the device's memory is returned too, with the compiler's
+    `refusal`. Any other refusal is a `CompilerError`.
     """
     started = time.perf_counter()
     with quietly() as noise, _without_cache():
         folder = noise.parent / "dump"
-        refusal, compiled = "", None
-        try:
-            compiled = lowered.compile(compiler_options={**options, "xla_dump_to": str(folder)})
-        except jax.errors.JaxRuntimeError as error:
-            # A program that is too large for the device's memory is a finding; for a chip's own, a
-            # mistake in a kernel.
-            if "RESOURCE_EXHAUSTED" not in str(error) or not re.search(
-                r"\bhbm\b|device memory", str(error), re.I
-            ):
-                raise CompilerError(
-                    f"The compiler refuses this program: {_words(str(error), folder)}"
-                ) from error
-            refusal = _words(str(error), folder)
+        compiled, refusal = _compile(lowered, options, folder)
         seconds = time.perf_counter() - started
-        said = noise.read_text(errors="replace")
+        printed = noise.read_text(errors="replace")
+        # A step may consist of several programs; the largest is the step itself.
         assignment = max(
             folder.glob("*after_optimizations-buffer-assignment.txt"),
             key=lambda file: file.stat().st_size,
@@ -110,20 +110,13 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         allocations = _allocations(assignment.read_text(), lives)
         text = Path(f"{stem}.txt").read_text()
     analysis = compiled.memory_analysis() if compiled is not None else None
-    program_bytes, stated_bytes = _stated(said, analysis) if platform == "tpu" else (0, None)
-    if platform != "tpu" and analysis is not None:
-        stated_bytes = (
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-            + analysis.temp_size_in_bytes
-        )
+    program_bytes, stated_bytes = _stated_bytes(platform, printed, analysis)
     return Compiled(
         text,
         order,
         allocations,
         program_bytes,
-        _remarks(said, text),
+        _remarks(printed, text),
         seconds,
         refusal,
         stated_bytes,
@@ -131,10 +124,50 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
     )
 
 
+def _compile(lowered: Any, options: dict[str, Any], folder: Path) -> tuple[Any, str]:
+    """The compiled program and no refusal, or None and what the compiler says of its size.
+
+    The compiler writes its files into `folder` in both cases.
+    """
+    try:
+        compiled = lowered.compile(compiler_options={**options, "xla_dump_to": str(folder)})
+    except jax.errors.JaxRuntimeError as error:
+        # A program that is too large for the device's memory is a finding; for a chip's own, a
+        # mistake in a kernel.
+        is_too_large = "RESOURCE_EXHAUSTED" in str(error) and re.search(
+            r"\bhbm\b|device memory", str(error), re.I
+        )
+        refusal = _words(str(error), folder)
+        if not is_too_large:
+            raise CompilerError(f"The compiler refuses this program: {refusal}") from error
+        return None, refusal
+    return compiled, ""
+
+
+def _stated_bytes(platform: Platform, printed: str, analysis: Any) -> tuple[int, int | None]:
+    """The bytes of the program itself, and of all that a device needs, by the compiler's account.
+
+    The second is None where the compiler does not say. Only TPUs' compilers count the first.
+    """
+    if platform == "tpu":
+        return _stated(printed, analysis)
+    if analysis is None:
+        return 0, None
+    # Outputs that take the place of arguments are counted as both.
+    total = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+    return 0, total
+
+
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Compile in fact: a program out of JAX's cache on disk comes without the files that are read
-    here.
+    """Let JAX compile in any case, while its cache on disk is off.
+
+    A program out of that cache comes without the files that are read here.
     """
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
@@ -146,30 +179,34 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _stated(said: str, analysis: Any) -> tuple[int, int | None]:
-    """The TPU compiler's own account, which it logs where `LOUD` is in force: of the program alone,
-    and of all.
+def _stated(printed: str, analysis: Any) -> tuple[int, int | None]:
+    """The TPU compiler's own account, of the program only and of all that a device needs.
 
-    `memory_analysis()` of a TPU counts fragmentation twice: its temporaries are the log's "HLO
-    temp", which includes fragmentation, and the fragmentation once more. What does not fit is
-    decided on the former.
+    It logs that where `LOUD` is in force. `memory_analysis()` of a TPU counts fragmentation twice:
+    its temporaries are the log's "HLO temp", which includes fragmentation, and the fragmentation
+    once more. What does not fit is decided on the log's account.
     """
-    section = first(r"Program hbm requirement [\d.]+\w+:\n((?: +.*\n?)*)", said)
-    parts = {
-        name.strip(): _size(size)
-        for name, size in re.findall(r"(?m)^    ([\w ]+?)  +([\d.]+\w+)", section)
-    }
+    section = first(r"Program hbm requirement [\d.]+\w+:\n((?: +.*\n?)*)", printed)
+    parts = {}
+    for name, size in re.findall(r"(?m)^    ([\w ]+?)  +([\d.]+\w+)", section):
+        parts[name.strip()] = _size(size)
     if not parts:
-        return (analysis.generated_code_size_in_bytes if analysis is not None else 0), None
-    outside = sum(_size(size) for size in re.findall(r"(?m)^    arguments +([\d.]+\w+)", said)[:1])
-    own, shared = [*re.findall(r"Output size ([\d.]+\w+); shares ([\d.]+\w+)", said), ("0B", "0B")][
-        0
-    ]
+        program = analysis.generated_code_size_in_bytes if analysis is not None else 0
+        return program, None
     program = sum(size for name, size in parts.items() if name != "HLO temp")
-    return program, program + parts.get("HLO temp", 0) + outside + _size(own) - _size(shared)
+    total = program + parts.get("HLO temp", 0)
+    arguments = re.search(r"(?m)^    arguments +([\d.]+\w+)", printed)
+    if arguments:
+        total += _size(arguments[1])
+    # Outputs share the place of arguments that are given away.
+    outputs = re.search(r"Output size ([\d.]+\w+); shares ([\d.]+\w+)", printed)
+    if outputs:
+        total += _size(outputs[1]) - _size(outputs[2])
+    return program, total
 
 
 def _size(text: str) -> int:
+    """A number of bytes as a compiler writes it, `1.5G` or `512B`."""
     number, unit = re.fullmatch(r"([\d.]+)([BKMGT]?)B?", text).groups()  # type: ignore[union-attr]
     return round(float(number) * 1024 ** "BKMGT".index(unit or "B"))
 
@@ -179,11 +216,10 @@ _TRACE = re.compile(r"\*\*\* (Begin|End) stack trace|^@? *0x[0-9a-f]+\b|^=+$|^-+
 
 
 def _words(error: str, dump: Path | None = None) -> str:
-    r"""What a compiler says of a program that it refuses: its own words, at most `_LONGEST`
-    characters of them.
+    r"""What a compiler says of a program that it refuses, in its own words.
 
-    A stack frame that they name is looked up in what the compiler has written of the program before
-    it gave up.
+    Those are at most `_LONGEST` characters, without stack traces of the compiler. A stack frame
+    that they name is looked up in what the compiler has written of the program before it gave up.
 
     >>> said = "RESOURCE_EXHAUSTED: E1001: OutOfVmem:\nRan out of memory.\n\n  See the manual."
     >>> print(_words(said))
@@ -201,14 +237,16 @@ def _words(error: str, dump: Path | None = None) -> str:
     words = "\n".join(kept)
     if len(words) > _LONGEST:
         words = words[: _LONGEST - 4].rstrip() + " ..."
-    if blamed := _blamed(words, dump):
+    blamed = _blamed(words, dump)
+    if blamed:
         words += f"\nThe line: {blamed}"
     return words
 
 
 def _blamed(words: str, dump: Path | None) -> str:
-    """The line of Python behind the stack frame that a compiler names, if it has written that
-    down.
+    """The line of Python behind the stack frame that a compiler names; empty if it is not known.
+
+    It is known if the compiler has written down its stack frames before it gave up.
     """
     frame = first(r"\bstack_frame_id=(\d+)", words)
     if not frame or dump is None:
@@ -226,32 +264,41 @@ _INVOLUNTARY = re.compile(
 )
 
 
-def _remarks(said: str, text: str) -> tuple[str, ...]:
-    """What the partitioner gave up on: an array gathered whole because it knew no way from one
-    layout to another.
+def _remarks(printed: str, text: str) -> tuple[str, ...]:
+    """What the partitioner gave up on, in words, each once.
+
+    Where it knows no way from one layout to another it gathers the whole array. The line of Python
+    that this is for is looked up in the program's `text`.
     """
     lines = stack_lines(text)
-    found = (
-        f"The partitioner gathered {array} whole to go from {before} to {after}, because of "
-        + (
-            lines.get(first(r"\bstack_frame_id=(\d+)", rest))
-            or first(r'op_name="([^"]*)"', rest)
+    remarks = []
+    for before, after, array, operation in _INVOLUNTARY.findall(printed):
+        cause = (
+            lines.get(first(r"\bstack_frame_id=(\d+)", operation))
+            or first(r'op_name="([^"]*)"', operation)
             or "nothing it names"
         )
-        for before, after, array, rest in _INVOLUNTARY.findall(said)
-    )
-    return tuple(dict.fromkeys(found))
+        remarks.append(
+            f"The partitioner gathered {array} whole to go from {before} to {after}, because of "
+            f"{cause}"
+        )
+    return tuple(dict.fromkeys(remarks))
 
 
 def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
+    """The instructions in the order they run in, and when each value is alive.
+
+    Values are named `instruction{index}`, and moments are positions in that order. It may have
+    gaps, which are empty names.
+    """
     sequence, _, ranges = text.partition("BufferLiveRange:\n")
     ranges = ranges.partition("  Live ranges at")[0]
-    lives = {
-        name: (int(a), int(b)) for name, a, b in re.findall(r"(?m)^    (\S+):(\d+)-(\d+)$", ranges)
-    }
-    numbered = {
-        int(number): name for number, name in re.findall(r"(?m)^    (\d+):(\S+)$", sequence)
-    }
+    lives = {}
+    for name, born, dies in re.findall(r"(?m)^    (\S+):(\d+)-(\d+)$", ranges):
+        lives[name] = (int(born), int(dies))
+    numbered = {}
+    for number, name in re.findall(r"(?m)^    (\d+):(\S+)$", sequence):
+        numbered[int(number)] = name
     last = max([*numbered, *(end for _, end in lives.values())], default=0)
     return tuple(numbered.get(number, "") for number in range(last + 1)), lives
 
@@ -263,28 +310,50 @@ _VALUE = re.compile(
 
 
 def _allocations(text: str, lives: dict[str, tuple[int, int]]) -> tuple[Allocation, ...]:
-    found: list[tuple[int, str, list[Value]]] = []
+    """The allocations of a buffer assignment, each with its values.
+
+    A line says what an allocation is, and the lines after it have one value each.
+    """
+    headers: list[re.Match[str]] = []
+    values: list[list[Value]] = []
     for line in text.splitlines():
-        if match := _ALLOCATION.match(line):
-            found.append((int(match[1]), match[2], []))
-        elif found and (match := _VALUE.match(line)):
-            name, index = match[1], match[2] or ""
-            born, dies = lives.get(f"{name}{{{index}}}", (0, 0))
-            part = tuple(map(int, index.split(","))) if index else ()
-            found[-1][2].append(
-                Value(name, part, int(match[3]), int(match[4]), match[5], born, dies)
-            )
-    return tuple(
-        Allocation(
-            size=size,
-            parameter=int(number[1]) if (number := re.search(r"\bparameter (\d+)", what)) else None,
-            what="output" if "maybe-live-out" in what or "output shape" in what
-            else "constant" if "constant" in what
-            else "thread-local" if "thread-local" in what
-            else "temporary",
-            color=int(color[1]) if (color := re.search(r"\bcolor (\d+)", what)) else 0,
-            aliased="parameter" in what and "maybe-live-out" in what,
-            values=tuple(values),
-        )
-        for size, what, values in found
-    )  # fmt: skip
+        header, value = _ALLOCATION.match(line), _VALUE.match(line)
+        if header:
+            headers.append(header)
+            values.append([])
+        elif value and values:
+            values[-1].append(_value(value, lives))
+    return tuple(map(_allocation, headers, values))
+
+
+def _value(match: re.Match[str], lives: dict[str, tuple[int, int]]) -> Value:
+    """A value, from the line that describes it; one without a live range is alive at the start."""
+    name, index = match[1], match[2] or ""
+    born, dies = lives.get(f"{name}{{{index}}}", (0, 0))
+    part = tuple(map(int, index.split(","))) if index else ()
+    return Value(name, part, int(match[3]), int(match[4]), match[5], born, dies)
+
+
+def _allocation(match: re.Match[str], values: list[Value]) -> Allocation:
+    """An allocation, from the line that describes it, and from its values."""
+    described = match[2]
+    parameter = re.search(r"\bparameter (\d+)", described)
+    color = re.search(r"\bcolor (\d+)", described)
+    return Allocation(
+        size=int(match[1]),
+        parameter=int(parameter[1]) if parameter else None,
+        what=_what_is_allocated(described),
+        color=int(color[1]) if color else 0,
+        aliased="parameter" in described and "maybe-live-out" in described,
+        values=tuple(values),
+    )
+
+
+def _what_is_allocated(described: str) -> str:
+    """What an allocation is for, in one word; the first that applies."""
+    if "maybe-live-out" in described or "output shape" in described:
+        return "output"
+    for what in ("constant", "thread-local"):
+        if what in described:
+            return what
+    return "temporary"

@@ -1,7 +1,13 @@
 """Whose memory it is: every byte that a compiled step takes of a device, by kind.
 
-Arguments and outputs are known exactly. What lies in between lives in a heap that the compiler lays
-out: this file finds the moment when most of it is in use and says of each value there what it is,
+Arguments and outputs are known exactly. All else is in a heap that the compiler lays out:
+
+    place  ^  | activation | gradient        |
+           |  | copy of parameters | temporary |
+           +--------------------------------------> moment, by the number of the instruction
+                        ^ the fullest
+
+This file finds the moment when most of the heap is in use and says of each value there what it is,
 from the name stack it was traced under and from where it flows:
 
 - a *gradient* is what the optimizer reads, and what that was moved, summed or accumulated from;
@@ -14,7 +20,7 @@ What the heap takes beyond the values of its fullest moment is *fragmentation*.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.compiled._compile import Allocation, Compiled, Value
@@ -77,96 +83,132 @@ class Memory:
 
 
 def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str, str]) -> Memory:
-    """What each byte is, of a program as its compiler laid it out; arguments have kinds by the
-    paths they were traced by.
+    """What each byte is, of a program as its compiler laid it out.
+
+    `kinds_by_path` has the kinds of arguments by the paths that they were traced by.
     """
-    kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
-    flow = Flow(compiled, kinds_by_path)
-    heap_bytes = host_bytes = aliased_bytes = 0
-    pieces: list[Piece] = []
-    most: dict[str, int] = defaultdict(int)
+    account = _Account(Flow(compiled, kinds_by_path))
     for allocation in compiled.allocations:
-        if allocation.color == _HOST:
-            host_bytes += allocation.size
-        elif allocation.parameter is not None:
-            kinds[flow.kind_of_argument(allocation.parameter)] += allocation.size
-            aliased_bytes += allocation.size * allocation.aliased
-        elif allocation.what == "thread-local" or (platform == "tpu" and allocation.color):
-            continue  # on the chip, or on the stack of a kernel
-        elif allocation.what == "temporary" and compiled.heapless:
-            continue
-        elif allocation.what == "output":
-            kinds["outputs"] += allocation.size
-        elif allocation.what == "constant":
-            kinds["constants"] += allocation.size
-        else:
-            heap_bytes += allocation.size
-            alive = _fullest_moment(allocation)
-            found = list(_share_out(alive, flow))
-            for piece in found:
-                kinds[piece.kind] += piece.size
-            kinds["fragmentation"] += allocation.size - sum(piece.size for piece in found)
-            pieces += found
-            for kind, size in _most_of_each(allocation, flow).items():
-                most[kind] += size
-    kinds["program"] = compiled.program_bytes
-    pieces.sort(key=lambda piece: -piece.size)
+        if not _is_elsewhere(allocation, compiled, platform):
+            account.add(allocation)
+    account.kinds["program"] = compiled.program_bytes
+    account.pieces.sort(key=lambda piece: -piece.size)
     return Memory(
-        kinds,
-        {**kinds, **most},
-        tuple(pieces),
-        host_bytes,
-        aliased_bytes,
-        heap_bytes,
+        account.kinds,
+        {**account.kinds, **account.most},
+        tuple(account.pieces),
+        account.host_bytes,
+        account.aliased_bytes,
+        account.heap_bytes,
         compiled.stated_bytes,
     )
 
 
+def _is_elsewhere(allocation: Allocation, compiled: Compiled, platform: Platform) -> bool:
+    """Whether an allocation takes nothing of the memory of a device or of its host."""
+    if allocation.color == _HOST or allocation.parameter is not None:
+        return False
+    # On the stack of a kernel, or on the chip itself.
+    if allocation.what == "thread-local" or (platform == "tpu" and allocation.color):
+        return True
+    return allocation.what == "temporary" and compiled.heapless
+
+
+class _Account:
+    """The sums over the allocations of a program, while these are gone through."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.most: dict[str, int] = defaultdict(int)
+        self.pieces: list[Piece] = []
+        self.host_bytes = 0
+        self.aliased_bytes = 0
+        self.heap_bytes = 0
+
+    def add(self, allocation: Allocation) -> None:
+        """Add an allocation to the kind that it is, or to those of its values if it is a heap."""
+        size = allocation.size
+        if allocation.color == _HOST:
+            self.host_bytes += size
+        elif allocation.parameter is not None:
+            self.kinds[self.flow.kind_of_argument(allocation.parameter)] += size
+            if allocation.aliased:
+                self.aliased_bytes += size
+        elif allocation.what == "output":
+            self.kinds["outputs"] += size
+        elif allocation.what == "constant":
+            self.kinds["constants"] += size
+        else:
+            self._add_heap(allocation)
+
+    def _add_heap(self, allocation: Allocation) -> None:
+        """Add what a heap has at its fullest moment, by kind; what is left is fragmentation."""
+        self.heap_bytes += allocation.size
+        used = 0
+        for piece in _share_out(_fullest_moment(allocation), self.flow):
+            self.kinds[piece.kind] += piece.size
+            self.pieces.append(piece)
+            used += piece.size
+        self.kinds["fragmentation"] += allocation.size - used
+        for kind, size in _most_of_each(allocation, self.flow).items():
+            self.most[kind] += size
+
+
 def _fullest_moment(allocation: Allocation) -> list[Value]:
-    """The values alive when the most bytes are in use; values that share their place count once."""
+    """The values alive when the most bytes are in use.
+
+    Values that share their place count once: a compiler gives one place to several names of the
+    same bytes.
+    """
     changes = defaultdict(list)
     for value in allocation.values:
         changes[value.born].append((value, 1))
         changes[value.dies + 1].append((value, -1))
-    alive: dict[tuple[int, int], int] = defaultdict(int)  # by place
-    most, at = -1, 0
+    alive: dict[tuple[int, int], int] = defaultdict(int)  # how many values have a place
+    most, fullest = -1, 0
     for moment in sorted(changes):
         for value, change in changes[moment]:
             place = (value.offset, value.offset + value.size)
             alive[place] += change
             if not alive[place]:
                 del alive[place]
-        if (used := _covered(alive)) > most:
-            most, at = used, moment
-    return [value for value in allocation.values if value.born <= at <= value.dies]
+        used = _covered(alive)
+        if used > most:
+            most, fullest = used, moment
+    return [value for value in allocation.values if value.born <= fullest <= value.dies]
 
 
-def _most_of_each(allocation: Allocation, flow: "Flow") -> dict[str, int]:
-    """The most bytes of each kind that are in use at one moment; what is tiny beside the whole is
-    left out.
+def _most_of_each(allocation: Allocation, flow: Flow) -> dict[str, int]:
+    """The most bytes of each kind that are in use at one moment.
+
+    Values that are tiny compared to the whole are left out: there are many of them.
     """
     values = [value for value in allocation.values if value.size > 1e-4 * allocation.size]
     labels = {value: flow.label(value)[0] for value in values}
     most: dict[str, int] = defaultdict(int)
     for moment in {value.born for value in values}:
-        places: dict[tuple[int, int], str] = {}
-        for value in values:
-            place = (value.offset, value.size)
-            if value.born <= moment <= value.dies and places.get(place) in (
-                None,
-                "temporaries",
-                "unattributed",
-            ):
-                places[place] = labels[value]
-        now: dict[str, int] = defaultdict(int)
-        for (_, size), kind in places.items():
-            now[kind] += size
-        for kind, size in now.items():
+        alive = [value for value in values if value.born <= moment <= value.dies]
+        for kind, size in _bytes_by_kind(alive, labels).items():
             most[kind] = max(most[kind], size)
     return most
 
 
-def _covered(places: Sequence[tuple[int, int]] | dict[tuple[int, int], int]) -> int:
+def _bytes_by_kind(alive: Sequence[Value], labels: Mapping[Value, str]) -> dict[str, int]:
+    """The bytes of each kind; a place is of the kind that says most of those that share it."""
+    kinds: dict[tuple[int, int], str] = {}
+    for value in alive:
+        place = (value.offset, value.size)
+        if kinds.get(place) in (None, "temporaries", "unattributed"):
+            kinds[place] = labels[value]
+    totals: dict[str, int] = defaultdict(int)
+    for (_, size), kind in kinds.items():
+        totals[kind] += size
+    return totals
+
+
+def _covered(places: Iterable[tuple[int, int]]) -> int:
+    """How many bytes some places cover, each byte once; places are pairs of first and last."""
     total, end = 0, -1
     for first, last in sorted(places):
         total += max(0, last - max(first, end))
@@ -174,17 +216,21 @@ def _covered(places: Sequence[tuple[int, int]] | dict[tuple[int, int], int]) -> 
     return total
 
 
-def _share_out(alive: list[Value], flow: "Flow") -> Iterator[Piece]:
-    """Each byte to one value: where several share a place, to the one of which most is known, and
-    the larger.
+def _share_out(alive: list[Value], flow: Flow) -> Iterator[Piece]:
+    """Attribute each byte in use to one value.
+
+    Where several values share a place, it goes to the one of which most is known, and to the
+    larger one.
     """
     labelled = [(flow.label(value), value) for value in alive]
     labelled.sort(
         key=lambda pair: (pair[0][0] == "unattributed", pair[0][0] == "temporaries", -pair[1].size)
     )
-    taken: list[tuple[int, int]] = []
+    attributed: list[tuple[int, int]] = []
     for (kind, op_name, source), value in labelled:
-        before = _covered(taken)
-        taken.append((value.offset, value.offset + value.size))
-        if size := _covered(taken) - before:
+        before = _covered(attributed)
+        attributed.append((value.offset, value.offset + value.size))
+        size = _covered(attributed) - before
+        if size:
+            # Without the layout: "bf16[16,4096]{1,0}" says no more than "bf16[16,4096]".
             yield Piece(kind, size, re.sub(r"\{[^}]*\}", "", value.type), op_name, source)

@@ -1,4 +1,11 @@
-"""Optimizers that say themselves what workers send each other."""
+"""Optimizers that say themselves what workers send each other.
+
+Ordinary optimizers are given the mean of all workers' gradients. Some methods average something
+else, momenta for one, and need each worker's own gradient to make it:
+
+    own gradient --message()--> what is sent --codes, exchange--> its mean --update()--> the step
+    on each device's own shards                                   on global arrays
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +28,8 @@ class Local(optax.GradientTransformationExtraArgs):
     leaves for which `sent` is true, and gradients as ever of all others.
     """
 
+    # Optax knows its transformations by their type, a tuple of `init` and `update` that other code
+    # unpacks. So these are attributes and no further items: it stays such a tuple.
     sends: Callable[[Any], jax.Array]
     message: Callable[[Any, Any], tuple[Any, Any]]
     for_run: Callable[[int], "Local"]
@@ -34,8 +43,14 @@ class Local(optax.GradientTransformationExtraArgs):
         message: Callable[[Any, Any], tuple[Any, Any]],
         for_run: Callable[[int], "Local"],
     ) -> "Local":
-        """`for_run(steps)` is the same optimizer for a run of so many steps, if its length is not
-        known already.
+        """Make an optimizer of its functions.
+
+        Args:
+            init: makes the state from parameters, as optax has it.
+            update: makes updates of global arrays; it takes `sent` besides what optax has.
+            sends: whether messages are sent in the step that begins with a state.
+            message: what a worker sends, a tree like the gradients, and a tree of bools.
+            for_run: the same optimizer for a run of so many steps, if its length is not known.
         """
         functions = {
             "init": init,
@@ -44,8 +59,10 @@ class Local(optax.GradientTransformationExtraArgs):
             "message": message,
             "for_run": for_run,
         }
-        for name, one in functions.items():
-            check.function("Local", name, one)
-        made = super().__new__(cls, init, update)
-        made.sends, made.message, made.for_run = sends, message, for_run
-        return made
+        for name, function in functions.items():
+            check.function("Local", name, function)
+        transformation = super().__new__(cls, init, update)
+        transformation.sends = sends
+        transformation.message = message
+        transformation.for_run = for_run
+        return transformation

@@ -1,7 +1,20 @@
-"""1-bit Adam (arXiv 2102.02888): Adam until its variance settles, then momenta of one bit."""
+"""1-bit Adam (arXiv 2102.02888): Adam until its variance settles, then momenta of one bit.
+
+    before the freeze   workers average gradients g exactly      mu = (1 - b1) g + b1 mu
+                                                                 nu = (1 - b2) g g + b2 nu
+    after it            each worker has a momentum of its own    m = (1 - b1) g + b1 mu
+                        they average m in one bit                mu = mean of m, nu stays
+
+    step                mu / (1 - b1^t) / (sqrt(nu / (1 - b2^s)) + eps)
+
+Adam is not linear in the gradient, and one bit of it would not do; but with its variance nu frozen
+it is a preconditioned momentum, which is linear, and so may be compressed with its errors kept.
+Here t counts the steps, and s those that the variance has seen.
+"""
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,15 +34,15 @@ this part of it.
 
 
 class OneBitAdamState(NamedTuple):
-    """Adam's, and whether the variance is frozen."""
+    """The state of Adam, and whether its variance is frozen."""
 
-    steps: jax.Array  # taken
+    steps: jax.Array  # how many were taken
     seen: jax.Array  # of these, those that the variance has seen
-    frozen: jax.Array
+    frozen: jax.Array  # whether the variance is
     norm: jax.Array  # of the variance, when it was last compared
-    mu: Any
-    nu: Any
-    rest: Any  # of weight decay and the learning rate
+    mu: Any  # the mean of gradients
+    nu: Any  # the mean of their squares, the variance
+    rest: Any  # the state of weight decay and of the learning rate
 
 
 def onebit_adam(
@@ -71,33 +84,101 @@ def onebit_adam(
     >>> compressed
     [False, False, True, True]
     """
-    _check(freeze, steps)
+    _check_freeze(freeze, steps)
     b1 = check.number("onebit_adam", "b1", b1, least=0, below=1)
     b2 = check.number("onebit_adam", "b2", b2, least=0, below=1)
     eps = check.number("onebit_adam", "eps", eps, least=0)
     weight_decay = check.number("onebit_adam", "weight_decay", weight_decay, least=0)
     _check_learning_rate(learning_rate)
     _check_mask(mask)
-    at = _resolved(freeze, steps)
-    rest = optax.chain(
-        optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+    adam = _OneBitAdam(
+        learning_rate, freeze, steps, b1, b2, eps, weight_decay=weight_decay, mask=mask
     )
-    interval = max(1, round(1 / (1 - b2)))
+    # Refuses a freeze beyond the end of the run now, rather than at the first step.
+    adam.freeze_step  # noqa: B018
+    return adam.local
 
-    def init(params: Any) -> OneBitAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        count = jnp.zeros((), jnp.int32)
-        return OneBitAdamState(
-            count, count, jnp.zeros((), bool), jnp.zeros(()), zeros, zeros, rest.init(params)
+
+@dataclass(frozen=True, eq=False)
+class _OneBitAdam:
+    """The functions of 1-bit Adam, for some options; they are those of `onebit_adam`, checked."""
+
+    learning_rate: optax.ScalarOrSchedule
+    freeze: Any
+    steps: int | None
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Any
+
+    @cached_property
+    def local(self) -> Local:
+        """The optimizer; always the same one, so that a step is compiled for it once."""
+        return Local(
+            self.init,
+            self.update,
+            sends=lambda state: state.frozen,
+            message=self.message,
+            for_run=lru_cache(self.for_run),
         )
 
-    def message(gradients: Any, state: OneBitAdamState) -> tuple[Any, Any]:
-        momenta = jax.tree.map(lambda g, mu: (1 - b1) * g + b1 * mu, gradients, state.mu)
+    @cached_property
+    def freeze_step(self) -> Any:
+        """After how many steps to freeze, or `"auto"`; None as long as that is not known."""
+        return _resolved(self.freeze, self.steps)
+
+    @cached_property
+    def final(self) -> optax.GradientTransformationExtraArgs:
+        """What follows Adam's own step: weight decay, and the learning rate."""
+        return optax.chain(
+            optax.add_decayed_weights(self.weight_decay, self.mask),
+            optax.scale_by_learning_rate(self.learning_rate),
+        )
+
+    def init(self, params: Any) -> OneBitAdamState:
+        """The state before the first step."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        count = jnp.zeros((), jnp.int32)
+        frozen, norm = jnp.zeros((), bool), jnp.zeros(())
+        return OneBitAdamState(count, count, frozen, norm, zeros, zeros, self.final.init(params))
+
+    def message(self, gradients: Any, state: OneBitAdamState) -> tuple[Any, Any]:
+        """The momenta of a worker, and where they are not always zero: where there is variance."""
+        momenta = jax.tree.map(lambda g, mu: (1 - self.b1) * g + self.b1 * mu, gradients, state.mu)
         return momenta, jax.tree.map(lambda nu: nu.real > 0, state.nu)
 
     def update(
-        updates: Any, state: OneBitAdamState, params: Any = None, *, sent: Any = None, **extra: Any
+        self,
+        updates: Any,
+        state: OneBitAdamState,
+        params: Any = None,
+        *,
+        sent: Any = None,
+        **extra: Any,
     ) -> tuple[Any, OneBitAdamState]:
+        """The updates of a step, and the state after it.
+
+        Args:
+            updates: gradients; averaged momenta for leaves that are `sent`, after the freeze.
+            state: the state before the step.
+            params: the parameters, for weight decay.
+            sent: a tree of bools: which leaves workers send as messages.
+            extra: further arguments for what optax does after Adam.
+        """
+        self._check_update(sent)
+        count = state.steps + 1
+        seen = jnp.where(state.frozen, state.seen, count)
+        mu, nu, step = self._adam(updates, state, sent, count, seen)
+        if self.freeze_step == "auto":
+            freezes, norm = self._freezes_by_itself(state, count, nu)
+        else:
+            freezes, norm = count >= self.freeze_step, state.norm
+        step, final = self.final.update(step, state.rest, params, **extra)
+        return step, OneBitAdamState(count, seen, state.frozen | freezes, norm, mu, nu, final)
+
+    def _check_update(self, sent: Any) -> None:
+        """Refuse a step that gives averaged gradients only, or one of a run of unknown length."""
         if sent is None:
             raise ValueError(
                 "`onebit_adam` needs each worker's own gradient, and was given what is averaged "
@@ -105,69 +186,88 @@ def onebit_adam(
                 "transformation, under `Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip "
                 "by `Strategy(clip=...)`. For averaged gradients there is `optax.adamw`."
             )
-        if at is None:
+        if self.freeze_step is None:
             raise ValueError(
-                f"`onebit_adam(freeze={freeze})` is a part of the run, and a step by itself does "
-                "not know how long that is. `sl.fit` does; or say it: `onebit_adam(..., "
+                f"`onebit_adam(freeze={self.freeze})` is a part of the run, and a step by itself "
+                "does not know how long that is. `sl.fit` does; or say it: `onebit_adam(..., "
                 "steps=10_000)`, or the step at which to freeze."
             )
-        count = state.steps + 1
-        seen = jnp.where(state.frozen, state.seen, count)
+
+    def _adam(
+        self, updates: Any, state: OneBitAdamState, sent: Any, count: jax.Array, seen: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        """The next `mu` and `nu`, and the step that Adam takes with them.
+
+        Args:
+            updates: gradients, or averaged momenta.
+            state: the state before the step.
+            sent: which leaves are momenta after the freeze.
+            count: the number of this step, from 1.
+            seen: how many steps the variance has seen, this one included.
+        """
 
         def moments(
             g: jax.Array, mu: jax.Array, nu: jax.Array, sent: bool
         ) -> tuple[jax.Array, ...]:
+            # What is averaged after the freeze has the old momentum in it already.
             averaged = jnp.logical_and(sent, state.frozen)
-            mu = jnp.where(averaged, g, (1 - b1) * g + b1 * mu)
-            nu = jnp.where(averaged, nu, (1 - b2) * (g * g.conj()).real + b2 * nu)
-            unbiased = nu / (1 - b2 ** (seen if sent else count)).astype(nu.dtype)
-            step = mu / (1 - b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + eps)
+            mu = jnp.where(averaged, g, (1 - self.b1) * g + self.b1 * mu)
+            nu = jnp.where(averaged, nu, (1 - self.b2) * (g * g.conj()).real + self.b2 * nu)
+            # The variance of a leaf that is summed exactly sees every step.
+            unbiased = nu / (1 - self.b2 ** (seen if sent else count)).astype(nu.dtype)
+            step = mu / (1 - self.b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + self.eps)
             return mu.astype(g.dtype), nu, step
 
-        found = jax.tree.map(moments, updates, state.mu, state.nu, sent)
-        mu, nu, step = (jax.tree.map(lambda _, of, k=k: of[k], updates, found) for k in range(3))
-        freezes, norm = count >= at if at != "auto" else False, state.norm
-        if at == "auto":
+        by_leaf = jax.tree.map(moments, updates, state.mu, state.nu, sent)
 
-            def compared() -> tuple[jax.Array, jax.Array]:
-                scale = 1 - b2 ** count.astype(jnp.float32)
-                now = (
-                    sum(jnp.sum(leaf.real.astype(jnp.float32)) for leaf in jax.tree.leaves(nu))
-                    / scale
-                )
-                settled = (norm > 0) & (jnp.abs(now / norm - 1) < SETTLED)
-                return settled & jnp.logical_not(_rises(learning_rate, state.steps)), now
+        def component(k: int) -> Any:
+            return jax.tree.map(lambda _, of_leaf: of_leaf[k], updates, by_leaf)
 
-            due = (count % interval == 0) & ~state.frozen
-            freezes, norm = jax.lax.cond(due, compared, lambda: (jnp.zeros((), bool), norm))
-        step, after = rest.update(step, state.rest, params, **extra)
-        return step, OneBitAdamState(count, seen, state.frozen | freezes, norm, mu, nu, after)
+        return component(0), component(1), component(2)
 
-    @lru_cache
-    def for_run(length: int) -> Local:
-        if steps is not None and steps != length:
+    def _freezes_by_itself(
+        self, state: OneBitAdamState, count: jax.Array, nu: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the variance has settled, and its norm when it was last compared.
+
+        It is compared with itself as many steps ago as it remembers, and not in between.
+        """
+        interval = max(1, round(1 / (1 - self.b2)))
+
+        def compared() -> tuple[jax.Array, jax.Array]:
+            unbias = 1 - self.b2 ** count.astype(jnp.float32)
+            total: Any = 0
+            for leaf in jax.tree.leaves(nu):
+                total += jnp.sum(leaf.real.astype(jnp.float32))
+            norm = total / unbias
+            settled = (state.norm > 0) & (jnp.abs(norm / state.norm - 1) < SETTLED)
+            # A variance that settles while the learning rate warms up changes again.
+            return settled & jnp.logical_not(_rises(self.learning_rate, state.steps)), norm
+
+        due = (count % interval == 0) & ~state.frozen
+        return jax.lax.cond(due, compared, lambda: (jnp.zeros((), bool), state.norm))
+
+    def for_run(self, length: int) -> Local:
+        """The same optimizer for a run of so many steps.
+
+        That is itself, unless it freezes after a part of a run whose length it did not know.
+        """
+        if self.steps is not None and self.steps != length:
             raise ValueError(
-                f"`onebit_adam(steps={steps})` says another length than the run has, which is "
+                f"`onebit_adam(steps={self.steps})` says another length than the run has, which is "
                 f"{length} steps: make them the same, or leave `steps` out where `sl.fit` says it."
             )
-        _resolved(freeze, length)
-        if steps is not None or not isinstance(freeze, float):
-            return made
-        of_run: dict[str, Any] = {
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "mask": mask,
-        }
-        return onebit_adam(learning_rate, freeze=freeze, steps=length, **of_run)
-
-    made = Local(init, update, sends=lambda state: state.frozen, message=message, for_run=for_run)
-    return made
+        _resolved(self.freeze, length)  # refuses a freeze beyond the end of the run
+        if self.steps is not None or not isinstance(self.freeze, float):
+            return self.local
+        return replace(self, steps=length).local
 
 
 def _rises(learning_rate: Any, count: jax.Array) -> Any:
-    """Whether the learning rate of this step is above that of the one before."""
+    """Whether the learning rate of a step is above that of the one before.
+
+    `count` is how many steps were taken before it. One that is no schedule never rises.
+    """
     if not callable(learning_rate):
         return False
     schedule: Callable = learning_rate
@@ -175,31 +275,37 @@ def _rises(learning_rate: Any, count: jax.Array) -> Any:
 
 
 def _resolved(freeze: Any, steps: int | None) -> Any:
-    """After how many steps to freeze, if the run is as long as is said; None if that is a part of
-    what is not known.
+    """After how many steps to freeze in a run of so many, or `"auto"`.
+
+    None if that is a part of a run whose length is not known.
     """
+    is_part = isinstance(freeze, float)
     if freeze == "auto" or steps is None:
-        return None if isinstance(freeze, float) else freeze
-    at = max(1, round(freeze * steps)) if isinstance(freeze, float) else freeze
-    if at >= steps:
+        return None if is_part else freeze
+    step = max(1, round(freeze * steps)) if is_part else freeze
+    if step >= steps:
         raise ValueError(
             f"`onebit_adam(freeze={freeze})` lies beyond the run, which has {steps} steps: nothing "
             "would ever be compressed. Freeze earlier, after 15 to 25 % of a run say, "
             "`freeze=0.2`; or use `optax.adamw`."
         )
-    return at
+    return step
 
 
-def _check(freeze: Any, steps: Any) -> None:
+def _check_freeze(freeze: Any, steps: Any) -> None:
+    """Refuse what is neither a step, nor a part of a run, nor `"auto"`."""
     if isinstance(freeze, Tracer):
         raise ValueError(
             "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into "
             "`optax.inject_hyperparams`. What changes over a run, the learning rate, is a "
             "schedule: `onebit_adam(optax.cosine_decay_schedule(...))`."
         )
-    whole = isinstance(freeze, int | np.integer) and not isinstance(freeze, bool) and freeze >= 1
-    part = type(freeze) is float and 0 < freeze < 1
-    if not (whole or part or (isinstance(freeze, str) and freeze == "auto")):
+    # A bool is an int to Python, but no step.
+    is_int = isinstance(freeze, int | np.integer) and not isinstance(freeze, bool)
+    is_step = is_int and freeze >= 1
+    is_part = type(freeze) is float and 0 < freeze < 1
+    is_auto = isinstance(freeze, str) and freeze == "auto"
+    if not (is_step or is_part or is_auto):
         raise ValueError(
             f"`onebit_adam(freeze={check.shown(freeze)})` takes a step, an int of at least 1, a "
             'part of the run, a float between 0 and 1, or "auto".'
@@ -208,6 +314,7 @@ def _check(freeze: Any, steps: Any) -> None:
 
 
 def _check_learning_rate(rate: Any) -> None:
+    """Refuse what is neither a number nor a schedule; a scalar array is a number too."""
     takes = "a number, or a schedule: a function of the number of steps taken"
     if callable(rate) and not isinstance(rate, type):
         return
@@ -220,6 +327,7 @@ def _check_learning_rate(rate: Any) -> None:
 
 
 def _check_mask(mask: Any) -> None:
+    """Refuse what is no mask of `optax.add_decayed_weights`: a tree of bools, or a function."""
     takes = "a tree of bools like the parameters, or a function that makes one of them"
     if mask is None or (callable(mask) and not isinstance(mask, type)):
         return

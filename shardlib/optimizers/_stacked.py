@@ -1,6 +1,7 @@
-"""Stacked parameters, taken by an optimizer one by one."""
+"""Stacked parameters, of which an optimizer sees each member as a parameter of its own."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,10 +41,53 @@ def per_layer_and_expert(
     check.function(
         "per_layer_and_expert", "stacked", stacked, "a function of a path and a parameter"
     )
-    optimizer = optax.with_extra_args_support(optimizer)
+    members = _ByMember(optax.with_extra_args_support(optimizer), stacked)
+    return optax.GradientTransformationExtraArgs(members.init, members.update)
 
-    def one_by_one(path: str, leaf: Any, function: Callable) -> Callable:
-        dims = stacked(path, leaf)
+
+@dataclass(frozen=True, eq=False)
+class _ByMember:
+    """An optimizer that is mapped over the members of each parameter.
+
+    Its state is a tree like the parameters, with the optimizer's state for each parameter as one
+    array's; the arrays in it have the leading dims of the parameter in front of their own.
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+    stacked: Callable[[str, Any], int]
+
+    def init(self, params: Any) -> Any:
+        """The state of each parameter by itself."""
+        states = []
+        for path, parameter in named_leaves(params):
+            states.append(self._mapped(path, parameter, self.optimizer.init)(parameter))
+        return jax.tree.unflatten(jax.tree.structure(params), states)
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """The updates of each parameter by itself, and its next state."""
+        structure = jax.tree.structure(updates)
+        parameters = [None] * structure.num_leaves
+        if params is not None:
+            parameters = structure.flatten_up_to(params)
+        states = structure.flatten_up_to(state)
+
+        def update_member(update: Any, state: Any, parameter: Any) -> tuple[Any, Any]:
+            # The extra arguments are the same for all members.
+            return self.optimizer.update(update, state, parameter, **extra)
+
+        new_updates, new_states = [], []
+        for (path, update), before, parameter in zip(
+            named_leaves(updates), states, parameters, strict=True
+        ):
+            function = self._mapped(path, update, update_member)
+            new_update, after = function(update, before, parameter)
+            new_updates.append(new_update)
+            new_states.append(after)
+        return structure.unflatten(new_updates), structure.unflatten(new_states)
+
+    def _mapped(self, path: str, leaf: Any, function: Callable) -> Callable:
+        """A function of one member as one of all of them: mapped over each leading dim."""
+        dims = self.stacked(path, leaf)
         if type(dims) is not int or not 0 <= dims <= leaf.ndim:
             raise ValueError(
                 f"`per_layer_and_expert`: `{path}` of shape {leaf.shape} cannot have "
@@ -52,26 +96,3 @@ def per_layer_and_expert(
         for _ in range(dims):
             function = jax.vmap(function)
         return function
-
-    def init(params: Any) -> Any:
-        states = [
-            one_by_one(path, leaf, optimizer.init)(leaf) for path, leaf in named_leaves(params)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), states)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        structure = jax.tree.structure(updates)
-        of_params = (
-            [None] * structure.num_leaves if params is None else structure.flatten_up_to(params)
-        )
-        found = []
-        for (path, leaf), before, parameter in zip(
-            named_leaves(updates), structure.flatten_up_to(state), of_params, strict=True
-        ):
-            function = one_by_one(path, leaf, lambda u, s, p: optimizer.update(u, s, p, **extra))
-            found.append(function(leaf, before, parameter))
-        return structure.unflatten([u for u, _ in found]), structure.unflatten(
-            [s for _, s in found]
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
