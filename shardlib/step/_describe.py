@@ -1,7 +1,7 @@
-"""Where every parameter lives, as a table one can read."""
+"""Where every parameter is, and how it is laid out, as a table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,7 @@ from shardlib.step._state import State, combine
 
 @dataclass(frozen=True)
 class Row:
-    """One array of a state: what it is, how it lies, and why if that is not plain from its
-    names.
-    """
+    """One array of a state: what it is, how it is laid out, and why if its names do not say so."""
 
     path: str
     shape: tuple[int, ...]
@@ -40,8 +38,8 @@ class Description:
 
     `rows` are for parameters and other arrays of the model, totals for all.
 
-    `optimizer_rows` are of the optimizer's state, one for each leaf; those that lie just as their
-    parameters do, and scalars, are counted in the table and not listed.
+    `optimizer_rows` are of the optimizer's state, one for each leaf; those that are sharded just
+    like their parameters, and scalars, are counted in the table and not listed.
     """
 
     mesh: str
@@ -53,55 +51,47 @@ class Description:
     bytes_per_device: dict[str, int]
     unused_rules: tuple[str, ...]
     idle_axes: tuple[str, ...]
-    order: tuple[str, ...] = ()  # of stacks that do not lie as the model has them
+    order: tuple[str, ...] = ()  # of stacks whose layers are not in the order of the model
 
     def __str__(self) -> str:
         width = terminal_width()
-        lines = [
-            _listed(
-                ("parameter", "shape", "dtype", "names", "spec", "per device", ""), self.rows, width
-            )
-        ]
-        own = [row for row in self.optimizer_rows if row.remark]
-        if own:
-            lines += [
-                "",
-                _listed(
-                    ("optimizer state", "shape", "dtype", "", "spec", "per device", ""), own, width
-                ),
-            ]
-        per_device = ", ".join(
+        head = ("parameter", "shape", "dtype", "names", "spec", "per device", "")
+        lines = [_listed(head, self.rows, width)]
+        listed = [row for row in self.optimizer_rows if row.remark]
+        if listed:
+            head = ("optimizer state", "shape", "dtype", "", "spec", "per device", "")
+            lines += ["", _listed(head, listed, width)]
+        sentences = [*self._sentences(len(listed)), *self.order]
+        lines += ["", *[wrapped(sentence, width, later="  ") for sentence in sentences]]
+        return "\n".join(lines)
+
+    def _sentences(self, listed: int) -> Iterator[str]:
+        """The lines below the tables; `listed` arrays of the optimizer have a row in them."""
+        size = human_bytes(self.parameter_bytes)
+        yield f"{self.parameter_count:,} parameters, {size}, on {self.mesh}"
+        kinds = [
             f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size
-        )
-        lines += [
-            "",
-            f"{self.parameter_count:,} parameters, {human_bytes(self.parameter_bytes)}, on "
-            f"{self.mesh}",
-            f"per device: {per_device}",
         ]
+        yield f"per device: {', '.join(kinds)}"
         if self.optimizer_rows:
-            scalars = len(self.optimizer_rows) - len(own) - self.like_parameters
-            said = [
+            scalars = len(self.optimizer_rows) - listed - self.like_parameters
+            counts = [
                 f"{self.like_parameters} sharded like their parameters",
-                f"{scalars} scalar" + "s" * (scalars != 1),
+                "1 scalar" if scalars == 1 else f"{scalars} scalars",
             ]
-            said += [f"{len(own)} listed above"] if own else []
-            lines.append(f"arrays of the optimizer: {', '.join(said)}")
+            if listed:
+                counts.append(f"{listed} listed above")
+            yield f"arrays of the optimizer: {', '.join(counts)}"
         if self.unused_rules:
-            lines.append(
+            yield (
                 "rules that no parameter uses (annotations of activations may): "
                 f"{', '.join(self.unused_rules)}"
             )
         if self.idle_axes:
-            lines.append(
+            yield (
                 "mesh axes that no rule uses, along which devices repeat work: "
                 f"{', '.join(self.idle_axes)}"
             )
-        tables = 3 if own else 1  # and the lines after them are sentences
-        lines[tables:] = [
-            wrapped(line, width, later="  ") for line in (*lines[tables:], *self.order)
-        ]
-        return "\n".join(lines)
 
 
 def describe(state: State) -> Description:
@@ -126,83 +116,117 @@ def describe(state: State) -> Description:
         raise ValueError(
             f"`describe` takes the `State` that `sl.init` makes; got {type(state).__name__}."
         )
-    layout, mesh = state.layout, state.layout.strategy.device_mesh
-    rules, names, relations = layout.rules, dict(layout.names), dict(layout.relations)
-    splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
-    frozen = {path for path, _ in named_leaves(state.frozen)}
-    over = "data" if layout.strategy.stage_axis is None else " and ".join(layout.strategy.zero_axes)
-
-    def remark(path: str, shape: tuple[int, ...]) -> str:
-        split = splits.get(path)
-        parts = [
-            "frozen" if path in frozen else "",
-            _remark(
-                path,
-                shape,
-                names.get(path),
-                rules,
-                dict(mesh.shape),
-                split is not None and split.dim is not None,
-            ),
-            f"whole over {over} ({split.reason})" if split is not None and split.reason else "",
-        ]
-        return "; ".join(filter(None, parts))
-
-    def row(path: str, leaf: Any, remark: str) -> Row:
-        return Row(
-            path,
-            leaf.shape,
-            str(leaf.dtype),
-            names.get(path),
-            leaf.sharding.spec,
-            _bytes_here(leaf),
-            remark,
-        )
-
-    rows = tuple(
-        row(path, leaf, remark(path, leaf.shape))
-        for tree in (combine(state.params, state.frozen), state.rest)
-        for path, leaf in named_leaves(tree)
-    )
-    of_optimizer = tuple(
-        row(path, leaf, relations[path].reason) for path, leaf in named_leaves(state.opt_state)
-    )
-    used = {name for row in rows for name in row.names or () if isinstance(name, str)}
-    splitting = (
-        name for name, candidates in rules.items() if any(as_tuple(axes) for axes in candidates)
-    )
+    layout = state.layout
+    names, relations = dict(layout.names), dict(layout.relations)
+    remarks = _Remarks(state, names)
+    parameters = state.params, state.frozen
+    rows: list[Row] = []
+    for tree in (combine(*parameters), state.rest):
+        for path, leaf in named_leaves(tree):
+            rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
+    optimizer_rows = [
+        _row(path, leaf, names.get(path), relations[path].reason)
+        for path, leaf in named_leaves(state.opt_state)
+    ]
+    bytes_per_device = {
+        "parameters": _total_per_device(parameters),
+        "optimizer state": _total_per_device(state.opt_state),
+    }
+    if state.errors:
+        bytes_per_device["errors"] = _total_per_device(state.errors)
+    bytes_per_device["other state"] = _total_per_device((state.rest, state.streams))
+    leaves = jax.tree.leaves(parameters)
     return Description(
-        mesh=format_mesh(mesh),
-        rows=rows,
-        optimizer_rows=of_optimizer,
+        mesh=format_mesh(layout.strategy.device_mesh),
+        rows=tuple(rows),
+        optimizer_rows=tuple(optimizer_rows),
         like_parameters=sum(relation.kind == "same" for relation in relations.values()),
-        parameter_count=sum(leaf.size for leaf in jax.tree.leaves((state.params, state.frozen))),
-        parameter_bytes=sum(
-            leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves((state.params, state.frozen))
-        ),
-        bytes_per_device={
-            "parameters": _total_here((state.params, state.frozen)),
-            "optimizer state": _total_here(state.opt_state),
-            **({"errors": _total_here(state.errors)} if state.errors else {}),
-            "other state": _total_here((state.rest, state.streams)),
-        },
-        unused_rules=tuple(
-            name for name in splitting if name not in used | {BATCH} and not counts_layers(name)
-        ),
-        idle_axes=tuple(
-            axis
-            for axis, size in mesh.shape.items()
-            if size > 1
-            and axis not in {*rules.axes, *(a for row in rows for a in spec_axes(row.spec))}
-        ),
+        parameter_count=sum(leaf.size for leaf in leaves),
+        parameter_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        bytes_per_device=bytes_per_device,
+        unused_rules=_unused_rules(layout.rules, rows),
+        idle_axes=_idle_axes(layout.strategy.device_mesh.shape, layout.rules, rows),
         order=orders(layout.strategy, names, [(row.path, row.shape) for row in rows]),
     )
 
 
+def _row(path: str, leaf: Any, names: Names, remark: str) -> Row:
+    return Row(
+        path,
+        leaf.shape,
+        str(leaf.dtype),
+        names,
+        leaf.sharding.spec,
+        _bytes_per_device(leaf),
+        remark,
+    )
+
+
+def _unused_rules(rules: AxisRules, rows: Iterable[Row]) -> tuple[str, ...]:
+    """Rules that split something and that no array of the model uses.
+
+    The batch is no array of a state, and a rule for layers is used by pipelines.
+    """
+    used = {BATCH}
+    for row in rows:
+        used.update(name for name in row.names or () if isinstance(name, str))
+    unused: list[str] = []
+    for name, candidates in rules.items():
+        splits_something = any(as_tuple(axes) for axes in candidates)
+        if splits_something and name not in used and not counts_layers(name):
+            unused.append(name)
+    return tuple(unused)
+
+
+def _idle_axes(sizes: Mapping[str, int], rules: AxisRules, rows: Iterable[Row]) -> tuple[str, ...]:
+    """Axes of several devices over which neither a rule nor a layout splits anything."""
+    used = set(rules.axes)
+    for row in rows:
+        used.update(spec_axes(row.spec))
+    return tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
+
+
+class _Remarks:
+    """The remarks on parameters: what their names do not say about their layout."""
+
+    def __init__(self, state: State, names: Mapping[str, Names]) -> None:
+        layout, self.names = state.layout, names
+        self.rules, self.sizes = layout.rules, dict(layout.strategy.device_mesh.shape)
+        self.splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
+        self.frozen = {path for path, _ in named_leaves(state.frozen)}
+        self.data_axes = "data"
+        if layout.strategy.stage_axis is not None:
+            self.data_axes = " and ".join(layout.strategy.zero_axes)
+
+    def of(self, path: str, shape: tuple[int, ...]) -> str:
+        """The remark on one parameter; empty if there is nothing to say."""
+        split = self.splits.get(path)
+        is_split = split is not None and split.dim is not None
+        parts = ["frozen"] if path in self.frozen else []
+        parts.append(self._on_names(path, shape, is_split))
+        if split is not None and split.reason:
+            parts.append(f"whole over {self.data_axes} ({split.reason})")
+        return "; ".join(part for part in parts if part)
+
+    def _on_names(self, path: str, shape: tuple[int, ...], is_split: bool) -> str:
+        names = self.names.get(path)
+        if names is None:
+            return "no names" if is_split else "no names: replicated"
+        if isinstance(names, PartitionSpec):
+            return "mesh axes given"
+        resolution = resolve(self.rules, self.sizes, names, shape, what=path)
+        choices: list[str] = []
+        for name, entry in zip(names, resolution.spec, strict=True):
+            if isinstance(name, str) and len(self.rules[name]) > 1:
+                candidates = ", ".join(_axes_text(axes) for axes in self.rules[name])
+                choices.append(f"`{name}`: {_axes_text(entry)} (candidates: {candidates})")
+        return "; ".join([*choices, *resolution.said])
+
+
 def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> str:
-    """A table of arrays; where remarks do not fit into a terminal beside them, each stands below
-    its array.
+    """A table of arrays.
+
+    If a terminal is too narrow for the column of remarks, each remark stands below its array.
     """
     cells = [head, *map(_cells, rows)]
     whole = table(cells)
@@ -210,23 +234,25 @@ def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> st
         return whole
     narrow = [row[:-1] for row in cells]
     lines = table(narrow, width=width, shorten=(0, 3, 4), drop=(2, 3, 4)).splitlines()
-    told = []
+    with_remarks: list[str] = []
     for line, row in zip(lines, cells, strict=True):
-        told += [line, *([wrapped(row[-1], width, "    ")] if row[-1] else [])]
-    return "\n".join(told)
+        with_remarks.append(line)
+        if row[-1]:
+            with_remarks.append(wrapped(row[-1], width, "    "))
+    return "\n".join(with_remarks)
 
 
-def _bytes_here(leaf: Any) -> int:
-    itemsize = (
-        jax.eval_shape(jax.random.key_data, leaf).size * 4 // max(leaf.size, 1)
-        if is_key(leaf)
-        else leaf.dtype.itemsize
-    )
+def _bytes_per_device(leaf: Any) -> int:
+    """The bytes of an array on each device."""
+    itemsize = leaf.dtype.itemsize
+    if is_key(leaf):
+        # The dtype of keys has no size of its own: that of the words they are made of.
+        itemsize = jax.eval_shape(jax.random.key_data, leaf).size * 4 // max(leaf.size, 1)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
 
 
-def _total_here(tree: Any) -> int:
-    return sum(_bytes_here(leaf) for leaf in jax.tree.leaves(tree))
+def _total_per_device(tree: Any) -> int:
+    return sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
@@ -241,34 +267,14 @@ def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
     )
 
 
-def _remark(
-    path: str,
-    shape: tuple[int, ...],
-    names: Names,
-    rules: AxisRules,
-    mesh_shape: dict[str, int],
-    split: bool,
-) -> str:
-    if names is None:
-        return "no names" if split else "no names: replicated"
-    if isinstance(names, PartitionSpec):
-        return "mesh axes given"
-    resolution = resolve(rules, mesh_shape, names, shape, what=path)
-    chosen = [
-        f"`{name}`: {_axes_text(entry)} (candidates: "
-        f"{', '.join(_axes_text(axes) for axes in rules[name])})"
-        for name, entry in zip(names, resolution.spec, strict=True)
-        if isinstance(name, str) and len(rules[name]) > 1
-    ]
-    return "; ".join([*chosen, *resolution.said])
-
-
 def _axes_text(axes: Axes) -> str:
     return "x".join(as_tuple(axes)) or "replicated"
 
 
 def _names_text(names: Names) -> str:
-    return "-" if names is None else ", ".join("-" if name is None else str(name) for name in names)
+    if names is None:
+        return "-"
+    return ", ".join("-" if name is None else str(name) for name in names)
 
 
 def _spec_text(spec: PartitionSpec) -> str:
