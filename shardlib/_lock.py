@@ -4,6 +4,15 @@ Whoever holds a lock beats: the time of its file changes every few seconds. A lo
 beat was left by a process that died, and may be taken away. A process that was stopped for long
 looks dead too, and goes on later; so a holder asks `Claim.check` before it writes, and is told when
 its lock was taken away.
+
+    no lock  --hold-->  alive: beats every few seconds
+                          |  no beat for long
+                        dead, or stalled: `Other.look` tells which, as far as it can be told
+                          |  take_away, by one who waits
+    no lock
+
+On one machine the process that the lock names can be looked up besides, so a dead one is known at
+once.
 """
 
 import contextlib
@@ -24,6 +33,7 @@ POLL_SECONDS = 0.2
 _READS = 5  # of a lock that a file server does not give at once
 
 Look = Literal["gone", "dead", "stalled", "alive", "unknown"]
+"""How a holder looks to another process, see `Other.look`."""
 
 
 class TakenError(RuntimeError):
@@ -32,7 +42,10 @@ class TakenError(RuntimeError):
 
 @dataclass(frozen=True)
 class Claim:
-    """A lock that this process holds, until it lets go of it or another takes it away."""
+    """A lock that this process holds, until it lets go of it or another takes it away.
+
+    `content` is what this process wrote into its file, which no other process writes.
+    """
 
     lock: Path
     nonce: str
@@ -41,22 +54,25 @@ class Claim:
 
     @property
     def seen_taken(self) -> bool:
-        """Whether the lock was seen to be taken away, when this process last beat: costs nothing to
-        ask.
+        """Whether the lock was seen to be taken away, when this process last beat.
+
+        It costs nothing to ask, and may be out of date by a beat.
         """
         return self._taken.is_set()
 
     def check(self) -> None:
-        """Raise a `TakenError` unless the lock is still held: to be asked right before something is
-        written.
+        """Raise a `TakenError` unless the lock is still held.
+
+        To be asked right before something is written. The file is read, so this may also raise the
+        error of a file server that does not answer.
         """
-        found = self._read()
-        if found == self.content:
+        content = self._read()
+        if content == self.content:
             return
         self._taken.set()
-        if found is None:
+        if content is None:
             whose = "it was taken away"
-        elif holder := _holder(found):
+        elif holder := _holder(content):
             whose = f"{_name(holder)} holds it now"
         else:
             whose = "it does not say what this process wrote there"
@@ -68,6 +84,10 @@ class Claim:
         )
 
     def _read(self) -> str | None:
+        """The content of the file, or None where there is none.
+
+        A file server that does not give it at once is asked a few times.
+        """
         for attempt in range(_READS):
             try:
                 return self.lock.read_text(errors="replace")
@@ -82,7 +102,9 @@ class Claim:
 
 @contextlib.contextmanager
 def hold(lock: Path) -> Iterator[Claim]:
-    """Hold `lock`; `FileExistsError` where another holds it.
+    """Hold `lock` in a `with` statement; `FileExistsError` where another holds it.
+
+    A thread keeps it beating. At the end the file is removed, unless it was taken away.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, hold(Path(folder, "lock")) as claim:
@@ -92,6 +114,7 @@ def hold(lock: Path) -> Iterator[Claim]:
     """
     nonce = uuid.uuid4().hex[:8]
     claim = Claim(lock, nonce, _sealed({**_this_process(), "nonce": nonce}))
+    # "x" creates the file or fails: of two processes that try, one gets it.
     with lock.open("x") as file:
         try:
             file.write(claim.content)
@@ -112,13 +135,19 @@ def hold(lock: Path) -> Iterator[Claim]:
 
 
 class Other:
-    """Another who holds a lock, as far as can be told from here."""
+    """Another who holds a lock, as far as can be told from here.
+
+    It is looked at again and again. `name` and `nonce` are those of the holder once the lock was
+    read: what to call it, and what tells it from other holders.
+    """
 
     def __init__(self, lock: Path) -> None:
         self.lock, self.nonce, self.name = lock, "", "another process"
         self._content = ""
         self._beat: int | None = None
-        self._beats = -1  # seen to change, that is
+        # How often the time or the content was seen to change, not counting the first look.
+        self._beats = -1
+        # Seconds since the last change, and when that was looked at last.
         self._silent, self._looked = 0.0, time.monotonic()
 
     def look(self, patience: float) -> Look:
@@ -133,19 +162,36 @@ class Other:
         - unknown: none of this yet.
         """
         try:
-            # Opening it makes a file server tell the time anew.
-            content = self.lock.read_text(errors="replace")
-        except FileNotFoundError:
-            return "gone"
-        except OSError:
-            content = ""
-        try:
-            beat = self.lock.stat().st_mtime_ns
+            content, beat = self._read()
         except FileNotFoundError:
             return "gone"
         holder = _holder(content)
         if holder:
             self.nonce, self.name = str(holder["nonce"]), _name(holder)
+        self._note(content, beat)
+        exists = _process_exists(holder)
+        if exists is False:
+            return "dead"
+        if self._silent > patience:
+            return "stalled" if exists else "dead"
+        return "alive" if self._beats > 0 else "unknown"
+
+    def _read(self) -> tuple[str, int]:
+        """The content of the lock and the time of its file; `FileNotFoundError` where it is gone.
+
+        The content is empty where the file server does not give it.
+        """
+        try:
+            # Opening it makes a file server tell the time anew.
+            content = self.lock.read_text(errors="replace")
+        except FileNotFoundError:
+            raise
+        except OSError:
+            content = ""
+        return content, self.lock.stat().st_mtime_ns
+
+    def _note(self, content: str, beat: int) -> None:
+        """Keep what was read, and for how long nothing of it has changed."""
         # Only time during which this process was awake counts: a suspended machine stops the holder
         # as well.
         now = time.monotonic()
@@ -154,45 +200,35 @@ class Other:
         # The clocks of two machines may differ by more than a beat, so what counts is that the time
         # changes.
         if beat != self._beat or content != self._content:
-            self._beat, self._content, self._silent, self._beats = (
-                beat,
-                content,
-                0.0,
-                self._beats + 1,
-            )
-        there = _is_there(holder)
-        if there is False:
-            return "dead"
-        if self._silent > patience:
-            return "stalled" if there else "dead"
-        return "alive" if self._beats > 0 else "unknown"
+            self._beat, self._content = beat, content
+            self._silent = 0.0
+            self._beats += 1
 
     def take_away(self) -> bool:
-        """Take the lock away, if it is the one last looked at and has not beaten since; whether it
-        was.
+        """Take the lock away, if it is the one last looked at and has not beaten since.
+
+        Returns whether it was taken away.
         """
         return _take_away(self.lock, self._content, self._beat)
 
 
 def _take_away(lock: Path, content: str, beat: int | None) -> bool:
-    """Take a lock away if it has this content and, where given, has not beaten since.
+    """Take a lock away if it has this content and, where `beat` is given, this time.
+
+    Returns whether it was taken away.
 
     Between a look and a plain `unlink` another process may have done the same and made a lock of
     its own, which would be taken away instead. A lock that was renamed can be looked at
     undisturbed, and put back.
     """
     aside = lock.with_name(f"{lock.name}.{uuid.uuid4().hex[:8]}")
-
-    def is_the_one(path: Path) -> bool:
-        same = path.read_text(errors="replace") == content
-        return same and (beat is None or path.stat().st_mtime_ns == beat)
-
     try:
-        if not is_the_one(lock):
+        if not _is_lock(lock, content, beat):
             return False
         lock.rename(aside)
-        same = is_the_one(aside)
+        same = _is_lock(aside, content, beat)
         if not same and not lock.exists():
+            # It is another's: put it back, unless a third one made a lock meanwhile.
             aside.rename(lock)
         else:
             aside.unlink(missing_ok=True)
@@ -201,7 +237,15 @@ def _take_away(lock: Path, content: str, beat: int | None) -> bool:
     return same
 
 
+def _is_lock(path: Path, content: str, beat: int | None) -> bool:
+    """Whether a file has this content and, where `beat` is given, this time."""
+    if path.read_text(errors="replace") != content:
+        return False
+    return beat is None or path.stat().st_mtime_ns == beat
+
+
 def _beat(claim: Claim, stop: threading.Event) -> None:
+    """Change the time of a lock every few seconds, until told to stop or the lock is taken away."""
     while not stop.wait(BEAT_SECONDS):
         try:
             claim.check()
@@ -213,15 +257,20 @@ def _beat(claim: Claim, stop: threading.Event) -> None:
 
 
 def _sealed(holder: Mapping[str, Any]) -> str:
+    """The content of a lock: who holds it, with a digest by which damage is noticed."""
     return json.dumps({**holder, "digest": _digest(holder)})
 
 
 def _digest(holder: Mapping[str, Any]) -> str:
+    """A digest of what a lock says about its holder, independent of the order."""
     return hashlib.sha256(json.dumps(dict(holder), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _holder(content: str) -> dict[str, Any]:
-    """Who holds a lock with this content: nothing where it is not written yet, or damaged."""
+    """Who holds a lock with this content, as `_this_process` describes it, with a nonce.
+
+    Empty where the content is not written yet, or damaged.
+    """
     try:
         holder = json.loads(content)
     except ValueError:
@@ -232,19 +281,22 @@ def _holder(content: str) -> dict[str, Any]:
 
 
 def _name(holder: Mapping[str, Any]) -> str:
+    """What to call a holder in messages."""
     return f"process {holder['process']} on {holder['host']}"
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from every other: a number alone means little on another machine or
-    in a container.
+    """What tells this process from every other.
+
+    A number by itself means little on another machine or in a container, and is used again.
     """
     return {**_machine(), "process": os.getpid(), "started": _started(os.getpid())}
 
 
 def _machine() -> dict[str, str]:
-    """Where numbers of processes mean the same: one boot of one kernel, and one namespace of its
-    processes.
+    """Where numbers of processes mean the same.
+
+    That is within one boot of one kernel and one namespace of its processes.
     """
     return {
         "host": socket.gethostname(),
@@ -254,6 +306,7 @@ def _machine() -> dict[str, str]:
 
 
 def _boot() -> str:
+    """A name for this boot of the kernel; empty where there is no Linux to tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -261,6 +314,7 @@ def _boot() -> str:
 
 
 def _namespace(kind: str) -> str:
+    """A name for the namespace of a kind that this process is in; empty where it cannot be told."""
     try:
         return str(Path(f"/proc/self/ns/{kind}").readlink())
     except OSError:
@@ -269,20 +323,30 @@ def _namespace(kind: str) -> str:
 
 def _started(process: int) -> str | None:
     """When a process was started, in ticks since the machine was; None where that cannot be seen.
-    Numbers are used again.
+
+    Numbers of processes are used again, and this tells such processes apart. It is "ended" for a
+    zombie, which keeps its number until its parent looks.
     """
     try:
+        # The name before the parenthesis may have spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     state, started = fields[0], fields[19]
-    return "ended" if state in "ZX" else started  # a zombie keeps its number until its parent looks
+    if state in "ZX":
+        return "ended"
+    return started
 
 
-def _is_there(holder: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a holder is there; None where that cannot be told from here."""
+def _process_exists(holder: Mapping[str, Any]) -> bool | None:
+    """Whether the process of a holder exists; None where that cannot be told from here.
+
+    It can be told on the holder's machine, in the same container.
+    """
     machine = _machine()
-    if not machine["boot"] or any(holder.get(name) != value for name, value in machine.items()):
+    if not machine["boot"]:
+        return None
+    if any(holder.get(name) != value for name, value in machine.items()):
         return None
     try:
         os.kill(holder["process"], 0)
@@ -291,4 +355,6 @@ def _is_there(holder: Mapping[str, Any]) -> bool | None:
     except OSError:  # another user's
         pass
     started = _started(holder["process"])
-    return None if started is None else started == holder["started"]
+    if started is None:
+        return None
+    return started == holder["started"]

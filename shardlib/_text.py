@@ -1,35 +1,43 @@
-"""Words and tables for people: how sizes and rows are written, everywhere alike."""
+"""Words and tables for people: how sizes and rows are written, everywhere alike.
+
+A table that is wider than the terminal would be broken by it in the middle of rows. So tables are
+fitted to a width: long cells of some columns lose their middle, and then some columns are left out.
+"""
 
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 _NARROWEST = 14  # letters that a column keeps when it is shortened
 
 
 def human_bytes(size: float) -> str:
-    """A size for reading.
+    """A size in bytes for reading, in the largest binary unit of which there is one or more.
 
     >>> human_bytes(1536), human_bytes(7)
     ('1.5 KiB', '7 B')
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
 
 
 def terminal_width(file: TextIO | None = None) -> int | None:
-    """Columns of the terminal that is written to, by default the standard output; none where that
-    is no terminal.
+    """The columns of the terminal that is written to, or None where that is no terminal.
 
-    `COLUMNS` in the environment decides where it is set.
+    It is by default the standard output. `COLUMNS` in the environment decides where it is set.
     """
-    if (said := os.environ.get("COLUMNS", "")).isdecimal() and len(said) < 6 and int(said):
-        return int(said)
+    columns = os.environ.get("COLUMNS", "")
+    # Longer numbers are no widths, and very long ones Python refuses to read.
+    if columns.isdecimal() and len(columns) < 6 and int(columns):
+        return int(columns)
     try:
         return os.get_terminal_size((file or sys.stdout).fileno()).columns or None
     except (OSError, ValueError, AttributeError):  # a pipe, a file, a notebook, or closed
@@ -37,22 +45,29 @@ def terminal_width(file: TextIO | None = None) -> int | None:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text of at most so many letters, with its middle left out: the ends of paths say most.
+    """A text of at most `width` letters, with its middle left out where it is longer.
+
+    The ends of paths, which tables have most of, say more than their middles.
 
     >>> shortened("layers/attention/query/kernel", 20)
     'layers/att…ry/kernel'
     """
     if len(text) <= width:
         return text
-    end = max(width - 1, 0) // 2
-    return f"{text[: max(width - 1 - end, 0)]}…{text[len(text) - end :]}"
+    # One letter is the dots, and an odd one goes to the beginning.
+    kept = max(width - 1, 0)
+    end = kept // 2
+    return f"{text[: kept - end]}…{text[len(text) - end :]}"
 
 
 def wrapped(text: str, width: int | None, indent: str = "", later: str | None = None) -> str:
-    """A paragraph in lines of at most `width`; as it is where there is none. Lines after the first
-    begin with `later`.
+    """A paragraph in lines of at most `width` letters, or in one line without a width.
+
+    The first line begins with `indent`, the others with `later` or, without it, with `indent` too.
+    Lines have at least 20 letters behind `later`, so on a narrow terminal they are wider than it.
     """
-    later = indent if later is None else later
+    if later is None:
+        later = indent
     if width is None or len(indent) + len(text) <= width:
         return indent + text
     width = max(width, len(later) + 20)
@@ -70,11 +85,18 @@ def table(
     shorten: Sequence[int] = (),
     drop: Sequence[int] = (),
 ) -> str:
-    """Rows in columns, those named in `right` with their ends aligned. What stands last in a row
-    sets no width.
+    """Rows in columns, as lines of text.
 
-    With a `width`, the columns in `shorten` lose the middle of long texts, and where that is not
-    enough those in `drop` are left out, first to last, until the table fits.
+    What stands in the last column sets no width, unless that column is aligned to the right.
+
+    Args:
+        rows: the texts of each row, of which some may be shorter than others.
+        right: the numbers of the columns whose ends are aligned.
+        gap: what stands between columns.
+        width: how long lines may be, or None for any length.
+        shorten: the columns that lose the middle of long texts, where lines are too long.
+        drop: the columns that are left out, first to last, until the table fits, where that is not
+            enough.
 
     >>> print(table([("kind", "bytes"), ("parameters", "4")], right=(1,)))
     kind        bytes
@@ -85,24 +107,45 @@ def table(
     layers/0/…el/scale  4
     """
     if width is not None:
-        rows, right = _fitted(rows, right, gap, width, shorten, drop)
+        rows, right = _fitted(rows, right, gap, width, _Sacrifices(shorten, drop))
     columns = max(map(len, rows), default=0)
-    widths = [
-        max(
-            (len(row[k]) for row in rows if k < len(row) and (k < columns - 1 or k in right)),
-            default=0,
-        )
-        for k in range(columns)
-    ]
+    widths = _widths(rows, range(columns))
+    if columns - 1 not in right:
+        widths[columns - 1] = 0
+    lines: list[str] = []
+    for row in rows:
+        cells: list[str] = []
+        for column, cell in enumerate(row):
+            if column in right:
+                cells.append(cell.rjust(widths[column]))
+            else:
+                cells.append(cell.ljust(widths[column]))
+        # No spaces at the ends of lines, where the last cells are empty or narrow.
+        lines.append(gap.join(cells).rstrip())
+    return "\n".join(lines)
 
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            cell.rjust(widths[k]) if k in right else cell.ljust(widths[k])
-            for k, cell in enumerate(row)
-        )
-        return gap.join(cells).rstrip()
 
-    return "\n".join(map(line, rows))
+def _widths(rows: Sequence[Sequence[str]], columns: Iterable[int]) -> dict[int, int]:
+    """The letters of the longest text in each column, by the number of the column.
+
+    A row without the column counts for nothing.
+    """
+    widths: dict[int, int] = {}
+    for column in columns:
+        widths[column] = max((len(row[column]) for row in rows if column < len(row)), default=0)
+    return widths
+
+
+@dataclass(frozen=True)
+class _Sacrifices:
+    """What a table may lose to fit a width.
+
+    Texts in the columns `shorten` lose their middle, and then the columns `drop` are left out. Both
+    have numbers of columns, in the order in which they are to be shortened or left out.
+    """
+
+    shorten: Sequence[int]
+    drop: Sequence[int]
 
 
 def _fitted(
@@ -110,28 +153,51 @@ def _fitted(
     right: Collection[int],
     gap: str,
     width: int,
-    shorten: Sequence[int],
-    drop: Sequence[int],
+    sacrifices: _Sacrifices,
 ) -> tuple[list[list[str]], set[int]]:
-    """The rows with cells shortened, and columns left out, so that no line is longer than `width`
-    where that can be.
+    """The rows of a table that is at most `width` wide, and which of its columns are at the right.
+
+    Texts are shortened first, and columns are left out one after another while that is not enough.
+    If nothing helps, the result is as narrow as it can be.
+
+    Args:
+        rows: the texts of each row.
+        right: the numbers of the columns whose ends are aligned.
+        gap: what stands between columns.
+        width: how long lines may be.
+        sacrifices: what the table may lose.
     """
-    columns = max(map(len, rows), default=0)
-    kept = list(range(columns))
+    kept = list(range(max(map(len, rows), default=0)))
     limits: dict[int, int] = {}
-    for dropped in (None, *drop):
+    # None first: with all columns, for shortening them may be enough.
+    for dropped in (None, *sacrifices.drop):
         kept = [column for column in kept if column != dropped]
-        widest = {k: max((len(row[k]) for row in rows if k < len(row)), default=0) for k in kept}
-        excess = sum(widest.values()) + len(gap) * (len(kept) - 1) - width
-        limits = {}
-        for column in shorten:
-            if excess > 0 and column in kept and widest[column] > _NARROWEST:
-                limits[column] = max(_NARROWEST, widest[column] - excess)
-                excess -= widest[column] - limits[column]
+        widths = _widths(rows, kept)
+        excess = sum(widths.values()) + len(gap) * (len(kept) - 1) - width
+        limits, excess = _limits(widths, excess, sacrifices.shorten)
         if excess <= 0:
             break
-    fitted = [
-        [shortened(row[k], limits.get(k, len(row[k]))) for k in kept if k < len(row)]
-        for row in rows
-    ]
-    return fitted, {kept.index(k) for k in right if k in kept}
+    fitted: list[list[str]] = []
+    for row in rows:
+        cells: list[str] = []
+        for column in kept:
+            if column < len(row):
+                cells.append(shortened(row[column], limits.get(column, len(row[column]))))
+        fitted.append(cells)
+    # Columns have other numbers where some before them are left out.
+    return fitted, {number for number, column in enumerate(kept) if column in right}
+
+
+def _limits(
+    widths: Mapping[int, int], excess: int, shorten: Sequence[int]
+) -> tuple[dict[int, int], int]:
+    """To how many letters columns are shortened so that lines lose `excess` letters.
+
+    Returns the limits, by column, and the letters that lines have too many all the same.
+    """
+    limits: dict[int, int] = {}
+    for column in shorten:
+        if excess > 0 and widths.get(column, 0) > _NARROWEST:
+            limits[column] = max(_NARROWEST, widths[column] - excess)
+            excess -= widths[column] - limits[column]
+    return limits, excess

@@ -1,6 +1,8 @@
 """Rules ready to use, to be united with `|`.
 
-Megatron's tensor and sequence parallelism and FSDP are rules, never a change of the model.
+Megatron's tensor and sequence parallelism and FSDP are rules, never a change of the model. Each
+preset knows all names of the library's models, so presets unite with one another and with a user's
+own rules: `tensor | data` is data and tensor parallelism on a mesh with both axes.
 """
 
 from shardlib.layouts._rules import AxisRules

@@ -1,18 +1,26 @@
 """Checks of arguments, the same in every room.
 
 Each check gives the checked value back, or raises a `ValueError` that names the function, the
-argument and the value, and says what the argument takes: "`Loop(steps=0)` takes a whole number, at
-least 1." Those of arrays are in `_arrays`: this file imports the standard library alone, as
-pipelines' tables do.
+argument and the value, and says what the argument takes:
+
+    steps = check.whole("Loop", "steps", steps, least=1)
+    ValueError: `Loop(steps=0)` takes a whole number, at least 1.
+
+So all checks begin with the same parameters. `function` and `argument` are the names for the
+message, `value` is what is checked, `takes` are the message's words for what the argument takes,
+and `optional` says whether None is taken as well. Checks of arrays are in `_arrays`: this file
+imports only the standard library, as pipelines' tables do.
 """
 
 import math
+import operator
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 LARGEST = 2**63 - 1
 """The largest whole number that arrays, files and compilers count with."""
@@ -22,7 +30,9 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, of Linux and its file systems
 
 
 def shown(value: object) -> str:
-    """A value as it is written in Python, on one line, cut where it is long. It never fails.
+    """A value as it is written in Python, on one line, cut in its middle where it is long.
+
+    It never fails: a value that cannot be written is shown by its type.
 
     >>> shown([1, 2]), len(shown("x" * 10_000))
     ('[1, 2]', 221)
@@ -38,8 +48,37 @@ def shown(value: object) -> str:
 
 
 def refusal(function: str, argument: str, value: object, takes: str) -> ValueError:
-    """The error for an argument that a function does not take, to be raised."""
+    """The error for an argument that a function does not take, to be raised.
+
+    `takes` says what it takes instead, as the end of a sentence.
+    """
     return ValueError(f"`{function}({argument}={shown(value)})` takes {takes}.")
+
+
+class Bounds(TypedDict, total=False):
+    """Bounds of a number, as keywords of a check: the keys of `_BOUNDS`. None is no bound."""
+
+    least: float | None
+    above: float | None
+    most: float | None
+    below: float | None
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A kind of bound: its words in a message, and the comparison of a number with it."""
+
+    words: str
+    holds: Callable[[float, float], bool]
+
+
+# In the order of messages.
+_BOUNDS = {
+    "least": _Bound("at least", operator.ge),
+    "above": _Bound("above", operator.gt),
+    "most": _Bound("at most", operator.le),
+    "below": _Bound("below", operator.lt),
+}
 
 
 def whole(
@@ -52,8 +91,11 @@ def whole(
     most: int = LARGEST,
     optional: bool = False,
 ) -> Any:
-    """A whole number within bounds, as an `int`; NumPy's are taken too. With `optional` None is
-    taken as well.
+    """A whole number from `least` to `most`, as an `int`.
+
+    NumPy's whole numbers are taken too, bools are not. Without bounds it is one that arrays, files
+    and compilers can count with. The message names an upper bound only if the caller set it or
+    the value is above it.
 
     >>> whole("Loop", "steps", 3, least=1)
     3
@@ -63,14 +105,16 @@ def whole(
     """
     if optional and value is None:
         return None
-    beyond = False
+    bounds: Bounds = {"least": least}
+    if most < LARGEST:
+        bounds["most"] = most
     if isinstance(value, Integral) and not isinstance(value, bool):
         size = int(value)
-        beyond = size > most
         if (least is None or size >= least) and -LARGEST <= size <= most:
             return size
-    bounds = _bounds(least=least, most=most if beyond or most < LARGEST else None)
-    raise refusal(function, argument, value, takes + bounds + _or_none(optional))
+        if size > most:
+            bounds["most"] = most
+    raise refusal(function, argument, value, takes + _bounds_text(bounds) + _or_none(optional))
 
 
 def number(
@@ -79,14 +123,13 @@ def number(
     value: Any,
     takes: str = "a number",
     *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
     infinite: bool = False,
     optional: bool = False,
+    **bounds: Unpack[Bounds],
 ) -> Any:
     """A real number within bounds, as Python's own; not nan, and finite unless `infinite`.
+
+    `least` and `most` are bounds that the number may be equal to, `above` and `below` are not.
 
     >>> number("Adam", "b1", 0.9, least=0, below=1)
     0.9
@@ -98,31 +141,31 @@ def number(
         return None
     if isinstance(value, Real) and not isinstance(value, bool):
         size = _float(value)
-        within = (
-            (infinite or math.isfinite(size))
-            and (least is None or size >= least)
-            and (above is None or size > above)
-            and (most is None or size <= most)
-            and (below is None or size < below)
-        )
-        if within and not math.isnan(size):
+        finite_enough = math.isfinite(size) or (infinite and not math.isnan(size))
+        if finite_enough and _within(size, bounds):
             return value if isinstance(value, int | float) else size
-    finite = not (infinite or most is not None or below is not None)
-    raise refusal(
-        function,
-        argument,
-        value,
-        takes + _bounds(least, above, most, below, finite) + _or_none(optional),
-    )
+    # An upper bound says already that the number is finite.
+    bounded_above = bounds.get("most") is not None or bounds.get("below") is not None
+    words = _bounds_text(bounds, finite=not (infinite or bounded_above))
+    raise refusal(function, argument, value, takes + words + _or_none(optional))
+
+
+def _within(size: float, bounds: Mapping[str, Any]) -> bool:
+    """Whether a number is within all of the bounds."""
+    for name, bound in bounds.items():
+        if bound is not None and not _BOUNDS[name].holds(size, bound):
+            return False
+    return True
 
 
 def boolean(function: str, argument: str, value: Any) -> bool:
-    """True or False; neither 1 nor "yes".
+    """True or False, also NumPy's, as a `bool`; neither 1 nor "yes".
 
     >>> boolean("Zero", "strict", True)
     True
     """
-    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # NumPy's
+    # NumPy's type is known by its name, which NumPy 2 changed: this file does not import NumPy.
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise refusal(function, argument, value, "True or False")
 
@@ -148,32 +191,34 @@ def texts(
     *,
     optional: bool = False,
 ) -> Any:
-    """A tuple of texts.
+    """A tuple of texts; neither a list of them nor one text, whose letters would be taken.
 
     >>> texts("Zero", "axes", ("data",))
     ('data',)
     """
     if optional and value is None:
         return None
-    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
         return value
     raise refusal(function, argument, value, takes + _or_none(optional))
 
 
 def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """One of a few values.
+    """One of a few values, of the same type too: 1 is no True.
 
     >>> choice("Strategy", "nonfinite", "skip", ("count", "skip"))
     'skip'
     """
-    for one in choices:
-        if type(value) is type(one) and value == one:
+    for allowed in choices:
+        if type(value) is type(allowed) and value == allowed:
             return value
     raise refusal(function, argument, value, "one of " + ", ".join(map(repr, choices)))
 
 
 def pattern(function: str, argument: str, value: Any, *, optional: bool = False) -> Any:
-    r"""A regular expression, as text.
+    r"""A regular expression, as text, that compiles.
+
+    It is given back as text; what is wrong with one that does not compile is in the error.
 
     >>> pattern("Zero", "layers", r"layers/\d+")
     'layers/\\d+'
@@ -201,15 +246,18 @@ def patterns(function: str, argument: str, value: Any) -> tuple[str, ...]:
     ('.*norm.*',)
     """
     texts(function, argument, value, f'a tuple of patterns, as text: `{argument}=(".*norm.*",)`')
-    for one in value:
-        pattern(function, argument, one)
+    for item in value:
+        pattern(function, argument, item)
     return value
 
 
 def path(
     function: str, argument: str, value: Any, takes: str = "a path, as text or a `pathlib.Path`"
 ) -> Path:
-    """A path that a file system could have: not empty, and no longer than these are.
+    """A path that a file system could have, as a `Path`.
+
+    It is not empty, has no zero bytes, and is no longer than Linux takes. Nothing is looked up:
+    there need be no such file.
 
     >>> path("JsonLines", "path", "runs/metrics.jsonl").name
     'metrics.jsonl'
@@ -218,34 +266,31 @@ def path(
         written = os.fspath(value)
     except TypeError:
         written = None
+    # Some objects are paths of bytes, which are refused too.
     if not isinstance(written, str):
         raise refusal(function, argument, value, takes)
     try:
         encoded = os.fsencode(written)
     except UnicodeEncodeError as error:
-        raise refusal(
-            function, argument, value, f"{takes}, of letters that a file's name may have"
-        ) from error
+        letters = f"{takes}, of letters that a file's name may have"
+        raise refusal(function, argument, value, letters) from error
     if not written or "\0" in written:
-        raise refusal(
-            function, argument, value, f"{takes}, which is not empty and has no zero bytes"
-        )
+        proper = f"{takes}, which is not empty and has no zero bytes"
+        raise refusal(function, argument, value, proper)
     longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH:
-        raise refusal(
-            function,
-            argument,
-            value,
+        shorter = (
             f"{takes}, of at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes; "
-            f"this has {len(encoded):,}, and {longest:,}",
+            f"this has {len(encoded):,}, and {longest:,}"
         )
+        raise refusal(function, argument, value, shorter)
     return Path(written)
 
 
 def kind(
     function: str, argument: str, value: Any, kinds: Any, takes: str, *, optional: bool = False
 ) -> Any:
-    """A value of some class, or of a union of classes.
+    """A value of some class, or of a union of classes, as `isinstance` takes them.
 
     >>> kind("fit", "loop", 3, int, "a number")
     3
@@ -256,70 +301,77 @@ def kind(
 
 
 def function(
-    of: str, argument: str, value: Any, takes: str = "a function", *, optional: bool = False
+    caller: str, argument: str, value: Any, takes: str = "a function", *, optional: bool = False
 ) -> Any:
     """What can be called and is no class.
+
+    A class is most often a slip, of one who forgot to make an object of it. `caller` is the name of
+    the function that takes the argument.
 
     >>> function("train_step", "loss_fn", len) is len
     True
     """
     if (callable(value) and not isinstance(value, type)) or (optional and value is None):
         return value
-    raise refusal(of, argument, value, takes + _or_none(optional))
+    raise refusal(caller, argument, value, takes + _or_none(optional))
 
 
-def called(of: str, argument: str, function: Any, *given: Any) -> Any:
-    """What a function of the user gives; or, if it does not take so many arguments, an error that
-    says whose it is.
+def called(caller: str, argument: str, function: Any, *arguments: Any) -> Any:
+    """What a function of the user returns for some arguments.
+
+    If it does not take so many, the error names the function and the argument that it was passed
+    as. An error from within it is the user's, and is raised as it is.
 
     >>> called("init", "make_model", dict)
     {}
     """
     try:
-        return function(*given)
+        return function(*arguments)
     except TypeError as error:
-        # From within the function.
+        # A traceback that goes on after the call comes from within the function.
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
-        many = f"{len(given)} arguments" if given else "no arguments"
+        many = f"{len(arguments)} arguments" if arguments else "no arguments"
         raise ValueError(
-            f"`{of}({argument}=...)` is called with {many}, and does not take them: {error}."
+            f"`{caller}({argument}=...)` is called with {many}, and does not take them: {error}."
         ) from error
 
 
 def assign(instance: Any, **checked: Any) -> None:
-    """Set fields of a frozen dataclass to their checked values, in its `__post_init__`."""
+    """Set fields of a frozen dataclass to their checked values, in its `__post_init__`.
+
+    A frozen dataclass refuses plain assignments there too.
+    """
     for name, value in checked.items():
         object.__setattr__(instance, name, value)
 
 
 def _float(value: Any) -> float:
+    """A number as a float: infinite where it is a whole number too large for one."""
     try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
-def _bounds(
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    finite: bool = False,
-) -> str:
-    said = ["finite"] * finite
-    said += [
-        f"{word} {bound:,}"
-        for word, bound in (
-            ("at least", least),
-            ("above", above),
-            ("at most", most),
-            ("below", below),
-        )
-        if bound is not None
-    ]
-    return f", {' and '.join(said)}" if said else ""
+def _bounds_text(bounds: Mapping[str, Any], finite: bool = False) -> str:
+    """Bounds in words, to be put behind what an argument takes: ", at least 0 and below 1".
+
+    With `finite` it also says that the number must be finite. It is empty if there is nothing to
+    say.
+    """
+    words: list[str] = []
+    if finite:
+        words.append("finite")
+    for name, kind_of_bound in _BOUNDS.items():
+        bound = bounds.get(name)
+        if bound is not None:
+            words.append(f"{kind_of_bound.words} {bound:,}")
+    if not words:
+        return ""
+    return f", {' and '.join(words)}"
 
 
 def _or_none(optional: bool) -> str:
+    """The words for an argument that may be None, to be put behind what it takes."""
     return ", or None" if optional else ""

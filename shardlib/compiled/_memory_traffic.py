@@ -1,7 +1,10 @@
-"""What a compiled program reads and writes of a device's memory, counted from its text."""
+"""What a compiled program reads and writes of a device's memory, counted from its text.
+
+It is an estimate from shapes: an instruction reads each operand and writes its result once. What
+XLA fuses counts as one instruction, and its intermediate values are never in memory.
+"""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +14,17 @@ from shardlib.compiled._hlo import Instruction, Program, Scope, arrays, size_byt
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that a device reads from its memory and writes to it."""
+    """Bytes that a device reads from its memory and writes to it.
+
+    They are those of one run of a program, on one device.
+    """
 
     read: int
     written: int
 
     @property
     def total(self) -> int:
+        """Bytes read and written together."""
         return self.read + self.written
 
     def __str__(self) -> str:
@@ -26,18 +33,19 @@ class Moved:
 
 # What moves nothing: values by another name, and parts of what another instruction makes.
 _STILL = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-    ),
-    *("opt-barrier", "add-dependency", "iota"),
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "add-dependency",
+    "iota",
 }
+# What reads a part of its first operand, as large as the result.
 _SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -47,10 +55,10 @@ def memory_traffic(compiled: Any) -> Moved:
     The program is what `jitted.lower(...).compile()` gives.
 
     Each instruction reads its operands and writes its result, once, in the bytes of their shapes;
-    those in a loop count as often as it runs, and of branches the dearest. What a fusion only
-    slices counts by its slices. What a TPU keeps in fast memory between two instructions counts for
-    nothing. A custom call counts as any instruction: a kernel that reads an operand twice has to be
-    looked at by itself.
+    those in a loop count as often as it runs, and of branches the one that moves most counts. What
+    a fusion only slices counts by its slices. What a TPU keeps in fast memory between two
+    instructions counts for nothing. A custom call counts as any instruction: a kernel that reads an
+    operand twice has to be looked at by itself.
 
     >>> import jax, jax.numpy as jnp
     >>> print(memory_traffic(jax.jit(lambda x, y: x * y + 1).lower(*[jnp.ones((256,
@@ -58,78 +66,123 @@ def memory_traffic(compiled: Any) -> Moved:
     reads 2.0 MiB, writes 1.0 MiB
     """
     program = Program(text_of("memory_traffic", "compiled", compiled))
-    return _of(program, Scope(program.entry, program.computations[program.entry]))
+    return _moved(program, program.entry_scope())
 
 
-def _of(program: Program, scope: Scope) -> Moved:
+def _moved(program: Program, scope: Scope) -> Moved:
+    """What the instructions of a computation read and write, with all that they run."""
     read = written = 0
     for made in scope.instructions.values():
         if made.opcode in _STILL:
             continue
         if made.opcode in ("while", "call", "conditional"):
-            inner = [
-                _of(program, program.called(scope, made, name))
-                for name in program.calls(scope, made)
-            ]
-            times = (program.trip_count(scope, made) or 1) if made.opcode == "while" else 1
-            dearest = max(inner, key=lambda one: one.total, default=Moved(0, 0))
-            read, written = read + times * dearest.read, written + times * dearest.written
+            times, called = _moved_by_calls(program, scope, made)
+            read += times * called.read
+            written += times * called.written
             continue
+        # A `-start` reads and its `-done` writes.
         if not made.opcode.endswith("-done"):
-            read += sum(_read(program, scope, made))
+            read += _read(program, scope, made)
         if not made.opcode.endswith("-start"):
             written += _written(program, scope, made)
     return Moved(read, written)
 
 
-def _read(program: Program, scope: Scope, made: Instruction) -> Iterator[int]:
+def _moved_by_calls(program: Program, scope: Scope, made: Instruction) -> tuple[int, Moved]:
+    """How often an instruction runs what it calls, and what that reads and writes each time.
+
+    Of the branches of a conditional it is the one that moves most. A loop of unknown length counts
+    as once, and one that never runs as well.
+    """
+    dearest = Moved(0, 0)
+    for name in program.calls(scope, made):
+        moved = _moved(program, program.called(scope, made, name))
+        if moved.total > dearest.total:
+            dearest = moved
+    times = 1
+    if made.opcode == "while":
+        times = program.trip_count(scope, made) or 1
+    return times, dearest
+
+
+def _read(program: Program, scope: Scope, made: Instruction) -> int:
+    """The bytes that an instruction reads from main memory, each operand once."""
     if made.opcode in _SLICES:
-        yield _bytes(made.result) if _bytes(scope.instructions[made.operands[0]].result) else 0
-        return
+        # Of what is sliced, only the slice; and nothing from an array in fast memory.
+        sliced = scope.instructions[made.operands[0]]
+        return _bytes(made.result) if _bytes(sliced.result) else 0
     if made.opcode == "dynamic-update-slice":
-        yield _bytes(scope.instructions[made.operands[1]].result)
-        return
+        # The update; what is updated in place is not read.
+        return _bytes(scope.instructions[made.operands[1]].result)
+    total = 0
     inner = _inside(program, scope, made)
-    for k, name in enumerate(made.operands):
-        if name not in scope.instructions or name in made.operands[:k]:
+    for number, name in enumerate(made.operands):
+        if name not in scope.instructions or name in made.operands[:number]:
             continue
-        whole = _bytes(scope.instructions[name].result)
-        sliced = _sliced(inner, k) if inner and whole else None
-        yield whole if sliced is None else min(whole, sliced)
+        operand_bytes = _bytes(scope.instructions[name].result)
+        sliced_bytes = None
+        if inner and operand_bytes:
+            sliced_bytes = _sliced(inner, number)
+        if sliced_bytes is not None:
+            # Slices may overlap, but what a device has read once it need not read again.
+            operand_bytes = min(operand_bytes, sliced_bytes)
+        total += operand_bytes
+    return total
 
 
 def _written(program: Program, scope: Scope, made: Instruction) -> int:
-    """The bytes of the result; of an update in place, of what is updated."""
-    whole = _bytes(made.result)
-    inner = _inside(program, scope, made)
-    last = inner.root() if inner else made
+    """The bytes of the result that an instruction writes to main memory.
+
+    Of an update in place it is what is updated, also where a fusion ends with it.
+    """
+    result_bytes = _bytes(made.result)
+    last = made
+    if inner := _inside(program, scope, made):
+        scope, last = inner, inner.root()
     if last.opcode != "dynamic-update-slice":
-        return whole
-    return min(whole, _bytes((inner or scope).instructions[last.operands[1]].result))
+        return result_bytes
+    update = scope.instructions[last.operands[1]]
+    return min(result_bytes, _bytes(update.result))
 
 
 def _inside(program: Program, scope: Scope, made: Instruction) -> Scope | None:
-    return program.called(scope, made, "calls") if made.opcode == "fusion" else None
+    """The computation inside a fusion, and None for any other instruction."""
+    if made.opcode != "fusion":
+        return None
+    return program.called(scope, made, "calls")
 
 
-def _sliced(inner: Scope, k: int) -> int | None:
-    """What a fusion reads of its k-th operand, if it only slices it or updates it in place."""
+def _sliced(inner: Scope, operand: int) -> int | None:
+    """The bytes that a fusion reads of an operand that it only slices or updates in place.
+
+    `operand` is its number. The result is None where the fusion does anything else with it.
+    """
     parameter = next(
-        one
-        for one in inner.instructions.values()
-        if one.opcode == "parameter" and one.argument == str(k)
+        instruction
+        for instruction in inner.instructions.values()
+        if instruction.opcode == "parameter" and instruction.argument == str(operand)
     )
     total = 0
-    for reader in (one for one in inner.instructions.values() if parameter.name in one.operands):
-        first = reader.operands[0] == parameter.name
-        if reader.opcode in _SLICES and first:
+    for reader in inner.instructions.values():
+        if parameter.name not in reader.operands:
+            continue
+        # The other operands of these are indices and updates, which are read in full.
+        is_first = reader.operands[0] == parameter.name
+        if reader.opcode in _SLICES and is_first:
             total += _bytes(reader.result)
-        elif reader.opcode != "dynamic-update-slice" or not first:
+        elif reader.opcode != "dynamic-update-slice" or not is_first:
             return None
     return total
 
 
 def _bytes(type_: str) -> int:
-    """The size of a type, or of the parts of a tuple, that lie in the device's main memory."""
-    apart = re.findall(r"[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", type_)
-    return sum(size_bytes(arrays(one)) for one in apart if not re.search(r"S\([1-9]", one))
+    """The bytes of a type, or of the parts of a tuple, that are in the device's main memory.
+
+    A layout names the memory it is in: `{1,0:S(1)}` is not the main one, which has number 0 or
+    none.
+    """
+    total = 0
+    for element in re.findall(r"[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?", type_):
+        if not re.search(r"S\([1-9]", element):
+            total += size_bytes(arrays(element))
+    return total

@@ -1,5 +1,9 @@
-"""Annotations: names on the dims of arrays while a function is traced, and the one ambient context
-they read.
+"""Annotations: names on the dims of arrays while a function is traced.
+
+A model calls `shard(x, "batch", "embed")`, and the rules in force say what that means:
+
+    with use(rules, mesh)  -->  a scope with the rules  -->  shard: names and shape to a spec,
+                                                             and a constraint for the partitioner
 
 The rules in force are the only ambient state of the library. They live in a context that is part of
 JAX's jit cache key, so a function traced under one set of rules is traced again under another;
@@ -30,7 +34,7 @@ Remat: TypeAlias = Literal["none", "full", "stage"]
 
 @dataclass(frozen=True, eq=False)
 class UsedNames:
-    """The names that annotations used while a function was traced.
+    """The names that annotations used while a function was traced, to be written down in `names`.
 
     Two of these are never equal, and the one in force is part of JAX's jit cache key. A function
     with a `jax.jit` of its own is therefore traced again for each of them, and each has all the
@@ -42,13 +46,13 @@ class UsedNames:
 
 @dataclass(frozen=True)
 class Scope:
-    """What annotations read: the rules (None: unsharded on purpose) and what blocks do with their
-    activations.
+    """What annotations read while a function is traced.
 
-    `used` is where annotations write down their names, if anyone asked for them. `mesh` is the mesh
-    that is really in force where a function is traced as if no axis of it were manual, see
-    `all_automatic`. `flax` are Flax's own rules, where the user put some in force: Flax's
-    constraints follow them, and otherwise they follow `rules`.
+    `rules` say what names mean; None is unsharded on purpose. `remat` is what blocks do with their
+    activations. `used` is where annotations write down their names, if anyone asked for them.
+    `mesh` is the mesh that is really in force where a function is traced as if no axis of it were
+    manual, see `all_automatic`. `flax` are Flax's own rules, where the user put some in force:
+    Flax's constraints follow them, and otherwise they follow `rules`.
     """
 
     rules: AxisRules | None
@@ -58,7 +62,10 @@ class Scope:
     flax: Pairs | None = None
 
     def record(self, names: Iterable[Any]) -> None:
-        """Write down the names that an annotation used."""
+        """Write down the names that an annotation used, if anyone asked for them.
+
+        Dims without a name, which have None or UNCONSTRAINED, are left out.
+        """
         if self.used is not None:
             self.used.names.update(name for name in names if isinstance(name, str))
 
@@ -67,23 +74,35 @@ _scope = jax.make_user_context(None)
 
 
 def current_scope() -> Scope | None:
-    """The scope in force, or None outside any."""
+    """The scope in force, or None outside any.
+
+    Rules come into force with `use`, and a scope without rules with `unsharded`.
+    """
     return _scope.value
 
 
 def current_mesh() -> AbstractMesh:
-    """The mesh in force: of it, annotations ask which axes are manual."""
+    """The mesh in force, which says which axes are manual.
+
+    Under `all_automatic` that is the mesh outside it, and not the one that JAX knows of.
+    """
     scope = _scope.value
-    return jax.sharding.get_abstract_mesh() if scope is None or scope.mesh is None else scope.mesh
+    if scope is None or scope.mesh is None:
+        return jax.sharding.get_abstract_mesh()
+    return scope.mesh
 
 
 def mesh_of_shards() -> AbstractMesh:
-    """The mesh in force, for what runs on each device's own shard, in a `shard_map` of its own."""
+    """The mesh in force, for what runs on each device's own shard, in a `shard_map` of its own.
+
+    An error under `all_automatic`, where such a `shard_map` would take axes for automatic that are
+    manual already.
+    """
     scope = _scope.value
     if scope is not None and scope.mesh is not None:
         raise ValueError(
             "The loss has a constraint that names an axis of the data, over which the step is "
-            "manual, beside a layer that runs on each device's own shard (a kernel, experts, "
+            "manual, besides a layer that runs on each device's own shard (a kernel, experts, "
             "`gather_batch`); JAX cannot trace the two together. Write the constraint as "
             "`sl.shard(x, names)`, or leave the axes of the data out of it."
         )
@@ -92,8 +111,10 @@ def mesh_of_shards() -> AbstractMesh:
 
 @contextlib.contextmanager
 def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
-    """Trace as if no axis were manual, on `mesh`; what asks for `current_mesh` sees the one that is
-    in force.
+    """Trace as if no axis were manual, on `mesh`, in a `with` statement.
+
+    Constraints may then name any axis. What asks for `current_mesh` sees the mesh that is really in
+    force, with its manual axes.
     """
     scope = replace(_scope.value or Scope(None), mesh=jax.sharding.get_abstract_mesh())
     with jax.sharding.use_abstract_mesh(mesh), _scope(scope):
@@ -125,48 +146,56 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
     outer = _scope.value
     flax = _rules_of_flax(outer)
     scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
+    # Flax's variables cannot be laid out as they are made where there is no mesh.
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
-    flax_rules = in_force(
-        pairs_of(rules) if flax is None else flax, eager=False if no_mesh else None
-    )
-    with (
-        contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh),
-        _scope(scope),
-        flax_rules,
-    ):
+    pairs = pairs_of(rules) if flax is None else flax
+    flax_rules = in_force(pairs, eager=False if no_mesh else None)
+    mesh_in_force = contextlib.nullcontext() if mesh is None else _mesh_in_force(mesh)
+    with mesh_in_force, _scope(scope), flax_rules:
         yield scope
 
 
 @contextlib.contextmanager
 def recording(used: UsedNames) -> Iterator[None]:
-    """Have annotations under the rules in force write down their names."""
+    """Have annotations under the rules in force write down their names in `used`.
+
+    A function that is traced inside is traced anew, even if it was traced under these rules before.
+    """
     with _scope(replace(_required_scope("recording"), used=used)):
         yield
 
 
 def _rules_of_flax(outer: Scope | None) -> Pairs | None:
-    """Flax's rules in force, where the user put them there and not an outer `use`."""
+    """Flax's rules in force, if the user put them there; None if an outer `use` did, or none are.
+
+    `outer` is the scope in force.
+    """
     pairs = pairs_in_force()
-    ours = pairs_of(outer.rules) if outer is not None and outer.flax is None else ()
-    return None if pairs in ((), ours) else pairs
+    pairs_of_outer: Pairs = ()
+    if outer is not None and outer.flax is None:
+        pairs_of_outer = pairs_of(outer.rules)
+    if pairs in ((), pairs_of_outer):
+        return None
+    return pairs
 
 
 def _mesh_in_force(mesh: Mesh) -> Any:
+    """A context in which a mesh is in force, or an error inside a trace under another one."""
     try:
         return jax.set_mesh(mesh)
     except ValueError as error:
         # Inside a trace the mesh cannot be set, and need not be where it is in force already.
-        here = jax.sharding.get_abstract_mesh()
-        if here.shape == mesh.shape:
+        traced_under = jax.sharding.get_abstract_mesh()
+        if traced_under.shape == mesh.shape:
             return contextlib.nullcontext()
         # Under an abstract mesh, `jax.jit` would run on one device whatever has no sharding, and
         # ignore every annotation.
-        in_force = (
-            f"the mesh `{dict(here.shape)}` is in force" if here.shape else "no mesh is in force"
-        )
+        situation = "no mesh is in force"
+        if traced_under.shape:
+            situation = f"the mesh `{dict(traced_under.shape)}` is in force"
         raise ValueError(
             f"The mesh `{dict(mesh.shape)}` cannot come into force inside a traced function, where "
-            f"{in_force}. Put it in force around the call: `with strategy.scope(): "
+            f"{situation}. Put it in force around the call: `with strategy.scope(): "
             "jax.jit(function)(...)`, or `with sl.use(rules, mesh):`; so too around `lax.scan` and "
             "`jax.make_jaxpr`."
         ) from error
@@ -174,8 +203,10 @@ def _mesh_in_force(mesh: Mesh) -> Any:
 
 @contextlib.contextmanager
 def mesh_of_step(mesh: Mesh) -> Iterator[None]:
-    """Let a mesh come into force inside a trace without one, for a `jax.jit` whose shardings name
-    its devices.
+    """Let a mesh come into force inside a trace without one, in a `with` statement.
+
+    That is safe for a `jax.jit` whose shardings name the mesh's devices. Outside a trace, and under
+    another mesh, it does nothing.
     """
     tracing = _mesh_outside_traces() is None
     if tracing and jax.sharding.get_abstract_mesh().empty:
@@ -187,8 +218,9 @@ def mesh_of_step(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsharded() -> Iterator[None]:
-    """Say that there are no rules here, on purpose: annotations check their rank and leave the
-    array alone.
+    """Say that there are no rules here, on purpose, in a `with` statement.
+
+    Annotations then check that every dim has a name, and return the array as it is.
 
     >>> import shardlib as sl
     >>> with sl.unsharded():
@@ -238,9 +270,10 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
         return constrain(x, resolution.spec)
     # Padded for the layout, cut back for the value: the partitioner keeps the shards where the
     # padding put them.
-    padded = jnp.pad(
-        x, [(0, to - size) for to, size in zip(resolution.padded_shape, x.shape, strict=True)]
-    )
+    widths: list[tuple[int, int]] = []
+    for size, padded_size in zip(x.shape, resolution.padded_shape, strict=True):
+        widths.append((0, padded_size - size))
+    padded = jnp.pad(x, widths)
     return lax.slice(constrain(padded, resolution.spec), (0,) * x.ndim, x.shape)
 
 
@@ -270,14 +303,18 @@ def split(
         raise ValueError(
             f"`split(x, dim={dim}, ...)` on an array of shape {x.shape}, which has {x.ndim} dims."
         )
-    axes = as_tuple(axis) if axis is not None else _axes_of_size(mesh, parts)
+    axes = as_tuple(axis)
+    if axis is None:
+        axes = _axes_of_size(mesh, parts)
     entries: list[Any] = [None] * x.ndim
     entries[dim] = axes or None
+    # Over manual axes the array is split already, so they count as unknown here.
     spec = check_spec(
-        _not_manual(mesh), PartitionSpec(*entries), x.shape, what="the array to split"
+        _automatic_sizes(mesh), PartitionSpec(*entries), x.shape, what="the array to split"
     )
-    if (size := math.prod(mesh.shape[a] for a in axes)) != parts:
-        raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {size} devices.")
+    devices = math.prod(mesh.shape[name] for name in axes)
+    if devices != parts:
+        raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {devices} devices.")
     return constrain(x, spec)
 
 
@@ -300,40 +337,50 @@ def replicate(x: jax.Array) -> jax.Array:
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Lay out an array as a spec says, whatever the type of the mesh axes in scope; manual axes
-    must not be in it.
+    """Lay out an array as a spec says, whatever the type of the mesh axes in scope.
+
+    A concrete array is moved, wherever it is now. A traced one is resharded over explicit axes and
+    constrained over automatic ones. Manual axes must not be in the spec.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # Wherever it is now.
-    if not isinstance(x, Tracer) and (devices := _mesh_outside_traces()) is not None:
-        whole = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
-        return jax.device_put(x, NamedSharding(devices, PartitionSpec(*whole)))
+    if not isinstance(x, Tracer):
+        devices = _mesh_outside_traces()
+        if devices is not None:
+            # No partitioner will decide about what is left to it.
+            entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+            return jax.device_put(x, NamedSharding(devices, PartitionSpec(*entries)))
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, keep_axes(_constrained(spec), mesh.explicit_axes))
     if mesh.auto_axes:
-        automatic = (
-            spec if not mesh.explicit_axes else keep_axes(_constrained(spec), mesh.auto_axes)
-        )
-        x = lax.with_sharding_constraint(x, automatic)
+        if mesh.explicit_axes:
+            # A constraint names only axes of its own type.
+            spec = keep_axes(_constrained(spec), mesh.auto_axes)
+        x = lax.with_sharding_constraint(x, spec)
     return x
 
 
 def _mesh_outside_traces() -> Mesh | None:
+    """The mesh of devices in force, or None while a function is being traced.
+
+    In a trace an array may be concrete all the same: a constant of the function.
+    """
     try:
         return jax.sharding.get_mesh()
-    except (
-        ValueError
-    ):  # a function is being traced, in which an array may be concrete, a constant of it
+    except ValueError:  # what JAX raises inside a trace
         return None
 
 
 def say(remarks: tuple[str, ...]) -> None:
-    """Say aloud what a policy did, once per place that asked for it."""
+    """Warn of what policies did, once per place that asked for it.
+
+    The warning points at what called the function that calls this one.
+    """
     for remark in remarks:
         warnings.warn(remark, ShardingWarning, stacklevel=3)
 
 
 def _constrained(spec: PartitionSpec) -> PartitionSpec:
+    """The spec, if it says how every dim is split, as explicit axes need it."""
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
         raise ValueError(
             f"{spec} leaves a dim to the partitioner; on a mesh with explicit axes "
@@ -343,6 +390,7 @@ def _constrained(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _required_scope(verb: str) -> Scope:
+    """The scope in force, or an error that names the function which needs one."""
     scope = _scope.value
     if scope is None:
         raise ValueError(
@@ -354,6 +402,7 @@ def _required_scope(verb: str) -> Scope:
 
 
 def _required_mesh(verb: str) -> AbstractMesh:
+    """The mesh in force, or an error that names the function which needs one."""
     mesh = current_mesh()
     if mesh.empty:
         raise ValueError(
@@ -362,22 +411,27 @@ def _required_mesh(verb: str) -> AbstractMesh:
     return mesh
 
 
-def _not_manual(mesh: AbstractMesh) -> dict[str, int]:
+def _automatic_sizes(mesh: AbstractMesh) -> dict[str, int]:
+    """The sizes of the axes over which no surrounding `shard_map` is manual."""
     return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
 
 
 def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
-    usable = _not_manual(mesh)
+    """The axes that split into so many parts, or an error where several or none do.
+
+    They are one axis, or else all axes together.
+    """
+    usable = _automatic_sizes(mesh)
     if parts == 1:
         return ()
-    found = [(axis,) for axis, size in usable.items() if size == parts]
-    if not found and math.prod(usable.values()) == parts:
-        found = [tuple(usable)]
-    if len(found) != 1:
-        raise ValueError(
-            f"`split(..., parts={parts})`: {'several axes have' if found else 'no axis has'} "
-            f"{parts} devices on the mesh "
-            + ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
-            + ". Name the axes: `axis=...`."
-        )
-    return found[0]
+    candidates = [(axis,) for axis, size in usable.items() if size == parts]
+    if not candidates and math.prod(usable.values()) == parts:
+        candidates = [tuple(usable)]
+    if len(candidates) == 1:
+        return candidates[0]
+    which = "several axes have" if candidates else "no axis has"
+    sizes = ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
+    raise ValueError(
+        f"`split(..., parts={parts})`: {which} {parts} devices on the mesh {sizes}. "
+        "Name the axes: `axis=...`."
+    )

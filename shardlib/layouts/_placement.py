@@ -1,7 +1,9 @@
-"""Placements: pure functions from the path, shape and spec of a leaf to its spec. Chain them.
+"""Placements: pure functions from the path, shape and spec of a leaf to its spec.
 
-A placement lays a leaf out and never changes its value. Names come first, and what shards further
-(ZeRO's stages, say) is one more link in the chain.
+A placement lays a leaf out and never changes its value. Placements are chained, each given the spec
+that the one before made:
+
+    P()  --by_names-->  P(None, "model")  --a stage of ZeRO-->  P("data", "model")
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +12,7 @@ from typing import Any, TypeAlias
 from jax.sharding import PartitionSpec
 
 from shardlib._tree import map_named
-from shardlib.layouts._relate import Relation
+from shardlib.layouts._relate import Dims, Relation
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import AxisRules, check_spec
 
@@ -18,7 +20,9 @@ Placement: TypeAlias = Callable[[str, tuple[int, ...], PartitionSpec], Partition
 
 
 def chain(*placements: Placement) -> Placement:
-    """One placement after the other.
+    """One placement after the other, as one placement.
+
+    Without any, it leaves every spec as it is.
 
     >>> chain()("w", (4,), PartitionSpec("data"))
     P('data',)
@@ -33,15 +37,20 @@ def chain(*placements: Placement) -> Placement:
 
 
 def place(placement: Placement, tree: Any) -> Any:
-    """The specs of a tree of arrays, or of their shapes."""
+    """The specs that a placement gives a tree of arrays, or of their shapes.
+
+    It begins with leaves that are whole on every device.
+    """
     return map_named(lambda path, leaf: placement(path, leaf.shape, PartitionSpec()), tree)
 
 
 def by_names(
     names: Mapping[str, Any], rules: AxisRules, mesh_shape: Mapping[str, int]
 ) -> Placement:
-    """Lay out what has names by the rules; what carries a `PartitionSpec` by that; anything else as
-    it was.
+    """Lay out leaves by the names of their dims, as the rules say.
+
+    `names` has for each path the names, or a `PartitionSpec` that is taken as it is. A leaf without
+    either keeps its spec.
 
     >>> placement = by_names({"w": ("embed", "mlp")}, AxisRules(embed=None, mlp="model"),
     ...     {"model": 4})
@@ -55,8 +64,8 @@ def by_names(
                 return spec
             case PartitionSpec() as literal:
                 return check_spec(mesh_shape, literal, shape, what=path)
-            case of_dims:
-                return resolve(rules, mesh_shape, of_dims, shape, what=path).spec
+            case dim_names:
+                return resolve(rules, mesh_shape, dim_names, shape, what=path).spec
 
     return placement
 
@@ -64,8 +73,12 @@ def by_names(
 def like_parameters(
     relations: Mapping[str, Relation], specs: Mapping[str, PartitionSpec]
 ) -> Placement:
-    """Lay out optimizer state as the parameters are that it follows: each dim as the dim it
-    follows, any other whole.
+    """Lay out optimizer state as the parameters that it follows are.
+
+    Each dim is split as the dim of the parameter that it follows; a dim that follows none is whole.
+    A leaf that follows no parameter keeps its spec.
+
+    `relations` says what each leaf of the state follows, `specs` how the parameters are laid out.
 
     >>> relation = Relation("part", "w", (1,))
     >>> like_parameters({"v_col/w": relation}, {"w": PartitionSpec("data", "model")})("v_col/w",
@@ -75,21 +88,26 @@ def like_parameters(
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         relation = relations.get(path)
-        if (
-            relation is None
-            or relation.parameter is None
-            or not any(dim is not None for dim in relation.dims)
-        ):
+        if relation is None or relation.parameter is None:
             return spec
-        theirs = specs[relation.parameter]
+        if all(dim is None for dim in relation.dims):
+            return spec
+        parameter_spec = specs[relation.parameter]
         if relation.kind == "same":
-            return theirs
-        taken: set[int] = set()
-        entries: list[Any] = []
-        for dim in relation.dims:
-            usable = dim is not None and dim not in taken and dim < len(theirs)
-            entries.append(theirs[dim] if usable else None)
-            taken.update(() if dim is None else (dim,))
-        return PartitionSpec(*entries)
+            return parameter_spec
+        return _spec_of_part(relation.dims, parameter_spec)
 
     return placement
+
+
+def _spec_of_part(dims: Dims, parameter_spec: PartitionSpec) -> PartitionSpec:
+    """The spec of a leaf whose dims follow these dims of a parameter."""
+    entries: list[Any] = []
+    for position, dim in enumerate(dims):
+        # One axis splits one dim: of two that follow the same, the first is split. A spec may be
+        # shorter than the parameter's rank, whose last dims then are whole.
+        if dim is None or dim in dims[:position] or dim >= len(parameter_spec):
+            entries.append(None)
+        else:
+            entries.append(parameter_spec[dim])
+    return PartitionSpec(*entries)

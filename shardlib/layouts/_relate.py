@@ -1,13 +1,22 @@
-"""Which parameter, and which of its dims, each leaf of an optimizer's state follows: asked of
-`init`, not read off names.
+"""Which parameter, and which of its dims, each leaf of an optimizer's state follows.
 
-`init` is asked, abstractly, what it makes of parameters of slightly other shapes. A leaf follows
-the parameter with which it changes, and a dim of it the dim with which that changes.
+Nothing is read off names. `init` is asked, abstractly, what it makes of parameters of slightly
+other shapes. A leaf follows the parameter with which it changes, and a dim of it the dim with which
+that changes. Of a factored moment of w, of shape (4, 8):
+
+    resized            w        v_row   v_col   count
+    nothing            (4, 8)   (4,)    (8,)    ()
+    dim 0 of w         (5, 8)   (5,)    (8,)    ()      v_row follows dim 0 of w
+    dim 1 of w         (4, 9)   (4,)    (9,)    ()      v_col follows dim 1 of w
+
+Asking for each parameter in turn would take long for a large model. Parameters are resized in
+groups instead, so that the groups in which a leaf changes spell the number of its parameter.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -34,21 +43,20 @@ class Relation(NamedTuple):
     reason: str = ""
 
 
-# One way may not do: a moment that is factored from some size on has another rank there. Then the
-# next is tried.
+# Ways of resizing, to be tried in turn. One may not do: a moment that is factored from some size on
+# has another rank there.
 _RESIZES: tuple[Resize, ...] = (
     lambda size: size + 1,
     lambda size: size - 1 if size > 1 else size + 1,
-    lambda size: 2 * size or 1,  # for an `init` that takes multiples alone
+    lambda size: 2 * size or 1,  # for an `init` that takes only multiples
 )
 
 
 def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
-    """What each leaf of the state that `init` makes has to do with the parameters, by its path in
-    the state.
+    """What each leaf of the state that `init` makes has to do with the parameters.
 
-    `params` is a tree of arrays, or of their shapes. Nothing is computed, and no name or path is
-    read.
+    The result has a relation for each leaf, by its path in the state. `params` is a tree of arrays,
+    or of their shapes. Nothing is computed, and no name or path is read.
 
     >>> import jax.numpy as jnp, optax
     >>> for path, relation in relate(optax.sm3(0.1).init, {"w": jnp.ones((4, 8))}).items():
@@ -57,64 +65,86 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
     0/mu/w/1 part w (1,)
     0/nu/w same w (0, 1)
     """
-    ask = _Ask(init, params)
-    which = _which(ask)
-    sure = {path: i for path, i in which.items() if isinstance(i, int)}
-    dims = _dims(ask, sure)
-    first = _first_dims(ask, {path: i for path, i in sure.items() if path not in dims})
-    dims |= first
+    probe = _Probe.of(init, params)
+    parameter_of = _followed_parameters(probe)
+    # Some leaves follow a parameter; of the others `parameter_of` has the reason why not.
+    followers: dict[str, int] = {}
+    for path, parameter in parameter_of.items():
+        if isinstance(parameter, int):
+            followers[path] = parameter
+    dims = _followed_dims(probe, followers)
+    unexplained = {path: i for path, i in followers.items() if path not in dims}
+    first_dims = _first_dims(probe, unexplained)
 
-    def relation(path: str, shape: Shape) -> Relation:
-        followed, whole = dims.get(path), (None,) * len(shape)
-        if followed is None and math.prod(shape) <= 1:
-            return Relation("scalar", None, whole)
-        match which.get(path):
-            case None:
-                return Relation(
-                    "ambiguous",
-                    None,
-                    whole,
-                    "`init` takes no parameters of other shapes to compare with",
-                )
-            case str(reason):
-                return Relation("none", None, whole, reason)
-            case i:
-                name, parameter = ask.parameters[i]
+    relations: dict[str, Relation] = {}
+    for path, shape in probe.base.items():
+        followed = first_dims.get(path, dims.get(path))
+        index = parameter_of.get(path)
         if followed is None:
-            return Relation(
-                "ambiguous", name, whole, f"follows `{name}`, by which dims cannot be told"
-            )
-        if followed == tuple(range(len(parameter))):
-            return Relation("same", name, followed)
-        if path in first:
-            return Relation(
-                "part",
-                name,
-                followed,
-                f"follows dim 0 of `{name}`; by which dims else cannot be told",
-            )
-        listed = ", ".join(str(dim) for dim in followed if dim is not None)
-        return Relation("part", name, followed, f"follows dim {listed} of `{name}`")
-
-    return {path: relation(path, shape) for path, shape in ask.base.items()}
+            relations[path] = _unfollowing(probe, index, shape)
+        else:
+            # Dims are known only where the parameter is.
+            name, parameter_shape = probe.parameters[followers[path]]
+            relations[path] = _following(name, parameter_shape, followed, path in first_dims)
+    return relations
 
 
-class _Refused(Exception):  # noqa: N818
+def _unfollowing(probe: "_Probe", parameter: int | str | None, shape: Shape) -> Relation:
+    """The relation of a leaf for which no followed dims are known.
+
+    `parameter` is the index of the one that it follows, the reason why there is none, or None where
+    `init` would not tell.
+    """
+    whole = (None,) * len(shape)
+    if math.prod(shape) <= 1:
+        return Relation("scalar", None, whole)
+    match parameter:
+        case None:
+            reason = "`init` takes no parameters of other shapes to compare with"
+            return Relation("ambiguous", None, whole, reason)
+        case str(reason):
+            return Relation("none", None, whole, reason)
+    name, _ = probe.parameters[parameter]
+    return Relation("ambiguous", name, whole, f"follows `{name}`, by which dims cannot be told")
+
+
+def _following(name: str, parameter_shape: Shape, dims: Dims, only_first: bool) -> Relation:
+    """The relation of a leaf that follows dims of a parameter.
+
+    `only_first` says that the other dims of the leaf may follow some too, which cannot be told.
+    """
+    if dims == tuple(range(len(parameter_shape))):
+        return Relation("same", name, dims)
+    if only_first:
+        reason = f"follows dim 0 of `{name}`; by which dims else cannot be told"
+    else:
+        listed = ", ".join(str(dim) for dim in dims if dim is not None)
+        reason = f"follows dim {listed} of `{name}`"
+    return Relation("part", name, dims, reason)
+
+
+class _RefusedError(Exception):
     """`init` does not take these shapes."""
 
 
-class _Ask:
-    """What `init` makes of the parameters, and of the same parameters in other shapes: the shapes
-    of its leaves.
+@dataclass(frozen=True)
+class _Probe:
+    """What `init` makes of the parameters, and of the same parameters in other shapes.
+
+    `parameters` has the path and the shape of each parameter; `base` the shape of each leaf of the
+    state, by its path, as it is for parameters in their own shapes.
     """
 
-    def __init__(self, init: Callable[[Any], Any], params: Any):
-        leaves, tree = jax.tree.flatten(params)
-        self.parameters: list[tuple[str, Shape]] = [
-            (path, leaf.shape) for path, leaf in named_leaves(params)
-        ]
+    parameters: list[tuple[str, Shape]]
+    base: dict[str, Shape]
+    state_shapes: Callable[[Sequence[Shape]], dict[str, Shape]]
 
-        def made(shapes: Sequence[Shape]) -> dict[str, Shape]:
+    @classmethod
+    def of(cls, init: Callable[[Any], Any], params: Any) -> "_Probe":
+        """The probe of an optimizer's `init` and a tree of parameters."""
+        leaves, tree = jax.tree.flatten(params)
+
+        def state_shapes(shapes: Sequence[Shape]) -> dict[str, Shape]:
             resized = [
                 jax.ShapeDtypeStruct(shape, leaf.dtype)
                 for shape, leaf in zip(shapes, leaves, strict=True)
@@ -122,132 +152,173 @@ class _Ask:
             state = jax.eval_shape(init, tree.unflatten(resized))
             return {path: leaf.shape for path, leaf in named_leaves(state)}
 
-        self._made = made
-        self.base = made([shape for _, shape in self.parameters])
+        parameters = [(path, leaf.shape) for path, leaf in named_leaves(params)]
+        base = state_shapes([shape for _, shape in parameters])
+        return cls(parameters, base, state_shapes)
 
     def __call__(
         self, resize: Resize, chosen: Callable[[int, int], bool]
     ) -> dict[str, Shape | None]:
-        """With the chosen dims resized, each a parameter's index and a dim; None for a leaf that is
-        not there then.
+        """The shapes of the leaves when the chosen dims are resized.
+
+        `chosen` is given a parameter's index and a dim. A leaf that is not there then has None: a
+        mask may ask how large a parameter is. Raises `_RefusedError` where `init` fails.
         """
-        shapes = [
-            tuple(resize(size) if chosen(i, dim) else size for dim, size in enumerate(shape))
-            for i, (_, shape) in enumerate(self.parameters)
-        ]
+        resized: list[Shape] = []
+        for index, (_, shape) in enumerate(self.parameters):
+            sizes = list(shape)
+            for dim, size in enumerate(shape):
+                if chosen(index, dim):
+                    sizes[dim] = resize(size)
+            resized.append(tuple(sizes))
         try:
-            made = self._made(shapes)
+            state = self.state_shapes(resized)
         except (
             Exception
         ) as error:  # whatever an `init` may raise for shapes that are not the user's
-            raise _Refused from error
-        # A mask may ask how large a parameter is.
-        return {path: made.get(path) for path in self.base}
+            raise _RefusedError from error
+        return {path: state.get(path) for path in self.base}
 
 
-def _which(ask: _Ask) -> dict[str, int | str]:
-    """For each leaf the index of the parameter that it follows, or why there is none; empty if
-    `init` would not tell.
+def _followed_parameters(probe: _Probe) -> dict[str, int | str]:
+    """For each leaf the index of the parameter that it follows, or why there is none.
 
     Each parameter is resized in a half of the rounds that is its own, all its dims at once so that
     squares stay square. Halves are of equal size, so what follows several parameters changes in
-    more rounds than any one of them does.
+    more rounds than any one of them does. The result is empty if `init` takes no other shapes.
     """
-    count = len(ask.parameters)
+    count = len(probe.parameters)
+    # The fewest rounds that have a half for every parameter.
     rounds = next(n for n in itertools.count(1) if math.comb(n, n // 2) >= count)
-    halves = list(itertools.islice(itertools.combinations(range(rounds), (rounds + 1) // 2), count))
-    indices = {half: i for i, half in enumerate(halves)}
-
-    def index(changes: tuple[int, ...]) -> int | str:
-        return (
-            indices.get(changes, "follows several parameters")
-            if changes
-            else "follows no parameter"
-        )
+    all_halves = itertools.combinations(range(rounds), (rounds + 1) // 2)
+    halves = list(itertools.islice(all_halves, count))
+    index_of_half = {half: index for index, half in enumerate(halves)}
 
     for resize in _RESIZES:
+        answers: list[dict[str, Shape | None]] = []
         try:
-            answers = [ask(resize, lambda i, _, at=at: at in halves[i]) for at in range(rounds)]
-        except _Refused:
+            for number in range(rounds):
+                answers.append(probe(resize, lambda i, _, number=number: number in halves[i]))
+        except _RefusedError:
             continue
-        return {
-            path: index(tuple(at for at, shapes in enumerate(answers) if shapes[path] != shape))
-            for path, shape in ask.base.items()
-        }
+        followed: dict[str, int | str] = {}
+        for path, shape in probe.base.items():
+            changes = [number for number, shapes in enumerate(answers) if shapes[path] != shape]
+            if changes:
+                followed[path] = index_of_half.get(tuple(changes), "follows several parameters")
+            else:
+                followed[path] = "follows no parameter"
+        return followed
     return {}
 
 
-def _dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
-    """For each leaf that follows a parameter the dims that it follows, by the first resizing that
-    explains them all.
+def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:
+    """The dims that each leaf follows, for leaves that follow a parameter.
+
+    Dim 0 of all parameters is resized, then dim 1 and so on, and all dims at last. The ways of
+    resizing are tried until they explain every leaf; one that none explains is left out.
     """
-    found: dict[str, Dims] = {}
-    rank = max((len(shape) for _, shape in ask.parameters), default=0)
+    explained: dict[str, Dims] = {}
+    rank = max((len(shape) for _, shape in probe.parameters), default=0)
     for resize in _RESIZES:
-        if which.keys() <= found.keys():
+        if parameter_of.keys() <= explained.keys():
             break
+        rounds: list[dict[str, Shape | None]] = []
         try:
-            rounds = [ask(resize, lambda _, dim, at=at: dim == at) for at in range(rank)]
-            rounds.append(ask(resize, lambda *_: True))
-        except _Refused:
+            for resized_dim in range(rank):
+                rounds.append(probe(resize, lambda _, dim, at=resized_dim: dim == at))
+            rounds.append(probe(resize, lambda *_: True))
+        except _RefusedError:
             continue
-        for path in which.keys() - found.keys():
-            _, parameter = ask.parameters[which[path]]
-            dims = _explained(
-                ask.base[path], parameter, [shapes[path] for shapes in rounds], resize
-            )
+        for path in parameter_of.keys() - explained.keys():
+            _, parameter_shape = probe.parameters[parameter_of[path]]
+            shapes = [shapes_of_round[path] for shapes_of_round in rounds]
+            dims = _explained(probe.base[path], parameter_shape, shapes, resize)
             if dims is not None:
-                found[path] = dims
-    return found
+                explained[path] = dims
+    return explained
 
 
-def _first_dims(ask: _Ask, which: dict[str, int]) -> dict[str, Dims]:
-    """For leaves that nothing explains, of stacks whose layers are not as many as any other dim is
-    large: where dim 0 went.
+def _first_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:
+    """Where dim 0 of the parameter went, for leaves of which nothing else explains the dims.
 
-    A moment that is factored over a square has dims that cannot be told apart, but for that which
-    counts the squares.
+    A moment that is factored over a square has dims that cannot be told apart, but for dim 0 of a
+    stack of layers, which counts the squares. It can be told where the layers are not as many as
+    any other dim is large.
     """
-    found: dict[str, Dims] = {}
-    for resize in _RESIZES if which else ():
+    explained: dict[str, Dims] = {}
+    if not parameter_of:
+        return explained
+    for resize in _RESIZES:
         try:
-            shapes = ask(resize, lambda _, dim: dim == 0)
-        except _Refused:
+            shapes = probe(resize, lambda _, dim: dim == 0)
+        except _RefusedError:
             continue
-        for path in which.keys() - found.keys():
-            shape, other, parameter = ask.base[path], shapes[path], ask.parameters[which[path]][1]
-            if (
-                other is None
-                or len(parameter) < 3
-                or len(other) != len(shape)
-                or parameter.count(parameter[0]) > 1
-            ):
-                continue
-            changed = [at for at, size in enumerate(shape) if other[at] != size]
-            if [(shape[at], other[at]) for at in changed] == [(parameter[0], resize(parameter[0]))]:
-                found[path] = tuple(0 if at in changed else None for at in range(len(shape)))
-    return found
+        for path in parameter_of.keys() - explained.keys():
+            _, parameter_shape = probe.parameters[parameter_of[path]]
+            dims = _explained_first(probe.base[path], parameter_shape, shapes[path], resize)
+            if dims is not None:
+                explained[path] = dims
+    return explained
+
+
+def _explained_first(
+    shape: Shape, parameter_shape: Shape, resized_shape: Shape | None, resize: Resize
+) -> Dims | None:
+    """The dims that a leaf follows, if one of its dims follows dim 0 of its parameter in full.
+
+    `resized_shape` is the leaf's shape when dim 0 of every parameter is resized.
+    """
+    if resized_shape is None or len(resized_shape) != len(shape):
+        return None
+    # A plain matrix is no stack.
+    if len(parameter_shape) < 3 or parameter_shape.count(parameter_shape[0]) > 1:
+        return None
+    layers = parameter_shape[0]
+    changed = [dim for dim, size in enumerate(shape) if resized_shape[dim] != size]
+    if len(changed) != 1:
+        return None
+    [dim] = changed
+    if (shape[dim], resized_shape[dim]) != (layers, resize(layers)):
+        return None
+    dims: list[int | None] = [None] * len(shape)
+    dims[dim] = 0
+    return tuple(dims)
 
 
 def _explained(
-    shape: Shape, parameter: Shape, rounds: Sequence[Shape | None], resize: Resize
+    shape: Shape, parameter_shape: Shape, rounds: Sequence[Shape | None], resize: Resize
 ) -> Dims | None:
-    """The dims that a leaf follows if each dim of it follows one in full, or none; in the last
-    round all are resized.
+    """The dims that a leaf follows, if each of its dims follows one of its parameter in full.
+
+    Dims that follow none have None, and a leaf without any other dim has no explanation.
+
+    Args:
+        shape: the leaf's shape.
+        parameter_shape: that of the parameter that it follows.
+        rounds: the leaf's shape in each round; round k resizes dim k, and the last one all dims.
+        resize: how sizes were changed.
     """
+    resized_shapes: list[Shape] = []
+    for resized_shape in rounds:
+        # A leaf that is gone, or has another rank, has no dims to compare.
+        if resized_shape is None or len(resized_shape) != len(shape):
+            return None
+        resized_shapes.append(resized_shape)
     dims: list[int | None] = []
-    changed = [other for other in rounds if other is not None and len(other) == len(shape)]
-    if len(changed) < len(rounds):
+    for dim, size in enumerate(shape):
+        *sizes, size_of_all = (resized_shape[dim] for resized_shape in resized_shapes)
+        changes = [parameter_dim for parameter_dim, other in enumerate(sizes) if other != size]
+        if not changes and size_of_all == size:
+            dims.append(None)
+            continue
+        if len(changes) != 1:
+            return None
+        [followed] = changes
+        in_full = parameter_shape[followed : followed + 1] == (size,)
+        if not in_full or not sizes[followed] == size_of_all == resize(size):
+            return None
+        dims.append(followed)
+    if all(dim is None for dim in dims):
         return None
-    for at, size in enumerate(shape):
-        *each, every = (other[at] for other in changed)
-        match [dim for dim, other in enumerate(each) if other != size]:
-            case [] if every == size:
-                dims.append(None)
-            case [dim] if parameter[dim : dim + 1] == (size,) and each[dim] == every == resize(
-                size
-            ):
-                dims.append(dim)
-            case _:
-                return None
-    return tuple(dims) if any(dim is not None for dim in dims) else None
+    return tuple(dims)
