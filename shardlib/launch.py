@@ -121,11 +121,7 @@ def environment_of(
         "PYTHONUNBUFFERED": "1",
     }
     if arguments.devices:
-        # A number of devices that the launcher's environment has is replaced.
-        flags = variables.get("XLA_FLAGS", "")
-        flags = re.sub(r"\s*--xla_force_host_platform_device_count=\S*", "", flags)
-        flags += f" --xla_force_host_platform_device_count={arguments.devices}"
-        variables["XLA_FLAGS"] = flags.strip()
+        variables["XLA_FLAGS"] = _flags_for(variables.get("XLA_FLAGS", ""), arguments.devices)
         variables["JAX_PLATFORMS"] = "cpu"
         variables.pop("JAX_NUM_CPU_DEVICES", None)
     if arguments.gpus:
@@ -134,6 +130,13 @@ def environment_of(
         variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, gpus))
         variables.setdefault("JAX_PLATFORMS", "cuda")  # or it would go on without, on the CPU
     return variables
+
+
+def _flags_for(flags: str, devices: int) -> str:
+    """Flags of XLA with a number of simulated devices, in place of one that they may have."""
+    option = "--xla_force_host_platform_device_count="
+    other_flags = re.sub(rf"\s*{option}\S*", "", flags)
+    return f"{other_flags} {option}{devices}".strip()
 
 
 @dataclass
@@ -427,13 +430,17 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"`{' '.join(unknown)}` is no option; what the script is to get goes behind "
             "it, after `--`"
         )
-    program = command[0]
-    if shutil.which(program) is None:
-        way_out = "look at its spelling and at PATH"
-        if program.endswith(".py") and Path(program).exists():
-            way_out = f"write `-- python {program} ...`"
-        parser.error(f"`{program}` is no command that this machine can run: {way_out}")
+    if shutil.which(command[0]) is None:
+        parser.error(_not_a_program(command[0]))
     return arguments, command
+
+
+def _not_a_program(name: str) -> str:
+    """The message for a command that cannot run; for a script of Python's, how to run it."""
+    way_out = "look at its spelling and at PATH"
+    if name.endswith(".py") and Path(name).exists():
+        way_out = f"write `-- python {name} ...`"
+    return f"`{name}` is no command that this machine can run: {way_out}"
 
 
 def _parser() -> argparse.ArgumentParser:

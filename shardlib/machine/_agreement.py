@@ -32,6 +32,14 @@ Statement = tuple[Sequence[int], Mapping[str, str]]
 """The processes of a set that say the same, and what they say: texts by name."""
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Processes whose texts are the same, and how many bytes these are as JSON."""
+
+    processes: list[int]
+    text_bytes: int
+
+
 def require_agreement(what: Mapping[str, str]) -> None:
     """See that all processes are about to do the same, or say on each of them which one is not.
 
@@ -55,8 +63,15 @@ def require_agreement(what: Mapping[str, str]) -> None:
         texts["heartbeat_timeout"] = f"{initialized_with[0]} seconds"
 
     groups = _agreeing_groups(texts)
-    if len(groups) == 1:
-        return
+    if len(groups) > 1:
+        raise ValueError(_disagreement(groups, texts))
+
+
+def _disagreement(groups: list[_Group], texts: Mapping[str, str]) -> str:
+    """What differs between groups of processes, in words; collective, and `texts` the caller's.
+
+    The texts of the largest groups are compared; what still others say, nobody asks for.
+    """
     # The largest group comes first: what most processes say is likely what was meant.
     by_size = sorted(groups, key=lambda group: -len(group.processes))
     # Every process takes part in every broadcast, in the same order.
@@ -66,15 +81,7 @@ def require_agreement(what: Mapping[str, str]) -> None:
     unheard: list[int] = []
     for group in by_size[_MAX_STATEMENTS:]:
         unheard.extend(group.processes)
-    raise ValueError(describe_disagreement(statements, unheard=unheard))
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Processes whose texts are the same, and how many bytes these are as JSON."""
-
-    processes: list[int]
-    text_bytes: int
+    return describe_disagreement(statements, unheard=unheard)
 
 
 def _agreeing_groups(texts: Mapping[str, str]) -> list[_Group]:
@@ -153,13 +160,10 @@ def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int
     usual_processes, usual_texts = usual
     clauses, differences = [], []
     for other in others:
-        processes, texts = other
-        # Names of both, those of the usual texts first.
-        names = dict.fromkeys([*usual_texts, *texts])
-        differing = [name for name in names if usual_texts.get(name) != texts.get(name)]
-        listed = ", ".join(f"`{name}`" for name in differing)
-        clauses.append(f"{_differ(processes)} from {_name(usual_processes)} in {listed}")
-        for name in differing:
+        names = _differing_names(usual_texts, other[1])
+        listed = ", ".join(f"`{name}`" for name in names)
+        clauses.append(f"{_differ(other[0])} from {_name(usual_processes)} in {listed}")
+        for name in names:
             differences.extend(_difference(name, usual, other))
     if unheard:
         clauses.append(f"{_differ(unheard)} from all of these")
@@ -172,9 +176,19 @@ def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int
     return "\n".join([sentence, *differences])
 
 
+def _differing_names(usual: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The names whose texts differ, or that only one of the two has; the usual ones first."""
+    differing = []
+    for name in dict.fromkeys([*usual, *other]):
+        if usual.get(name) != other.get(name):
+            differing.append(name)
+    return differing
+
+
 def _differ(processes: Sequence[int]) -> str:
-    verb = "differs" if len(processes) == 1 else "differ"
-    return f"{_name(processes)} {verb}"
+    if len(processes) == 1:
+        return f"{_name(processes)} differs"
+    return f"{_name(processes)} differ"
 
 
 def _check_devices(counts: Mapping[int, int]) -> None:
@@ -210,14 +224,18 @@ def _name(processes: Sequence[int]) -> str:
             runs[-1].append(process)
         else:
             runs.append([process])
-    spelt = []
-    for run in runs:
-        spelt.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    spelt = list(map(_spell_run, runs))
     named = ", ".join(spelt[:_MAX_RUNS])
     if len(spelt) > _MAX_RUNS:
         named += f" and {len(spelt) - _MAX_RUNS} more such"
     noun = "processes" if len(processes) > 1 else "process"
     return f"{noun} {named}"
+
+
+def _spell_run(run: list[int]) -> str:
+    if len(run) == 1:
+        return f"{run[0]}"
+    return f"{run[0]}-{run[-1]}"
 
 
 def _difference(name: str, usual: Statement, other: Statement) -> list[str]:

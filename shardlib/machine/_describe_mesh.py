@@ -14,7 +14,7 @@ data ↓  │ 0 1 2 3 │
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -77,21 +77,21 @@ def _table_of_axes(mesh: Mesh, slices: np.ndarray, *, list_devices: bool) -> str
     columns = [["axis", *mesh.axis_names], ["size", *map(str, devices.shape)]]
     # What is said of an axis is read off the line along it through the first device. The lines that
     # are parallel to it look alike.
-    lines = [_line_along(axis, devices.ndim) for axis in range(devices.ndim)]
     if len(np.unique(slices)) > 1:
-        columns.append(["network", *(_networks(slices[line]) for line in lines)])
+        columns.append(["network", *map(_networks, _lines_along_axes(slices))])
     if hasattr(devices.flat[0], "coords"):
-        columns.append(["torus", *(_torus(devices[line]) for line in lines)])
+        columns.append(["torus", *map(_torus, _lines_along_axes(devices))])
     if list_devices:
-        columns.append(["devices", *(_first_few(devices[line]) for line in lines)])
+        columns.append(["devices", *map(_first_few, _lines_along_axes(devices))])
     return _aligned(columns)
 
 
-def _line_along(axis: int, dims: int) -> tuple[int | slice, ...]:
-    """The index of the line along one axis of an array, through its first entry."""
-    index: list[int | slice] = [0] * dims
-    index[axis] = slice(None)
-    return tuple(index)
+def _lines_along_axes(array: np.ndarray) -> Iterator[np.ndarray]:
+    """For each axis of an array, the entries along it, from the first entry of the array on."""
+    for axis in range(array.ndim):
+        index: list[int | slice] = [0] * array.ndim
+        index[axis] = slice(None)
+        yield array[tuple(index)]
 
 
 def _aligned(columns: list[list[str]]) -> str:

@@ -7,8 +7,8 @@ the hardware a user is asked to say: `dcn=`.
 """
 
 import collections
-import itertools
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -212,7 +212,9 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
         # Python refuses to read numbers of thousands of digits, with an error of its own.
         if size is not None and len(size) > _MOST_DIGITS:
             raise ValueError(f"The size of the mesh axis `{name}` has {len(size):,} digits.")
-        entries.append((name, None if size is None else int(size)))
+        if size is not None:
+            size = int(size)
+        entries.append((name, size))
     return entries
 
 
@@ -258,16 +260,9 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
         raise ValueError(
             f'`make_mesh` needs at least one {missing}, as in `make_mesh("data=-1")`; got none.'
         )
-    # Of the axes whose sizes are known.
-    product = math.prod(size for size in axes.values() if size != -1)
     if -1 in axes.values():
-        if count % product:
-            raise ValueError(
-                f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take "
-                f"{product} devices at a time, which does not divide the {count} there are. Choose "
-                f"sizes whose product divides {count}."
-            )
-        return {name: count // product if size == -1 else size for name, size in axes.items()}
+        return _deduced(axes, count)
+    product = math.prod(axes.values())
     if product < count:
         raise ValueError(
             f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one "
@@ -277,6 +272,21 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     if product > count:
         raise ValueError(_too_few(axes, product, devices))
     return axes
+
+
+def _deduced(axes: dict[str, int], count: int) -> dict[str, int]:
+    """The sizes of axes of which one is -1, with the number of devices that the others leave."""
+    sizes = dict(axes)
+    unknown = next(name for name, size in axes.items() if size == -1)
+    del sizes[unknown]
+    product = math.prod(sizes.values())
+    if count % product:
+        raise ValueError(
+            f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take "
+            f"{product} devices at a time, which does not divide the {count} there are. Choose "
+            f"sizes whose product divides {count}."
+        )
+    return axes | {unknown: count // product}
 
 
 def _too_few(axes: dict[str, int], product: int, devices: list[Any]) -> str:
@@ -329,15 +339,8 @@ def _check_slices(
 
     `named` says whether the user has given `dcn` at all.
     """
-    slice_sizes = collections.Counter(map(slice_index, devices))
+    count, product = _count_slices(devices), math.prod(factors.values())
     noun = name_slices(devices)
-    if len(set(slice_sizes.values())) > 1:
-        raise ValueError(
-            f"A mesh over several {noun} takes equally many devices of each; "
-            f"`make_mesh(devices=...)` got {', '.join(map(str, slice_sizes.values()))}. Leave out "
-            f"whole {noun}, or take the same number of each."
-        )
-    count, product = len(slice_sizes), math.prod(factors.values())
     # The devices of one CPU process may stand in for any number of slices.
     if product == count or (count == 1 and _is_simulated(devices)):
         return
@@ -355,6 +358,19 @@ def _check_slices(
         f"The `dcn` factors must multiply to the number of {noun}, {count}; got "
         f"`{_spell(factors)}`, which is {product}. {advice}"
     )
+
+
+def _count_slices(devices: list[Any]) -> int:
+    """How many slices devices are of; all must have equally many of the devices."""
+    slice_sizes = collections.Counter(map(slice_index, devices))
+    if len(set(slice_sizes.values())) > 1:
+        noun = name_slices(devices)
+        raise ValueError(
+            f"A mesh over several {noun} takes equally many devices of each; "
+            f"`make_mesh(devices=...)` got {', '.join(map(str, slice_sizes.values()))}. Leave out "
+            f"whole {noun}, or take the same number of each."
+        )
+    return len(slice_sizes)
 
 
 def _proposal(axes: dict[str, int], slice_count: int) -> str:
@@ -386,13 +402,13 @@ def _arrange(
     if math.prod(outer) == 1:
         return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=split)
     if not _is_simulated(devices):
-        slices = [slice_index(device) for device in devices]
-        processes = [device.process_index for device in devices]
+        # JAX takes its blocks by process or by slice.
+        by_process = all(slice_index(device) == device.process_index for device in devices)
         return mesh_utils.create_hybrid_device_mesh(
             inner,
             outer,
             devices,
-            process_is_granule=slices == processes,
+            process_is_granule=by_process,
             allow_split_physical_axes=split,
         )
     return _arrange_blocks(outer, inner, devices)
@@ -407,11 +423,11 @@ def _arrange_blocks(outer: list[int], inner: list[int], devices: list[Any]) -> n
     # The dims (outer..., inner...) of the blocks are interleaved to (outer, inner) of the first
     # axis, (outer, inner) of the second, ..., and each pair is merged.
     count = len(outer)
-    interleaved = itertools.chain.from_iterable((k, k + count) for k in range(count))
+    interleaved: list[int] = []
+    for axis in range(count):
+        interleaved += [axis, axis + count]
     blocks = np.asarray(devices, dtype=object).reshape(outer + inner)
-    return blocks.transpose(*interleaved).reshape(
-        *(across * inside for across, inside in zip(outer, inner, strict=True))
-    )
+    return blocks.transpose(*interleaved).reshape(*map(operator.mul, outer, inner))
 
 
 def slice_index(device: Any) -> int:
@@ -437,7 +453,9 @@ def slices_of(mesh: Mesh) -> np.ndarray:
 def name_slices(devices: Iterable[Any]) -> str:
     """What to call the slices of devices in messages: processes, where devices know no slices."""
     device = next(iter(devices))
-    return "slices" if hasattr(device, "slice_index") or device.platform == "tpu" else "processes"
+    if hasattr(device, "slice_index") or device.platform == "tpu":
+        return "slices"
+    return "processes"
 
 
 def _is_simulated(devices: list[Any]) -> bool:
@@ -475,5 +493,5 @@ def _spell(axes: Mapping[Any, int]) -> str:
 def count_devices(devices: Iterable[Any]) -> str:
     """How many devices there are and of which kind, for messages: `8 cpu devices`."""
     devices = list(devices)
-    plural = "s" if len(devices) > 1 else ""
-    return f"{len(devices)} {devices[0].device_kind} device{plural}"
+    noun = "device" if len(devices) == 1 else "devices"
+    return f"{len(devices)} {devices[0].device_kind} {noun}"

@@ -384,12 +384,13 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
             infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             return [(family, sockaddr) for family, _, _, _, sockaddr in infos]
         except OSError as error:
-            if time.monotonic() - start > _SECONDS_TO_RESOLVE:
+            waited = time.monotonic() - start
+            if waited > _SECONDS_TO_RESOLVE:
                 raise ValueError(
                     f"Process 0 is to listen on `{host}:{port}`, and for {_SECONDS_TO_RESOLVE} "
                     f"seconds this machine knew no host of that name ({error.strerror}). {way_out}"
                 ) from error
-            if not is_announced and time.monotonic() - start > 2:
+            if not is_announced and waited > 2:
                 is_announced = True
                 sys.stderr.write(
                     f"shardlib: waiting for `{host}`, process 0, to have an address "

@@ -178,16 +178,7 @@ def _cut(text: Any) -> str:
 
 def _tpu(text: str, chip: Chip, shape: tuple[int, ...], options: list[str]) -> Machine:
     """A machine of TPU slices; `options` is what follows the shape, `slices=4` or nothing."""
-    slices = 1
-    if options:
-        match = re.fullmatch(f"slices=({_NUMBER})", options[0])
-        if not match or not int(match[1]):
-            raise ValueError(
-                f"`{_cut(text)}`: several slices are written "
-                f"`{':'.join(text.split(':')[:3])}:slices=4`, of at most {_LARGEST_MACHINE:,} "
-                "devices in all."
-            )
-        slices = int(match[1])
+    slices = _slice_count(text, options[0]) if options else 1
     are_sides = len(shape) == chip.torus and all(map(_is_side, shape))
     if not are_sides or math.prod(shape) > chip.largest:
         example = _example_shape(chip)
@@ -198,6 +189,18 @@ def _tpu(text: str, chip: Chip, shape: tuple[int, ...], options: list[str]) -> M
             f"`tpu:{chip.name}:{example}:slices=2`."
         )
     return Machine("tpu", chip, shape, slices)
+
+
+def _slice_count(text: str, option: str) -> int:
+    """The number in `slices=4`; `text` is the whole name of the target."""
+    match = re.fullmatch(f"slices=({_NUMBER})", option)
+    if not match or not int(match[1]):
+        raise ValueError(
+            f"`{_cut(text)}`: several slices are written "
+            f"`{':'.join(text.split(':')[:3])}:slices=4`, of at most {_LARGEST_MACHINE:,} "
+            "devices in all."
+        )
+    return int(match[1])
 
 
 def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], options: list[str]) -> Machine:
@@ -212,11 +215,10 @@ def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], options: list[str]) -> 
     joins_one_host = chip.largest == _GPUS_OF_HOST
     too_large = hosts * gpus > chip.largest or gpus > _GPUS_OF_HOST
     if too_large or (hosts > 1 and joins_one_host):
-        limit = "of one host" if joins_one_host else "18 hosts of 4"
-        separator = " " if joins_one_host else ", "
+        limit = " of one host" if joins_one_host else ", 18 hosts of 4"
         raise ValueError(
             f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} "
-            f"{chip.name.upper()}s{separator}{limit}. Several hosts on the network are several "
+            f"{chip.name.upper()}s{limit}. Several hosts on the network are several "
             f"slices: `gpu:{chip.name}:{slices * hosts}x1x{min(gpus, _GPUS_OF_HOST)}`."
         )
     return Machine("gpu", chip, (hosts, gpus), slices)
@@ -225,21 +227,12 @@ def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], options: list[str]) -> 
 def _unknown(text: Any, parts: list[str]) -> str:
     """The message for a text that names no machine: targets like it, and how targets are written.
 
-    Like it are those of the chip that it seems to name, else those whose spelling is close.
+    `parts` are those between the colons.
     """
-    examples = [f"tpu:{name}:{_example_shape(chip)}" for name, chip in TPUS.items()]
-    examples += [f"gpu:{name}:1x1x8" for name in GPUS]
-    examples.append("cpu:8")
-    chip_name = parts[1].lower().removeprefix("tpu").removeprefix("v") if len(parts) > 1 else ""
-    near = []
-    if chip_name:
-        near = [example for example in examples if chip_name in example.split(":")[1]]
-    if not near:
-        shown = str(text)[:_LONGEST_SHOWN]  # the search takes long for long texts
-        near = difflib.get_close_matches(shown, examples, _SUGGESTIONS)
+    near = _nearest(text, parts)
     suggestion = ""
     if near:
-        suggestion = f"Near it: {_listed(near[:_SUGGESTIONS])}. "
+        suggestion = f"Near it: {_listed(near)}. "
     tpus = _listed(f"tpu:{name}" for name in TPUS)
     gpus = _listed(f"gpu:{name}" for name in GPUS)
     return (
@@ -247,6 +240,26 @@ def _unknown(text: Any, parts: list[str]) -> str:
         f"(`tpu:v5e:16x16`, `tpu:v5p:4x4x8:slices=2`), {gpus} by slices x hosts x GPUs "
         "(`gpu:h200:4x1x8`), and `cpu:8`."
     )
+
+
+def _nearest(text: Any, parts: list[str]) -> list[str]:
+    """Up to three examples of targets like a text that names none.
+
+    They are those of the chip that it seems to name, else those whose spelling is close.
+    """
+    examples = [f"tpu:{name}:{_example_shape(chip)}" for name, chip in TPUS.items()]
+    examples += [f"gpu:{name}:1x1x8" for name in GPUS]
+    examples.append("cpu:8")
+    near = []
+    if len(parts) > 1:
+        chip_name = parts[1].lower().removeprefix("tpu").removeprefix("v")
+        for example in examples:
+            if chip_name and chip_name in example.split(":")[1]:
+                near.append(example)
+    if not near:
+        shown = str(text)[:_LONGEST_SHOWN]  # the search takes long for long texts
+        near = difflib.get_close_matches(shown, examples, _SUGGESTIONS)
+    return near[:_SUGGESTIONS]
 
 
 def _example_shape(chip: Chip) -> str:

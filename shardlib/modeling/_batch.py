@@ -152,7 +152,9 @@ def batch_mean(x: jax.Array, axis: int | tuple[int, ...] = 0) -> jax.Array:
     local_mean = jnp.mean(x, axis)
     axes = split_axes()
     # Devices hold equally many examples, so that the mean of their means is the mean of all.
-    return lax.pmean(local_mean, axes) if axes else local_mean
+    if axes:
+        return lax.pmean(local_mean, axes)
+    return local_mean
 
 
 def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:

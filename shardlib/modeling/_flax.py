@@ -84,7 +84,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
     _check_static(graph)
     names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
-    params, streams, rest = (nnx.to_pure_dict(state) for state in states)
+    params, streams, rest = map(nnx.to_pure_dict, states)
     return ModelParts(Definition(graph, trainable), params, streams, rest), names
 
 
@@ -289,7 +289,9 @@ def unbox(leaf: Any) -> Any:
     if isinstance(leaf, meta.Partitioned):
         # A box that knows a mesh would lay its array out as it is taken out.
         return leaf.unbox(apply_constraint=False)
-    return leaf.unbox() if is_box(leaf) else leaf
+    if is_box(leaf):
+        return leaf.unbox()
+    return leaf
 
 
 def _metadata_of(variable: Any) -> Mapping[str, Any]:
@@ -300,7 +302,9 @@ def _metadata_of(variable: Any) -> Mapping[str, Any]:
     """
     if isinstance(variable, nnx.Variable):
         return variable.get_metadata()
-    return variable.metadata if hasattr(variable, "to_nnx_variable") else {}
+    if hasattr(variable, "to_nnx_variable"):
+        return variable.metadata
+    return {}
 
 
 def _sharding_of(metadata: Mapping[str, Any]) -> Any:

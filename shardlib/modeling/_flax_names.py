@@ -44,12 +44,13 @@ def complete_names(
     short = _short_paths(names, shapes)
     if not short or not is_nnx(model):
         return names
-    completed = dict(names)
     # Where all dims are whole, it does not matter which of them has no name.
+    completed = dict(names)
     for path in short:
         if not any(names[path] or ()):
             completed[path] = padded_names(names[path], shapes[path])
     short = _short_paths(completed, shapes)
+    # A spec speaks of mesh axes, and has no names that rules could be asked for.
     tuples = {path: value for path, value in completed.items() if isinstance(value, tuple)}
     entries_by_path = _names_when_made(make_model, short, tuples)
     for path in short:
@@ -159,4 +160,6 @@ def _constraint_entries(jaxpr: Any, var: Any) -> list[Any] | None:
     entries = _constraint_entries(jaxpr, sources[0])
     if name == "transpose" and entries is not None:
         return [entries[dim] for dim in params["permutation"]]
-    return entries if sources[0].aval.shape == var.aval.shape else None
+    if sources[0].aval.shape != var.aval.shape:
+        return None
+    return entries

@@ -76,12 +76,16 @@ def _check_modules(layers: list[Any]) -> None:
     """Refuse a list that is empty, or that holds anything but NNX modules."""
     if layers and all(isinstance(layer, nnx.Module) for layer in layers):
         return
-    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or "none"
+    kinds = ", ".join(dict.fromkeys(map(_kind, layers))) or "none"
     raise ValueError(
         f"`Layers` takes NNX modules, at least one; got {kinds}. Trees of arrays are "
         "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
         "looped over by `jax.lax.scan`."
     )
+
+
+def _kind(layer: Any) -> str:
+    return type(layer).__name__
 
 
 def _stack_variables(name: str, *variables: nnx.Variable) -> nnx.Variable:

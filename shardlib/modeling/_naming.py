@@ -91,11 +91,7 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     variables = dict(nnx_variables(model)) if is_nnx(model) else None
     # A module without variables is looked at as any other tree.
     leaves = variables or dict(named_leaves(model, is_leaf=is_box))
-    whole_model = leaves.get("")  # a model may be one array, whose path is empty
-    is_strange = whole_model is not None and not hasattr(unbox(whole_model), "shape")
-    if not leaves or is_strange:
-        takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
-        raise check.refusal("annotate", "model", model, takes)
+    _check_is_model(model, leaves)
     chosen = _names_by_path(names, leaves)
     if variables is not None:
         for path, dim_names in chosen.items():
@@ -108,6 +104,18 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
         return _box(leaf, chosen[path])
 
     return map_named(boxed, model, is_leaf=is_box)
+
+
+def _check_is_model(model: Any, leaves: Mapping[str, Any]) -> None:
+    """Refuse what has no leaves, and what is a leaf itself and no array.
+
+    A model may be one array, whose path is empty.
+    """
+    whole_model = leaves.get("")
+    is_strange = whole_model is not None and not hasattr(unbox(whole_model), "shape")
+    if not leaves or is_strange:
+        takes = "a model: an NNX module, or a tree of arrays with paths, such as Linen's variables"
+        raise check.refusal("annotate", "model", model, takes)
 
 
 def _names_by_path(patterns: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Names]:

@@ -20,7 +20,7 @@ from one of n streams where there are n rows here: it differs by device.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +130,9 @@ def raw_keys(jaxpr: Jaxpr, paths: Sequence[str | None]) -> dict[str, None]:
     path_of = {var: path for var, path in zip(jaxpr.invars, paths, strict=True) if path is not None}
     raw: dict[str, None] = {}
     for equation in jaxpr.eqns:
-        # Literals have no hash.
-        read = [
-            None if isinstance(atom, Literal) else path_of.get(atom) for atom in equation.invars
-        ]
-        paths_read = [path for path in read if path]
-        if not any(read):
+        read = _paths_read(equation, path_of)
+        paths_read = list(filter(None, read))
+        if not paths_read:
             continue
         if equation.primitive.name == "random_wrap":
             raw.update(dict.fromkeys(paths_read))
@@ -150,6 +147,15 @@ def raw_keys(jaxpr: Jaxpr, paths: Sequence[str | None]) -> dict[str, None]:
             if getattr(var.aval, "dtype", None) == jnp.uint32:
                 path_of[var] = paths_read[0]
     return raw
+
+
+def _paths_read(equation: Any, path_of: Mapping[Any, str]) -> list[str | None]:
+    """For each operand of an operation, the path of the input that it comes from, if any."""
+    paths: list[str | None] = []
+    for atom in equation.invars:
+        # Literals have no hash.
+        paths.append(None if isinstance(atom, Literal) else path_of.get(atom))
+    return paths
 
 
 def _inner_jaxprs(equation: Any) -> list[Jaxpr]:

@@ -78,11 +78,7 @@ def assert_collectives(
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     step_plan = _plan(step, state, batch, target)
-    collectives: dict[_Link, list[Collective]] = defaultdict(list)
-    for collective in step_plan.collectives:
-        if collective.sent_bytes >= ignore_below:
-            collectives[_Link(collective.kind, collective.axes)].append(collective)
-    differences = _differences(expected, collectives)
+    differences = _differences(expected, _collectives_by_link(step_plan, ignore_below))
     if differences:
         raise AssertionError(
             f"On {step_plan.target}, {step_plan.mesh}, a device sends other bytes per step than "
@@ -102,6 +98,15 @@ class _Difference:
     expected: int
     sent: int
     collectives: list[Collective]
+
+
+def _collectives_by_link(step_plan: Plan, ignore_below: int) -> dict[_Link, list[Collective]]:
+    """The collectives of a step that send at least so many bytes each time, by link."""
+    collectives: dict[_Link, list[Collective]] = defaultdict(list)
+    for collective in step_plan.collectives:
+        if collective.sent_bytes >= ignore_below:
+            collectives[_Link(collective.kind, collective.axes)].append(collective)
+    return collectives
 
 
 def _differences(

@@ -207,8 +207,9 @@ def _expected(record: Record, perturbed: Sequence[Record], tolerance: float) -> 
     """
     expected = []
     for kind in KINDS:
+        # An empty array has no largest entry, and nothing to compare.
         arrays = {path: values for path, values in getattr(record, kind).items() if values.size}
-        largest = max((_largest_entry(values) for values in arrays.values()), default=0.0)
+        largest = max(map(_largest_entry, arrays.values()), default=0.0)
         for path, values in arrays.items():
             # An array that is zero but for rounding has no scale: it gets a hundredth of the
             # largest of its kind. Where all of them are zero, differences are absolute.
