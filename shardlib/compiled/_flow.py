@@ -1,5 +1,13 @@
-"""Where the values of a program come from, and so what they are: across loops, fusions, tuples and
-slices.
+"""Where the values of a program come from, and so what they are.
+
+A value is known by its key, the name of an instruction and which part of its result it is. Many
+values are others under another name, or moved: the parts of tuples, the state of loops, what is
+inside a fusion, copies. Three questions are asked of a key, each of which looks further than the
+one before:
+
+    upstream(key)   which values it is, if it is only passed on here
+    makers(key)     which instructions made it, past everything that passes it on
+    sources(key)    which values it was moved from, if it was moved and not computed
 """
 
 import re
@@ -37,54 +45,70 @@ def is_backward(op_name: str) -> bool:
 
 
 def is_forward(op_name: str) -> bool:
+    """Whether a name stack is that of a forward pass which is differentiated."""
     return "jvp(" in op_name and not is_backward(op_name)
 
 
 class Flow:
-    """Where values come from, across loops, fusions and tuples."""
+    """Where the values of one compiled program come from, across loops, fusions and tuples.
+
+    `kinds_by_path` has the kinds of the program's arguments by the paths they were traced by.
+    """
 
     def __init__(self, compiled: Compiled, kinds_by_path: Mapping[str, str]) -> None:
         self.kinds_by_path = kinds_by_path
         self.program = compiled.program
         self.order = compiled.order
         self.dies: dict[Key, int] = defaultdict(int)  # when a value is last read
-        for value in (value for allocation in compiled.allocations for value in allocation.values):
-            self.dies[value.instruction, value.index] = max(
-                self.dies[value.instruction, value.index], value.dies
-            )
+        for allocation in compiled.allocations:
+            for value in allocation.values:
+                key = (value.instruction, value.index)
+                self.dies[key] = max(self.dies[key], value.dies)
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
+            # The condition of a loop is no part of the walk.
             if made.opcode == "while":
                 condition = self.program.called(scope, made, "condition")
                 self.scopes |= dict.fromkeys(condition.instructions, condition)
         self._origins: dict[str, tuple[str, str]] = {}
 
     def made(self, name: str) -> Instruction | None:
+        """The instruction of a name, in whichever computation it is; None if there is none."""
         scope = self.scopes.get(name)
         return scope.instructions[name] if scope else None
 
     def label(self, value: Value) -> tuple[str, str, str]:
-        """The kind of a value of the heap, the name stack it was traced under and the line of
-        Python.
-        """
+        """The kind of a value of the heap, its name stack, and the line of Python behind it."""
         key = (value.instruction, value.index)
         makers = self.makers(key)
-        # Of a loop's state, what the loop writes says more than what it starts from.
-        named = sorted(makers, key=lambda one: (self._is_blank(one), one))
-        origins = [self.origin(name) for one in named for name in (self.written(one), one[0])]
-        origins = [origin for origin in origins if origin[0]] or [("", "")]
-        op_name, source = next((origin for origin in origins if "jvp(" in origin[0]), origins[0])
+        op_name, source = self._named_origin(makers)
         whole = [(name, ()) for name, _ in makers]  # of a copy that overlaps, either part
         if not self.gradients.isdisjoint([key, *makers, *whole]):
             return "gradients", op_name, source
         if self.is_copy(key):
             return "copies of parameters", op_name, source
-        if any(is_forward(self.origin(one[0])[0]) for one in makers) and self.is_read_backward(
-            key, value
-        ):
+        made_forward = any(is_forward(self.origin(name)[0]) for name, _ in makers)
+        if made_forward and self.is_read_backward(key, value):
             return "activations", op_name, source
         return "temporaries" if op_name else "unattributed", op_name, source
+
+    def _named_origin(self, makers: list[Key]) -> tuple[str, str]:
+        """The name stack and the line that say most of what some instructions made.
+
+        Of a loop's state, what the loop writes says more than what it starts from; and a name stack
+        that is differentiated says more than one that is not.
+        """
+        origins = []
+        for maker in sorted(makers, key=lambda maker: (self._is_blank(maker), maker)):
+            for name in (self.written(maker), maker[0]):
+                origin = self.origin(name)
+                if origin[0]:
+                    origins.append(origin)
+        for origin in origins:
+            if "jvp(" in origin[0]:
+                return origin
+        return origins[0] if origins else ("", "")
 
     def kind_of_argument(self, number: int) -> str:
         """What an argument of the program is to the step."""
@@ -92,10 +116,12 @@ class Flow:
 
     @cached_property
     def _arguments(self) -> dict[int, Instruction]:
+        """The arguments of the program, by number."""
         entry = self.program.computations[self.program.entry].values()
         return {int(made.argument): made for made in entry if made.opcode == "parameter"}
 
     def _path_of_argument(self, number: int) -> str:
+        """The path that an argument was traced by, which compilers keep as its name."""
         return self._arguments[number].get(r'\bop_name="([^"]*)"')
 
     # Values that are other values: the parts of tuples, the state of loops, what is inside a
@@ -112,9 +138,9 @@ class Flow:
             case "get-tuple-element":
                 return [(operands[0], (int(made.get(r"\bindex=(\d+)")), *index))]
             case "tuple":
-                return (
-                    [(operands[index[0]], index[1:])] if index and index[0] < len(operands) else []
-                )
+                if not index or index[0] >= len(operands):
+                    return []
+                return [(operands[index[0]], index[1:])]
             case "bitcast" | "opt-barrier":
                 return [(operands[0], index)]
             case "while":
@@ -126,53 +152,66 @@ class Flow:
                     (self._root(scope, made, branch), index)
                     for branch in self.program.branches(scope, made)
                 ]
-            case "parameter" if scope.caller is not None and scope.outer is not None:
-                caller, number = scope.caller, int(made.argument)
-                if caller.opcode == "while":
-                    return [
-                        (caller.operands[0], index),
-                        (self._root(scope.outer, caller, "body"), index),
-                    ]
-                if caller.opcode == "conditional":
-                    branches = self.program.branches(scope.outer, caller)
-                    taken = [place for place, name in enumerate(branches) if name == scope.name]
-                    return [(caller.operands[place + 1], index) for place in taken]
-                return [(caller.operands[number], index)] if number < len(caller.operands) else []
+            case "parameter":
+                return self._given(scope, int(made.argument), index)
         return []
 
+    def _given(self, scope: Scope, number: int, index: tuple[int, ...]) -> list[Key]:
+        """What a computation is called with as one of its parameters; nothing for the program's."""
+        caller = scope.caller
+        if caller is None or scope.outer is None:
+            return []
+        if caller.opcode == "while":
+            # What the loop starts from, and what its body writes.
+            return [(caller.operands[0], index), (self._root(scope.outer, caller, "body"), index)]
+        if caller.opcode == "conditional":
+            # Its first operand says which branch it is, and each branch has one of the others.
+            given = []
+            for position, name in enumerate(self.program.branches(scope.outer, caller)):
+                if name == scope.name:
+                    given.append((caller.operands[position + 1], index))
+            return given
+        return [(caller.operands[number], index)] if number < len(caller.operands) else []
+
     def _root(self, scope: Scope, caller: Instruction, name: str) -> str:
+        """The name of the instruction whose result is that of a computation that is called."""
         inside = self.program.called(scope, caller, name).instructions
         return next(made.name for made in inside.values() if made.is_root)
 
     def inside(self, key: Key) -> list[Key]:
-        """What a fusion, or a computation that runs beside others, gives as this part of its
-        result.
+        """What is returned as this part of the result of a fusion or of an asynchronous call.
+
+        Nothing for other instructions.
         """
         made, scope = self.made(key[0]), self.scopes.get(key[0])
         if made is None or scope is None or made.opcode not in ("fusion", "async-start"):
             return []
         called = made.get(r"(?:calls=|to_apply=|called_computations=\{)%?([\w.-]+)")
-        return (
-            [(self._root(scope, made, called), key[1])]
-            if called in self.program.computations
-            else []
-        )
+        if called not in self.program.computations:
+            return []
+        return [(self._root(scope, made, called), key[1])]
 
     def makers(self, key: Key) -> list[Key]:
         """The values that a value may be, past all that only passes them on."""
-        found, seen, todo = [], set(), [key]
+        makers, seen, todo = [], set(), [key]
         while todo:
-            if (one := todo.pop()) not in seen:
-                seen.add(one)
-                before = self.upstream(one)
-                todo += before
-                if not before:
-                    found.append(one)
-        return found
+            current = todo.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            before = self.upstream(current)
+            todo += before
+            if not before:
+                makers.append(current)
+        return makers
 
     def sources(self, key: Key) -> list[Key] | None:
-        """What a value was moved from; nothing at all for one that is computed."""
-        if inside := self.inside(key):
+        """What a value was moved from; None for one that is computed.
+
+        Collectives count as moves, sums among them: a gradient stays one when it is summed.
+        """
+        inside = self.inside(key)
+        if inside:
             return inside
         name, index = key
         made = self.made(name)
@@ -180,51 +219,62 @@ class Flow:
             return None
         if made.opcode == "recv-done":
             return [(made.operands[0], ())]
-        # Between slices: what the others sent when this device sent its own.
         if made.opcode == "recv":
-            meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
-            others = self.scopes[name].instructions.values()
-            return [
-                (one.operands[0], ())
-                for one in others
-                if one.opcode == "send" and meeting and meeting in one.attributes
-            ]
+            return self._sent(name)
         opcode = re.sub("-(start|update|done)$", "", made.opcode)
-        if opcode in _MOVES or opcode in _REDUCTIONS:
-            if opcode == "concatenate":
-                return [(operand, ()) for operand in made.operands]
-            several = len(made.operands) > 1 and opcode not in ("dynamic-slice", "pad") and index
-            return [
-                (made.operands[index[-1] if several and index[-1] < len(made.operands) else 0], ())
-            ]
-        if made.opcode == "custom-call" and made.get(
+        joins = made.opcode == "custom-call" and made.get(
             'custom_call_target="(AsyncCollective|ConcatBitcast)'
-        ):
+        )
+        if opcode == "concatenate" or joins:
             return [(operand, ()) for operand in made.operands]
-        return None
+        if opcode not in _MOVES and opcode not in _REDUCTIONS:
+            return None
+        # Of several operands that are moved together, each is the part of the result with its
+        # number. The other operands of a slice or a padding are no values that are moved.
+        position = 0
+        if index and opcode not in ("dynamic-slice", "pad") and index[-1] < len(made.operands):
+            position = index[-1]
+        return [(made.operands[position], ())]
+
+    def _sent(self, name: str) -> list[Key]:
+        """What is received between slices: what the others sent when this device sent its own."""
+        scope = self.scopes[name]
+        meeting = scope.instructions[name].get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+        sent = []
+        for other in scope.instructions.values():
+            if other.opcode == "send" and meeting and meeting in other.attributes:
+                sent.append((other.operands[0], ()))
+        return sent
 
     def is_copy(self, key: Key) -> bool:
-        """Whether a value is made from parameters by moving alone."""
+        """Whether a value is made from parameters by moving only.
+
+        What fills the rest of an array, zeros for one, may come in besides; anything computed, or
+        any other argument of the program, may not.
+        """
         seen: set[Key] = set()
         todo, of_parameters = [key], False
         while todo:
-            if (one := todo.pop()) in seen:
+            current = todo.pop()
+            if current in seen:
                 continue
-            seen.add(one)
-            made = self.made(one[0])
+            seen.add(current)
+            made = self.made(current[0])
             if made is None or made.opcode.startswith(tuple(_REDUCTIONS)):
                 return False
-            if self._is_argument(one):
+            if self._is_argument(current):
                 of_parameters = self.kind_of_argument(int(made.argument)) == "parameters"
                 if not of_parameters:
                     return False
-            elif before := self.upstream(one) or self.sources(one):
+                continue
+            before = self.upstream(current) or self.sources(current)
+            if before:
                 todo += before
             elif made.opcode == "dynamic-update-slice":
                 todo += [(operand, ()) for operand in made.operands[:2]]
             elif made.opcode == "broadcast":
                 todo.append((made.operands[0], ()))
-            elif not self._is_blank(one):
+            elif not self._is_blank(current):
                 return False
         return of_parameters
 
