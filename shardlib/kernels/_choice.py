@@ -1,9 +1,15 @@
 """Which implementation of an op runs, and why not the others.
 
-An op has a reference, plain JAX, which is its specification and runs anywhere, and kernels, each
-for one kind of machine. Asked for none, an op takes what was measured to be the fastest on the
-device it is traced for, of rows about as long, and the reference where nothing was. Asked for one
-by name, it takes that or says why it cannot.
+An op has a reference in plain JAX, which is its specification and runs anywhere, and kernels, each
+for one kind of machine.
+
+    no name is given      the implementation that was measured to be the fastest on the device that
+                          is traced for, on rows of about that length; where nothing was measured,
+                          the reference
+    a name is given       that implementation, or an error that says why it cannot do the task
+    "..._simulated"       a kernel, run by an interpreter on any machine
+
+Each candidate is asked whether it can do the `Task`, which describes what one device would do.
 """
 
 import functools
@@ -26,16 +32,17 @@ SIMULATED = "_simulated"
 
 @dataclass(frozen=True)
 class Task:
-    """What one device is asked to do: the op, its arrays there by name, and what else matters to a
-    choice.
+    """What one device is asked to do, as far as it matters to the choice of an implementation.
+
+    Arrays are described by their shape and dtype on one device, by the names of their arguments.
     """
 
     op: str
-    arrays: Mapping[str, Any]  # of shape and dtype
+    arrays: Mapping[str, Any]
     # No names were given, and an axis is automatic: only what XLA can take apart will do.
     partitioned: bool = False
-    summed: tuple[str, ...] = ()  # axes over which devices add up within the op
-    # Axes over which JAX keeps account that the arrays differ.
+    summed: tuple[str, ...] = ()  # mesh axes over which devices add up within the op
+    # Mesh axes over which JAX keeps account that the arrays differ.
     differing: frozenset[str] = frozenset()
     device: "Device | None" = None
 
@@ -45,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Device:
-    """What a function is traced for: the device of the mesh in scope, or JAX's default."""
+    """The device that a function is traced for, which need not be present."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     kind: str  # as JAX names it
@@ -53,49 +60,57 @@ class Device:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to do an op on one device: its name, where it runs, and the module, which is loaded
-    no sooner than it is needed.
+    """One way to do an op on one device.
 
-    The module has `forward`, `backward`, and, if it does not take every task, `refuses`, which says
-    why.
+    The module is imported no sooner than it is needed. It has `forward`, `backward`, and, if it
+    does not take every task, `refuses`, which says why it does not take one, or returns None.
     """
 
     name: str
     platform: str | None  # None: anywhere
     module: str
-    ours: bool = True  # a kernel of ours can be simulated
+    ours: bool = True  # or another library's, whose kernels cannot be simulated
 
     @property
     def simulates(self) -> bool:
-        """Whether there is an interpreter for it."""
+        """Whether there is an interpreter for it: it is a kernel, and ours."""
         return self.platform is not None and self.ours
 
     @property
     def forward(self) -> Callable[..., Any]:
+        """The op's result, of arrays on one device; the op's reference says of which."""
         return importlib.import_module(self.module).forward
 
     @property
     def backward(self) -> Callable[..., Any]:
+        """The op's gradients, of arrays on one device; the op's reference says of which."""
         return importlib.import_module(self.module).backward
 
     def why_not(self, task: Task, simulated: bool = False) -> str | None:
-        """Why it cannot do a task, if it cannot."""
+        """Why it cannot do a task; None if it can.
+
+        The text continues a sentence that begins with the implementation's name. A kernel that is
+        `simulated` runs on any device.
+        """
         device = task.device
         assert device is not None
         if self.platform is not None and not simulated and device.platform != self.platform:
-            return (
+            reason = (
                 f"is a kernel for {self.platform.upper()}s, and this is traced for {device.kind} "
                 f"({device.platform})"
-                + f"; `{self.name}{SIMULATED}` runs it anywhere, slowly"
-                * self.simulates
             )
+            if self.simulates:
+                reason += f"; `{self.name}{SIMULATED}` runs it anywhere, slowly"
+            return reason
         if self.platform is not None and task.partitioned:
             return (
                 "the mesh in scope has automatic axes and the op was given no names: XLA cannot "
                 "take a kernel apart. Name the dims, `names=(...)`"
             )
         refuses = getattr(importlib.import_module(self.module), "refuses", None)
-        return refuses and refuses(task)
+        if refuses is None:
+            return None
+        return refuses(task)
 
 
 @dataclass(frozen=True)
@@ -107,19 +122,21 @@ class Chosen:
 
     @property
     def options(self) -> dict[str, bool]:
-        """What its functions are told besides."""
-        return {"simulated": self.simulated} if self.implementation.simulates else {}
+        """The keyword arguments that its functions take besides those of the op."""
+        if self.implementation.simulates:
+            return {"simulated": self.simulated}
+        return {}
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One call of an op: what was asked on each device, what runs, and why the others do not."""
+    """One call of an op: what each device was asked to do, what runs, and why the others do not."""
 
     op: str
-    task: str
-    device: str
-    runs: str
-    others: tuple[tuple[str, str], ...]
+    task: str  # the arrays on one device
+    device: str  # its kind
+    runs: str  # the name of the implementation
+    others: tuple[tuple[str, str], ...]  # names, and why each does not run
 
 
 @dataclass(frozen=True)
@@ -129,18 +146,23 @@ class Explanation:
     calls: tuple[Explained, ...]
 
     def __str__(self) -> str:
+        if not self.calls:
+            return "No op of `shardlib.kernels` was called."
         rows = [("op", "on one device", "runs", "others")]
         for call in self.calls:
             others = [f"`{name}`: {reason}" for name, reason in call.others] or [""]
             rows.append((call.op, call.task, f"{call.runs} on {call.device}", others[0]))
             rows += [("", "", "", other) for other in others[1:]]
-        return table(rows) if self.calls else "No op of `shardlib.kernels` was called."
+        return table(rows)
 
 
-# Each its own key: what is traced under one notebook is traced again under another.
 @dataclass(frozen=True, eq=False)
 class Notebook:
-    """The choices made while it is open."""
+    """The choices that are made while it is open.
+
+    It is part of the key of JAX's caches, and equal only to itself: what was traced under one
+    notebook is traced again under another, and its choices are noted again.
+    """
 
     calls: list[Explained] = field(default_factory=list)
 
@@ -165,14 +187,15 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     check.function("explain", "function", function)
     notebook = Notebook()
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = [
-        k
-        for k, leaf in enumerate(leaves)
-        if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype)
-    ]
+    # Other arguments than arrays are handed to the function as they are.
+    arrays = []
+    for k, leaf in enumerate(leaves):
+        if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype):
+            arrays.append(k)
 
-    def called(given: list[Any]) -> None:  # what it gives may be anything
-        for k, x in zip(arrays, given, strict=True):
+    def called(traced: list[Any]) -> None:
+        # Nothing is returned: the function's result may be anything, not only arrays.
+        for k, x in zip(arrays, traced, strict=True):
             leaves[k] = x
         args, kwargs = treedef.unflatten(leaves)
         function(*args, **kwargs)
@@ -182,58 +205,95 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     return Explanation(tuple(notebook.calls))
 
 
-def choose(candidates: Sequence[Implementation], task: Task, asked: str | None) -> Chosen:
-    """The implementation that was asked for, or the fastest measured of those that can, which may
-    be the reference.
+def choose(candidates: Sequence[Implementation], task: Task, requested: str | None) -> Chosen:
+    """The implementation that was requested, or the fastest measured of those that can do a task.
+
+    Where none of those was measured, it is the reference, which can do any. A choice is noted in
+    the notebook that is open, if one is.
     """
     device = task.device
     assert device is not None
-    reasons = {each.name: each.why_not(task) for each in candidates}
-    if asked is None:
-        fastest = [name for name in ranking(task) if reasons.get(name, "") is None]
-        chosen = Chosen(
-            next(
-                each for each in candidates if each.name == (fastest[0] if fastest else "reference")
-            )
-        )
+    reasons = {candidate.name: candidate.why_not(task) for candidate in candidates}
+    if requested is None:
+        chosen = _fastest(candidates, task, reasons)
     else:
-        chosen = _named(candidates, task, asked, reasons)
-    if (notebook := _notebook.value) is not None:
-        others = tuple(
-            (name, reason or ("can; " + _unmeasured(task, name)))
-            for name, reason in reasons.items()
-            if name != chosen.implementation.name
-        )
-        runs = chosen.implementation.name + SIMULATED * chosen.simulated
-        notebook.calls.append(Explained(task.op, str(task), device.kind, runs, others))
+        chosen = _requested(candidates, task, requested, reasons)
+    notebook = _notebook.value
+    if notebook is not None:
+        notebook.calls.append(_explain_choice(chosen, task, device, reasons))
     return chosen
 
 
-def _named(
-    candidates: Sequence[Implementation], task: Task, asked: str, reasons: Mapping[str, str | None]
+def _fastest(
+    candidates: Sequence[Implementation], task: Task, reasons: Mapping[str, str | None]
 ) -> Chosen:
-    named = {each.name: each for each in candidates}
-    simulated = isinstance(asked, str) and asked.endswith(SIMULATED)
-    each = named.get(asked.removesuffix(SIMULATED)) if isinstance(asked, str) else None
-    if each is None or (simulated and not each.simulates):
-        names = [*named, *(name + SIMULATED for name, one in named.items() if one.simulates)]
+    """The first of the task's ranking that has no reason against it, or the reference."""
+    by_name = {candidate.name: candidate for candidate in candidates}
+    for name in ranking(task):
+        # The table may know implementations that the op no longer has.
+        if name in by_name and reasons[name] is None:
+            return Chosen(by_name[name])
+    return Chosen(by_name["reference"])
+
+
+def _requested(
+    candidates: Sequence[Implementation],
+    task: Task,
+    requested: str,
+    reasons: Mapping[str, str | None],
+) -> Chosen:
+    """The implementation of a name, which ends in `_simulated` where an interpreter is to run it.
+
+    Raises an error where there is none, or where it cannot do the task; `reasons` say for each
+    candidate why it cannot, without a simulator.
+    """
+    by_name = {candidate.name: candidate for candidate in candidates}
+    implementation, simulated = None, False
+    if isinstance(requested, str):
+        simulated = requested.endswith(SIMULATED)
+        implementation = by_name.get(requested.removesuffix(SIMULATED))
+    if implementation is None or (simulated and not implementation.simulates):
+        names = [*by_name]
+        for candidate in candidates:
+            if candidate.simulates:
+                names.append(candidate.name + SIMULATED)
         raise ValueError(
-            f"`{task.op}(implementation={check.shown(asked)})`: there are "
+            f"`{task.op}(implementation={check.shown(requested)})`: there are "
             f"{', '.join(f'`{name}`' for name in names)}; None takes what is fastest here."
         )
-    reason = each.why_not(task, simulated)
+    reason = implementation.why_not(task, simulated)
     if reason is not None:
-        able = [f"`{name}`" for name, why in reasons.items() if why is None]
+        able = [f"`{name}`" for name, obstacle in reasons.items() if obstacle is None]
         raise ValueError(
-            f"`{task.op}(implementation={asked!r})` on {task}: `{each.name}` {reason}. Here "
-            f"{' and '.join(able)} can."
+            f"`{task.op}(implementation={requested!r})` on {task}: `{implementation.name}` "
+            f"{reason}. Here {' and '.join(able)} can."
         )
-    return Chosen(each, simulated)
+    return Chosen(implementation, simulated)
+
+
+def _explain_choice(
+    chosen: Chosen, task: Task, device: Device, reasons: Mapping[str, str | None]
+) -> Explained:
+    """The record of a choice, from the reasons against each candidate."""
+    others = []
+    for name, reason in reasons.items():
+        if name == chosen.implementation.name:
+            continue
+        if reason is None:
+            reason = "can; not measured on this kind of device"
+            if name in ranking(task):
+                reason = "can; measured slower here"
+        others.append((name, reason))
+    runs = chosen.implementation.name
+    if chosen.simulated:
+        runs += SIMULATED
+    return Explained(task.op, str(task), device.kind, runs, tuple(others))
 
 
 def device_here() -> Device:
-    """What is traced for: the device of the mesh in scope, which need not be there, or JAX's
-    default.
+    """The device that is traced for: that of the mesh in scope, or JAX's default.
+
+    A mesh may be of a machine that is not present, such as `sl.Target("tpu:v5e:4x4").mesh(...)`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
@@ -245,44 +305,35 @@ def device_here() -> Device:
 
 @functools.cache
 def measurements() -> tuple[Mapping[str, Any], ...]:
-    """The checked-in table, by the benchmark: a line for an op, an implementation, a kind of device
-    and a length of rows.
+    """The checked-in table of measurements, which the benchmark of kernels writes.
+
+    It has a line for each op, implementation, kind of device, dtype and length of rows that was
+    measured, with the time that was taken.
     """
-    return tuple(
-        json.loads(
-            importlib.resources.files("shardlib.kernels").joinpath("measured.json").read_text()
-        )
-    )
+    path = importlib.resources.files("shardlib.kernels").joinpath("measured.json")
+    return tuple(json.loads(path.read_text()))
 
 
 def ranking(task: Task) -> list[str]:
-    """Implementations measured on a kind of device, the fastest first, of those rows whose length
-    is nearest to the task's.
+    """The implementations that were measured on the task's kind of device, the fastest first.
 
-    Of its dtype, if any was measured.
+    Times are those of the rows whose length is nearest to the task's, by their ratio, and of the
+    task's dtype if that was measured at all. The list is empty where nothing was.
     """
     assert task.device is not None
-    lines = [
-        line
-        for line in measurements()
-        if (line["op"], line["device"]) == (task.op, task.device.kind)
-    ]
     x = task.arrays["x"]
-    lines = [line for line in lines if line["dtype"] == str(x.dtype)] or lines
-    row = max(x.shape[-1], 1)
+    lines = []
+    for line in measurements():
+        if line["op"] == task.op and line["device"] == task.device.kind:
+            lines.append(line)
+    of_dtype = [line for line in lines if line["dtype"] == str(x.dtype)]
+    if of_dtype:
+        lines = of_dtype
+    if not lines:
+        return []
+    length = max(x.shape[-1], 1)
     nearest = min(
-        (line["row"] for line in lines),
-        key=lambda length: abs(math.log(length / row)),
-        default=None,
+        (line["row"] for line in lines), key=lambda measured: abs(math.log(measured / length))
     )
-    return [
-        line["implementation"]
-        for line in sorted(lines, key=lambda line: line["time"])
-        if line["row"] == nearest
-    ]
-
-
-def _unmeasured(task: Task, name: str) -> str:
-    return (
-        "measured slower here" if name in ranking(task) else "not measured on this kind of device"
-    )
+    fastest_first = sorted(lines, key=lambda line: line["time"])
+    return [line["implementation"] for line in fastest_first if line["row"] == nearest]

@@ -1,6 +1,7 @@
 """What kernels for GPUs share: which GPUs they are for, how they are called, the simulator.
 
-They are written in Pallas's Mosaic GPU, in which a thread is a warpgroup: 128 lanes in step.
+They are written in Pallas's Mosaic GPU, whose threads are warpgroups: 128 lanes in step. Arrays are
+in the GPU's memory until they are loaded to registers or to shared memory, explicitly.
 """
 
 import inspect
@@ -10,46 +11,59 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._shards import alone, as_varying, varying
+from shardlib.kernels._shards import as_varying, on_one_device, varying
 
-# `plgpu.load` takes an index of its own up to JAX 0.10.
-_OF_LOAD = inspect.signature(plgpu.load).parameters
-INDEX: list[Any] = (
-    [()] if "idx" in _OF_LOAD and _OF_LOAD["idx"].default is inspect.Parameter.empty else []
-)
+# `plgpu.load` takes an index, besides that of the reference, up to JAX 0.10: an empty one will do.
+_LOAD_PARAMETERS = inspect.signature(plgpu.load).parameters
+INDEX: list[Any] = []
+if "idx" in _LOAD_PARAMETERS and _LOAD_PARAMETERS["idx"].default is inspect.Parameter.empty:
+    INDEX = [()]
 
-# A store to places that lanes do not share a sector of is to be asked for from JAX 0.12 on; before,
-# any is taken.
+# From JAX 0.12 on, a store in which the lanes of a warpgroup do not write neighbouring numbers has
+# to be asked for, by this function; before, a plain assignment takes any.
 STORE: Any = getattr(plgpu, "store", None)
 
+# How the names of a generation's devices begin.
 GENERATIONS = {
     "hopper": ("NVIDIA H1", "NVIDIA H2", "NVIDIA H8", "NVIDIA GH"),
     "blackwell": ("NVIDIA B", "NVIDIA GB2", "NVIDIA GB3"),
-}  # by names of devices
+}
 
 
 def generation(kind: str) -> str:
-    """Of which generation a GPU is; what is no GPU simulates Hopper's."""
-    return next((name for name, kinds in GENERATIONS.items() if kind.startswith(kinds)), "hopper")
+    """The generation of a GPU, by the kind of device; what is no GPU simulates Hopper's."""
+    for name, prefixes in GENERATIONS.items():
+        if kind.startswith(prefixes):
+            return name
+    return "hopper"
 
 
 def refuses_device(task: Task) -> str | None:
-    """Why a kernel is not for a GPU, if it is not."""
+    """Why kernels are not for a GPU; None if they are, or if a simulator runs them elsewhere."""
     assert task.device is not None
-    known = any(task.device.kind.startswith(kinds) for kinds in GENERATIONS.values())
+    kind = task.device.kind
+    known = any(kind.startswith(prefixes) for prefixes in GENERATIONS.values())
     if known or task.device.platform != "gpu":
         return None
-    return f"is for GPUs of the generations Hopper and Blackwell, and this is {task.device.kind}"
+    return f"is for GPUs of the generations Hopper and Blackwell, and this is {kind}"
 
 
 def call(
     body: Any, name: str, outs: Any, simulated: bool, rough: bool = False, **options: Any
 ) -> Any:
-    """A kernel by its name, compiled, or simulated: that tells races, and memory that was never
-    written is nan.
+    """A function of arrays that runs a kernel, compiled or simulated.
 
-    Its results are known to differ between devices as what it is given does. `rough` takes
-    exponentials from the GPU's own unit, exact to some 22 bits, and hyperbolic tangents, to 11.
+    The results are known to differ between devices as the operands do. A simulator finds races, and
+    memory that was never written.
+
+    Args:
+        body: called with references to operands, results and scratch.
+        name: of the kernel, which profiles show.
+        outs: the shapes and dtypes of the results.
+        simulated: whether an interpreter runs the kernel.
+        rough: whether exponentials may be those of the GPU's own unit, exact to some 22 bits, and
+            hyperbolic tangents, exact to 11.
+        options: further ones of `plgpu.kernel`, such as the grid.
     """
     compiler = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=rough
@@ -68,11 +82,13 @@ def call(
 
 
 def _simulator() -> Any:
-    if not (simulator := getattr(plgpu, "InterpretGPUParams", None)) or not alone():
+    """The parameters of JAX's simulator of GPUs, which works on one device and from JAX 0.12 on."""
+    simulator = getattr(plgpu, "InterpretGPUParams", None)
+    if simulator is None:
+        raise ValueError(f"JAX {jax.__version__} has no public simulator of GPUs; 0.12 has.")
+    if not on_one_device():
         raise ValueError(
             "A kernel for GPUs is simulated on one device, and this is traced for several. Those "
             "for TPUs can be on several."
-            if simulator
-            else f"JAX {jax.__version__} has no public simulator of GPUs; 0.12 has."
         )
     return simulator(detect_races=True)

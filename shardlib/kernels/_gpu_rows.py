@@ -1,15 +1,24 @@
-"""Rows on a GPU: what a kernel computes of them, in the registers of a warpgroup, whatever their
-length.
+"""Rows on a GPU: what a kernel computes of them in the registers of a warpgroup, at any length.
 
-A warpgroup is 128 lanes in step. It has a row of 128 numbers or more in pieces, of which each lane
-holds `vector` neighbouring numbers, loaded at once; the last piece reaches back where they do not
-fill it, and what it repeats is counted once. A row that registers do not hold passes by as often as
-something is asked of all of it, from shared memory, or from the GPU's cache and memory where it is
-too long for that too. Of shorter rows it has 128, one in each lane, and a piece is `vector` numbers
-of each; above 64 they pass by too. Nothing is padded but few short rows, to 128, and no load
-reaches beyond the rows.
+A warpgroup is 128 lanes in step. It holds a row of 128 numbers or more in pieces, of which each
+lane holds `vector` neighbouring numbers, loaded at once. With `vector = 2`:
 
-What is computed of a row is a function of its pieces, remembered while a piece is in registers.
+    row      0 1 2 3 4 5 6 7 ...       ... 255 | 256 ...                 ... 511 | ...
+    lane     0 0 1 1 2 2 3 3 ...       ... 127 |   0 0 1 1 ...       ... 127 127 | ...
+             '------------ piece 0 ----------' '------------ piece 1 -----------'
+
+Where pieces do not fill the row, the last one reaches back, and what it repeats is counted once.
+
+Rows shorter than 128 numbers are held 128 at a time, one in each lane; a piece is then `vector`
+numbers of each of the 128 rows.
+
+A row that registers can hold is read once. A longer one (and one of more than 64 numbers in a
+single lane) is streamed: it passes by once for every reduction over all of it, from shared memory,
+or from the GPU's cache and memory where it is too long for that too. Nothing is padded except
+fewer than 128 short rows, to 128, and no load reaches beyond the rows.
+
+What is computed of a row is written as a function of its pieces (`Numbers`), which remembers the
+values of a piece while that piece is in registers.
 """
 
 import functools
@@ -28,52 +37,67 @@ from shardlib.kernels._choice import Task
 from shardlib.kernels._gpu import INDEX, STORE, call, refuses_device
 
 LANES = 128
-LONGEST = 32 * 2**10  # bytes of a row that a warpgroup's registers hold, and what is computed of it
-SHARED = 224 * 2**10  # bytes of shared memory that rows may take; some is Mosaic's
+# Bytes of a row that fit a warpgroup's registers together with what is computed of the row.
+LONGEST = 32 * 2**10
+SHARED = 224 * 2**10  # bytes of shared memory that rows may take; the remainder is Mosaic's
 WIDEST = 16  # bytes that a lane loads at once
 ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
-MOST_IN_A_LANE = 64  # numbers of a row of its own
-MOST = 8  # rows that are written out one after the other in a program
+MOST_IN_A_LANE = 64  # numbers of a row that one lane holds by itself
+MOST = 8  # rows that are unrolled one after the other in a program
+KIB = 2**10
 
 
-@dataclass(frozen=True, eq=False)  # each for itself: what is remembered of it is gone with it
+@dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a row, or of 128: where it begins, how many numbers it has, how many of the first
-    an earlier piece has too.
+    """A part of a row, or of the 128 rows that the lanes hold.
+
+    Pieces are compared by identity: the values that are cached for a piece disappear with it.
     """
 
-    begin: Any
+    begin: Any  # the column of its first number, traced where rows are streamed
     size: int
-    again: Any = 0
+    again: Any = 0  # how many of its first numbers an earlier piece has too
 
 
 Numbers: TypeAlias = Callable[[Piece], jax.Array]
 
 
-def each(function: Callable[..., jax.Array], *of: Numbers | jax.Array) -> Numbers:
-    """What a function makes of numbers of a row, piece by piece, and of what is the same for all
-    pieces.
+def piecewise(function: Callable[..., jax.Array], *operands: Numbers | jax.Array) -> Numbers:
+    """Apply a function to the numbers of rows, piece by piece.
+
+    An operand is either numbers of a row or an array that is the same for all pieces. Nothing is
+    computed here: a piece is computed when it is first asked for, and then remembered.
     """
-    return functools.cache(
-        lambda piece: function(*(one(piece) if callable(one) else one for one in of))
-    )
+
+    def compute(piece: Piece) -> jax.Array:
+        values = []
+        for operand in operands:
+            values.append(operand(piece) if callable(operand) else operand)
+        return function(*values)
+
+    return functools.cache(compute)
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """In the dtype in which kernels compute."""
+def as_float32(x: jax.Array) -> jax.Array:
+    """Numbers in the dtype in which kernels compute."""
     return x.astype(jnp.float32)
 
 
 def shared_bytes(*arrays: Any) -> int:
-    """What arrays take of shared memory, each in whole KiB."""
-    return (
-        sum(-(-math.prod(one.shape) * jnp.dtype(one.dtype).itemsize // 2**10) for one in arrays)
-        * 2**10
-    )
+    """The bytes that arrays take of shared memory, each rounded up to whole KiB."""
+    kib = 0
+    for array in arrays:
+        size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+        kib += -(-size // KIB)
+    return kib * KIB
 
 
-def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
-    """So many references, so many, and so on, and the rest."""
+def split_refs(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+    """Split a kernel's references into groups of the given sizes, followed by the remainder.
+
+    >>> list(split_refs("abcd", 1, 2))
+    ['a', 'bc', 'd']
+    """
     for size in sizes:
         yield refs[:size]
         refs = refs[size:]
@@ -81,257 +105,356 @@ def parts(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How a warpgroup has rows of so many numbers: one row in pieces, or 128, which lie `apart`, a
-    row in each lane.
+class RowLayout:
+    """How a warpgroup holds rows of one length in its registers.
 
-    >>> rows = Rows.of(1001, [jnp.float32])
+    It holds either one long row in pieces or 128 short rows, one in each lane. The methods that
+    take `Numbers` trace operations into the kernel that is being built.
+
+    >>> rows = RowLayout.choose(1001, [jnp.float32])
     >>> [(piece.begin, piece.size, piece.again) for piece in rows.pieces()][-1]
     (873, 128, 23)
     """
 
-    row: int
+    length: int  # numbers of a row
     vector: int  # neighbouring numbers in a lane
-    turns: int  # in which all pieces of a row come by
-    simulated: bool  # by what knows no layouts of registers
+    passes: int  # turns in which all pieces of a row come by; 1 where the row stays in registers
+    simulated: bool  # by an interpreter, which knows no layouts of registers
 
     @staticmethod
-    def of(
-        row: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False
-    ) -> "Rows":
-        """Rows that are loaded from arrays of some dtypes, and kept in one."""
+    def choose(
+        length: int, loaded: Sequence[Any], kept: Any = jnp.float32, simulated: bool = False
+    ) -> "RowLayout":
+        """The layout for rows that are loaded from arrays of some dtypes and kept in another.
+
+        The vector is the widest load that divides the row and leaves every lane something to do.
+        """
         vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
-        while vector > 1 and (row % vector or LANES * vector > row >= LANES):
+        while vector > 1 and (length % vector or LANES * vector > length >= LANES):
             vector //= 2
-        stays = row <= MOST_IN_A_LANE if row < LANES else row * jnp.dtype(kept).itemsize <= LONGEST
-        turn = MOST_IN_A_LANE if row < LANES else ENOUGH
-        return Rows(row, vector, 1 if stays else -(-row // turn), simulated)
+        if length < LANES:
+            fits_registers = length <= MOST_IN_A_LANE
+            numbers_a_pass = MOST_IN_A_LANE
+        else:
+            fits_registers = length * jnp.dtype(kept).itemsize <= LONGEST
+            numbers_a_pass = ENOUGH
+        passes = 1 if fits_registers else -(-length // numbers_a_pass)
+        return RowLayout(length, vector, passes, simulated)
 
     @property
-    def apart(self) -> bool:
-        return self.row < LANES
+    def one_row_per_lane(self) -> bool:
+        """Whether each of the 128 lanes holds a row of its own."""
+        return self.length < LANES
 
     @property
-    def held(self) -> int:
-        """How many rows a warpgroup has at a time."""
-        return LANES if self.apart else 1
+    def rows_held(self) -> int:
+        """How many rows a warpgroup holds at a time."""
+        return LANES if self.one_row_per_lane else 1
 
     def pieces(self, turn: Any = 0) -> list[Piece]:
-        """What is in registers in a turn."""
-        size = self.shape[-1]
-        if self.turns > 1:
-            many = MOST_IN_A_LANE if self.apart else ENOUGH
-            begin = jnp.minimum(turn * many, self.row - many)
+        """The pieces that are in registers in one pass over a row.
+
+        A streamed row has the same number of pieces in each pass: the last pass begins early
+        enough to be full, and its pieces know how much of them came by before.
+        """
+        size = self.piece_shape[-1]
+        if self.passes > 1:
+            numbers = MOST_IN_A_LANE if self.one_row_per_lane else ENOUGH
+            begin = jnp.minimum(turn * numbers, self.length - numbers)
             return [
-                Piece(begin + at, size, turn * many - begin - at) for at in range(0, many, size)
+                Piece(begin + offset, size, turn * numbers - begin - offset)
+                for offset in range(0, numbers, size)
             ]
-        rest = self.row % size
-        pieces = [Piece(at, size) for at in range(0, self.row - size + 1, size)]
-        return [*pieces, *[Piece(self.row - size, size, size - rest)] * (rest > 0)]
+        pieces = [Piece(begin, size) for begin in range(0, self.length - size + 1, size)]
+        remainder = self.length % size
+        if remainder:
+            # One more piece reaches back from the end of the row.
+            pieces.append(Piece(self.length - size, size, size - remainder))
+        return pieces
 
     @functools.cached_property
-    def kept(self) -> list[Piece]:
-        """The pieces of a row that stays."""
+    def resident_pieces(self) -> list[Piece]:
+        """The pieces of a row that stays in registers, the same objects at every use."""
         return self.pieces()
 
-    def over(self, function: Callable[[Piece, Any], Any], carry: Any = None) -> Any:
-        """Call a function for every piece with what it gave for the one before."""
+    def fold(self, function: Callable[[Piece, Any], Any], carry: Any = None) -> Any:
+        """Call a function for every piece with its result for the piece before.
 
-        def of_turn(pieces: list[Piece], carry: Any) -> Any:
-            return functools.reduce(lambda carry, piece: function(piece, carry), pieces, carry)
+        A resident row is unrolled; a streamed one takes a loop in the kernel over its passes.
+        """
 
-        if self.turns == 1:
-            return of_turn(self.kept, carry)
+        def fold_pieces(pieces: list[Piece], carry: Any) -> Any:
+            for piece in pieces:
+                carry = function(piece, carry)
+            return carry
+
+        if self.passes == 1:
+            return fold_pieces(self.resident_pieces, carry)
         return lax.fori_loop(
-            0, self.turns, lambda turn, carry: of_turn(self.pieces(turn), carry), carry
+            0, self.passes, lambda turn, carry: fold_pieces(self.pieces(turn), carry), carry
         )
 
     def load(self, ref: Any, index: Any, now: bool = True) -> Numbers:
-        """A row of an array in the GPU's memory, or 128 from there on; what stays is loaded `now`,
-        or where it is wanted.
+        """The row at an index of an array in memory, or the 128 rows from there on.
+
+        With `now`, a row that stays in registers is loaded here, so that loads are on their way
+        before anything waits for one; otherwise each piece is loaded where it is first used.
         """
 
-        def of(piece: Piece) -> jax.Array:
-            part = ref.at[self._place(index, piece)]
+        def load_piece(piece: Piece) -> jax.Array:
+            part = ref.at[self._slices(index, piece)]
             if self.simulated:
                 return part[...]
-            return plgpu.load(part, *INDEX, layout=self.layout, optimized=False)
+            return plgpu.load(part, *INDEX, layout=self.register_layout, optimized=False)
 
-        numbers = functools.cache(of)
-        if now and self.turns == 1:
-            for piece in self.kept:
+        numbers = functools.cache(load_piece)
+        if now and self.passes == 1:
+            for piece in self.resident_pieces:
                 numbers(piece)
         return numbers
 
     def load_shared(self, ref: Any, index: Any) -> Numbers:
-        """A row that is the same for all rows that a warpgroup has."""
-        if not self.apart:
+        """A row that is the same for all rows that a warpgroup holds, such as a norm's scale."""
+        if not self.one_row_per_lane:
             return self.load(ref, index)
 
-        def of(piece: Piece) -> jax.Array:
+        def load_piece(piece: Piece) -> jax.Array:
             part = ref.at[index, pl.ds(piece.begin, piece.size)]
-            x = (
-                part[...]
-                if self.simulated
-                else plgpu.load(part, *INDEX, layout=self.layout.reduce(0), optimized=False)
-            )
-            return self._cast(lax.broadcast_in_dim(x, self.shape, [1]))
+            if self.simulated:
+                x = part[...]
+            else:
+                # Every lane needs the same numbers: the layout of a piece without its rows.
+                layout = self.register_layout.reduce(0)
+                x = plgpu.load(part, *INDEX, layout=layout, optimized=False)
+            return self._cast(lax.broadcast_in_dim(x, self.piece_shape, [1]))
 
-        return functools.cache(of)
+        return functools.cache(load_piece)
 
-    def room(self, *dtypes: Any, beside: Sequence[Any] = ()) -> list[Any]:
-        """Shared memory for a row of each dtype, if a row does not stay in registers and there is
-        enough.
+    def scratch(self, *dtypes: Any, reserved: Sequence[Any] = ()) -> list[Any]:
+        """Shared memory for a row of each dtype, or nothing where that is not useful.
+
+        It is useful where a row does not stay in registers, and possible where it fits besides the
+        arrays that are `reserved` already.
         """
-        arrays = [plgpu.SMEM((1, self.row), dtype) for dtype in dtypes]
-        wanted = self.turns > 1 and not self.apart
-        return arrays if wanted and shared_bytes(*beside, *arrays) <= SHARED else []
+        arrays = [plgpu.SMEM((1, self.length), dtype) for dtype in dtypes]
+        streamed = self.passes > 1 and not self.one_row_per_lane
+        if streamed and shared_bytes(*reserved, *arrays) <= SHARED:
+            return arrays
+        return []
 
-    def keep(self, numbers: Numbers, room: Sequence[Any]) -> Numbers:
-        """Numbers of a row, put where the passes to come find them, if there is `room`."""
-        if not room:
+    def stage(self, numbers: Numbers, scratch: Sequence[Any]) -> Numbers:
+        """Copy a row to shared memory, from where later passes read it.
+
+        Without scratch, as where rows stay in registers, it is returned as it is.
+        """
+        if not scratch:
             return numbers
-        self.store((room[0], 0, numbers))
-        return self.load(room[0], 0)
+        self.store((scratch[0], 0, numbers))
+        return self.load(scratch[0], 0)
 
     def store(self, *writes: tuple[Any, Any, Numbers]) -> None:
-        """Write rows of arrays, or 128 from there on, piece by piece: `(array, index, numbers)`."""
+        """Write rows, or 128 from an index on, piece by piece.
 
-        def of(piece: Piece, _: None) -> None:
+        Each write is `(array, index, numbers)`. They share one pass over the row, so that numbers
+        used by several of them are computed once.
+        """
+
+        def store_piece(piece: Piece, _: None) -> None:
             for ref, index, numbers in writes:
-                place, x = self._place(index, piece), numbers(piece).astype(ref.dtype)
-                if self.simulated or not self.apart or STORE is None:
-                    ref[place] = x
+                slices, x = self._slices(index, piece), numbers(piece).astype(ref.dtype)
+                if self.simulated or not self.one_row_per_lane or STORE is None:
+                    ref[slices] = x
                 else:
-                    STORE(ref.at[place], x, optimized=False)
+                    # Lanes with a row each write apart from each other, which is to be asked for.
+                    STORE(ref.at[slices], x, optimized=False)
 
-        self.over(of)
+        self.fold(store_piece)
 
-    def once(self, numbers: Numbers) -> Numbers:
-        """Numbers of a row, and zeros where an earlier piece has them too."""
+    def without_repeats(self, numbers: Numbers) -> Numbers:
+        """Numbers of a row, with zeros where an earlier piece has the same columns."""
 
-        def of(piece: Piece) -> jax.Array:
+        def mask_piece(piece: Piece) -> jax.Array:
             x = numbers(piece)
+            # A resident piece knows its repeats while tracing; a streamed one only as it runs.
             if isinstance(piece.again, int) and not piece.again:
                 return x
-            return jnp.where(self.places(piece) < piece.begin + piece.again, jnp.zeros_like(x), x)
+            repeated = self.columns(piece) < piece.begin + piece.again
+            return jnp.where(repeated, jnp.zeros_like(x), x)
 
-        return functools.cache(of)
+        return functools.cache(mask_piece)
 
     def total(self, numbers: Numbers) -> jax.Array:
-        """The sum of all numbers of a row."""
-        return self._reduced(self.once(numbers), jnp.add, jnp.sum, 0.0)
+        """The sum of all numbers of a row, in the shape of a piece if each lane has a row."""
+        return self._reduce(self.without_repeats(numbers), jnp.add, jnp.sum, 0.0)
 
-    def highest(self, numbers: Numbers) -> jax.Array:
-        """The greatest number of a row."""
-        return self._reduced(numbers, jnp.maximum, jnp.max, -jnp.inf)
+    def maximum(self, numbers: Numbers) -> jax.Array:
+        """The greatest number of a row; numbers that pieces repeat do no harm."""
+        return self._reduce(numbers, jnp.maximum, jnp.max, -jnp.inf)
 
-    def _reduced(self, numbers: Numbers, two: Any, across: Any, start: float) -> jax.Array:
-        first = None if self.turns == 1 else self.full(start)
-        of_lanes = self.over(
-            lambda piece, x: numbers(piece) if x is None else two(x, numbers(piece)), first
-        )
-        if not self.apart:
-            return across(of_lanes)
-        return self._cast(lax.broadcast_in_dim(across(of_lanes, axis=1), self.shape, [0]))
+    def _reduce(self, numbers: Numbers, combine: Any, reduce_lanes: Any, start: float) -> jax.Array:
+        """Reduce a row: pieces elementwise first, then the lanes of what remains.
 
-    def places(self, piece: Piece) -> Any:
-        """The places of a piece's numbers in its row."""
-        return self._counted(-1) + piece.begin
+        One reduction across lanes costs more than many operations within them.
+        """
 
-    def indices(self, index: Any) -> Any:
-        """Which row it is, or which the 128 are."""
-        return self._counted(0) + index if self.apart else index
+        def add_piece(piece: Piece, so_far: Any) -> jax.Array:
+            if so_far is None:
+                return numbers(piece)
+            return combine(so_far, numbers(piece))
+
+        # A loop in the kernel needs a carry of fixed shape to begin with.
+        carry = None if self.passes == 1 else self.full(start)
+        by_lane = self.fold(add_piece, carry)
+        if not self.one_row_per_lane:
+            return reduce_lanes(by_lane)
+        by_row = reduce_lanes(by_lane, axis=1)
+        return self._cast(lax.broadcast_in_dim(by_row, self.piece_shape, [0]))
+
+    def columns(self, piece: Piece) -> Any:
+        """The columns of a piece's numbers in their row."""
+        return self._iota(-1) + piece.begin
+
+    def row_indices(self, index: Any) -> Any:
+        """The index of the row that is held, or of each of the 128."""
+        if self.one_row_per_lane:
+            return self._iota(0) + index
+        return index
 
     def full(self, value: float) -> jax.Array:
         """A piece of equal numbers."""
-        return self._cast(jnp.full(self.shape, value, jnp.float32))
+        return self._cast(jnp.full(self.piece_shape, value, jnp.float32))
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of a piece in registers."""
-        return (LANES, self.vector) if self.apart else (LANES * self.vector,)
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of a piece in registers: `(rows, columns)`, or `(columns,)` of a single row."""
+        if self.one_row_per_lane:
+            return LANES, self.vector
+        return (LANES * self.vector,)
 
     @property
     def pitch(self) -> int:
-        """From row to row in shared memory, so that lanes with a row each are at different banks of
-        it.
+        """The distance from row to row in shared memory.
+
+        It is an odd number of vectors where each lane has a row, so that lanes that read the same
+        column are at different banks of the memory.
         """
-        return self.row + self.vector * (self.apart and self.row // self.vector % 2 == 0)
+        if self.one_row_per_lane and self.length // self.vector % 2 == 0:
+            return self.length + self.vector
+        return self.length
 
     @property
-    def layout(self) -> Any:
-        """How a piece lies in the registers of a warpgroup."""
-        if self.apart:
+    def register_layout(self) -> Any:
+        """Mosaic's name for how a piece is laid out in the registers of a warpgroup."""
+        if self.one_row_per_lane:
             return plgpu.Layout.TCGEN05_TMEM_NATIVE(self.vector)
-        return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.vector)
+        return plgpu.Layout.WG_STRIDED(self.piece_shape, vec_size=self.vector)
 
-    def _counted(self, dim: int) -> jax.Array:
-        return self._cast(lax.broadcasted_iota(jnp.int32, self.shape, dim % len(self.shape)))
+    def _iota(self, dim: int) -> jax.Array:
+        shape = self.piece_shape
+        return self._cast(lax.broadcasted_iota(jnp.int32, shape, dim % len(shape)))
 
     def _cast(self, x: jax.Array) -> jax.Array:
-        return x if self.simulated else plgpu.layout_cast(x, self.layout)
+        """Say in which layout an array is; the interpreter has no layouts."""
+        if self.simulated:
+            return x
+        return plgpu.layout_cast(x, self.register_layout)
 
-    def _place(self, index: Any, piece: Piece) -> tuple[Any, Any]:
-        return (pl.ds(index, LANES) if self.apart else index), pl.ds(piece.begin, piece.size)
+    def _slices(self, index: Any, piece: Piece) -> tuple[Any, Any]:
+        rows = pl.ds(index, LANES) if self.one_row_per_lane else index
+        return rows, pl.ds(piece.begin, piece.size)
 
-    def flat(self, x: jax.Array, groups: int = 1, **how: Any) -> jax.Array:
-        """Groups of rows as one array of rows, of which there are as many in each as a warpgroup
-        has.
+    def flatten(self, x: jax.Array, groups: int = 1, **pad_options: Any) -> jax.Array:
+        """Groups of rows as one array `(rows, length)`, as a kernel takes them.
+
+        Groups with fewer rows than a warpgroup holds are padded to that many, by `jnp.pad` with
+        `pad_options`.
         """
-        x = x.reshape(groups, -1, self.row)
-        few = max(self.held - x.shape[1], 0)
-        x = jnp.pad(x, ((0, 0), (0, few), (0, 0)), **how) if few else x
-        return x.reshape(-1, self.row)
+        x = x.reshape(groups, -1, self.length)
+        missing = max(self.rows_held - x.shape[1], 0)
+        if missing:
+            x = jnp.pad(x, ((0, 0), (0, missing), (0, 0)), **pad_options)
+        return x.reshape(-1, self.length)
 
-    def unflat(self, x: jax.Array, shape: tuple[int, ...], groups: int = 1) -> jax.Array:
-        """What `flat` was given."""
-        return x.reshape(groups, -1, self.row)[:, : math.prod(shape[:-1]) // groups].reshape(shape)
+    def unflatten(self, x: jax.Array, shape: tuple[int, ...], groups: int = 1) -> jax.Array:
+        """The array of a shape that `flatten` made these rows of, without its padding."""
+        rows_of_group = math.prod(shape[:-1]) // groups
+        return x.reshape(groups, -1, self.length)[:, :rows_of_group].reshape(shape)
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """The blocks of rows that the programs of a kernel take: `groups` times `rows` of them."""
+
+    layout: RowLayout
+    groups: int
+    rows: int  # of each group
+
+    @property
+    def unrolled(self) -> int:
+        """How many times a program does what it does of one row, or of 128 short ones.
+
+        Short rows that fill a warpgroup by themselves are taken several at a time, so that enough
+        loads are on their way.
+        """
+        if self.layout.rows_held > 1:
+            return 1
+        return min(max(ENOUGH // self.layout.length, 1), MOST, self.rows)
 
 
 def over_rows(
-    kernel: Any, rows: Rows, groups: int, count: int, outs: Any, room: Sequence[Any] = ()
+    kernel: Any, name: str, blocks: RowBlocks, results: Any, scratch: Sequence[Any] = ()
 ) -> Any:
-    """Call `kernel(group, indices, *refs)` for blocks of rows of each group; the last may have some
-    of the one before.
+    """A function of arrays of rows that runs `kernel(group, indices, *refs)` for blocks of rows.
 
-    The references are to operands, results, and `room` in shared memory.
+    Args:
+        kernel: it is called with the group of rows that a program works on, with the index of each
+            row (or of the first of 128) in the block, and with references to operands, results,
+            and scratch, in this order.
+        name: of the kernel, which profiles show.
+        blocks: how many rows there are. The last block of a group begins early enough to be full:
+            some of its rows are then computed twice, with the same result.
+        results: the shapes and dtypes of the results.
+        scratch: what the kernel takes of shared memory.
     """
-    block = min(max(ENOUGH // rows.row, 1), MOST, count) if rows.held == 1 else 1
-    step = block * rows.held
-    blocks = -(-count // step)
+    layout, unrolled = blocks.layout, blocks.unrolled
+    step = unrolled * layout.rows_held
+    grid = (blocks.groups, -(-blocks.rows // step))
 
     def of_block(*refs: Any) -> None:
         group = lax.axis_index("group")
-        begin = group * count + jnp.minimum(lax.axis_index("block") * step, count - step)
-        kernel(group, [begin + k for k in range(block)], *refs)
+        # The last block begins earlier, to be full.
+        begin = group * blocks.rows + jnp.minimum(
+            lax.axis_index("block") * step, blocks.rows - step
+        )
+        kernel(group, [begin + offset for offset in range(unrolled)], *refs)
 
     return call(
         of_block,
-        kernel.__name__,
-        outs,
-        rows.simulated,
-        scratch_types=room,
-        grid=(groups, blocks),
+        name,
+        results,
+        layout.simulated,
+        scratch_types=scratch,
+        grid=grid,
         grid_names=("group", "block"),
     )
 
 
 def refuses(task: Task) -> str | None:
-    """Why a kernel for rows does not take a task, if it does not."""
+    """Why a kernel for rows does not take a task; None if it does.
+
+    The text continues a sentence that begins with the kernel's name.
+    """
     if task.summed:
         return (
             "adds up nothing between devices, and the last dim is split over "
             f"`{', '.join(task.summed)}`"
         )
-    if reason := refuses_device(task):
-        return reason
-    odd = {str(x.dtype) for x in task.arrays.values()} - {
-        "float32",
-        "bfloat16",
-        "float16",
-        "bool",
-        "int32",
-        "int8",
-    }
-    return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}" if odd else None
+    wrong_device = refuses_device(task)
+    if wrong_device:
+        return wrong_device
+    # Masks come as bools and go to the kernel as int8.
+    known = {"float32", "bfloat16", "float16", "bool", "int32", "int8"}
+    unknown = {str(x.dtype) for x in task.arrays.values()} - known
+    if unknown:
+        return f"takes float32, bfloat16 and float16; not {', '.join(sorted(unknown))}"
+    return None

@@ -1,9 +1,19 @@
-"""Products of matrices on GPUs whose results no memory sees: each tile of one goes to a function as
-it leaves the matrix unit.
+"""Products of matrices on GPUs whose results are used tile by tile and never written as a whole.
 
-On Hopper two warpgroups have a tile of their own each, in registers (`wgmma`), and a third copies
-what they multiply; on Blackwell one copies, one multiplies into tensor memory (`tcgen05`), and one
-takes the tile from there.
+Each 128 x 128 tile of `a @ b.T` goes to a function, the epilogue, as it leaves the matrix unit. The
+warpgroups of a program share the work:
+
+    Hopper                                       Blackwell
+    group 2:  memory -> shared memory            group 0:  memory -> shared memory
+    group 0:  wgmma -> its tile, epilogue        group 1:  tcgen05 -> tensor memory
+    group 1:  wgmma -> its tile, epilogue        group 2:  tensor memory -> registers, epilogue
+
+On Hopper a tile is accumulated in registers (`wgmma`), and two warpgroups have a tile each, of the
+same columns. On Blackwell it is accumulated in tensor memory (`tcgen05`).
+
+Operands come step by step, 128 bytes of each row at a time, into a ring of `stages` buffers. For
+each buffer there are two barriers: at `ready` the multiplying warpgroup waits for a copy, and at
+`free` the copying one waits until the buffer has been multiplied.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +31,23 @@ from shardlib.kernels._choice import device_here
 from shardlib.kernels._gpu import INDEX, call, generation
 
 ROWS = COLUMNS = 128  # of a tile
-SWIZZLE = 128  # bytes of a row of what is multiplied at once
-TOGETHER = 8  # tiles side by side in a turn, whose operands the cache keeps
-SHARED = 227 * 2**10 - 2**11  # bytes of shared memory, and some for barriers
+SWIZZLE = 128  # bytes of a row that are multiplied in a step
+TOGETHER = 8  # tiles side by side that are computed one after the other: the cache keeps operands
+SHARED = 227 * 2**10 - 2**11  # bytes of shared memory, less some for barriers
 MOST_STAGES = 6
+# Registers of a thread: copying needs few, and computing takes all that the others leave.
+FEW_REGISTERS, MANY_REGISTERS = 40, 232
 
 Result: TypeAlias = tuple[str, Any]  # "row" or "tile", and a dtype
+
+
+@dataclass(frozen=True)
+class ProductKernel:
+    """What a kernel is called, and how it is run."""
+
+    name: str
+    simulated: bool  # by an interpreter
+    rough: bool  # whether exponentials and tangents may be those of the GPU's unit; see `call`
 
 
 @dataclass(frozen=True)
@@ -34,285 +55,364 @@ class Tile:
     """Some rows and columns of a product, in float32."""
 
     z: jax.Array
-    index: tuple[jax.Array, jax.Array]  # which tile, along both
-    layout: Any  # in registers; None where a simulator runs, which knows none
+    index: tuple[jax.Array, jax.Array]  # which tile, along rows and along columns
+    layout: Any  # in registers; None where an interpreter runs, which has no layouts
 
-    def places(self, dim: int) -> jax.Array:
-        """The places of its numbers in the product along a dim."""
+    def positions(self, dim: int) -> jax.Array:
+        """The row (dim 0) or column (dim 1) of each number in the whole product."""
         shape, first = self.z.shape, self.index[dim] * (ROWS, COLUMNS)[dim]
         if self.layout is None:
             return lax.broadcasted_iota(jnp.int32, shape, dim) + first
         return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=self.layout) + first
 
     def of_rows(self, ref: Any) -> jax.Array:
-        """What an array has for each row."""
+        """What an array that has a number for each row of the product has for the tile's rows."""
         part = ref.at[pl.ds(self.index[0] * ROWS, ROWS)]
         if self.layout is None:
             return part[...]
         return plgpu.load(part, *INDEX, layout=self.layout.reduce(1), optimized=False)
 
     def across(self, x: jax.Array) -> jax.Array:
-        """What each row has, in all its columns."""
+        """Repeat a number for each row over the tile's columns."""
         return lax.broadcast_in_dim(x, self.z.shape, [0])
 
 
-Epilogue: TypeAlias = Callable[..., Sequence[jax.Array]]  # (tile, *references to what is beside)
+# Called as `(tile, *references to the other inputs)`; returns an array for each result.
+Epilogue: TypeAlias = Callable[..., Sequence[jax.Array]]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product and what is made of it: all that a generation's program depends on."""
+
+    epilogue: Epilogue
+    results: Sequence[Result]
+    rows: int
+    columns: int
+    width: int
+    dtype: Any  # of both operands
+    simulated: bool
+
+    @property
+    def steps(self) -> int:
+        """In how many steps a tile is multiplied."""
+        return self.width // step(self.dtype)
+
+    def split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The references to inputs other than the operands, and those to results."""
+        return refs[: -len(self.results)], refs[-len(self.results) :]
+
+    def finish(self, tile: Tile, refs: Sequence[Any], staging: Sequence[Any]) -> None:
+        """Call the epilogue for a tile and write what it returns.
+
+        `refs` are those to the other inputs and to the results.
+        """
+        input_refs, result_refs = self.split(refs)
+        _write(self.epilogue(tile, *input_refs), self.results, tile, staging, result_refs)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The body of a kernel, and the options that it is called with."""
+
+    body: Any
+    options: dict[str, Any]
 
 
 def over_tiles(
     epilogue: Epilogue,
     a: jax.Array,
     b: jax.Array,
-    beside: Sequence[jax.Array],
+    inputs: Sequence[jax.Array],
     results: Sequence[Result],
-    *,
-    name: str,
-    simulated: bool,
-    rough: bool,
+    kernel: ProductKernel,
 ) -> list[jax.Array]:
-    """Call a function for each tile of `a @ b.T` with what lies beside; what it gives is written.
+    """Call a function for each tile of `a @ b.T`, and return what it makes of them.
 
-    A `"row"` result is a number for each row of each tile, `(tiles side by side, rows)`; a `"tile"`
-    is as large as the product. What is `rough`, see `call`. Rows of both are whole tiles, and their
-    widths whole steps: see `padded`.
+    Args:
+        epilogue: called as `(tile, *references)`; it returns an array for each result.
+        a: (rows, width); rows for two whole tiles, and whole steps of the width: see `padded`.
+        b: (columns, width), whole tiles and steps.
+        inputs: arrays to which the epilogue is given references.
+        results: a `"row"` result is a number for each row of each tile, `(tiles side by side,
+            rows)`; a `"tile"` result is as large as the product.
+        kernel: its name, and how it is run.
     """
     (rows, width), columns = a.shape, b.shape[0]
     assert rows % (2 * ROWS) == columns % COLUMNS == width % step(a.dtype) == 0, (a.shape, b.shape)
     shapes = {"row": (columns // COLUMNS, rows), "tile": (rows, columns)}
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
-    make = {"hopper": _hopper, "blackwell": _blackwell}[generation(device_here().kind)]
-    body, options = make(epilogue, results, (rows, columns, width), a.dtype, simulated)
-    return call(
-        body, name, outs, simulated, rough, grid_names=("tile",), thread_name="group", **options
-    )(a, b, *beside)
+    product = _Product(epilogue, results, rows, columns, width, a.dtype, kernel.simulated)
+    make_program = {"hopper": _hopper, "blackwell": _blackwell}[generation(device_here().kind)]
+    program = make_program(product)
+    run = call(
+        program.body,
+        kernel.name,
+        outs,
+        kernel.simulated,
+        kernel.rough,
+        grid_names=("tile",),
+        thread_name="group",
+        **program.options,
+    )
+    return run(a, b, *inputs)
 
 
 def step(dtype: Any) -> int:
-    """How many numbers of a row are multiplied at once."""
+    """How many numbers of a row are multiplied in a step."""
     return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def padded(x: jax.Array, rows: int, dtype: Any) -> jax.Array:
-    """A matrix with zeros for whole tiles and steps."""
-    more = [(0, -x.shape[0] % rows), (0, -x.shape[1] % step(dtype))]
-    return jnp.pad(x, more).astype(dtype) if any(size for _, size in more) else x.astype(dtype)
+    """A matrix in a dtype, with zeros for a multiple of `rows` and for whole steps."""
+    missing_rows, missing_width = -x.shape[0] % rows, -x.shape[1] % step(dtype)
+    if missing_rows or missing_width:
+        x = jnp.pad(x, [(0, missing_rows), (0, missing_width)])
+    return x.astype(dtype)
 
 
 def _transforms(dtype: Any) -> tuple[Any, ...]:
+    """The layout of shared memory that the matrix unit and the copies agree on."""
     return plgpu.TilingTransform((8, step(dtype))), plgpu.SwizzleTransform(SWIZZLE)
 
 
 def _staging(results: Sequence[Result], groups: int) -> list[Any]:
-    """Shared memory from which results are copied: of a row's whole, of a tile's some columns at a
-    time.
+    """Shared memory from which results are copied to memory, for each group of a program.
+
+    A `"row"` result is staged whole, and a `"tile"` some columns at a time.
     """
-    return [
-        plgpu.SMEM((groups, ROWS), dtype)
-        if kind == "row"
-        else plgpu.SMEM((groups, ROWS, step(dtype)), dtype, transforms=_transforms(dtype))
-        for kind, dtype in results
-    ]
+    buffers = []
+    for kind, dtype in results:
+        if kind == "row":
+            buffers.append(plgpu.SMEM((groups, ROWS), dtype))
+        else:
+            shape = (groups, ROWS, step(dtype))
+            buffers.append(plgpu.SMEM(shape, dtype, transforms=_transforms(dtype)))
+    return buffers
 
 
-def _stages(results: Sequence[Result], groups: int, stage: int, steps: int) -> int:
-    """How many steps may be on their way at once."""
-    staged = sum(
-        groups * ROWS * (jnp.dtype(dtype).itemsize if kind == "row" else SWIZZLE)
-        for kind, dtype in results
-    )
-    return min((SHARED - staged) // stage, MOST_STAGES, steps)
+def _count_stages(results: Sequence[Result], groups: int, stage_bytes: int, steps: int) -> int:
+    """How many steps may be on their way at once, in the shared memory that staging leaves."""
+    staged = 0
+    for kind, dtype in results:
+        row_bytes = jnp.dtype(dtype).itemsize if kind == "row" else SWIZZLE
+        staged += groups * ROWS * row_bytes
+    return min((SHARED - staged) // stage_bytes, MOST_STAGES, steps)
 
 
 def _write(
-    given: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
     results: Sequence[Result],
     tile: Tile,
     staging: Sequence[Any],
     outs: Any,
 ) -> None:
-    """Copy what a tile gave to its places, through shared memory."""
+    """Copy what the epilogue returned for a tile to the results, through shared memory.
+
+    Args:
+        arrays: what it returned.
+        results: the kind and dtype of each.
+        tile: whose they are.
+        staging: shared memory for each.
+        outs: the references that they are copied to.
+    """
     row, column = tile.index
-    for x, (kind, dtype), stage, out in zip(given, results, staging, outs, strict=True):
+    for x, (kind, dtype), buffer, out in zip(arrays, results, staging, outs, strict=True):
         rows = pl.ds(row * ROWS, ROWS)
         if kind == "row":
-            stage[...] = x.astype(dtype)
+            buffer[...] = x.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, out.at[column, rows])
+            plgpu.copy_smem_to_gmem(buffer, out.at[column, rows])
             continue
-        some, x = step(dtype), x.astype(dtype)
-        for begin in range(0, COLUMNS, some):
+        width, x = step(dtype), x.astype(dtype)
+        for begin in range(0, COLUMNS, width):
             if begin:
+                # The copy of the columns before must have left the buffer.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            stage[...] = x[:, begin : begin + some]
+            buffer[...] = x[:, begin : begin + width]
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, out.at[rows, pl.ds(column * COLUMNS + begin, some)])
+            columns = pl.ds(column * COLUMNS + begin, width)
+            plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _registers(simulated: bool, count: int) -> None:
-    """Give this warpgroup's threads so many registers: who copies needs few, who computes all that
-    others leave.
-    """
-    if not simulated:
-        plgpu.set_max_registers(count, action="decrease" if count < 128 else "increase")
+def _set_registers(simulated: bool, count: int) -> None:
+    """Give this warpgroup's threads so many registers; a program starts with an even share."""
+    if simulated:
+        return
+    action = "decrease" if count < 128 else "increase"
+    plgpu.set_max_registers(count, action=action)
 
 
-def _bring(
-    operands: Sequence[Any], staging: Sequence[Any], there: Any, free: Any, steps: int, stages: int
-) -> None:
-    """Copy what is multiplied to shared memory step by step, as far ahead as stages are free."""
+@dataclass(frozen=True)
+class _Ring:
+    """Buffers in shared memory through which operands come, and their barriers."""
 
-    @pl.loop(0, steps)
-    def _(k: jax.Array) -> None:
-        slot = lax.rem(k, stages)
-        pl.when(k >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-        for operand, stage in zip(operands, staging, strict=True):
-            some = stage.shape[-1]
-            plgpu.copy_gmem_to_smem(
-                operand.at[:, pl.ds(k * some, some)], stage.at[slot], there.at[slot]
-            )
+    buffers: Sequence[Any]  # for each operand, `(stages, rows, numbers of a step)`
+    ready: Any  # barriers: a copy has arrived
+    free: Any  # barriers: a buffer has been multiplied
+    steps: int
+    stages: int
+
+    def copy_in(self, operands: Sequence[Any]) -> None:
+        """Copy operands to shared memory step by step, as far ahead as buffers are free."""
+
+        @pl.loop(0, self.steps)
+        def _(k: jax.Array) -> None:
+            slot = lax.rem(k, self.stages)
+            pl.when(k >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+            for operand, buffer in zip(operands, self.buffers, strict=True):
+                width = buffer.shape[-1]
+                part = operand.at[:, pl.ds(k * width, width)]
+                plgpu.copy_gmem_to_smem(part, buffer.at[slot], self.ready.at[slot])
 
 
-def _place(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Which tile a program has: neighbours in time share operands."""
+def _tile_index(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Which tile a program has; programs that run at the same time share operands."""
     return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, TOGETHER)
 
 
-def _hopper(
-    epilogue: Epilogue,
-    results: Sequence[Result],
-    size: tuple[int, int, int],
-    dtype: Any,
-    simulated: bool,
-) -> tuple[Any, dict[str, Any]]:
-    rows, columns, width = size
-    some, layout = step(dtype), None if simulated else plgpu.Layout.WGMMA
-    steps = width // some
-    stages = _stages(results, 2, (2 * ROWS + COLUMNS) * SWIZZLE, steps)
+def _operand_buffers(product: _Product, stages: int, a_rows: int) -> dict[str, Any]:
+    """Shared memory for the operands of one program, `a_rows` rows of the first."""
+    dtype, width = product.dtype, step(product.dtype)
+    transforms = _transforms(dtype)
+    return {
+        "a_smem": plgpu.SMEM((stages, a_rows, width), dtype, transforms=transforms),
+        "b_smem": plgpu.SMEM((stages, COLUMNS, width), dtype, transforms=transforms),
+    }
 
-    def kernel(
-        a: Any, b: Any, *rest: Any, a_smem: Any, b_smem: Any, there: Any, free: Any, staging: Any
-    ) -> None:
-        beside, out_refs = rest[: -len(results)], rest[-len(results) :]
-        group, registers = lax.axis_index("group"), partial(_registers, simulated)
-        row, column = _place(rows // (2 * ROWS), columns // COLUMNS)
+
+def _hopper(product: _Product) -> _Program:
+    """The program for Hopper: two warpgroups multiply, each a tile, and a third one copies."""
+    layout = None if product.simulated else plgpu.Layout.WGMMA
+    steps, a_rows = product.steps, 2 * ROWS
+    stages = _count_stages(product.results, 2, (a_rows + COLUMNS) * SWIZZLE, steps)
+    grid = (product.rows // a_rows, product.columns // COLUMNS)
+
+    def kernel(a: Any, b: Any, *refs: Any, **shared: Any) -> None:
+        ring = _Ring(
+            (shared["a_smem"], shared["b_smem"]),
+            shared["step_ready"],
+            shared["free"],
+            steps,
+            stages,
+        )
+        group, set_registers = lax.axis_index("group"), partial(_set_registers, product.simulated)
+        row, column = _tile_index(*grid)
 
         @pl.when(group == 2)
         def _() -> None:
-            registers(40)
-            mine = a.at[pl.ds(row * 2 * ROWS, 2 * ROWS)], b.at[pl.ds(column * COLUMNS, COLUMNS)]
-            _bring(mine, (a_smem, b_smem), there, free, steps, stages)
+            set_registers(FEW_REGISTERS)
+            a_part = a.at[pl.ds(row * 2 * ROWS, a_rows)]
+            ring.copy_in((a_part, b.at[pl.ds(column * COLUMNS, COLUMNS)]))
 
         @pl.when(group < 2)
         def _() -> None:
-            registers(232)
-
-            def multiply(total: Any) -> jax.Array:
-                @pl.loop(0, steps)
-                def _(k: jax.Array) -> None:
-                    slot = lax.rem(k, stages)
-                    plgpu.barrier_wait(there.at[slot])
-                    mine = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
-                    plgpu.wgmma(total, mine, b_smem.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)  # the step before is done
-                    pl.when(k > 0)(
-                        lambda: plgpu.barrier_arrive(free.at[lax.rem(k + stages - 1, stages)])
-                    )
-
-                return total[...]
-
-            z = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
-            tile = Tile(z, (row * 2 + group, column), layout)
-            _write(
-                epilogue(tile, *beside),
-                results,
-                tile,
-                [stage.at[group] for stage in staging],
-                out_refs,
+            set_registers(MANY_REGISTERS)
+            z = pl.run_scoped(
+                lambda total: _multiply_on_hopper(total, group, ring),
+                plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32),
             )
+            tile = Tile(z, (row * 2 + group, column), layout)
+            product.finish(tile, refs, [buffer.at[group] for buffer in shared["staging"]])
 
-    return kernel, {
-        "grid": (rows // (2 * ROWS) * (columns // COLUMNS),),
-        "num_threads": 3,
-        "scratch_types": {
-            "a_smem": plgpu.SMEM((stages, 2 * ROWS, some), dtype, transforms=_transforms(dtype)),
-            "b_smem": plgpu.SMEM((stages, COLUMNS, some), dtype, transforms=_transforms(dtype)),
-            "there": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "staging": _staging(results, 2),
-        },
+    # Mosaic allocates scratch in the order of these names.
+    scratch = {
+        **_operand_buffers(product, stages, a_rows),
+        "step_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "staging": _staging(product.results, 2),
     }
+    options = {"grid": (grid[0] * grid[1],), "num_threads": 3, "scratch_types": scratch}
+    return _Program(kernel, options)
 
 
-def _blackwell(
-    epilogue: Epilogue,
-    results: Sequence[Result],
-    size: tuple[int, int, int],
-    dtype: Any,
-    simulated: bool,
-) -> tuple[Any, dict[str, Any]]:
-    rows, columns, width = size
-    some, layout = step(dtype), None if simulated else plgpu.Layout.TCGEN05
-    steps = width // some
-    stages = _stages(results, 1, (ROWS + COLUMNS) * SWIZZLE, steps)
+def _multiply_on_hopper(total: Any, group: jax.Array, ring: _Ring) -> jax.Array:
+    """The product of a warpgroup's tile, accumulated in registers.
 
-    def kernel(
-        a: Any,
-        b: Any,
-        *rest: Any,
-        a_smem: Any,
-        b_smem: Any,
-        total: Any,
-        there: Any,
-        free: Any,
-        done: Any,
-        staging: Any,
-    ) -> None:
-        beside, out_refs = rest[: -len(results)], rest[-len(results) :]
-        group, registers = lax.axis_index("group"), partial(_registers, simulated)
-        row, column = _place(rows // ROWS, columns // COLUMNS)
+    The matrix unit works on one step while the next is issued, so that a buffer is free only when
+    the step after it has begun.
+    """
+    a_smem, b_smem = ring.buffers
+    stages = ring.stages
+
+    @pl.loop(0, ring.steps)
+    def _(k: jax.Array) -> None:
+        slot = lax.rem(k, stages)
+        plgpu.barrier_wait(ring.ready.at[slot])
+        a_part = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
+        plgpu.wgmma(total, a_part, b_smem.at[slot].transpose((1, 0)))
+        plgpu.wgmma_wait(1)  # the step before is done
+        pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.free.at[lax.rem(k + stages - 1, stages)]))
+
+    return total[...]
+
+
+def _blackwell(product: _Product) -> _Program:
+    """The program for Blackwell: one warpgroup copies, one multiplies, and one has the epilogue."""
+    layout = None if product.simulated else plgpu.Layout.TCGEN05
+    steps = product.steps
+    stages = _count_stages(product.results, 1, (ROWS + COLUMNS) * SWIZZLE, steps)
+    grid = (product.rows // ROWS, product.columns // COLUMNS)
+
+    def kernel(a: Any, b: Any, *refs: Any, **shared: Any) -> None:
+        ring = _Ring(
+            (shared["a_smem"], shared["b_smem"]),
+            shared["step_ready"],
+            shared["free"],
+            steps,
+            stages,
+        )
+        total, done = shared["total"], shared["done"]
+        group, set_registers = lax.axis_index("group"), partial(_set_registers, product.simulated)
+        row, column = _tile_index(*grid)
 
         @pl.when(group == 0)
         def _() -> None:
-            registers(40)
-            mine = a.at[pl.ds(row * ROWS, ROWS)], b.at[pl.ds(column * COLUMNS, COLUMNS)]
-            _bring(mine, (a_smem, b_smem), there, free, steps, stages)
+            set_registers(FEW_REGISTERS)
+            a_part = a.at[pl.ds(row * ROWS, ROWS)]
+            ring.copy_in((a_part, b.at[pl.ds(column * COLUMNS, COLUMNS)]))
 
         @pl.when(group == 1)
         def _() -> None:
-            registers(40)
-
-            @pl.loop(0, steps)
-            def _(k: jax.Array) -> None:
-                slot = lax.rem(k, stages)
-                plgpu.barrier_wait(there.at[slot])
-                operands = a_smem.at[slot], b_smem.at[slot].transpose((1, 0))
-                plgpu.tcgen05_mma(total, *operands, free.at[slot], accumulate=k > 0)
-                pl.when(k == steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
+            set_registers(FEW_REGISTERS)
+            _multiply_on_blackwell(total, done, ring)
 
         @pl.when(group == 2)
         def _() -> None:
-            registers(232)
+            set_registers(MANY_REGISTERS)
             plgpu.barrier_wait(done)
-            tile = Tile(
-                plgpu.async_load_tmem(total, **({"layout": layout} if layout else {})),
-                (row, column),
-                layout,
-            )
-            _write(
-                epilogue(tile, *beside), results, tile, [stage.at[0] for stage in staging], out_refs
-            )
+            z = plgpu.async_load_tmem(total, **_layout_option(layout))
+            tile = Tile(z, (row, column), layout)
+            product.finish(tile, refs, [buffer.at[0] for buffer in shared["staging"]])
 
-    return kernel, {
-        "grid": (rows // ROWS * (columns // COLUMNS),),
-        "num_threads": 3,
-        "scratch_types": {
-            "a_smem": plgpu.SMEM((stages, ROWS, some), dtype, transforms=_transforms(dtype)),
-            "b_smem": plgpu.SMEM((stages, COLUMNS, some), dtype, transforms=_transforms(dtype)),
-            "total": plgpu.TMEM((ROWS, COLUMNS), jnp.float32),
-            "there": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
-            "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
-            "staging": _staging(results, 1),
-        },
+    # Mosaic allocates scratch in the order of these names.
+    scratch = {
+        **_operand_buffers(product, stages, ROWS),
+        "total": plgpu.TMEM((ROWS, COLUMNS), jnp.float32),
+        # The matrix unit itself arrives at `free` and `done`, when it has read and written.
+        "step_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
+        "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
+        "staging": _staging(product.results, 1),
     }
+    options = {"grid": (grid[0] * grid[1],), "num_threads": 3, "scratch_types": scratch}
+    return _Program(kernel, options)
+
+
+def _multiply_on_blackwell(total: Any, done: Any, ring: _Ring) -> None:
+    """Accumulate the product of a tile in tensor memory, and say when it is done."""
+    a_smem, b_smem = ring.buffers
+
+    @pl.loop(0, ring.steps)
+    def _(k: jax.Array) -> None:
+        slot = lax.rem(k, ring.stages)
+        plgpu.barrier_wait(ring.ready.at[slot])
+        operands = a_smem.at[slot], b_smem.at[slot].transpose((1, 0))
+        plgpu.tcgen05_mma(total, *operands, ring.free.at[slot], accumulate=k > 0)
+        pl.when(k == ring.steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
+
+
+def _layout_option(layout: Any) -> dict[str, Any]:
+    """The layout as a keyword argument; none for an interpreter."""
+    return {} if layout is None else {"layout": layout}

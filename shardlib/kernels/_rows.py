@@ -1,4 +1,9 @@
-"""Rows and what lies beside them in a mask, in as few dims as tell them apart."""
+"""Rows, and the masks and scales that belong to them, in as few dims as tell them apart.
+
+A kernel takes rows `(rows, length)` and an array that broadcasts to them. This file brings both to
+that form, and says how `vmap` acts on a kernel: by adding rows, where that is possible, rather than
+by a kernel with one more grid dim.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,52 +13,65 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Role: TypeAlias = Literal["rows", "beside", "same"]
+# What an argument of a kernel is to its rows: the rows themselves; an array that broadcasts to
+# them; or an array that is the same for all rows, whatever `vmap` does.
+Role: TypeAlias = Literal["rows", "broadcast", "shared"]
 
 
-class Rows(NamedTuple):
-    """An array of rows and its mask, both reshaped: `(..., rows, numbers of a row)`."""
+class RowShapes(NamedTuple):
+    """The shapes `(..., rows, length)` in which a kernel sees rows and their mask."""
 
     x: tuple[int, ...]
     where: tuple[int, ...] | None
 
 
-def rows(x: tuple[int, ...], where: tuple[int, ...] | None, *, apart: bool = False) -> Rows:
-    """Merge neighbouring dims of rows along which the mask either changes or does not; `apart`
-    leaves the last of them alone.
+def row_shapes(
+    x: tuple[int, ...], where: tuple[int, ...] | None, *, keep_last: bool = False
+) -> RowShapes:
+    """Merge neighbouring dims of rows along which the mask either changes or is constant.
 
-    >>> rows((2, 8, 16, 128), None)
-    Rows(x=(256, 128), where=None)
-    >>> rows((2, 8, 16, 128), (2, 1, 16, 128))
-    Rows(x=(2, 8, 16, 128), where=(2, 1, 16, 128))
-    >>> rows((2, 8, 16, 128), (2, 1, 1, 128))
-    Rows(x=(2, 128, 128), where=(2, 1, 128))
+    The shapes that are returned have the same number of elements in the same order, so that both
+    arrays can be reshaped to them. With `keep_last` the last dim before the numbers of a row is
+    merged with no other.
+
+    >>> row_shapes((2, 8, 16, 128), None)
+    RowShapes(x=(256, 128), where=None)
+    >>> row_shapes((2, 8, 16, 128), (2, 1, 16, 128))
+    RowShapes(x=(2, 8, 16, 128), where=(2, 1, 16, 128))
+    >>> row_shapes((2, 8, 16, 128), (2, 1, 1, 128))
+    RowShapes(x=(2, 128, 128), where=(2, 1, 128))
     """
-    *lead, row = x
-    of_where = [1] * len(lead) if where is None else list(where[:-1])
-    groups: list[tuple[int, int]] = []  # size, size in the mask
-    for dim, (size, masked) in enumerate(zip(lead, of_where, strict=True)):
-        alone = apart and dim >= len(lead) - 1
-        if size == 1 and not alone:
+    *lead, length = x
+    where_lead = [1] * len(lead)
+    if where is not None:
+        where_lead = list(where[:-1])
+    merged_dims: list[tuple[int, int]] = []  # size, and size in the mask
+    for dim, (size, where_size) in enumerate(zip(lead, where_lead, strict=True)):
+        by_itself = keep_last and dim >= len(lead) - 1
+        if size == 1 and not by_itself:
             continue
-        if groups and not alone and (groups[-1][1] == 1) == (masked == 1):
-            groups[-1] = (groups[-1][0] * size, groups[-1][1] * masked)
+        constant = where_size == 1
+        if merged_dims and not by_itself and (merged_dims[-1][1] == 1) == constant:
+            last_size, last_where_size = merged_dims[-1]
+            merged_dims[-1] = (last_size * size, last_where_size * where_size)
         else:
-            groups.append((size, masked))
-    groups = groups or [(1, 1)]
-    shape = tuple(size for size, _ in groups)
+            merged_dims.append((size, where_size))
+    if not merged_dims:
+        merged_dims = [(1, 1)]  # a single row
+    shape = tuple(size for size, _ in merged_dims)
     if where is None:
-        return Rows((*shape, row), None)
-    return Rows((*shape, row), (*(masked for _, masked in groups), where[-1]))
+        return RowShapes((*shape, length), None)
+    where_shape = tuple(where_size for _, where_size in merged_dims)
+    return RowShapes((*shape, length), (*where_shape, where[-1]))
 
 
 def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Callable[..., Any]:
-    """A function of rows whose `vmap` is the same function of more rows: `function(depth, *args)`,
-    with so many dims more.
+    """Make `vmap` of a function of rows the same function of more rows.
 
-    The role of each argument says what becomes of it: `"rows"` get the new dim, first; what lies
-    `"beside"` rows gets it too, of size one if it is the same for all; what is `"same"` for all
-    must be. Results get the dim.
+    The function is called as `function(depth, *args)`, where arguments have `depth` more dims in
+    front than they had without `vmap`. Their roles say what becomes of them under `vmap`: `"rows"`
+    get the new dim; a `"broadcast"` argument gets it too, of size one if it is the same for all;
+    and a `"shared"` one must be the same for all. All results have the new dim.
     """
 
     @jax.custom_batching.custom_vmap
@@ -62,23 +80,32 @@ def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Calla
 
     @called.def_vmap
     def _(size: int, differs: Any, *args: Any) -> Any:
-        def more(x: Any, differs: Any, role: Role) -> Any:
-            if x is None or (differs and role != "same"):
-                return x
-            if role == "same":
-                assert not differs
-                return x
-            return jnp.broadcast_to(x, (size, *x.shape)) if role == "rows" else x[None]
-
-        results = batched(function, *roles, depth=depth + 1)(*map(more, args, differs, roles))
+        deeper = []
+        for x, x_differs, role in zip(args, differs, roles, strict=False):
+            deeper.append(_with_batch_dim(x, x_differs, role, size))
+        results = batched(function, *roles, depth=depth + 1)(*deeper)
         return results, jax.tree.map(lambda _: True, results)
 
     return called
 
 
+def _with_batch_dim(x: Any, differs: Any, role: Role, size: int) -> Any:
+    """An argument of a `vmap` with the new dim first; see `batched`."""
+    if role == "shared" and x is not None:
+        assert not differs, "what all rows share differs along a dim of vmap"
+        return x
+    if x is None or differs:
+        return x  # the dim is there already
+    if role == "rows":
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return x[None]
+
+
 def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
-    """A function of `"rows"` and of what is the `"same"` for all, whose `vmap` is it of more rows,
-    or else a loop.
+    """Make `vmap` of a function of `"rows"` and `"shared"` arguments one call with more rows.
+
+    Unlike with `batched`, the function sees no new dim: rows of the whole batch are concatenated.
+    Where a shared argument differs along the dim of the `vmap`, the function is called in a loop.
     """
 
     @jax.custom_batching.custom_vmap
@@ -87,47 +114,72 @@ def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
 
     @called.def_vmap
     def _(size: int, differs: Any, *args: Any) -> Any:
-        if any(differs[k] for k, role in enumerate(roles) if role == "same"):
-            results = lax.map(
-                lambda some: called(*[some.get(k, x) for k, x in enumerate(args)]),
-                {k: x for k, x in enumerate(args) if differs[k]},
-            )
+        shared_differ = [differs[k] for k, role in enumerate(roles) if role == "shared"]
+        if any(shared_differ):
+            results = _map_over_batch(called, differs, args)
         else:
-            more = [
-                (x if differs[k] else jnp.broadcast_to(x, (size, *x.shape))).reshape(
-                    -1, *x.shape[1 + differs[k] :]
-                )
-                if role == "rows"
-                else x
-                for k, (x, role) in enumerate(zip(args, roles, strict=True))
-            ]
-            results = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), called(*more))
+            results = _call_with_merged_rows(called, roles, size, differs, args)
         return results, jax.tree.map(lambda _: True, results)
 
     return called
 
 
+def _map_over_batch(function: Callable[..., Any], differs: Any, args: tuple[Any, ...]) -> Any:
+    """Call a function for each element of a batch in a loop; what does not differ is shared."""
+    varying = {k: x for k, x in enumerate(args) if differs[k]}
+
+    def call_with(element: dict[int, Any]) -> Any:
+        return function(*[element.get(k, x) for k, x in enumerate(args)])
+
+    return lax.map(call_with, varying)
+
+
+def _call_with_merged_rows(
+    function: Callable[..., Any],
+    roles: tuple[Role, ...],
+    size: int,
+    differs: Any,
+    args: tuple[Any, ...],
+) -> Any:
+    """Call a function once with the rows of a whole batch, one element's after the other's.
+
+    Args:
+        function: of rows and of shared arrays, whose results have a dim for the rows first.
+        roles: of its arguments.
+        size: of the batch.
+        differs: for each argument, whether it has the dim of the batch.
+        args: its arguments.
+    """
+    operands = []
+    for k, (x, role) in enumerate(zip(args, roles, strict=True)):
+        if role == "rows":
+            batch = x if differs[k] else jnp.broadcast_to(x, (size, *x.shape))
+            # The shape of one row's part is that behind the batch (if any) and the rows.
+            x = batch.reshape(-1, *x.shape[1 + differs[k] :])
+        operands.append(x)
+    return jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:]), function(*operands))
+
+
 def grouped(
-    depth: int, rows: jax.Array, *beside: jax.Array | None
+    depth: int, rows: jax.Array, *aligned: jax.Array | None
 ) -> tuple[int, list[jax.Array | None]]:
-    """How many groups of rows there are, and what lies beside them, one for each group or one for
-    all: `(groups or 1, row)`.
+    """The number of groups of rows, and what belongs to each group as `(groups or 1, length)`.
+
+    A group is an element of the first `depth` dims, those that `vmap` added. Arrays that are the
+    same for all groups come back with a single row, None as None.
     """
     lead = rows.shape[:depth]
 
-    def of_groups(x: jax.Array | None) -> jax.Array | None:
+    def by_group(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
-        same = all(size == 1 for size in x.shape[:depth])
-        return (
-            x.reshape(1, -1)
-            if same
-            else jnp.broadcast_to(x, (*lead, x.shape[-1])).reshape(-1, x.shape[-1])
-        )
+        if all(size == 1 for size in x.shape[:depth]):
+            return x.reshape(1, -1)
+        return jnp.broadcast_to(x, (*lead, x.shape[-1])).reshape(-1, x.shape[-1])
 
-    return math.prod(lead), [of_groups(x) for x in beside]
+    return math.prod(lead), [by_group(x) for x in aligned]
 
 
-def wide(dtype: Any) -> Any:
-    """In which dtype to compute."""
+def compute_dtype(dtype: Any) -> Any:
+    """The dtype in which to compute with numbers of a dtype: float32, or wider if they are."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -1,11 +1,15 @@
-"""How the arrays of an op are laid out where it is called, from the names of their dims, and the op
-run on each device's own shard.
+"""How an op's arrays are laid out where it is called, and the op run on each device's own shard.
 
-A kernel is one device's: the partitioner cannot take it apart. So an op that is given names runs
-under a `shard_map` over all axes that are still automatic where it is called. Over axes that are
-manual there already (the data axes of the train step, all axes in a `shard_map` of the user's) the
-arrays are parts already; names say which, so that sums over a dim count every device that has a
-part of it.
+A kernel is one device's program: the partitioner cannot take it apart. So an op that is given the
+names of its arrays' dims runs under a `shard_map` over all axes that are still automatic where it
+is called:
+
+    axes of the mesh    manual at the call  |  automatic at the call
+    arrays              are parts already   |  become parts in `per_shard`
+
+Over manual axes (the data axes of the train step, or all axes in a `shard_map` of the user's) the
+arrays are parts already. Names say which dims these axes split, so that sums over a dim take in
+every device that has a part of it.
 """
 
 import math
@@ -28,79 +32,78 @@ Names: TypeAlias = Sequence[str | None]
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How an array is laid out: its spec over the automatic axes, and of each dim all the axes that
-    split it, the manual first.
+    """How an array is laid out where an op is called.
 
-    Without names nothing is known of it: `spec` is None.
+    Without names nothing is known of that: `spec` is None, and no dim has axes.
     """
 
-    shape: tuple[int, ...]  # where the op is called
-    spec: PartitionSpec | None
-    axes: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]  # as the op is given it: whole over the automatic axes
+    spec: PartitionSpec | None  # over the automatic axes
+    axes: tuple[tuple[str, ...], ...]  # that split each dim: the manual ones, then the automatic
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Its shape on one device."""
         if self.spec is None:
             return self.shape
         sizes = mesh_of_shards().shape
-        parts = [math.prod(sizes[axis] for axis in as_tuple(entry)) for entry in self.spec]
-        return tuple(size // part for size, part in zip(self.shape, parts, strict=True))
+        shape = []
+        for size, entry in zip(self.shape, self.spec, strict=True):
+            shape.append(size // math.prod(sizes[axis] for axis in as_tuple(entry)))
+        return tuple(shape)
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def global_shape(self) -> tuple[int, ...]:
         """Its shape on all devices together."""
         sizes = mesh_of_shards().shape
-        pairs = zip(self.here, self.axes, strict=True)
-        return tuple(size * math.prod(sizes[axis] for axis in axes) for size, axes in pairs)
+        shape = []
+        for size, axes in zip(self.local_shape, self.axes, strict=True):
+            shape.append(size * math.prod(sizes[axis] for axis in axes))
+        return tuple(shape)
 
-    def like(self, shape: tuple[int, ...]) -> "ArrayLayout":
-        """The layout of an array with the same dims, but for those of size one, which are on every
-        device.
+    def broadcasting(self, shape: tuple[int, ...]) -> "ArrayLayout":
+        """The layout of an array of a shape that broadcasts to this one's.
+
+        Its dims are split as this array's are, except for those of size one, which every device
+        has whole.
         """
+        entries: list[Any] = []
+        axes: list[tuple[str, ...]] = []
+        for dim, (size, own_size) in enumerate(zip(shape, self.shape, strict=True)):
+            whole = size == 1 and own_size != 1
+            axes.append(() if whole else self.axes[dim])
+            if self.spec is not None:
+                entries.append(None if whole else self.spec[dim])
         if self.spec is None:
             return ArrayLayout(shape, None, self.axes)
-        whole = [to == 1 and size != 1 for to, size in zip(shape, self.shape, strict=True)]
-        spec = PartitionSpec(
-            *(None if one else entry for one, entry in zip(whole, self.spec, strict=True))
-        )
-        return ArrayLayout(
-            shape,
-            spec,
-            tuple(() if one else axes for one, axes in zip(whole, self.axes, strict=True)),
-        )
+        return ArrayLayout(shape, PartitionSpec(*entries), tuple(axes))
 
-    def of(self, *dims: int) -> "ArrayLayout":
-        """The layout of an array that has only these of the dims."""
-        shape, axes = tuple(self.shape[dim] for dim in dims), tuple(self.axes[dim] for dim in dims)
-        return ArrayLayout(
-            shape,
-            None if self.spec is None else PartitionSpec(*(self.spec[dim] for dim in dims)),
-            axes,
-        )
+    def select(self, *dims: int) -> "ArrayLayout":
+        """The layout of an array that has only these dims."""
+        shape = tuple(self.shape[dim] for dim in dims)
+        axes = tuple(self.axes[dim] for dim in dims)
+        if self.spec is None:
+            return ArrayLayout(shape, None, axes)
+        return ArrayLayout(shape, PartitionSpec(*(self.spec[dim] for dim in dims)), axes)
+
+    def automatic_axes(self, *dims: int) -> tuple[str, ...]:
+        """The automatic axes that split some of the dims; none if nothing is known of the array."""
+        axes: list[str] = []
+        if self.spec is not None:
+            for dim in dims:
+                axes.extend(as_tuple(self.spec[dim]))
+        return tuple(axes)
 
 
 def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLayout:
-    """The layout of an array with these names; without any, or where there is no sharding on
-    purpose, nothing is known.
+    """The layout of an array with these names for its dims, by the rules in scope.
+
+    Without names, or where there is no sharding on purpose, nothing is known of it. `op` and `what`
+    name the function and its argument in errors: names must be those of rules in scope, one for
+    each dim, whose axes divide it.
     """
     shape = tuple(x.shape)
-    if names is not None:
-        check.kind(op, "names", names, tuple | list, "a name for each dim, in a tuple")
-        for name in names:
-            check.kind(
-                op,
-                "names",
-                name,
-                str,
-                "a name for each dim, in a tuple, with None for one that is whole",
-                optional=True,
-            )
-    if names is not None and len(names) != len(shape):
-        raise ValueError(
-            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} "
-            f"names {check.shown(tuple(names))}: name every dim once."
-        )
+    _check_names(op, shape, names, what)
     scope, mesh = current_scope(), mesh_of_shards()
     if names is None or (scope is not None and scope.rules is None):
         return ArrayLayout(shape, None, ((),) * len(shape))
@@ -111,7 +114,7 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
             "that there is no sharding on purpose, `with sl.unsharded():`, or leave the names out."
         )
     scope.record(names)
-    held = [_held(op, scope.rules, mesh, name, what) for name in names]
+    manual = [_manual_axes_of(op, scope.rules, mesh, name, what) for name in names]
     resolution = resolve(
         scope.rules,
         mesh.shape,
@@ -128,51 +131,77 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
             "a dim out whole."
         )
     say(resolution.said)
-    axes = tuple(
-        (*already, *as_tuple(entry)) for already, entry in zip(held, resolution.spec, strict=True)
-    )
-    return ArrayLayout(shape, resolution.spec, axes)
+    axes = []
+    for manual_axes, entry in zip(manual, resolution.spec, strict=True):
+        axes.append((*manual_axes, *as_tuple(entry)))
+    return ArrayLayout(shape, resolution.spec, tuple(axes))
 
 
-def _held(op: str, rules: AxisRules, mesh: AbstractMesh, name: Any, what: str) -> tuple[str, ...]:
-    """The axes over which a dim of this name is split already."""
+def _check_names(op: str, shape: tuple[int, ...], names: Names | None, what: str) -> None:
+    """Refuse names that are not one string or None for each dim."""
+    if names is None:
+        return
+    check.kind(op, "names", names, tuple | list, "a name for each dim, in a tuple")
+    takes = "a name for each dim, in a tuple, with None for one that is whole"
+    for name in names:
+        check.kind(op, "names", name, str, takes, optional=True)
+    if len(names) != len(shape):
+        raise ValueError(
+            f"`{op}`: `{what}` of shape {shape} has {len(shape)} dims and was given {len(names)} "
+            f"names {check.shown(tuple(names))}: name every dim once."
+        )
+
+
+def _manual_axes_of(
+    op: str, rules: AxisRules, mesh: AbstractMesh, name: Any, what: str
+) -> tuple[str, ...]:
+    """The manual axes over which a dim of this name is split already.
+
+    Args:
+        op: the function that is called, for errors.
+        rules: which may have several candidates for a name.
+        mesh: in scope.
+        name: of the dim; None, and a name that the rules lack, has no axes.
+        what: the argument that has the dim, for errors.
+    """
     if not isinstance(name, str) or name not in rules:
         return ()
     candidates = [as_tuple(axes) for axes in rules[name]]
-    held = [tuple(axis for axis in axes if axis in mesh.manual_axes) for axes in candidates]
-    if len(set(held)) > 1:
+    manual = []
+    for axes in candidates:
+        manual.append(tuple(axis for axis in axes if axis in mesh.manual_axes))
+    if len(set(manual)) > 1:
+        first_manual = next(axes for axes in manual if axes)[0]
         raise ValueError(
             f"`{op}`: the rule for `{name}`, a dim of `{what}`, has the candidates {candidates}, "
-            f"and `{next(axis for axes in held for axis in axes)}` is manual here: whether the dim "
-            "is split over it already cannot be told. Give the rule one candidate."
+            f"and `{first_manual}` is manual here: whether the dim is split over it already cannot "
+            "be told. Give the rule one candidate."
         )
-    if candidates[0][: len(held[0])] != held[0]:
+    # Parts of a part are in the order of the rule only if the manual axes split first.
+    if candidates[0][: len(manual[0])] != manual[0]:
         raise ValueError(
-            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {candidates[0]}, and {held[0]} "
-            "is manual here, where it has been split over first. Put what is manual first in the "
-            "rule."
+            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {candidates[0]}, and "
+            f"{manual[0]} is manual here, where it has been split over first. Put what is manual "
+            "first in the rule."
         )
-    return held[0]
+    return manual[0]
 
 
 def automatic_axes() -> tuple[str, ...]:
-    """The axes of the mesh in scope over which the partitioner lays arrays out where this is
-    called.
-    """
+    """The axes of the mesh in scope over which the partitioner lays arrays out at this point."""
     mesh = mesh_of_shards()
-    return (
-        ()
-        if mesh.empty
-        else tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    )
+    if mesh.empty:
+        return ()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
 
 
-def partitioned(of: ArrayLayout) -> bool:
-    """Whether the partitioner would have to take apart what is done with an array: it may be split,
-    and how is not known.
+def partitioned(layout: ArrayLayout) -> bool:
+    """Whether the partitioner would have to take apart what is done with an array.
+
+    It may be split over an automatic axis, and nothing says how.
     """
     sizes = mesh_of_shards().shape
-    return of.spec is None and any(sizes[axis] > 1 for axis in automatic_axes())
+    return layout.spec is None and any(sizes[axis] > 1 for axis in automatic_axes())
 
 
 def per_shard(
@@ -181,64 +210,77 @@ def per_shard(
     layouts: Sequence[ArrayLayout | None],
     results: Any,
     *,
-    same: tuple[str, ...] = (),
+    unvarying: tuple[str, ...] = (),
 ) -> Any:
-    """Run a function of arrays on each device's own shard; a None among the arrays is handed on.
+    """Run a function of arrays on each device's own shard.
 
-    `results` is a tree of the layouts of its results; over the axes `same` they do not differ.
-    Where no names were given, the function sees the arrays as they are.
+    Where no names were given, or all axes are manual, the function sees the arrays as they are.
+
+    Args:
+        body: the function.
+        arrays: its arguments; a None is handed on as it is.
+        layouts: of the arguments.
+        results: a tree of the layouts of its results.
+        unvarying: the axes over which results do not differ, though the arguments may.
     """
     automatic = automatic_axes()
-    given = [k for k, x in enumerate(arrays) if x is not None]
-    if not automatic or any(layouts[k].spec is None for k in given):  # type: ignore[union-attr]
+    present = [k for k, x in enumerate(arrays) if x is not None]
+    present_layouts: list[Any] = [layouts[k] for k in present]
+    if not automatic or any(layout.spec is None for layout in present_layouts):
         return body(*arrays)
 
-    def of_given(*some: Any) -> Any:
-        every: list[Any] = [None] * len(arrays)
-        for k, x in zip(given, some, strict=True):
-            every[k] = x
-        return body(*every)
+    def of_given(*shards: Any) -> Any:
+        arguments: list[Any] = [None] * len(arrays)
+        for k, x in zip(present, shards, strict=True):
+            arguments[k] = x
+        return body(*arguments)
 
-    specs: Any = tuple(layouts[k].spec for k in given)  # type: ignore[union-attr]
-    operands = [constrain(arrays[k], spec) for k, spec in zip(given, specs, strict=True)]
-    out = jax.tree.map(
+    specs = tuple(layout.spec for layout in present_layouts)
+    operands = [constrain(arrays[k], spec) for k, spec in zip(present, specs, strict=True)]
+    out_specs = jax.tree.map(
         lambda layout: layout.spec, results, is_leaf=lambda layout: isinstance(layout, ArrayLayout)
     )
     mapped = jax.shard_map(
-        of_given, in_specs=specs, out_specs=out, axis_names=set(automatic), check_vma=False
+        of_given, in_specs=specs, out_specs=out_specs, axis_names=set(automatic), check_vma=False
     )
-    differing = frozenset().union(*map(varying, operands)) - frozenset(same)
+    # Inside, JAX keeps no account of what differs; over manual axes around it, it may.
+    differing = frozenset().union(*map(varying, operands)) - frozenset(unvarying)
     return jax.tree.map(lambda x: as_varying(x, differing), mapped(*operands))
 
 
-def alone() -> bool:
-    """Whether what is traced here runs on one device."""
+def on_one_device() -> bool:
+    """Whether what is traced at this point runs on one device."""
     sizes = mesh_of_shards()
     return sizes.empty or all(sizes.shape[axis] == 1 for axis in sizes.manual_axes)
 
 
 def varying_alike(*arrays: Any) -> list[Any]:
-    """The same arrays, all varying over the manual axes that any of them varies over, where JAX
-    keeps account of that.
+    """The same arrays, all varying over the manual axes that any of them varies over.
 
-    An op with a derivative of its own must give each array a gradient that varies as it does; what
-    this changes, JAX turns back by the sum it takes.
+    It matters where JAX keeps account of that. An op with a derivative of its own must give each
+    array a gradient that varies as the array does; what is made to vary here, JAX's transpose
+    makes unvarying again, by the sum it takes. None is returned as None.
     """
     axes = frozenset().union(*(varying(x) for x in arrays if x is not None))
-    return [x if x is None else as_varying(x, axes) for x in arrays]
+    alike = []
+    for x in arrays:
+        alike.append(None if x is None else as_varying(x, axes))
+    return alike
 
 
 def as_varying(x: Any, axes: frozenset[str]) -> Any:
-    """The array, said to differ over these axes too."""
-    rest = tuple(sorted(axes - varying(x)))
-    return lax.pcast(x, rest, to="varying") if rest else x
+    """The array, declared to vary over these axes too."""
+    missing = tuple(sorted(axes - varying(x)))
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The manual axes over which an array is known to differ."""
+    """The manual axes over which an array is known to differ between devices."""
     return jax.typeof(x).manual_axis_type.varying
 
 
-def place(axes: tuple[str, ...], size: int) -> jax.Array:
-    """Where the part begins that this device has of a dim split over these axes, of `size` each."""
+def shard_offset(axes: tuple[str, ...], size: int) -> jax.Array:
+    """Where this device's part begins of a dim that is split over axes into parts of a size."""
     return jnp.int32(lax.axis_index(axes) * size if axes else 0)

@@ -1,5 +1,8 @@
-"""What kernels for TPUs share: sizes of tiles and of fast memory, blocks of whole rows, the
-simulator.
+"""What kernels for TPUs share: sizes of tiles and of fast memory, blocks of whole rows, simulators.
+
+A core computes on tiles in its fast memory (VMEM): 128 lanes wide, and 8 rows high for float32, 16
+for bfloat16, 32 for int8. A kernel's grid is walked block by block; while one block is computed,
+the next is copied in and the one before out, so that every block is there twice.
 """
 
 import math
@@ -10,11 +13,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from shardlib.kernels._choice import Task, device_here
-from shardlib.kernels._shards import alone, varying
+from shardlib.kernels._shards import on_one_device, varying
 
 MIB = 2**20
-# Of one core's fast memory (VMEM), what a kernel may ask for: some is the compiler's. v4: 16 MiB;
-# v5p and 7x: 64 MiB; v5e and v6e: 128 MiB (jax.experimental.pallas.tpu.get_tpu_info_for_chip).
+# MiB of one core's fast memory that a kernel may ask for; the rest is the compiler's. A core of v4
+# has 16 MiB, of v5p and 7x 64, of v5e and v6e 128: get_tpu_info_for_chip of
+# jax.experimental.pallas.tpu. Keys are the kinds of devices as JAX names them.
 VMEM = {
     "TPU v3": 14,
     "TPU v4": 14,
@@ -23,49 +27,61 @@ VMEM = {
     "TPU v5 lite": 100,
     "TPU v6 lite": 100,
 }
-# That a device has and a grid is shared out to; of all others one.
+# Cores of a device, among which a grid is shared out; all other kinds have one.
 CORES = {"TPU v4": 2, "TPU v5": 2}
 LANES = 128
-# For blocks and what is computed of them: more hides no more of the memory's latency.
+# Bytes for blocks and what is computed of them: larger blocks hide no more of the memory's latency.
 COMFORTABLE = 12 * MIB
 
 
 def vmem_bytes(kind: str) -> int:
-    """What a kernel may take of the fast memory of a core; of a TPU that is not known, what all
-    have.
+    """The bytes of a core's fast memory that a kernel may take.
+
+    A kind of TPU that is not known has at least what every known one has.
     """
     return VMEM.get(kind, 14) * MIB
 
 
 def cores() -> int:
-    """How many cores share a grid where this is traced."""
+    """How many cores share a grid on the device that is traced for."""
     return CORES.get(device_here().kind, 1)
 
 
 def tile_rows(*dtypes: Any) -> int:
-    """How many rows a tile has at least: numbers of fewer bytes are packed along them."""
+    """The height of the tiles of arrays with these dtypes, the highest of them.
+
+    Numbers of fewer bytes are packed along rows: a tile always has 32 bytes of each column.
+    """
     return max(32 // jnp.dtype(dtype).itemsize for dtype in dtypes)
 
 
 def padded(x: jax.Array) -> bool:
-    """Whether rows do not fill their tiles, so that to merge them with the dim before would move
-    them.
+    """Whether the rows of an array are padded in memory, since they do not fill their tiles.
+
+    To merge them with the dim before would then move them.
     """
     return x.ndim > 2 and x.shape[-2] % tile_rows(x.dtype) != 0
 
 
 def rows_at_once(rows: int, row_bytes: int, tile: int) -> int:
-    """How many rows a block should have: whole tiles, as many as are comfortable, and no more than
-    there are.
+    """How many rows a block should have, in whole tiles.
+
+    As many as fit comfortably, but no more than there are, nor (unless one tile has them) than 512.
     """
-    return (
-        min(max(COMFORTABLE // row_bytes // tile, 1), math.ceil(rows / tile), max(512 // tile, 1))
-        * tile
-    )
+    comfortable = max(COMFORTABLE // row_bytes // tile, 1)
+    tiles = min(comfortable, math.ceil(rows / tile), max(512 // tile, 1))
+    return tiles * tile
 
 
 def fits(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
-    """Why the least block of whole rows is too much for a core, if it is."""
+    """Why the smallest block of whole rows is too much for a core; None if it fits.
+
+    Args:
+        row_bytes: what a row takes of fast memory, with all that is computed of it.
+        tile: how many rows the smallest block has.
+        row: the numbers of a row.
+        task: what the kernel is asked to do.
+    """
     assert task.device is not None
     room = vmem_bytes(task.device.kind)
     if row_bytes * tile <= room:
@@ -78,12 +94,12 @@ def fits(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
 
 
 def interpreted(simulated: bool, x: jax.Array) -> Any:
-    """How a simulator should run a kernel of `x`: one that tells races, and in which memory that
-    was never written is nan.
+    """How Pallas should interpret a kernel of `x`; False where it is to be compiled.
 
-    It calls back to Python and has the devices of a `shard_map` wait for each other there, where
-    XLA for CPUs may never get them all; on several devices Pallas's plain interpreter runs, which
-    tells neither, and keeps no account of what differs.
+    The simulator of TPUs finds races, and gives nan where memory was never written. It calls back
+    to Python and has the devices of a `shard_map` wait for each other there, where XLA for CPUs may
+    never get them all. On several devices Pallas's plain interpreter runs instead, which finds
+    neither, and keeps no account of what differs between devices.
     """
     if not simulated:
         return False
@@ -92,35 +108,34 @@ def interpreted(simulated: bool, x: jax.Array) -> Any:
             "A kernel is simulated on one device or in a `shard_map(..., check_vma=False)`; here "
             f"`{jax.typeof(x)}` is known to differ over `{', '.join(sorted(varying(x)))}`."
         )
-    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if alone() else True
+    if on_one_device():
+        return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    return True
 
 
 def parameters(semantics: tuple[Any, ...], used: int) -> Any:
-    """How a grid may be walked, and how much fast memory a block takes, if it is more than all
-    kernels get.
+    """The compiler's parameters: how a grid may be walked, and the limit of fast memory.
+
+    `used` are the bytes of a block. Up to `COMFORTABLE` the compiler's default limit will do.
     """
-    return pltpu.CompilerParams(
-        dimension_semantics=semantics,
-        vmem_limit_bytes=None if used <= COMFORTABLE else used + 4 * MIB,
-    )
+    limit = None
+    if used > COMFORTABLE:
+        limit = used + 4 * MIB  # some is the compiler's own
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
 
 
-def shaped(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> Any:
-    """What a kernel gives, which differs between devices as what it is given does."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+def shaped(shape: tuple[int, ...], dtype: Any, source: jax.Array) -> Any:
+    """The type of a kernel's result, which differs between devices as one of its operands does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(source).manual_axis_type)
 
 
 def supported(task: Task) -> str | None:
-    """Why a TPU cannot take numbers of these dtypes, if it cannot."""
-    odd = {str(x.dtype) for x in task.arrays.values()} - {
-        "float32",
-        "bfloat16",
-        "bool",
-        "int32",
-        "int8",
-    }
-    return (
-        f"takes float32 and bfloat16, which a TPU computes in; not {', '.join(sorted(odd))}"
-        if odd
-        else None
-    )
+    """Why a TPU cannot compute with the dtypes of a task; None if it can."""
+    # Masks come as bools and go to the kernel as int8.
+    known = {"float32", "bfloat16", "bool", "int32", "int8"}
+    unknown = {str(x.dtype) for x in task.arrays.values()} - known
+    if unknown:
+        return (
+            f"takes float32 and bfloat16, which a TPU computes in; not {', '.join(sorted(unknown))}"
+        )
+    return None

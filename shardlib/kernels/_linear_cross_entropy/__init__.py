@@ -1,4 +1,13 @@
-"""The cross-entropy of a linear head, whose logits are never in memory."""
+"""The cross-entropy of a linear head, whose logits are never in memory.
+
+The public function checks its arguments, finds out how they are laid out, chooses an implementation
+and calls it on each device's own shard. What devices exchange, where they have different rows of
+the kernel or of `x`:
+
+    forward     four numbers for each row of `x`, over the axes of the vocabulary
+    backward    the gradient to `x`, over the axes of the vocabulary
+                the gradient to the kernel, over the axes of the rows
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +27,10 @@ from shardlib.kernels._shards import (
     layout_of,
     partitioned,
     per_shard,
-    place,
+    shard_offset,
     varying,
     varying_alike,
 )
-from shardlib.layouts._rules import as_tuple
 
 OP = "linear_cross_entropy"
 IMPLEMENTATIONS = (
@@ -76,101 +84,133 @@ def linear_cross_entropy(
     targets = check_arrays.as_array(OP, "targets", targets, "an array of whole numbers")
     _check(x, kernel, targets)
     check.text(OP, "vocab_name", vocab_name, "the name of the kernel's rows", optional=True)
-    of_x = layout_of(OP, x, names)
-    of_kernel = layout_of(OP, kernel, None if names is None else (vocab_name, names[-1]), "kernel")
-    of_targets = of_x.of(*range(x.ndim - 1))
-    rows = of_kernel.whole[0]
-    loss = _loss(rows, vocab, z_loss, smoothing, cap, ignored)
-    _check_whole_width(of_x)
+    x_layout = layout_of(OP, x, names)
+    kernel_names = None if names is None else (vocab_name, names[-1])
+    kernel_layout = layout_of(OP, kernel, kernel_names, "kernel")
+    targets_layout = x_layout.select(*range(x.ndim - 1))
+    rows = kernel_layout.global_shape[0]
+    loss = _checked_loss(rows, vocab, ignored, Loss(0, z_loss, smoothing, cap))
+    _check_whole_width(x_layout)
     targets = targets.astype(jnp.int32)
-    arrays = {"x": (x, of_x), "kernel": (kernel, of_kernel), "targets": (targets, of_targets)}
-    here = {name: jax.ShapeDtypeStruct(of.here, one.dtype) for name, (one, of) in arrays.items()}
+    local = {
+        "x": jax.ShapeDtypeStruct(x_layout.local_shape, x.dtype),
+        "kernel": jax.ShapeDtypeStruct(kernel_layout.local_shape, kernel.dtype),
+        "targets": jax.ShapeDtypeStruct(targets_layout.local_shape, targets.dtype),
+    }
     task = Task(
-        OP, here, partitioned=partitioned(of_x), summed=of_kernel.axes[0], device=device_here()
+        OP,
+        local,
+        partitioned=partitioned(x_layout),
+        summed=kernel_layout.axes[0],
+        device=device_here(),
     )
-    call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_kernel, of_targets, loss)
+    chosen = choose(IMPLEMENTATIONS, task, implementation)
+    call = Call(chosen, x_layout, kernel_layout, targets_layout, loss)
     if targets.size == 0:
-        return jnp.zeros(targets.shape, jnp.float32)
+        return jnp.zeros(targets.shape, jnp.float32)  # no kernel takes arrays without numbers
     return cast(jax.Array, _losses(call, *varying_alike(x, kernel), targets))
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before its numbers are."""
+    """What is known of a call before its numbers are: the static argument of the `custom_vjp`."""
 
     chosen: Chosen
-    of_x: ArrayLayout
-    of_kernel: ArrayLayout
-    of_targets: ArrayLayout
+    x_layout: ArrayLayout
+    kernel_layout: ArrayLayout
+    targets_layout: ArrayLayout
     loss: Loss
 
     @property
-    def over_vocab(self) -> tuple[str, ...]:
-        return self.of_kernel.axes[0]
+    def vocab_axes(self) -> tuple[str, ...]:
+        """The axes over which devices have different rows of the kernel."""
+        return self.kernel_layout.axes[0]
 
-    def automatic(self, of: ArrayLayout, *dims: int) -> tuple[str, ...]:
-        """The automatic axes that split some dims of an array."""
-        return (
-            ()
-            if of.spec is None
-            else tuple(axis for dim in dims for axis in as_tuple(of.spec[dim]))
-        )
+    def vocab_offset(self, kernel: Any) -> jax.Array:
+        """The row of the whole kernel at which this device's shard begins."""
+        return shard_offset(self.vocab_axes, kernel.shape[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(call: Call, x: Any, kernel: Any, targets: Any) -> Any:
+    """The loss of each row."""
     return _forward(call, x, kernel, targets)[0]
 
 
 def _forward(call: Call, x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
-    def here(x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
+    """The loss of each row, and what backward needs: the arguments and each row's `log Z`."""
+    options: dict[str, Any] = dict(call.chosen.options)
+    if call.vocab_axes:
+        options["axes"] = call.vocab_axes
+
+    def run_shard(x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
         rows = x.reshape(-1, x.shape[-1])
-        first = place(call.over_vocab, kernel.shape[0])
-        axes = {"axes": call.over_vocab} if call.over_vocab else {}
-        forward = call.chosen.implementation.forward
-        losses, log_z = forward(
-            rows, kernel, targets.reshape(-1), first, loss=call.loss, **axes, **call.chosen.options
+        offset = call.vocab_offset(kernel)
+        losses, log_z = call.chosen.implementation.forward(
+            rows, kernel, targets.reshape(-1), offset, loss=call.loss, **options
         )
         return losses.reshape(targets.shape), log_z.reshape(targets.shape)
 
-    layouts = (call.of_x, call.of_kernel, call.of_targets)
     losses, log_z = per_shard(
-        here, (x, kernel, targets), layouts, (call.of_targets,) * 2, same=call.over_vocab
+        run_shard,
+        (x, kernel, targets),
+        (call.x_layout, call.kernel_layout, call.targets_layout),
+        (call.targets_layout, call.targets_layout),
+        # Every device ends with the loss over the whole vocabulary.
+        unvarying=call.vocab_axes,
     )
     return losses, (x, kernel, targets, log_z)
 
 
 def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
+    """The gradients to `x` and to the kernel, added up over devices; targets have none."""
     x, kernel, targets, log_z = saved
-    automatic = call.automatic(call.of_kernel, 0)
-    # Where JAX keeps account of what differs, it adds up itself what was made to differ before: see
-    # `varying_alike`.
-    over_vocab = tuple(
-        axis for axis in call.over_vocab if axis in automatic or axis not in varying(x)
-    )
-    over_rows = call.automatic(call.of_x, *range(x.ndim - 1))
+    vocab_axes = _axes_to_sum(call, x)
+    rows_axes = call.x_layout.automatic_axes(*range(x.ndim - 1))
 
-    def here(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
-        rows, first = x.reshape(-1, x.shape[-1]), place(call.over_vocab, kernel.shape[0])
-        flat = (targets.reshape(-1), first, log_z.reshape(-1), gradient.reshape(-1))
+    def run_shard(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
+        rows, offset = x.reshape(-1, x.shape[-1]), call.vocab_offset(kernel)
+        columns = (targets.reshape(-1), offset, log_z.reshape(-1), gradient.reshape(-1))
         of_x, of_kernel = call.chosen.implementation.backward(
-            rows, kernel, *flat, loss=call.loss, **call.chosen.options
+            rows, kernel, *columns, loss=call.loss, **call.chosen.options
         )
-        of_x = lax.psum(of_x, over_vocab) if over_vocab else of_x
-        of_kernel = lax.psum(of_kernel, over_rows) if over_rows else of_kernel
+        if vocab_axes:
+            of_x = lax.psum(of_x, vocab_axes)
+        if rows_axes:
+            of_kernel = lax.psum(of_kernel, rows_axes)
+        # The gradient to `x` comes wide: it is rounded after it was added up.
         return of_x.reshape(x.shape).astype(x.dtype), of_kernel
 
-    layouts = (call.of_x, call.of_kernel, call.of_targets, call.of_targets, call.of_targets)
+    of_rows = call.targets_layout
+    layouts = (call.x_layout, call.kernel_layout, of_rows, of_rows, of_rows)
     operands = varying_alike(x, kernel, targets, log_z, gradient)
-    of_x, of_kernel = per_shard(here, operands, layouts, (call.of_x, call.of_kernel))
+    results = (call.x_layout, call.kernel_layout)
+    of_x, of_kernel = per_shard(run_shard, operands, layouts, results)
     return of_x, of_kernel, None
+
+
+def _axes_to_sum(call: Call, x: Any) -> tuple[str, ...]:
+    """The axes of the vocabulary over which the op itself adds up the gradient to `x`.
+
+    Where JAX keeps account of what differs between devices, it adds up over a manual axis itself
+    what `varying_alike` made to differ in forward.
+    """
+    automatic = call.kernel_layout.automatic_axes(0)
+    axes = []
+    for axis in call.vocab_axes:
+        if axis in automatic or axis not in varying(x):
+            axes.append(axis)
+    return tuple(axes)
 
 
 _losses.defvjp(_forward, _backward)
 
 
-def _loss(rows: int, vocab: Any, z_loss: Any, smoothing: Any, cap: Any, ignored: Any) -> Loss:
-    """What is asked for of the loss, checked."""
+def _checked_loss(rows: int, vocab: Any, ignored: Any, loss: Loss) -> Loss:
+    """What is asked for of the loss, if it makes sense for a kernel of so many rows.
+
+    `loss` holds the arguments that have not been checked; `vocab` is None for all rows.
+    """
     takes = f"a number of the kernel's rows, of which there are {rows}"
     vocab = rows if vocab is None else check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
     ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
@@ -180,23 +220,20 @@ def _loss(rows: int, vocab: Any, z_loss: Any, smoothing: Any, cap: Any, ignored:
         )
     return Loss(
         vocab,
-        float(check.number(OP, "z_loss", z_loss, "a factor", least=0)),
-        float(check.number(OP, "smoothing", smoothing, "a share", least=0, below=1)),
-        check.number(OP, "cap", cap, "a largest logit", above=0, optional=True),
+        float(check.number(OP, "z_loss", loss.z_loss, "a factor", least=0)),
+        float(check.number(OP, "smoothing", loss.smoothing, "a share", least=0, below=1)),
+        check.number(OP, "cap", loss.cap, "a largest logit", above=0, optional=True),
         ignored,
     )
 
 
 def _check(x: Any, kernel: Any, targets: Any) -> None:
-    shapes = f"`x` is {x.dtype}{list(x.shape)}, `kernel` {kernel.dtype}{list(kernel.shape)}"
-    if (
-        x.ndim < 1
-        or kernel.ndim != 2
-        or x.shape[-1] != kernel.shape[1]
-        or not all(check_arrays.is_float(one.dtype) for one in (x, kernel))
-    ):
+    """Refuse arrays whose shapes or dtypes do not make a head and its targets."""
+    floats = check_arrays.is_float(x.dtype) and check_arrays.is_float(kernel.dtype)
+    if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1] != kernel.shape[1] or not floats:
         raise ValueError(
-            f"`{OP}`: {shapes}; they are floats of 16 bits or more, `(..., width)` and "
+            f"`{OP}`: `x` is {x.dtype}{list(x.shape)}, `kernel` {kernel.dtype}"
+            f"{list(kernel.shape)}; they are floats of 16 bits or more, `(..., width)` and "
             "`(vocabulary, width)`."
         )
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
@@ -206,9 +243,10 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
         )
 
 
-def _check_whole_width(of_x: ArrayLayout) -> None:
-    if of_x.axes[-1]:
+def _check_whole_width(x_layout: ArrayLayout) -> None:
+    """Refuse an `x` whose width is split over devices."""
+    if x_layout.axes[-1]:
         raise ValueError(
-            f"`{OP}`: the width of `x` is split over `{', '.join(of_x.axes[-1])}`, and every logit "
-            "would be a sum over devices. Lay it out whole: give its name no axis."
+            f"`{OP}`: the width of `x` is split over `{', '.join(x_layout.axes[-1])}`, and every "
+            "logit would be a sum over devices. Lay it out whole: give its name no axis."
         )

@@ -1,10 +1,18 @@
-"""A linear head's cross-entropy on a GPU: what is made of a tile of logits is made as it leaves the
-matrix unit.
+"""A linear head's cross-entropy on a GPU: a tile of logits is used as it leaves the matrix unit.
 
-Forward writes four numbers for each row of each tile. Backward writes the gradient to a chunk of
-logits, in the dtype of `x`, of which XLA's products make the gradients to `x` and to the kernel.
+    x (rows, width)  @  chunk of the kernel (vocabulary, width)
+          |
+          v  each tile of 128 x 128 logits, in registers
+    forward:   its highest, its sum of exponentials, its target's logit and its sum, by row
+    backward:  the gradient to these logits, in the dtype of `x`
+
+Forward writes four numbers for each row of each tile, which XLA combines. Backward writes the
+gradient to a chunk of logits, from which XLA's own products make the gradients to `x` and to the
+kernel. A `vmap` adds rows to forward, and is a loop in backward.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,43 +22,59 @@ from jax import lax
 
 from shardlib.kernels._choice import Task
 from shardlib.kernels._gpu import generation, refuses_device
-from shardlib.kernels._gpu_tiles import COLUMNS, ROWS, Tile, over_tiles, padded
+from shardlib.kernels._gpu_tiles import (
+    COLUMNS,
+    ROWS,
+    Epilogue,
+    ProductKernel,
+    Result,
+    Tile,
+    over_tiles,
+    padded,
+)
 from shardlib.kernels._linear_cross_entropy._reference import (
     Loss,
     Sums,
     capped,
-    like,
-    of_logits,
-    of_rows,
-    of_sums,
-    over_chunks,
+    combine_sums,
+    fold_chunks,
+    logit_gradients,
+    losses_of_sums,
     product,
-    scale,
-    together,
+    rescaling,
+    row_gradients,
+    varying_zeros,
 )
 from shardlib.kernels._rows import merged
 
-# Of the gradient to logits that is there at a time: what is added up for each chunk costs the less.
+# Bytes of the gradient to logits that are in memory at a time. What is added up for each chunk
+# costs the less, the fewer and larger chunks are.
 CHUNK_BYTES = 2**28
 
 
 def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
-    if reason := refuses_device(task):
-        return reason
+    """Why the kernel does not take a task; None if it does.
+
+    The matrix unit takes 16-bit floats, and float32 as TF32 on Hopper if JAX's precision of
+    products allows for it. The text continues a sentence that begins with the kernel's name.
+    """
+    wrong_device = refuses_device(task)
+    if wrong_device:
+        return wrong_device
     assert task.device is not None
-    takes = {"bfloat16", "float16"}
+    taken = {"bfloat16", "float16"}
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision in (None, "default", "tensorfloat32") and generation(task.device.kind) == "hopper":
-        takes |= {"float32"}
-    if str(task.arrays["x"].dtype) in takes and str(task.arrays["kernel"].dtype) in takes | {
-        "float32"
-    }:
+    tf32_allowed = precision in (None, "default", "tensorfloat32")
+    if tf32_allowed and generation(task.device.kind) == "hopper":
+        taken |= {"float32"}
+    # The kernel is cast to the dtype of `x`, and may be float32 whatever that is.
+    x, kernel = task.arrays["x"], task.arrays["kernel"]
+    if str(x.dtype) in taken and str(kernel.dtype) in taken | {"float32"}:
         return None
     return (
-        f"multiplies {' and '.join(sorted(takes))} here, by a kernel of these dtypes or float32, "
+        f"multiplies {' and '.join(sorted(taken))} here, by a kernel of these dtypes or float32, "
         "and float32 as TF32 alone, on Hopper, if `jax_default_matmul_precision` allows that; it "
-        f"is {precision!r}, `x` {task.arrays['x'].dtype} and `kernel` {task.arrays['kernel'].dtype}"
+        f"is {precision!r}, `x` {x.dtype} and `kernel` {kernel.dtype}"
     )
 
 
@@ -58,139 +82,177 @@ def forward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     *,
     loss: Loss,
     axes: tuple[str, ...] = (),
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's."""
-    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(
-        x, kernel, targets, first
-    )
-    return of_sums(Sums(*sums), targets, loss, axes)
+    """The loss of each row and its `log Z`.
+
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    run = merged(partial(_sums, loss, simulated), "rows", "shared", "rows", "shared")
+    sums = run(x, kernel, targets, vocab_offset)
+    return losses_of_sums(Sums(*sums), targets, loss, axes)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The products of the rows of `x` with chunks of the kernel, by one kind of kernel."""
+
+    loss: Loss
+    product: ProductKernel
+    results: Sequence[Result]
+    x: jax.Array  # whole tiles
+
+    def padded(self, chunk: jax.Array) -> jax.Array:
+        """A chunk of the kernel with zeros for whole tiles, in the dtype of `x`."""
+        return padded(chunk, COLUMNS, self.x.dtype)
+
+    def run(self, epilogue: Epilogue, chunk: jax.Array, inputs: Sequence[jax.Array]) -> Any:
+        """Call an epilogue for each tile of logits of a padded chunk."""
+        return over_tiles(epilogue, self.x, chunk, inputs, self.results, self.product)
+
+    def limits(self, chunk: jax.Array, offset: jax.Array) -> jax.Array:
+        """The token at which a chunk begins, and how many of the chunk's rows count."""
+        counting = jnp.minimum(chunk.shape[0], self.loss.vocab - offset)
+        return jnp.stack([offset, counting]).astype(jnp.int32)
+
+    @property
+    def wanted(self) -> int:
+        """How many rows of the kernel make `CHUNK_BYTES` of logits."""
+        return CHUNK_BYTES // (self.x.dtype.itemsize * self.x.shape[0])
 
 
 def _sums(
-    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any
+    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, vocab_offset: Any
 ) -> tuple[jax.Array, ...]:
-    rows, (x, targets) = x.shape[0], _whole_rows(x, targets)
+    """The four sums over the logits of each row.
 
-    def head_forward(tile: Tile, targets_ref: Any, at_ref: Any) -> tuple[jax.Array, ...]:
-        z, place, counts = _logits(tile, at_ref, loss)
-        highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
-        e = jnp.where(counts, jnp.exp(z - tile.across(highest)), jnp.zeros_like(z))
-        is_target = place == tile.across(tile.of_rows(targets_ref))
-        of_target = jnp.where(is_target, z, jnp.zeros_like(z)).sum(1)
-        sum_z = (
-            jnp.where(counts, z, jnp.zeros_like(z)).sum(1)
-            if loss.smoothing
-            else jnp.zeros_like(of_target)
-        )
-        return highest, e.sum(1), of_target, sum_z
+    Args:
+        loss: which loss.
+        simulated: whether an interpreter runs the kernel.
+        x: (rows, width).
+        kernel: (vocabulary, width).
+        targets: a token for each row.
+        vocab_offset: the token of the kernel's first row.
+    """
+    rows = x.shape[0]
+    x, targets = _pad_rows(x, targets)
+    # Without a cap the only exponential is that of the softmax, for which the GPU's unit will do.
+    kind = ProductKernel("head_forward", simulated, rough=loss.cap is None)
+    chunks = _Chunks(loss, kind, [("row", jnp.float32)] * 4, x)
+    head_forward = partial(_sum_tile, loss)
 
-    def of_chunk(sums: Sums, part: jax.Array, begin: jax.Array) -> Sums:
-        beside = targets, _limits(part, first + begin, loss)
-        results = [("row", jnp.float32)] * 4
-        parts = over_tiles(
-            head_forward,
-            x,
-            padded(part, COLUMNS, x.dtype),
-            beside,
-            results,
-            name="head_forward",
-            simulated=simulated,
-            rough=loss.cap is None,
-        )
-        highest = parts[0].max(0)
-        total = (parts[1] * scale(parts[0], highest)).sum(0)
-        return together(sums, Sums(highest, total, parts[2].sum(0), parts[3].sum(0)))
+    def add_chunk(sums: Sums, chunk: jax.Array, begin: jax.Array) -> Sums:
+        limits = chunks.limits(chunk, vocab_offset + begin)
+        by_tile = chunks.run(head_forward, chunks.padded(chunk), (targets, limits))
+        highest = by_tile[0].max(0)
+        total = (by_tile[1] * rescaling(by_tile[0], highest)).sum(0)
+        return combine_sums(sums, Sums(highest, total, by_tile[2].sum(0), by_tile[3].sum(0)))
 
-    zeros = like(x, jnp.zeros(x.shape[0], jnp.float32), kernel, targets)
-    sums = over_chunks(of_chunk, Sums(zeros - jnp.inf, zeros, zeros, zeros), kernel, _at_once(x))
-    return tuple(one[:rows] for one in sums)
+    zeros = varying_zeros(jnp.zeros(x.shape[0], jnp.float32), x, kernel, targets)
+    empty = Sums(zeros - jnp.inf, zeros, zeros, zeros)
+    sums = fold_chunks(add_chunk, empty, kernel, chunks.wanted)
+    return tuple(array[:rows] for array in sums)
+
+
+def _sum_tile(loss: Loss, tile: Tile, targets_ref: Any, limits_ref: Any) -> tuple[jax.Array, ...]:
+    """The four sums over the logits of a tile, for each of its rows; see `Sums`."""
+    z, token, counts = _logits(tile, limits_ref, loss)
+    highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
+    e = jnp.where(counts, jnp.exp(z - tile.across(highest)), jnp.zeros_like(z))
+    is_target = token == tile.across(tile.of_rows(targets_ref))
+    of_target = jnp.where(is_target, z, jnp.zeros_like(z)).sum(1)
+    if loss.smoothing:
+        sum_z = jnp.where(counts, z, jnp.zeros_like(z)).sum(1)
+    else:
+        sum_z = jnp.zeros_like(of_target)  # nobody reads it
+    return highest, e.sum(1), of_target, sum_z
 
 
 def backward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     log_z: jax.Array,
     gradient: jax.Array,
     *,
     loss: Loss,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's."""
-    gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
-    arrays = (x, kernel, targets, first, log_z, of_log_z, gradient)
-    return jax.custom_batching.sequential_vmap(partial(_gradients, loss, simulated))(*arrays)
+    """The gradients to `x` and to the kernel, of this device's part of the logits only.
+
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
+    run = jax.custom_batching.sequential_vmap(partial(_gradients, loss, simulated))
+    return run(x, kernel, targets, vocab_offset, log_z, of_log_z, gradient)
 
 
 def _gradients(
-    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any, *of_row: Any
+    loss: Loss,
+    simulated: bool,
+    x: Any,
+    kernel: Any,
+    targets: Any,
+    vocab_offset: Any,
+    *row_columns: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    (rows, width), (x, *columns) = x.shape, _whole_rows(x, targets, *of_row)
+    """The gradients to `x`, in float32, and to the kernel, in its dtype.
 
-    def head_backward(
-        tile: Tile,
-        targets_ref: Any,
-        log_z_ref: Any,
-        of_log_z_ref: Any,
-        gradient_ref: Any,
-        at_ref: Any,
-    ) -> tuple[jax.Array]:
-        z, place, counts = _logits(tile, at_ref, loss)
-        is_target = place == tile.across(tile.of_rows(targets_ref))
-        log_z, of_log_z, gradient = (
-            tile.across(tile.of_rows(ref)) for ref in (log_z_ref, of_log_z_ref, gradient_ref)
-        )
-        of_z = of_logits(z, is_target, log_z, of_log_z, gradient, loss)
-        return (jnp.where(counts, of_z, jnp.zeros_like(z)),)
+    Args:
+        loss: which loss.
+        simulated: whether an interpreter runs the kernel.
+        x: (rows, width).
+        kernel: (vocabulary, width).
+        targets: a token for each row.
+        vocab_offset: the token of the kernel's first row.
+        row_columns: for each row `log Z`, the gradient to it, and the gradient to the loss.
+    """
+    rows, width = x.shape
+    x, *columns = _pad_rows(x, targets, *row_columns)
+    kind = ProductKernel("head_backward", simulated, rough=loss.cap is None)
+    chunks = _Chunks(loss, kind, [("tile", x.dtype)], x)
+    head_backward = partial(_differentiate_tile, loss)
 
-    def of_chunk(gradients: Any, part: jax.Array, begin: jax.Array) -> Any:
-        (of_x, of_kernel), whole = gradients, padded(part, COLUMNS, x.dtype)
-        beside, results = (*columns, _limits(part, first + begin, loss)), [("tile", x.dtype)]
-        (of_z,) = over_tiles(
-            head_backward,
-            x,
-            whole,
-            beside,
-            results,
-            name="head_backward",
-            simulated=simulated,
-            rough=loss.cap is None,
-        )
-        of_part = product(of_z, x, 0, 0).astype(kernel.dtype)[: part.shape[0], :width]
-        return of_x + product(of_z, whole, 1, 0), lax.dynamic_update_slice_in_dim(
-            of_kernel, of_part, begin, 0
-        )
+    def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
+        (of_x, of_kernel), whole = gradients, chunks.padded(chunk)
+        inputs = (*columns, chunks.limits(chunk, vocab_offset + begin))
+        (of_z,) = chunks.run(head_backward, whole, inputs)
+        of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)[: chunk.shape[0], :width]
+        of_x = of_x + product(of_z, whole, 1, 0)
+        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)
 
-    zeros = tuple(
-        like(x, one, kernel, columns[0])
-        for one in (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel))
-    )
-    of_x, of_kernel = over_chunks(of_chunk, zeros, kernel, _at_once(x))
+    zeros = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel))
+    varying = tuple(varying_zeros(array, x, kernel, columns[0]) for array in zeros)
+    of_x, of_kernel = fold_chunks(add_chunk, varying, kernel, chunks.wanted)
     return of_x[:rows, :width], of_kernel
 
 
-def _logits(tile: Tile, at_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits, their places in the vocabulary, and which count."""
-    local = tile.places(1)
-    return capped(tile.z, loss), local + at_ref[0], local < at_ref[1]
+def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) -> tuple[jax.Array]:
+    """The gradient to the logits of a tile.
+
+    The other references are to `log Z`, the gradient to it, that to the loss, and the limits.
+    """
+    *column_refs, limits_ref = refs
+    z, token, counts = _logits(tile, limits_ref, loss)
+    is_target = token == tile.across(tile.of_rows(targets_ref))
+    log_z, of_log_z, gradient = (tile.across(tile.of_rows(ref)) for ref in column_refs)
+    of_z = logit_gradients(z, is_target, log_z, of_log_z, gradient, loss)
+    return (jnp.where(counts, of_z, jnp.zeros_like(z)),)
 
 
-def _limits(part: jax.Array, at: jax.Array, loss: Loss) -> jax.Array:
-    """Where a chunk begins in the vocabulary, and how many of its rows count."""
-    return jnp.stack([at, jnp.minimum(part.shape[0], loss.vocab - at)]).astype(jnp.int32)
+def _logits(tile: Tile, limits_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The logits of a tile, their tokens, and which of them count."""
+    column = tile.positions(1)
+    return capped(tile.z, loss), column + limits_ref[0], column < limits_ref[1]
 
 
-def _whole_rows(x: jax.Array, *columns: jax.Array) -> list[jax.Array]:
-    """Rows and what lies beside them for whole tiles of two warpgroups."""
-    more = -x.shape[0] % (2 * ROWS)
-    return [padded(x, 2 * ROWS, x.dtype), *(jnp.pad(one, (0, more)) for one in columns)]
-
-
-def _at_once(x: jax.Array) -> int:
-    return CHUNK_BYTES // (x.dtype.itemsize * x.shape[0])
+def _pad_rows(x: jax.Array, *columns: jax.Array) -> list[jax.Array]:
+    """Rows, and what belongs to each, with zeros for whole tiles of two warpgroups."""
+    missing = -x.shape[0] % (2 * ROWS)
+    padded_rows = padded(x, 2 * ROWS, x.dtype)
+    return [padded_rows, *(jnp.pad(column, (0, missing)) for column in columns)]

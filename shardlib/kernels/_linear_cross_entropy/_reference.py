@@ -1,13 +1,20 @@
 """The cross-entropy of a linear head without its logits, in plain JAX: the specification.
 
-Of each row, with `z = x . kernel`, softly capped to `cap * tanh(z / cap)`, and
+For each row, with `z = x . kernel`, softly capped to `cap * tanh(z / cap)`, and
 `log Z = log sum exp z`:
 
     loss = log Z - (1 - smoothing) * z[target] - smoothing * mean(z) + z_loss * (log Z)^2
 
-Products are taken in the dtype of `x` and added up in float32 or wider, in which all else is. The
-rows of the kernel come in chunks, and of a chunk's logits nothing is kept: backward makes them
-again.
+Products are taken in the dtype of `x` and added up in float32 or wider, in which everything else
+is computed. The rows of the kernel come in chunks:
+
+    kernel (vocabulary, width)      chunk 0 | chunk 1 | ... | remainder
+                                        |        |               |
+    four numbers for each row:        Sums --> Sums --> ... --> Sums --> loss, log Z
+
+Nothing is kept of a chunk's logits, and backward makes them again. The sums of two parts of the
+vocabulary, chunks or those of different devices, can be combined, since each comes with the
+highest logit that its exponentials are relative to.
 """
 
 from collections.abc import Callable
@@ -17,13 +24,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.kernels._rows import wide
+from shardlib.kernels._rows import compute_dtype
 
-CHUNK_BYTES = 2**26  # of the logits that are there at a time
+CHUNK_BYTES = 2**26  # of the logits that are in memory at a time
 
 
 class Loss(NamedTuple):
-    """What a loss is, but for its arrays."""
+    """Everything that defines a loss, except for its arrays."""
 
     vocab: int  # rows of the kernel that count, on all devices together
     z_loss: float = 0.0
@@ -32,65 +39,85 @@ class Loss(NamedTuple):
     ignored: int = -1
 
 
+class Sums(NamedTuple):
+    """What a loss needs of each row's logits, which may be those of a part of the vocabulary."""
+
+    highest: jax.Array  # -inf where there are no logits
+    total: jax.Array  # the sum of `exp(z - highest)`
+    of_target: jax.Array  # the target's logit, zero where it is not in this part
+    sum_z: jax.Array
+
+
 def forward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     *,
     loss: Loss,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each row of `x`, (rows, width), and its `log Z`.
+    """The loss of each row of `x`, and its `log Z`, which backward needs.
 
-    `kernel` is (vocabulary, width), from row `first` of it on; over `axes` devices have other rows.
+    Args:
+        x: (rows, width).
+        kernel: (vocabulary, width), a part of the whole kernel.
+        targets: a row of the whole kernel for each row of `x`.
+        vocab_offset: the row of the whole kernel at which the part begins.
+        loss: which loss.
+        axes: the mesh axes over which devices have other parts of the kernel.
     """
 
-    def of_chunk(sums: Sums, part: jax.Array, begin: jax.Array) -> Sums:
-        at = first + begin
-        z, counts = _logits(x, part, at, loss)
-        now = jnp.where(counts, z, -jnp.inf).max(-1)
-        of_target = jnp.where(_places(part, at) == targets[:, None], z, 0).sum(-1)
-        total = jnp.where(counts, jnp.exp(z - now[:, None]), 0).sum(-1)
+    def add_chunk(sums: Sums, chunk: jax.Array, begin: jax.Array) -> Sums:
+        offset = vocab_offset + begin
+        z, counts = _logits(x, chunk, offset, loss)
+        highest = jnp.where(counts, z, -jnp.inf).max(-1)
+        of_target = jnp.where(_tokens(chunk, offset) == targets[:, None], z, 0).sum(-1)
+        total = jnp.where(counts, jnp.exp(z - highest[:, None]), 0).sum(-1)
         sum_z = jnp.where(counts, z, 0).sum(-1)
-        return together(sums, Sums(now, total, of_target, sum_z))
+        return combine_sums(sums, Sums(highest, total, of_target, sum_z))
 
-    zeros = like(x, jnp.zeros(x.shape[0], wide(x.dtype)), kernel, targets)
-    sums = over_chunks(of_chunk, Sums(zeros - jnp.inf, zeros, zeros, zeros), kernel, _at_once(x))
-    return of_sums(sums, targets, loss, axes)
-
-
-class Sums(NamedTuple):
-    """Of each row's logits: the highest, the sum of `exp(z - highest)`, that of the target, or
-    zero, and the sum of `z`.
-    """
-
-    highest: jax.Array
-    total: jax.Array
-    of_target: jax.Array
-    sum_z: jax.Array
+    zeros = varying_zeros(jnp.zeros(x.shape[0], compute_dtype(x.dtype)), x, kernel, targets)
+    empty = Sums(zeros - jnp.inf, zeros, zeros, zeros)
+    sums = fold_chunks(add_chunk, empty, kernel, _wanted_chunk(x))
+    return losses_of_sums(sums, targets, loss, axes)
 
 
-def together(one: Sums, other: Sums) -> Sums:
-    """Of all logits, from those of two parts."""
+def combine_sums(one: Sums, other: Sums) -> Sums:
+    """The sums over all logits, from those over two parts of the vocabulary."""
     highest = jnp.maximum(one.highest, other.highest)
-    total = one.total * scale(one.highest, highest) + other.total * scale(other.highest, highest)
+    total = one.total * rescaling(one.highest, highest) + other.total * rescaling(
+        other.highest, highest
+    )
     return Sums(highest, total, one.of_target + other.of_target, one.sum_z + other.sum_z)
 
 
-def of_sums(
+def rescaling(old_highest: jax.Array, highest: jax.Array) -> jax.Array:
+    """The factor that turns a sum of `exp(z - old_highest)` into one of `exp(z - highest)`.
+
+    It is zero where the old sum has no logits, whose highest is -inf: the difference of two such
+    would not be a number.
+    """
+    return jnp.where(old_highest == -jnp.inf, 0, jnp.exp(old_highest - highest))
+
+
+def losses_of_sums(
     sums: Sums, targets: jax.Array, loss: Loss, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each row and its `log Z`, where over `axes` devices have other logits."""
+    """The loss of each row and its `log Z`, from the sums over this device's logits.
+
+    Over `axes` devices have other parts of the vocabulary: they exchange four numbers for each
+    row. The loss is zero where the target is ignored, and nan where it is no token.
+    """
     highest, total, of_target, sum_z = sums
     if axes:
         highest = lax.pmax(highest, axes)
-        total = lax.psum(total * scale(sums.highest, highest), axes)
+        total = lax.psum(total * rescaling(sums.highest, highest), axes)
         of_target, sum_z = lax.psum(of_target, axes), lax.psum(sum_z, axes)
     log_z = highest + jnp.log(total)
     losses = log_z - (1 - loss.smoothing) * of_target - loss.smoothing / loss.vocab * sum_z
     losses += loss.z_loss * log_z**2
-    # A target that is none is a mistake.
+    # A target outside the vocabulary is a mistake, which compiled code cannot raise.
     losses = jnp.where((targets >= 0) & (targets < loss.vocab), losses, jnp.nan)
     return jnp.where(targets == loss.ignored, 0, losses), log_z
 
@@ -99,43 +126,55 @@ def backward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     log_z: jax.Array,
     gradient: jax.Array,
     *,
     loss: Loss,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients to `x`, of the rows of the kernel here alone, and to the kernel, of the rows of
-    `x` here alone.
+    """The gradients to `x` and to the kernel, of this device's part of the logits only.
+
+    That to `x`, which is wide, is still to be added up over devices with other rows of the kernel,
+    and that to the kernel over devices with other rows of `x`.
+
+    Args:
+        x: as in forward.
+        kernel: as in forward.
+        targets: as in forward.
+        vocab_offset: as in forward.
+        log_z: as forward returned it.
+        gradient: that to the loss of each row.
+        loss: which loss.
     """
-    gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
+    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
 
-    def of_chunk(gradients: Any, part: jax.Array, begin: jax.Array) -> Any:
-        (of_x, of_kernel), at = gradients, first + begin
-        z, counts = _logits(x, part, at, loss)
-        is_target = _places(part, at) == targets[:, None]
+    def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
+        (of_x, of_kernel), offset = gradients, vocab_offset + begin
+        z, counts = _logits(x, chunk, offset, loss)
+        is_target = _tokens(chunk, offset) == targets[:, None]
         columns = (log_z[:, None], of_log_z[:, None], gradient[:, None])
-        of_z = jnp.where(counts, of_logits(z, is_target, *columns, loss), 0).astype(x.dtype)
-        of_part = product(of_z, x, 0, 0).astype(kernel.dtype)
-        of_x += product(of_z, part.astype(x.dtype), 1, 0)
-        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_part, begin, 0)
+        of_z = jnp.where(counts, logit_gradients(z, is_target, *columns, loss), 0).astype(x.dtype)
+        of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)
+        of_x += product(of_z, chunk.astype(x.dtype), 1, 0)
+        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)
 
-    begin = tuple(
-        like(x, jnp.zeros(one.shape, kind), kernel, targets)
-        for one, kind in ((x, log_z.dtype), (kernel, kernel.dtype))
+    # The gradient to `x` is a sum over chunks, and wide; a chunk's part of the kernel's is final.
+    zeros = (
+        varying_zeros(jnp.zeros(x.shape, log_z.dtype), x, kernel, targets),
+        varying_zeros(jnp.zeros(kernel.shape, kernel.dtype), x, kernel, targets),
     )
-    return over_chunks(of_chunk, begin, kernel, _at_once(x))
+    return fold_chunks(add_chunk, zeros, kernel, _wanted_chunk(x))
 
 
-def of_rows(
+def row_gradients(
     targets: jax.Array, log_z: jax.Array, gradient: jax.Array, loss: Loss
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradient to each row's loss, none where it is ignored, and to its `log Z`."""
+    """For each row the gradient to its loss, zero where it is ignored, and that to its `log Z`."""
     gradient = jnp.where(targets == loss.ignored, 0, gradient).astype(log_z.dtype)
     return gradient, gradient * (1 + 2 * loss.z_loss * log_z)
 
 
-def of_logits(
+def logit_gradients(
     z: jax.Array,
     is_target: jax.Array,
     log_z: jax.Array,
@@ -143,75 +182,95 @@ def of_logits(
     gradient: jax.Array,
     loss: Loss,
 ) -> jax.Array:
-    """The gradient to logits, before the cap."""
+    """The gradient to logits before the cap: a softmax, less the target's share.
+
+    Args:
+        z: logits after the cap.
+        is_target: which of them is the row's target.
+        log_z: for each row; this and the next two broadcast to the logits.
+        of_log_z: the gradient to it.
+        gradient: that to the row's loss.
+        loss: which loss.
+    """
     of_z = of_log_z * jnp.exp(z - log_z) - jnp.where(is_target, gradient * (1 - loss.smoothing), 0)
     if loss.smoothing:
         of_z -= gradient * (loss.smoothing / loss.vocab)
-    return of_z if loss.cap is None else of_z * (1 - (z / loss.cap) ** 2)
+    if loss.cap is not None:
+        # The derivative of `cap * tanh(z / cap)` in terms of its value.
+        of_z = of_z * (1 - (z / loss.cap) ** 2)
+    return of_z
 
 
 def _logits(
-    x: jax.Array, part: jax.Array, at: jax.Array, loss: Loss
+    x: jax.Array, chunk: jax.Array, offset: jax.Array, loss: Loss
 ) -> tuple[jax.Array, jax.Array]:
-    """The logits of some rows of the kernel, and which of these count."""
-    return capped(product(x, part.astype(x.dtype), 1, 1), loss), _places(part, at) < loss.vocab
+    """The logits `(rows, chunk)` of a chunk of the kernel, and which of its tokens count.
+
+    A kernel may have more rows than there are tokens, to be divisible.
+    """
+    z = capped(product(x, chunk.astype(x.dtype), 1, 1), loss)
+    return z, _tokens(chunk, offset) < loss.vocab
 
 
 def capped(z: jax.Array, loss: Loss) -> jax.Array:
-    """Logits softly kept within the cap."""
-    return z if loss.cap is None else loss.cap * jnp.tanh(z / loss.cap)
+    """Logits softly kept between the cap and its negative."""
+    if loss.cap is None:
+        return z
+    return loss.cap * jnp.tanh(z / loss.cap)
 
 
-def _at_once(x: jax.Array) -> int:
+def _wanted_chunk(x: jax.Array) -> int:
+    """How many rows of the kernel make `CHUNK_BYTES` of logits in float32."""
     return CHUNK_BYTES // (4 * x.shape[0])
 
 
-def _places(part: jax.Array, at: jax.Array) -> jax.Array:
-    return at + jnp.arange(part.shape[0])
+def _tokens(chunk: jax.Array, offset: jax.Array) -> jax.Array:
+    """The token of each row of a chunk, which begins at an offset of the vocabulary."""
+    return offset + jnp.arange(chunk.shape[0])
 
 
-def product(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
-    """The sum over a dim of each, in float32 or wider."""
+def product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
+    """The product of two matrices summed over one dim of each, in float32 or wider."""
     return lax.dot_general(
-        a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=wide(a.dtype)
+        a, b, (((a_dim,), (b_dim,)), ((), ())), preferred_element_type=compute_dtype(a.dtype)
     )
 
 
-def scale(part: jax.Array, highest: jax.Array) -> jax.Array:
-    """What a sum of `exp(z - part)` counts in one of `exp(z - highest)`: nothing where it has no
-    logits.
-    """
-    return jnp.where(part == -jnp.inf, 0, jnp.exp(part - highest))
-
-
-def over_chunks(
-    of_chunk: Callable[[Any, jax.Array, jax.Array], Any],
+def fold_chunks(
+    function: Callable[[Any, jax.Array, jax.Array], Any],
     carry: Any,
     kernel: jax.Array,
-    at_once: int,
+    wanted: int,
 ) -> Any:
-    """Carry something through chunks of the kernel's rows in turn:
-    `of_chunk(carry, rows, where they begin)`.
+    """Carry something through chunks of the kernel's rows: `function(carry, rows, begin)`.
 
-    A chunk has about as many of them as are wanted `at_once`, and 128 at least; the last may be
-    smaller.
+    A chunk has about as many rows as are `wanted`, in multiples of 128 and 128 at least. The last
+    one may be smaller, and is then called for outside the loop over the others.
     """
     vocab = kernel.shape[0]
-    chunk = min(vocab, max(128, at_once // 128 * 128))
-    whole, rest = divmod(vocab, chunk)
+    chunk = min(vocab, max(128, wanted // 128 * 128))
+    full_chunks, remainder = divmod(vocab, chunk)
 
-    def at(carry: Any, k: jax.Array) -> tuple[Any, None]:
-        return of_chunk(carry, lax.dynamic_slice_in_dim(kernel, k * chunk, chunk), k * chunk), None
+    def take_chunk(carry: Any, k: jax.Array) -> tuple[Any, None]:
+        rows = lax.dynamic_slice_in_dim(kernel, k * chunk, chunk)
+        return function(carry, rows, k * chunk), None
 
-    if whole == 1:
-        carry, _ = at(carry, jnp.int32(0))
+    if full_chunks == 1:
+        # A loop of one step would only hide it from the compiler.
+        carry, _ = take_chunk(carry, jnp.int32(0))
     else:
-        carry, _ = lax.scan(at, carry, jnp.arange(whole, dtype=jnp.int32))
-    return of_chunk(carry, kernel[whole * chunk :], jnp.int32(whole * chunk)) if rest else carry
+        carry, _ = lax.scan(take_chunk, carry, jnp.arange(full_chunks, dtype=jnp.int32))
+    if remainder:
+        begin = full_chunks * chunk
+        carry = function(carry, kernel[begin:], jnp.int32(begin))
+    return carry
 
 
-def like(x: jax.Array, zeros: jax.Array, *others: jax.Array) -> jax.Array:
-    """Zeros that differ between devices as arrays do, where JAX keeps account of that."""
-    for other in (x, *others):
+def varying_zeros(zeros: jax.Array, *others: jax.Array) -> jax.Array:
+    """Zeros that vary over the manual axes that other arrays vary over.
+
+    Where JAX keeps account of that, a loop's carry must vary from the start as its results do.
+    """
+    for other in others:
         zeros += jnp.zeros_like(other[(0,) * other.ndim]).astype(zeros.dtype)
     return zeros

@@ -1,17 +1,25 @@
-"""A linear head's cross-entropy on a TPU: logits are made block by block in fast memory and gone
-with it.
+"""A linear head's cross-entropy on a TPU: logits are made block by block in fast memory.
 
-Logits lie there with the rows of `x` along the lanes, so that what is summed over the vocabulary is
-added lane by lane, and what each row has is a vector of lanes. Forward walks over the vocabulary
-for each block of rows. Backward walks over the rows for each block of the vocabulary, whose
-gradient stays in fast memory meanwhile; the gradient to `x`, of which every block of the vocabulary
-has a part, comes and goes through the memory, one block ahead and one behind. Where fast memory
-holds too little of the vocabulary for that, on v4 from a width of some thousand, backward is the
-reference's, whose products XLA makes well.
+The rows of `x` are along the lanes of a block of logits, so that what is summed over the vocabulary
+is added lane by lane, and what each row has is a vector of lanes:
+
+                  rows of x ->
+    vocabulary    +--------------+
+        |         |  logits      |      sums down the columns: one number for each row
+        v         +--------------+
+
+Forward walks over the vocabulary for each block of rows. Backward walks over the rows for each
+block of the vocabulary, whose gradient stays in fast memory meanwhile. Every block of the
+vocabulary also has a part of the gradient to `x`, which is therefore read from memory, added to
+and written back, through a ring of buffers: one block ahead is read, one behind is written.
+
+Where fast memory holds too little of the vocabulary for that (on v4, from a width of some thousand)
+backward is the reference's, whose products XLA makes well.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,11 +35,11 @@ from shardlib.kernels._linear_cross_entropy._reference import (
     Loss,
     Sums,
     capped,
-    of_logits,
-    of_rows,
-    of_sums,
+    logit_gradients,
+    losses_of_sums,
     product,
-    scale,
+    rescaling,
+    row_gradients,
 )
 from shardlib.kernels._rows import merged
 from shardlib.kernels._tpu import (
@@ -46,33 +54,35 @@ from shardlib.kernels._tpu import (
 )
 
 LOGIT = 16  # bytes of fast memory for each logit of a block, and for what is computed of it
-SOME = 512  # numbers of a row whose gradients are made at a time
-# Rows of the kernel in a block of backward: for each block the gradient to `x` goes there and back,
-# and below 512 rows that takes longer than the products; the reference's, of XLA, are no slower
-# then.
+SOME = 512  # columns of a gradient that are made at a time
+# Rows of the kernel in a block of backward. For each block the gradient to `x` is read and written
+# once, and below 512 rows that takes longer than the products; the reference's products, which are
+# XLA's, are no slower then.
 PARTS = range(512, 2049, 128)
-SLOTS = 3  # of blocks of the gradient to `x`: one comes, one is added to, one goes
+SLOTS = 3  # buffers for the gradient to `x`: one is read, one is added to, one is written
 
 
 class Blocks(NamedTuple):
-    """How many rows of `x` and of the kernel a block has, and the bytes of fast memory that
-    takes.
-    """
+    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes."""
 
     rows: int
     vocab: int
-    used: int
+    used: int  # bytes
 
 
 def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
+    """Why the kernel does not take a task; None if it does.
+
+    The text continues a sentence that begins with the kernel's name.
+    """
     x, kernel = task.arrays["x"], task.arrays["kernel"]
-    if reason := supported(task):
-        return reason
+    wrong_dtypes = supported(task)
+    if wrong_dtypes:
+        return wrong_dtypes
     assert task.device is not None
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     room = vmem_bytes(task.device.kind)
-    least = min(one.used for one in _forward_blocks(flat, kernel))
+    least = min(blocks.used for blocks in _forward_blocks(flat, kernel))
     if least <= room:
         return None
     return (
@@ -86,28 +96,41 @@ def forward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     *,
     loss: Loss,
     axes: tuple[str, ...] = (),
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's."""
-    sums = merged(partial(_sums, loss, simulated), "rows", "same", "rows", "same")(
-        x, kernel, targets, first
-    )
-    return of_sums(Sums(*sums), targets, loss, axes)
+    """The loss of each row and its `log Z`.
+
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    run = merged(partial(_sums, loss, simulated), "rows", "shared", "rows", "shared")
+    sums = run(x, kernel, targets, vocab_offset)
+    return losses_of_sums(Sums(*sums), targets, loss, axes)
 
 
 def _sums(
-    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, first: Any
+    loss: Loss, simulated: bool, x: Any, kernel: Any, targets: Any, vocab_offset: Any
 ) -> tuple[jax.Array, ...]:
+    """The four sums over the logits of each row; see `Sums`.
+
+    Args:
+        loss: which loss.
+        simulated: whether an interpreter runs the kernel.
+        x: (rows, width).
+        kernel: (vocabulary, width).
+        targets: a token for each row.
+        vocab_offset: the token of the kernel's first row.
+    """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    blocks = _fitting(_forward_blocks(x, kernel))
+    blocks = _first_fitting(_forward_blocks(x, kernel))
     assert blocks is not None, "see `refuses`"
     per_row = pl.BlockSpec((1, blocks.rows), lambda i, j: (0, i))
     results = pl.pallas_call(
         partial(head_forward, loss=loss, vocab=vocab),
+        # A block of rows stays where it is while the vocabulary passes by.
         grid=(math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
@@ -120,12 +143,12 @@ def _sums(
         compiler_params=parameters(("parallel", "arbitrary"), blocks.used),
         interpret=interpreted(simulated, x),
         name="head_forward",
-    )(first.reshape(1), x, kernel, targets.reshape(1, rows).astype(jnp.int32))
+    )(vocab_offset.reshape(1), x, kernel, targets.reshape(1, rows).astype(jnp.int32))
     return tuple(result.reshape(rows) for result in results)
 
 
 def head_forward(
-    first_ref: Any,
+    offset_ref: Any,
     x_ref: Any,
     kernel_ref: Any,
     targets_ref: Any,
@@ -133,57 +156,105 @@ def head_forward(
     loss: Loss,
     vocab: int,
 ) -> None:
-    highest_ref, total_ref, of_target_ref, sum_ref = sums_refs
-    here = pl.program_id(1) * kernel_ref.shape[0]
+    """Add a block of the vocabulary to the sums of a block of rows.
 
-    @pl.when(here == 0)
+    Args:
+        offset_ref: the token of the first of all rows of the kernel here.
+        x_ref: the block of rows.
+        kernel_ref: the block of the vocabulary.
+        targets_ref: a token for each row.
+        sums_refs: to what `Sums` has, in its order.
+        loss: which loss.
+        vocab: how many rows the kernel has here.
+    """
+    highest_ref, total_ref, of_target_ref, sum_ref = sums_refs
+    begin = pl.program_id(1) * kernel_ref.shape[0]
+
+    @pl.when(begin == 0)
     def _() -> None:
         highest_ref[...] = jnp.full_like(highest_ref, -jnp.inf)
         for ref in (total_ref, of_target_ref, sum_ref):
             ref[...] = jnp.zeros_like(ref)
 
-    z, place, counts = _logits(x_ref[...], kernel_ref[...], here, first_ref[0], loss, vocab)
-    highest = highest_ref[...]
-    now = jnp.maximum(highest, jnp.where(counts, z, -jnp.inf).max(0, keepdims=True))
-    highest_ref[...] = now
-    total = jnp.where(counts, jnp.exp(z - now), 0).sum(0, keepdims=True)
-    total_ref[...] = total_ref[...] * scale(highest, now) + total
-    of_target_ref[...] += jnp.where(place == targets_ref[...], z, 0).sum(0, keepdims=True)
+    z, token, counts = _logits(x_ref[...], kernel_ref[...], begin, offset_ref[0], loss, vocab)
+    old_highest = highest_ref[...]
+    highest = jnp.maximum(old_highest, jnp.where(counts, z, -jnp.inf).max(0, keepdims=True))
+    highest_ref[...] = highest
+    total = jnp.where(counts, jnp.exp(z - highest), 0).sum(0, keepdims=True)
+    # The total so far is relative to the highest logit so far.
+    total_ref[...] = total_ref[...] * rescaling(old_highest, highest) + total
+    of_target_ref[...] += jnp.where(token == targets_ref[...], z, 0).sum(0, keepdims=True)
     if loss.smoothing:
         sum_ref[...] += jnp.where(counts, z, 0).sum(0, keepdims=True)
 
 
 def _logits(
-    x: jax.Array, kernel: jax.Array, here: jax.Array, first: jax.Array, loss: Loss, vocab: int
+    x: jax.Array, kernel: jax.Array, begin: jax.Array, offset: jax.Array, loss: Loss, vocab: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logits, (vocabulary, rows), their places in the vocabulary, and which count."""
+    """The logits (vocabulary, rows) of two blocks, their tokens, and which of them count.
+
+    Args:
+        x: a block of rows.
+        kernel: a block of the kernel's rows.
+        begin: the row of the kernel here at which its block begins.
+        offset: the token of the first of the kernel's rows here.
+        loss: which loss.
+        vocab: how many rows the kernel has here.
+    """
     z = capped(product(kernel.astype(x.dtype), x, 1, 1), loss)
-    at = lax.broadcasted_iota(jnp.int32, z.shape, 0) + here
-    place = jnp.where(at < vocab, at + first, loss.vocab)  # the last block may reach beyond
-    return z, place, place < loss.vocab
+    kernel_row = lax.broadcasted_iota(jnp.int32, z.shape, 0) + begin
+    # The last block may reach beyond the kernel, where another device's tokens would begin.
+    token = jnp.where(kernel_row < vocab, kernel_row + offset, loss.vocab)
+    return z, token, token < loss.vocab
 
 
 def backward(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
-    first: jax.Array,
+    vocab_offset: jax.Array,
     log_z: jax.Array,
     gradient: jax.Array,
     *,
     loss: Loss,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's, and by it where fast memory holds too little of the vocabulary at a
-    time.
+    """The gradients to `x` and to the kernel, of this device's part of the logits only.
+
+    Where fast memory holds too little of the vocabulary at a time, they are the reference's.
+    Arguments are those of the reference; `simulated` runs the kernel in Pallas's interpreter.
     """
-    if (blocks := _fitting(_backward_blocks(x, kernel))) is None:
-        return _reference.backward(x, kernel, targets, first, log_z, gradient, loss=loss)
-    gradient, of_log_z = of_rows(targets, log_z, gradient, loss)
-    arrays = (x, kernel, targets, first, log_z, of_log_z, gradient)
-    return jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))(
-        *arrays
-    )
+    blocks = _first_fitting(_backward_blocks(x, kernel))
+    if blocks is None:
+        return _reference.backward(x, kernel, targets, vocab_offset, log_z, gradient, loss=loss)
+    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
+    run = jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))
+    return run(x, kernel, targets, vocab_offset, log_z, of_log_z, gradient)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The grid of backward `(cores, vocabulary blocks of a core, row blocks)`, and its sizes."""
+
+    loss: Loss
+    rows: int  # of `x`
+    vocab: int  # rows of the kernel
+    vocab_blocks: int  # of one core
+    row_blocks: int
+
+    @property
+    def last(self) -> int:
+        """The last step of a core."""
+        return self.vocab_blocks * self.row_blocks - 1
+
+    @property
+    def lag(self) -> int:
+        """How many steps after its write began a buffer is used again.
+
+        Zero where there is only one block of rows, which stays in its buffer from the first step
+        to the last.
+        """
+        return min(SLOTS, self.row_blocks) - 1
 
 
 def _gradients(
@@ -193,19 +264,34 @@ def _gradients(
     x: Any,
     kernel: Any,
     targets: Any,
-    first: Any,
-    *of_row: Any,
+    vocab_offset: Any,
+    *row_columns: Any,
 ) -> tuple[jax.Array, jax.Array]:
+    """The gradients to `x`, in float32, and to the kernel, in its dtype.
+
+    Args:
+        blocks: the sizes of blocks.
+        loss: which loss.
+        simulated: whether an interpreter runs the kernel.
+        x: (rows, width).
+        kernel: (vocabulary, width).
+        targets: a token for each row.
+        vocab_offset: the token of the kernel's first row.
+        row_columns: for each row `log Z`, the gradient to it, and the gradient to the loss.
+    """
     (rows, width), vocab = x.shape, kernel.shape[0]
     row_blocks, vocab_blocks = math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)
+    # Each core of a chip makes a gradient to `x` of its own, from its share of the vocabulary.
     walkers = cores() if vocab_blocks % cores() == 0 else 1
-    each = vocab_blocks // walkers
+    walk = _Walk(loss, rows, vocab, vocab_blocks // walkers, row_blocks)
     per_row = pl.BlockSpec((1, blocks.rows), lambda core, j, i: (0, i))
-    of_part = pl.BlockSpec((blocks.vocab, width), lambda core, j, i: (core * each + j, 0))
-    columns = [one.reshape(1, rows) for one in (targets.astype(jnp.int32), *of_row)]
+    of_part = pl.BlockSpec(
+        (blocks.vocab, width), lambda core, j, i: (core * walk.vocab_blocks + j, 0)
+    )
+    columns = [column.reshape(1, rows) for column in (targets.astype(jnp.int32), *row_columns)]
     of_x, of_kernel = pl.pallas_call(
-        partial(head_backward, loss=loss, rows=rows, vocab=vocab, steps=(each, row_blocks)),
-        grid=(walkers, each, row_blocks),
+        partial(head_backward, walk=walk),
+        grid=(walkers, walk.vocab_blocks, row_blocks),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             pl.BlockSpec((blocks.rows, width), lambda core, j, i: (i, 0)),
@@ -217,97 +303,154 @@ def _gradients(
             shaped((walkers, row_blocks * blocks.rows, width), jnp.float32, x),
             shaped((vocab, width), kernel.dtype, x),
         ],
-        scratch_shapes=[
-            pltpu.VMEM((SLOTS, blocks.rows, width), jnp.float32),
-            pltpu.SemaphoreType.DMA((SLOTS,)),
-            pltpu.SemaphoreType.DMA((SLOTS,)),
-            *[pltpu.VMEM((blocks.vocab, width), jnp.float32)] * (kernel.dtype != jnp.float32),
-        ],
+        scratch_shapes=_backward_scratch(blocks, width, kernel.dtype),
         compiler_params=parameters(("parallel", "arbitrary", "arbitrary"), blocks.used),
         interpret=interpreted(simulated, x),
         name="head_backward",
-    )(first.reshape(1), x, kernel, *columns)
+    )(vocab_offset.reshape(1), x, kernel, *columns)
     return of_x.sum(0)[:rows], of_kernel
 
 
-def head_backward(
-    first_ref: Any,
-    x_ref: Any,
-    kernel_ref: Any,
-    targets_ref: Any,
-    log_z_ref: Any,
-    of_log_z_ref: Any,
-    gradient_ref: Any,
-    of_x_ref: Any,
-    of_kernel_ref: Any,
-    parts: Any,
-    reads: Any,
-    writes: Any,
-    *wider: Any,
-    loss: Loss,
-    rows: int,
-    vocab: int,
-    steps: tuple[int, int],
-) -> None:
-    core, j, i = (pl.program_id(k) for k in range(3))
-    step, (each, row_blocks) = j * steps[1] + i, steps
-    block = x_ref.shape[0]
-    here = (core * each + j) * kernel_ref.shape[0]
-    last = each * row_blocks - 1
-    total = wider[0] if wider else of_kernel_ref
+def _backward_scratch(blocks: Blocks, width: int, kernel_dtype: Any) -> list[Any]:
+    """Fast memory of backward besides its blocks; see `_BackwardRefs`."""
+    scratch = [
+        pltpu.VMEM((SLOTS, blocks.rows, width), jnp.float32),
+        pltpu.SemaphoreType.DMA((SLOTS,)),
+        pltpu.SemaphoreType.DMA((SLOTS,)),
+    ]
+    if kernel_dtype != jnp.float32:
+        # The gradient to the kernel is added up in float32 and rounded once.
+        scratch.append(pltpu.VMEM((blocks.vocab, width), jnp.float32))
+    return scratch
 
-    def moving(step: jax.Array, there: bool) -> Any:
-        """The copy that brings a step's part of the gradient to `x`, or takes it back."""
+
+class _BackwardRefs(NamedTuple):
+    """The references of `head_backward`, in their order."""
+
+    offset: Any  # the token of the first of all rows of the kernel here
+    x: Any
+    kernel: Any
+    targets: Any
+    log_z: Any
+    of_log_z: Any
+    gradient: Any
+    of_x: Any  # result, in memory, for each core
+    of_kernel: Any  # result, the block of this step
+    of_x_buffers: Any  # a ring of `SLOTS` blocks
+    reads: Any  # semaphores of the copies to the buffers
+    writes: Any  # and of those from them
+    total: Any = None  # the gradient to the kernel in float32, where it has another dtype
+
+
+@dataclass(frozen=True)
+class _BackwardStep:
+    """Where a program of backward is, and its references."""
+
+    walk: _Walk
+    refs: _BackwardRefs
+    core: jax.Array
+    j: jax.Array  # which block of the vocabulary, of this core's
+    i: jax.Array  # which block of rows
+    number: jax.Array  # of the step: how many this core took before
+
+    def read(self, step: jax.Array) -> Any:
+        """The copy that brings a step's block of the gradient to `x` to its buffer."""
+        slot, in_memory, buffer = self._ends(step)
+        return pltpu.make_async_copy(in_memory, buffer, self.refs.reads.at[slot])
+
+    def write(self, step: jax.Array) -> Any:
+        """The copy that takes a step's block of the gradient to `x` back to memory."""
+        slot, in_memory, buffer = self._ends(step)
+        return pltpu.make_async_copy(buffer, in_memory, self.refs.writes.at[slot])
+
+    def _ends(self, step: jax.Array) -> tuple[jax.Array, Any, Any]:
+        """The slot of a step, its block of the gradient in memory, and its buffer."""
+        refs, size = self.refs, self.refs.x.shape[0]
         slot = lax.rem(step, SLOTS)
-        at = of_x_ref.at[core, pl.ds(lax.rem(step, row_blocks) * block, block)]
-        part = parts.at[slot]
-        return pltpu.make_async_copy(
-            *((part, at) if there else (at, part)), (writes if there else reads).at[slot]
+        rows = pl.ds(lax.rem(step, self.walk.row_blocks) * size, size)
+        return slot, refs.of_x.at[self.core, rows], refs.of_x_buffers.at[slot]
+
+
+def head_backward(*all_refs: Any, walk: _Walk) -> None:
+    """One step of backward: a block of rows with a block of the vocabulary.
+
+    The copies of the gradient to `x` around the products, for `lag = 2`:
+
+        step k:   wait for the write of step k - 2, start to read for step k + 1,
+                  make the logits' gradient, wait for the read of step k,
+                  add the products, start the write of step k
+    """
+    refs = _BackwardRefs(*all_refs)
+    core, j, i = (pl.program_id(axis) for axis in range(3))
+    step = _BackwardStep(walk, refs, core, j, i, j * walk.row_blocks + i)
+    number, lag = step.number, walk.lag
+    begin = (core * walk.vocab_blocks + j) * refs.kernel.shape[0]
+
+    # What a step reads was written `row_blocks` steps before: that write must be complete, and the
+    # buffer free.
+    if lag:
+        pl.when(number >= lag)(lambda: step.write(number - lag).wait())
+        pl.when((number + 1 >= walk.row_blocks) & (number < walk.last))(
+            lambda: step.read(number + 1).start()
         )
+    of_z = _step_logit_gradients(step, begin)
+    slot = lax.rem(number, SLOTS) if lag else 0
+    if lag:
+        pl.when(j > 0)(lambda: step.read(number).wait())
+    _add_products(step, of_z, begin, slot)
+    if refs.total is not None:
 
-    # What a step reads was written `row_blocks` steps before: it must be there, and the slot free.
-    # One block never leaves.
-    behind = min(SLOTS, row_blocks) - 1
-    if behind:
-        pl.when(step >= behind)(lambda: moving(step - behind, True).wait())
-        pl.when((step + 1 >= row_blocks) & (step < last))(lambda: moving(step + 1, False).start())
-
-    z, place, counts = _logits(x_ref[...], kernel_ref[...], here, first_ref[0], loss, vocab)
-    row = lax.broadcasted_iota(jnp.int32, (1, block), 1) + i * block
-    columns = (log_z_ref[...], of_log_z_ref[...], gradient_ref[...])
-    of_z = of_logits(z, place == targets_ref[...], *columns, loss)
-    of_z = jnp.where(counts & (row < rows), of_z, 0).astype(x_ref.dtype)
-    slot = lax.rem(step, SLOTS) if behind else 0
-    if behind:
-        pl.when(j > 0)(lambda: moving(step, False).wait())
-    for begin in range(0, x_ref.shape[1], SOME):
-        some = slice(begin, min(begin + SOME, x_ref.shape[1]))
-        # What is beyond an array is anything, and times zero it may be no number.
-        x = _until(x_ref[:, some], rows - i * block, rows % block)
-        kernel = _until(
-            kernel_ref[:, some].astype(x.dtype), vocab - here, vocab % kernel_ref.shape[0]
-        )
-        _add(total.at[:, some], product(of_z, x, 1, 0), i == 0)
-        _add(parts.at[slot, :, some], product(of_z, kernel, 0, 0), j == 0)
-    if wider:
-
-        @pl.when(i == row_blocks - 1)
+        @pl.when(i == walk.row_blocks - 1)
         def _() -> None:
-            of_kernel_ref[...] = total[...].astype(of_kernel_ref.dtype)
+            refs.of_kernel[...] = refs.total[...].astype(refs.of_kernel.dtype)
 
-    if behind:
-        moving(step, True).start()
+    if lag:
+        step.write(number).start()
 
-    @pl.when(step == last)
+    @pl.when(number == walk.last)
     def _() -> None:
-        if not behind:
-            moving(jnp.int32(0), True).start()
-        for k in range(max(behind, 1)):
-            moving(step - k if behind else jnp.int32(0), True).wait()
+        # Nothing may be on its way when the program ends.
+        if not lag:
+            step.write(jnp.int32(0)).start()
+            step.write(jnp.int32(0)).wait()
+        for behind in range(lag):
+            step.write(number - behind).wait()
 
 
-def _add(ref: Any, x: jax.Array, first: jax.Array) -> None:
-    """Add to what is there, which at first is nothing."""
+def _step_logit_gradients(step: _BackwardStep, begin: jax.Array) -> jax.Array:
+    """The gradient to the logits of a step, in the dtype of `x`; zero beyond both arrays."""
+    refs, walk = step.refs, step.walk
+    block = refs.x.shape[0]
+    z, token, counts = _logits(
+        refs.x[...], refs.kernel[...], begin, refs.offset[0], walk.loss, walk.vocab
+    )
+    row = lax.broadcasted_iota(jnp.int32, (1, block), 1) + step.i * block
+    columns = (refs.log_z[...], refs.of_log_z[...], refs.gradient[...])
+    of_z = logit_gradients(z, token == refs.targets[...], *columns, walk.loss)
+    return jnp.where(counts & (row < walk.rows), of_z, 0).astype(refs.x.dtype)
+
+
+def _add_products(step: _BackwardStep, of_z: jax.Array, begin: jax.Array, slot: Any) -> None:
+    """Add a step's parts of the gradients to the kernel and to `x`, some columns at a time."""
+    refs, walk = step.refs, step.walk
+    block, width = refs.x.shape
+    vocab_block = refs.kernel.shape[0]
+    total = refs.of_kernel if refs.total is None else refs.total
+    for first_column in range(0, width, SOME):
+        columns = slice(first_column, min(first_column + SOME, width))
+        # What is beyond an array may be anything, and times zero it may be no number.
+        x = _zero_from(refs.x[:, columns], walk.rows - step.i * block, walk.rows % block)
+        kernel = _zero_from(
+            refs.kernel[:, columns].astype(x.dtype), walk.vocab - begin, walk.vocab % vocab_block
+        )
+        _accumulate(total.at[:, columns], product(of_z, x, 1, 0), step.i == 0)
+        _accumulate(
+            refs.of_x_buffers.at[slot, :, columns], product(of_z, kernel, 0, 0), step.j == 0
+        )
+
+
+def _accumulate(ref: Any, x: jax.Array, first: jax.Array) -> None:
+    """Add to a sum, or begin it: at first memory holds anything."""
 
     @pl.when(first)
     def _() -> None:
@@ -318,51 +461,71 @@ def _add(ref: Any, x: jax.Array, first: jax.Array) -> None:
         ref[...] += x
 
 
-def _until(x: jax.Array, size: jax.Array, ragged: int) -> jax.Array:
-    """So many rows of a block, and zeros."""
-    return (
-        jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < size, x, jnp.zeros_like(x))
-        if ragged
-        else x
-    )
+def _zero_from(x: jax.Array, size: jax.Array, ragged: int) -> jax.Array:
+    """The first `size` rows of a block, and zeros for the others.
+
+    `ragged` is zero where all blocks are full, and nothing needs to be done.
+    """
+    if not ragged:
+        return x
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < size, x, jnp.zeros_like(x))
 
 
 def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
-    """The kernel is read once for every block of rows: the more rows the better."""
+    """Sizes of blocks for forward, the best first.
+
+    The kernel is read once for every block of rows: the more rows the better.
+    """
     (rows, width), vocab = x.shape, kernel.shape[0]
     of_x, of_kernel, cast = _row_bytes(x, kernel, width)
-    for some in (2048, 1024, 512, 256, 128):
-        for part in (512, 256, 128):
-            r, v = min(some, rows), min(part, vocab)
+    for most_rows in (2048, 1024, 512, 256, 128):
+        for most_vocab in (512, 256, 128):
+            r, v = min(most_rows, rows), min(most_vocab, vocab)
+            # Blocks are there twice, so that one is on its way while the other is used.
             yield Blocks(r, v, 2 * r * of_x + v * (2 * of_kernel + cast) + r * v * LOGIT)
 
 
 def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
-    """`x` is read, and its gradient there and back, once for every block of the vocabulary; all
-    cores should have as many.
+    """Sizes of blocks for backward, the best first.
+
+    `x` is read, and its gradient read and written, once for every block of the vocabulary: the
+    larger those the better. All cores should have as many.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
     of_x, of_kernel, cast = _row_bytes(x, kernel, width)
-    wide = 4 * _lanes(width)
-    total = wide if kernel.dtype != jnp.float32 else 0
-    for part in sorted(PARTS, key=lambda part: (math.ceil(vocab / part) % cores() != 0, -part)):
-        for some in (256, 128):
-            r, v = min(some, rows), min(part, vocab)
-            used = r * (2 * of_x + SLOTS * wide) + v * (4 * of_kernel + cast + total)
-            yield Blocks(r, v, used + r * v * LOGIT + (r + v) * SOME * 4)
+    float32_row = 4 * _padded_to_lanes(width)
+    total = float32_row if kernel.dtype != jnp.float32 else 0
+
+    def by_preference(part: int) -> tuple[bool, int]:
+        return math.ceil(vocab / part) % cores() != 0, -part
+
+    for most_vocab in sorted(PARTS, key=by_preference):
+        for most_rows in (256, 128):
+            r, v = min(most_rows, rows), min(most_vocab, vocab)
+            blocks = r * (2 * of_x + SLOTS * float32_row) + v * (4 * of_kernel + cast + total)
+            products = (r + v) * SOME * 4
+            yield Blocks(r, v, blocks + r * v * LOGIT + products)
 
 
-def _fitting(candidates: Iterator[Blocks]) -> Blocks | None:
-    """The first, hence best, that a core has room for."""
+def _first_fitting(candidates: Iterator[Blocks]) -> Blocks | None:
+    """The first, hence best, sizes of blocks that a core has room for; None if there are none."""
     room = vmem_bytes(device_here().kind)
-    return next((blocks for blocks in candidates if blocks.used <= room), None)
+    for blocks in candidates:
+        if blocks.used <= room:
+            return blocks
+    return None
 
 
 def _row_bytes(x: Any, kernel: Any, width: int) -> tuple[int, int, int]:
-    """Of a row of each, and of one of the kernel in the dtype of `x`, if it has another."""
-    of_x, of_kernel = (_lanes(width) * jnp.dtype(one.dtype).itemsize for one in (x, kernel))
+    """The bytes in fast memory of a row of `x`, of one of the kernel, and of its cast to `x`'s.
+
+    The last is zero where both have the same dtype.
+    """
+    numbers = _padded_to_lanes(width)
+    of_x = numbers * jnp.dtype(x.dtype).itemsize
+    of_kernel = numbers * jnp.dtype(kernel.dtype).itemsize
     return of_x, of_kernel, of_x if x.dtype != kernel.dtype else 0
 
 
-def _lanes(width: int) -> int:
+def _padded_to_lanes(width: int) -> int:
     return math.ceil(width / LANES) * LANES

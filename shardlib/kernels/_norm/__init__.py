@@ -1,8 +1,14 @@
-"""RMSNorm and LayerNorm over the last dim, with a residual added."""
+"""RMSNorm and LayerNorm over the last dim, with a residual added.
+
+The two public functions are one op, which subtracts the mean or does not. It checks its arguments,
+finds out how they are laid out, chooses an implementation and calls it on each device's own shard.
+Forward and backward are one `custom_vjp`: backward needs `h`, the sum of `x` and the residual, and
+makes the norm's statistics again, which is cheaper than to keep them.
+"""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -19,7 +25,6 @@ from shardlib.kernels._shards import (
     varying,
     varying_alike,
 )
-from shardlib.layouts._rules import as_tuple
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
@@ -50,13 +55,14 @@ def rms_norm(
         epsilon: is added to the mean of squares.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
 
-    Backward needs `h` alone, which is `x` if there is no residual.
+    Backward needs only `h`, which is `x` if there is no residual.
 
     >>> import jax.numpy as jnp
     >>> rms_norm(jnp.array([[3.0, 3.0]]), jnp.array([1.0, 2.0]), epsilon=0)
     Array([[1., 2.]], dtype=float32)
     """
-    return _norm("rms_norm", x, scale, None, residual, names, epsilon, implementation)
+    arrays = _Arrays(x, residual, scale, None)
+    return _norm("rms_norm", arrays, names, epsilon, implementation)
 
 
 def layer_norm(
@@ -82,136 +88,169 @@ def layer_norm(
         epsilon: is added to the variance.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
 
-    Backward needs `h` alone, which is `x` if there is no residual.
+    Backward needs only `h`, which is `x` if there is no residual.
 
     >>> import jax.numpy as jnp
     >>> layer_norm(jnp.array([[1.0, 3.0]]), epsilon=0)
     Array([[-1.,  1.]], dtype=float32)
     """
-    return _norm("layer_norm", x, scale, bias, residual, names, epsilon, implementation)
+    arrays = _Arrays(x, residual, scale, bias)
+    return _norm("layer_norm", arrays, names, epsilon, implementation)
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a norm, in the order in which forward takes them; all but `x` may be None."""
+
+    x: Any
+    residual: Any
+    scale: Any
+    bias: Any
 
 
 def _norm(
-    op: str,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    residual: Any,
-    names: Names | None,
-    epsilon: float,
-    asked: str | None,
+    op: str, arrays: _Arrays, names: Names | None, epsilon: float, requested: str | None
 ) -> Any:
-    x = check_arrays.as_array(op, "x", x)
-    scale, bias, residual = (
-        None if one is None else check_arrays.as_array(op, name, one)
-        for name, one in (("scale", scale), ("bias", bias), ("residual", residual))
-    )
-    epsilon = check.number(op, "epsilon", epsilon, "a number", least=0)
-    _check(op, x, scale, bias, residual)
-    of_x = layout_of(op, x, names)
-    arrays = {"x": (x, of_x), "residual": (residual, of_x)}
-    arrays |= {"scale": (scale, of_x.of(x.ndim - 1)), "bias": (bias, of_x.of(x.ndim - 1))}
-    here = {
-        name: jax.ShapeDtypeStruct(of.here, one.dtype)
-        for name, (one, of) in arrays.items()
-        if one is not None
-    }
-    differing = frozenset().union(
-        *(varying(one) for one in (x, residual, scale, bias) if one is not None)
-    )
-    task = Task(op, here, partitioned(of_x), of_x.axes[-1], differing, device_here())
-    call = Call(choose(IMPLEMENTATIONS, task, asked), of_x, float(epsilon), op == "layer_norm")
+    """Check a call of either norm, choose an implementation, and run it.
+
+    Args:
+        op: the public function.
+        arrays: what it was given.
+        names: of the dims of `x`, or None.
+        epsilon: what is added to the mean square.
+        requested: the implementation that was asked for by name, or None.
+    """
+    arrays, epsilon = _checked(op, arrays, epsilon)
+    x, residual = arrays.x, arrays.residual
+    x_layout = layout_of(op, x, names)
+    row_layout = x_layout.select(x.ndim - 1)
+    layouts = _Arrays(x_layout, x_layout, row_layout, row_layout)
+    local, differing = {}, frozenset[str]()
+    for name, array, layout in zip(_Arrays._fields, arrays, layouts, strict=True):
+        if array is not None:
+            local[name] = jax.ShapeDtypeStruct(layout.local_shape, array.dtype)
+            differing |= varying(array)
+    task = Task(op, local, partitioned(x_layout), x_layout.axes[-1], differing, device_here())
+    chosen = choose(IMPLEMENTATIONS, task, requested)
+    call = Call(chosen, x_layout, float(epsilon), op == "layer_norm")
     if x.size == 0:
+        # No kernel takes arrays without numbers.
         return x if residual is None else (x, x)
-    y, h = cast(Any, _normed)(call, *varying_alike(x, residual, scale, bias))
+    y, h = cast(Any, _normed)(call, *varying_alike(*arrays))
     return y if residual is None else (y, h)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before its numbers are."""
+    """What is known of a call before its numbers are: the static argument of the `custom_vjp`."""
 
     chosen: Chosen
-    of_x: ArrayLayout
+    x_layout: ArrayLayout
     epsilon: float
     centred: bool
 
     @property
     def options(self) -> dict[str, Any]:
-        axes = {"axes": self.of_x.axes[-1]} if self.of_x.axes[-1] else {}
-        return {"epsilon": self.epsilon, "centred": self.centred, **axes, **self.chosen.options}
+        """The keyword arguments that forward and backward of the implementation both take."""
+        options: dict[str, Any] = {"epsilon": self.epsilon, "centred": self.centred}
+        summed = self.x_layout.axes[-1]
+        if summed:
+            # Only implementations that add up over devices know `axes`; others refused the task.
+            options["axes"] = summed
+        return options | self.chosen.options
 
     @property
-    def of_row(self) -> ArrayLayout:
-        return self.of_x.of(len(self.of_x.shape) - 1)
+    def row_layout(self) -> ArrayLayout:
+        """The layout of what has the numbers of one row: scale and bias."""
+        return self.x_layout.select(len(self.x_layout.shape) - 1)
 
     @property
-    def over_rows(self) -> tuple[str, ...]:
-        """The automatic axes that split rows: over them gradients of what all rows share are added
-        up here.
+    def rows_axes(self) -> tuple[str, ...]:
+        """The automatic axes that split rows.
+
+        Over these, gradients of scale and bias are added up inside the `shard_map` of the op.
         """
-        return (
-            ()
-            if self.of_x.spec is None
-            else tuple(axis for e in self.of_x.spec[:-1] for axis in as_tuple(e))
-        )
+        return self.x_layout.automatic_axes(*range(len(self.x_layout.shape) - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normed(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
-    here = partial(call.chosen.implementation.forward, **call.options)
-    layouts = (call.of_x, call.of_x, call.of_row, call.of_row)
-    return per_shard(here, (x, residual, scale, bias), layouts, (call.of_x, call.of_x))
+    """The norm of each device's shard, and `h`."""
+    run_shard = partial(call.chosen.implementation.forward, **call.options)
+    layouts = (call.x_layout, call.x_layout, call.row_layout, call.row_layout)
+    results = (call.x_layout, call.x_layout)
+    return per_shard(run_shard, (x, residual, scale, bias), layouts, results)
 
 
 def _forward(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
+    """The norm and `h`, and what backward needs of them."""
     y, h = cast(Any, _normed)(call, x, residual, scale, bias)
     return (y, h), (h, scale, bias, residual is not None)
 
 
 def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+    """The gradients to `x`, the residual, scale and bias."""
     h, scale, bias, added = saved
     gradient, of_h = gradients
+    if not added:
+        of_h = None  # nobody was given `h`
 
-    def here(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
-        biased = {"biased": bias is not None}
-        of_x, *of_rows = call.chosen.implementation.backward(
-            h, scale, gradient, of_h, **biased, **call.options
+    def run_shard(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
+        of_x, *row_gradients = call.chosen.implementation.backward(
+            h, scale, gradient, of_h, biased=bias is not None, **call.options
         )
-        return of_x, *(
-            lax.psum(one, call.over_rows) if call.over_rows and one is not None else one
-            for one in of_rows
-        )
+        if call.rows_axes:
+            for k, row_gradient in enumerate(row_gradients):
+                if row_gradient is not None:
+                    row_gradients[k] = lax.psum(row_gradient, call.rows_axes)
+        return of_x, *row_gradients
 
-    layouts = (call.of_x, call.of_row, call.of_x, call.of_x)
-    operands = (h, scale, gradient, of_h if added else None)
-    results = (call.of_x, *(None if one is None else call.of_row for one in (scale, bias)))
-    of_x, *of_rows = per_shard(here, operands, layouts, results)
-    rounded = (
-        None if one is None else of.astype(one.dtype)
-        for one, of in zip((scale, bias), of_rows, strict=True)
+    layouts = (call.x_layout, call.row_layout, call.x_layout, call.x_layout)
+    row_results = [None if array is None else call.row_layout for array in (scale, bias)]
+    of_x, *row_gradients = per_shard(
+        run_shard, (h, scale, gradient, of_h), layouts, (call.x_layout, *row_results)
     )
+    # Sums over rows come wide: they are rounded once, after devices have added up theirs.
+    rounded = []
+    for array, row_gradient in zip((scale, bias), row_gradients, strict=True):
+        rounded.append(None if array is None else row_gradient.astype(array.dtype))
     return of_x, of_x if added else None, *rounded
 
 
 _normed.defvjp(_forward, _backward)
 
 
-def _check(op: str, x: Any, scale: Any, bias: Any, residual: Any) -> None:
+def _checked(op: str, arrays: _Arrays, epsilon: Any) -> tuple[_Arrays, Any]:
+    """The arguments of a norm, as arrays, if they fit each other."""
+    x = check_arrays.as_array(op, "x", arrays.x)
+    given: dict[str, Any] = {"scale": arrays.scale, "bias": arrays.bias}
+    given["residual"] = arrays.residual
+    for name, array in given.items():
+        if array is not None:
+            given[name] = check_arrays.as_array(op, name, array)
+    residual = given["residual"]
+    epsilon = check.number(op, "epsilon", epsilon, "a number", least=0)
     if not check_arrays.is_float(x.dtype) or x.ndim < 1:
         raise ValueError(
             f"`{op}` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim "
             "for the numbers of a row."
         )
-    for name, one in (("scale", scale), ("bias", bias)):
-        if one is not None and (one.shape != x.shape[-1:] or not check_arrays.is_float(one.dtype)):
-            raise ValueError(
-                f"`{op}`: `{name}` is {one.dtype}{list(one.shape)}; it has a float for each of the "
-                f"{x.shape[-1]} numbers of a row of `x`, which is {x.dtype}{list(x.shape)}."
-            )
+    for name in ("scale", "bias"):
+        _check_row(op, name, given[name], x)
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is "
             f"{x.dtype}{list(x.shape)}: they are added, in one dtype; `astype` the one that is to "
             "be rounded."
+        )
+    return _Arrays(x, residual, given["scale"], given["bias"]), epsilon
+
+
+def _check_row(op: str, name: str, array: Any, x: Any) -> None:
+    """Refuse a scale or bias that has not a float for each number of a row."""
+    if array is None:
+        return
+    if array.shape != x.shape[-1:] or not check_arrays.is_float(array.dtype):
+        raise ValueError(
+            f"`{op}`: `{name}` is {array.dtype}{list(array.shape)}; it has a float for each of the "
+            f"{x.shape[-1]} numbers of a row of `x`, which is {x.dtype}{list(x.shape)}."
         )

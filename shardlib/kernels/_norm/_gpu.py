@@ -1,7 +1,19 @@
-"""RMSNorm and LayerNorm on a GPU: a row in the registers of a warpgroup, each array read once and
-written once.
+"""RMSNorm and LayerNorm on a GPU: a row in registers, each array read once and written once.
+
+Forward is independent for each row. Backward also sums the gradients to scale and bias over all
+rows, for which a grid of warpgroups takes the rows in turns and keeps running sums:
+
+    block 0:  rows 0, B, 2B, ...      -> sums of block 0 --.
+    block 1:  rows 1, B + 1, ...      -> sums of block 1 --+--> added up by XLA
+    block B - 1: ...                  -> its sums        --'
+
+The running sums are in shared memory while a warpgroup works, or in the result itself where they
+do not fit. Rows are in `groups`, each of which has its own scale and bias (a `vmap` makes them).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,20 +26,22 @@ from shardlib.kernels._gpu import call
 from shardlib.kernels._gpu_rows import (
     SHARED,
     Numbers,
-    Rows,
-    each,
+    RowBlocks,
+    RowLayout,
+    as_float32,
     over_rows,
-    parts,
+    piecewise,
     refuses,
     shared_bytes,
-    wide,
+    split_refs,
 )
+from shardlib.kernels._norm._reference import Norm
 from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-FEW = 8  # rows, at least, that a warpgroup sums, or times 128 where lanes do
-# Of a GPU, about: so many times some warpgroups sum gradients over rows, each its own.
+FEW = 8  # turns, at least, in which a warpgroup sums rows
+# Processors of a GPU, about. Each runs a few warpgroups, and each of those has sums of its own.
 PROCESSORS = 132
 
 
@@ -41,44 +55,103 @@ def forward(
     centred: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's, of whole rows."""
+    """The norm of the rows of `h = x + residual`, and `h`; rows must be whole on the device.
 
-    def here(depth: int, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
-        groups, beside = grouped(depth, x, scale, bias)
-        shared = [one for one in beside if one is not None]
-        groups = groups if any(len(one) > 1 for one in shared) else 1
-        of = Rows.of(x.shape[-1], [x.dtype, *(one.dtype for one in shared)], simulated=simulated)
-        of_rows = [of.flat(one, groups, mode="edge") for one in (x, residual) if one is not None]
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    run = partial(_forward_of_groups, Norm(epsilon, centred), simulated)
+    return batched(run, "rows", "rows", "broadcast", "broadcast")(x, residual, scale, bias)
 
-        def norm_forward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
-            sizes = len(of_rows), len(shared), 1, len(of_rows) - 1
-            inputs, of_shared, (y_ref,), h_refs, space = parts(refs, *sizes)
-            loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
-            same = [
-                of.load_shared(ref, group if len(one) > 1 else 0)
-                for ref, one in zip(of_shared, shared, strict=True)
-            ]
-            for index, given in zip(indices, loaded, strict=True):
-                h, *added = (each(wide, one) for one in given)
-                for one in added:
-                    h = each(lambda h, residual: wide((h + residual).astype(x.dtype)), h, one)
-                h = each(wide, of.keep(h, space))
-                y, _ = _unit(of, h, epsilon, centred)
-                for put, one in zip(
-                    [jnp.multiply] * (scale is not None) + [jnp.add], same, strict=False
-                ):
-                    y = each(put, y, each(wide, one))
-                of.store((y_ref, index, y), *((ref, index, h) for ref in h_refs))
 
-        count = len(of_rows[0])
-        outs = [jax.ShapeDtypeStruct((count, of.row), x.dtype)] * len(of_rows)
-        results = over_rows(norm_forward, of, groups, count // groups, outs, of.room(x.dtype))(
-            *of_rows, *shared
-        )
-        y, *sums = (of.unflat(one, x.shape, groups) for one in results)
-        return y, sums[0] if sums else x
+def _forward_of_groups(
+    norm: Norm, simulated: bool, depth: int, x: Any, residual: Any, scale: Any, bias: Any
+) -> tuple[Any, Any]:
+    """The forward of rows with `depth` batch dims first, each with a scale and a bias of its own.
 
-    return batched(here, "rows", "rows", "beside", "beside")(x, residual, scale, bias)
+    Args:
+        norm: which norm.
+        simulated: whether an interpreter runs the kernel.
+        depth: how many dims `vmap` added in front.
+        x: rows.
+        residual: what is added to them, or None.
+        scale: a row for each element of the batch dims, or one for all, or None.
+        bias: as `scale`.
+    """
+    groups, aligned = grouped(depth, x, scale, bias)
+    shared = _present(*aligned)
+    if all(len(array) == 1 for array in shared):
+        groups = 1  # all rows have the same scale and bias
+    dtypes = [x.dtype, *(array.dtype for array in shared)]
+    rows = RowLayout.choose(x.shape[-1], dtypes, simulated=simulated)
+    # Rows that are padded with zeros would have no norm: repeat the last one.
+    inputs = [rows.flatten(array, groups, mode="edge") for array in _present(x, residual)]
+    kernel = _ForwardKernel(
+        rows,
+        norm,
+        x.dtype,
+        len(inputs),
+        scale is not None,
+        tuple(len(array) > 1 for array in shared),
+    )
+    count = len(inputs[0])
+    # There is a result `h` only where a residual makes it differ from `x`.
+    shapes = [jax.ShapeDtypeStruct((count, rows.length), x.dtype)] * len(inputs)
+    blocks = RowBlocks(rows, groups, count // groups)
+    run = over_rows(kernel, "norm_forward", blocks, shapes, rows.scratch(x.dtype))
+    results = [rows.unflatten(array, x.shape, groups) for array in run(*inputs, *shared)]
+    if residual is None:
+        return results[0], x
+    y, h = results
+    return y, h
+
+
+@dataclass(frozen=True)
+class _ForwardKernel:
+    """The program that norms a block of rows.
+
+    Its references are to `inputs` arrays of rows, to what rows share, to `y`, to `h` if a residual
+    is added, and to shared memory for `h` if rows are streamed.
+    """
+
+    rows: RowLayout
+    norm: Norm
+    dtype: Any  # in which `h` is rounded
+    inputs: int  # 1, or 2 with a residual
+    scaled: bool
+    by_group: tuple[bool, ...]  # whether each group has its own, of each array that rows share
+
+    def __call__(self, group: Any, indices: list[jax.Array], *refs: Any) -> None:
+        """Trace the program for the rows with these indices."""
+        rows, shared_count = self.rows, len(self.by_group)
+        sizes = (self.inputs, shared_count, 1, self.inputs - 1)
+        inputs, shared_refs, (y_ref,), h_refs, staging = split_refs(refs, *sizes)
+        # All loads first: those of the second row are on their way while the first is computed.
+        loaded = [[rows.load(ref, index) for ref in inputs] for index in indices]
+        shared = []
+        for ref, by_group in zip(shared_refs, self.by_group, strict=True):
+            shared.append(rows.load_shared(ref, group if by_group else 0))
+        for index, (x, *residuals) in zip(indices, loaded, strict=True):
+            h = piecewise(as_float32, x)
+            for residual in residuals:
+                h = piecewise(self._add_rounded, h, piecewise(as_float32, residual))
+            h = piecewise(as_float32, rows.stage(h, staging))
+            unit, _ = _unit_rows(rows, h, self.norm)
+            y = self._scale_and_shift(unit, shared)
+            rows.store((y_ref, index, y), *((ref, index, h) for ref in h_refs))
+
+    def _add_rounded(self, h: jax.Array, residual: jax.Array) -> jax.Array:
+        """The sum, rounded as it is in memory: backward starts from the rounded one."""
+        return as_float32((h + residual).astype(self.dtype))
+
+    def _scale_and_shift(self, unit: Numbers, shared: Sequence[Numbers]) -> Numbers:
+        """Multiply by the scale and add the bias, as far as there are such."""
+        operations = [jnp.add]
+        if self.scaled:
+            operations = [jnp.multiply, jnp.add]
+        y = unit
+        for operation, row in zip(operations, shared, strict=False):
+            y = piecewise(operation, y, piecewise(as_float32, row))
+        return y
 
 
 def backward(
@@ -92,117 +165,265 @@ def backward(
     biased: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows; each warpgroup adds up the gradients of what rows share,
-    in its shared memory.
+    """The gradients to `x`, scale and bias; rows must be whole on the device.
+
+    Each warpgroup adds up the gradients of what rows share, in its shared memory. Arguments are
+    those of the reference; `simulated` runs the kernel in Pallas's interpreter.
     """
+    run = partial(_backward_of_groups, Norm(epsilon, centred), biased, simulated)
+    operands = (h, scale, gradient, of_h)
+    of_x, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
+    of_scale = sums.pop(0) if scale is not None else None
+    of_bias = sums.pop() if biased else None
+    return of_x, of_scale, of_bias
 
-    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
-        groups, (scale,) = grouped(depth, h, scale)
-        dtypes = [one.dtype for one in (h, gradient, of_h, scale) if one is not None]
-        of = Rows.of(h.shape[-1], dtypes, simulated=simulated)
-        count = h.size // of.row // groups
-        # Rows of a group, with those that `flat` adds, which have no gradient.
-        there = max(count, of.held)
-        given = [
-            of.flat(h, groups, mode="edge"),
-            *(of.flat(one, groups) for one in (gradient, of_h) if one is not None),
-        ]
-        kinds = (scale is not None) + biased
-        scratch = [plgpu.SMEM((kinds * of.held, of.pitch), jnp.float32)] * (kinds > 0)
-        scratch = scratch if shared_bytes(*scratch) <= SHARED else []
-        room = of.room(h.dtype, gradient.dtype, beside=scratch)
-        at_once = min(2 if of.apart else 4, SHARED // max(shared_bytes(*scratch, *room), 1))
-        blocks = _share(-(-count // of.held), at_once)
 
-        def norm_backward(*refs: Any) -> None:
-            inputs, shared, (x_ref,), sum_refs, own_sums, space = parts(
-                refs, len(given), scale is not None, 1, kinds, len(scratch)
+def _backward_of_groups(
+    norm: Norm,
+    biased: bool,
+    simulated: bool,
+    depth: int,
+    h: Any,
+    scale: Any,
+    gradient: Any,
+    of_h: Any,
+) -> tuple[Any, ...]:
+    """The backward of rows with `depth` batch dims first: the gradient to `x`, and sums over rows.
+
+    Args:
+        norm: which norm.
+        biased: whether there is a bias, which needs a sum.
+        simulated: whether an interpreter runs the kernel.
+        depth: how many dims `vmap` added in front.
+        h: the rows that were normed.
+        scale: a row for each element of the batch dims, or one for all, or None.
+        gradient: that to the norm's output.
+        of_h: the gradient to `h` from elsewhere, or None.
+
+    The sums, of the gradient to the scale and to the bias as far as there are such, are
+    `(*batch dims, row)`.
+    """
+    groups, (scale,) = grouped(depth, h, scale)
+    dtypes = [array.dtype for array in _present(h, gradient, of_h, scale)]
+    rows = RowLayout.choose(h.shape[-1], dtypes, simulated=simulated)
+    count = h.size // rows.length // groups
+    inputs = [rows.flatten(h, groups, mode="edge")]
+    # Rows that `flatten` adds have a gradient of zero, and so add nothing to the sums.
+    inputs += [rows.flatten(array, groups) for array in _present(gradient, of_h)]
+    sum_count = (scale is not None) + biased
+    sums_memory, staging = _backward_scratch(rows, sum_count, h.dtype, gradient.dtype)
+    blocks = _count_blocks(rows, count, shared_bytes(*sums_memory, *staging))
+    kernel = _BackwardKernel(
+        rows=rows,
+        norm=norm,
+        count=count,
+        padded_count=max(count, rows.rows_held),
+        blocks=blocks,
+        inputs=len(inputs),
+        scaled=scale is not None,
+        scale_by_group=scale is not None and len(scale) > 1,
+        biased=biased,
+        sums_in_shared_memory=bool(sums_memory),
+    )
+
+    def norm_backward(*refs: Any) -> None:
+        kernel.run(refs)
+
+    sums = jax.ShapeDtypeStruct((groups * blocks * rows.rows_held, rows.length), jnp.float32)
+    of_x, *block_sums = call(
+        norm_backward,
+        "norm_backward",
+        [jax.ShapeDtypeStruct(inputs[0].shape, h.dtype), *[sums] * sum_count],
+        simulated,
+        scratch_types=[*sums_memory, *staging],
+        grid=(groups, blocks),
+        grid_names=("group", "block"),
+    )(*inputs, *_present(scale))
+    of_x = rows.unflatten(of_x, h.shape, groups)
+    batch = h.shape[:depth]
+    group_sums = []
+    for array in block_sums:
+        by_group = array.reshape(groups, -1, rows.length).sum(1)
+        group_sums.append(by_group.reshape(*batch, rows.length))
+    return of_x, *group_sums
+
+
+def _backward_scratch(
+    rows: RowLayout, sum_count: int, h_dtype: Any, gradient_dtype: Any
+) -> tuple[list[Any], list[Any]]:
+    """Shared memory of a warpgroup in backward: for its running sums, and for streamed rows.
+
+    Both are empty where they are not needed or do not fit; sums come before rows.
+    """
+    sums_memory: list[Any] = []
+    if sum_count:
+        sums = plgpu.SMEM((sum_count * rows.rows_held, rows.pitch), jnp.float32)
+        if shared_bytes(sums) <= SHARED:
+            sums_memory = [sums]
+    return sums_memory, rows.scratch(h_dtype, gradient_dtype, reserved=sums_memory)
+
+
+def _count_blocks(rows: RowLayout, count: int, shared: int) -> int:
+    """How many warpgroups share the rows of a group, if each needs so many bytes of shared memory.
+
+    As many as the GPU runs at once, but each has at least `FEW` turns, since each writes sums that
+    are read again: with `FEW` that is a third of all that moves, and less with more.
+    """
+    turns_in_all = -(-count // rows.rows_held)
+    # Registers allow so many warpgroups on a processor, and shared memory may allow fewer.
+    by_registers = 2 if rows.one_row_per_lane else 4
+    at_once = min(by_registers, SHARED // max(shared, 1))
+    turns = max(-(-turns_in_all // (PROCESSORS * at_once)), FEW)
+    return -(-turns_in_all // turns)
+
+
+@dataclass(frozen=True)
+class _Accumulators:
+    """Where a warpgroup adds up gradients over rows: an array, and the first of its rows in it."""
+
+    refs: Sequence[Any]
+    indices: Sequence[Any]
+
+    @property
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Each array with the index of this warpgroup's row."""
+        return list(zip(self.refs, self.indices, strict=True))
+
+
+@dataclass(frozen=True)
+class _BackwardRefs:
+    """The references of a backward program, by what they are to."""
+
+    inputs: Sequence[Any]  # `h`, the gradient, and perhaps the gradient to `h` from elsewhere
+    scale: Sequence[Any]  # one or none
+    x: Any  # the gradient to `x`
+    sums: Sequence[Any]  # results: sums over this warpgroup's rows
+    sums_memory: Sequence[Any]  # the same in shared memory, if they fit: one array for all
+    staging: Sequence[Any]  # shared memory for streamed rows
+
+
+@dataclass(frozen=True)
+class _BackwardKernel:
+    """The program of one warpgroup in backward, which takes every `blocks`-th part of a group."""
+
+    rows: RowLayout
+    norm: Norm
+    count: int  # rows of a group
+    padded_count: int  # with those that `flatten` added
+    blocks: int  # warpgroups that share a group
+    inputs: int
+    scaled: bool
+    scale_by_group: bool  # or one for all groups
+    biased: bool
+    sums_in_shared_memory: bool
+
+    def run(self, refs: Sequence[Any]) -> None:
+        """Trace the program: clear the sums, take rows in turns, and write the sums."""
+        rows, named = self.rows, self._named(refs)
+        group, block = lax.axis_index("group"), lax.axis_index("block")
+        # Where this warpgroup's sums go in the results.
+        result_index = (group * self.blocks + block) * rows.rows_held
+        results = _Accumulators(named.sums, [result_index] * len(named.sums))
+        sums = self._accumulators(named, results)
+        rows.store(*((ref, index, lambda piece: rows.full(0.0)) for ref, index in sums.pairs))
+
+        def take_turn(turn: jax.Array, _: None) -> None:
+            # In the last turn there may be no rows left: what another warpgroup writes is not
+            # written a second time.
+            first = (block + turn * self.blocks) * rows.rows_held
+            pl.when(first < self.padded_count)(
+                lambda: self._add_rows_from(first, group, named, sums)
             )
-            group, block = lax.axis_index("group"), lax.axis_index("block")
-            # The first of its sums, which it adds up there if nowhere nearer.
-            own = (group * blocks + block) * of.held
-            sums = [(ref, own) for ref in sum_refs]
-            if scratch:
-                sums = [(own_sums[0], which * of.held) for which in range(kinds)]
-            of.store(*((ref, at, lambda piece: of.full(0.0)) for ref, at in sums))
 
-            def of_turn(turn: jax.Array, _: None) -> None:
-                # In the last turn there may be no rows left: what another warpgroup writes is not
-                # written a second time.
-                first = (block + turn * blocks) * of.held
-                pl.when(first < there)(lambda: of_rows_from(first))
+        turns = -(-self.count // (self.blocks * rows.rows_held))
+        lax.fori_loop(0, turns, take_turn, None)
+        if self.sums_in_shared_memory:
+            writes = []
+            for out, (ref, index) in zip(named.sums, sums.pairs, strict=True):
+                writes.append((out, result_index, rows.load(ref, index, now=False)))
+            rows.store(*writes)
 
-            def of_rows_from(first: jax.Array) -> None:
-                at = jnp.minimum(first, there - of.held)
-                index = group * there + at
-                h, g, *added = (of.load(ref, index) for ref in inputs)
-                h, g = (each(wide, of.keep(one, space[k : k + 1])) for k, one in enumerate((h, g)))
-                unit, inverse = _unit(of, h, epsilon, centred)
-                of_unit = g
-                if scale is not None:
-                    scales = of.load_shared(shared[0], group if len(scale) > 1 else 0)
-                    of_unit = each(lambda g, scale: g * wide(scale), g, scales)
-                mean = of.total(each(jnp.multiply, of_unit, unit)) * (1 / of.row)
-                of_x = each(lambda a, b, mean: a - b * mean, of_unit, unit, mean)
-                if centred:
-                    of_x = each(jnp.subtract, of_x, of.total(of_unit) * (1 / of.row))
-                of_x = each(jnp.multiply, of_x, inverse)
-                for one in added:
-                    of_x = each(lambda of_x, one: of_x + wide(one), of_x, one)
-                counts = of.indices(at) >= first  # the last rows may be done twice, and count once
-                of_sums = [each(jnp.multiply, g, unit)] * (scale is not None) + [g] * biased
-                adds = [
-                    (ref, at, each(_added, of.load(ref, at, now=False), of.once(x), counts))
-                    for (ref, at), x in zip(sums, of_sums, strict=True)
-                ]
-                of.store((x_ref, index, of_x), *adds)
-
-            lax.fori_loop(0, -(-count // (blocks * of.held)), of_turn, None)
-            if scratch:
-                of.store(
-                    *(
-                        (out, own, of.load(ref, at, now=False))
-                        for out, (ref, at) in zip(sum_refs, sums, strict=True)
-                    )
-                )
-
-        sums = jax.ShapeDtypeStruct((groups * blocks * of.held, of.row), jnp.float32)
-        of_x, *of_rows = call(
-            norm_backward,
-            "norm_backward",
-            [jax.ShapeDtypeStruct(given[0].shape, h.dtype), *[sums] * kinds],
-            simulated,
-            scratch_types=[*scratch, *room],
-            grid=(groups, blocks),
-            grid_names=("group", "block"),
-        )(*given, *([] if scale is None else [scale]))
-        summed = (
-            one.reshape(groups, -1, of.row).sum(1).reshape(*h.shape[:depth], of.row)
-            for one in of_rows
+    def _named(self, refs: Sequence[Any]) -> _BackwardRefs:
+        """Tell apart the references, which come in the order of this record's fields."""
+        sizes = (
+            self.inputs,
+            int(self.scaled),
+            1,
+            self.scaled + self.biased,
+            int(self.sums_in_shared_memory),
         )
-        return of.unflat(of_x, h.shape, groups), *summed
+        inputs, scale, (x,), sums, sums_memory, staging = split_refs(refs, *sizes)
+        return _BackwardRefs(inputs, scale, x, sums, sums_memory, staging)
 
-    of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
-    return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
+    def _accumulators(self, refs: _BackwardRefs, results: _Accumulators) -> _Accumulators:
+        """Shared memory for the running sums, one after the other, or else the results."""
+        if not self.sums_in_shared_memory:
+            return results
+        kinds = len(refs.sums)
+        offsets = [kind * self.rows.rows_held for kind in range(kinds)]
+        return _Accumulators([refs.sums_memory[0]] * kinds, offsets)
+
+    def _add_rows_from(
+        self, first: Any, group: Any, refs: _BackwardRefs, sums: _Accumulators
+    ) -> None:
+        """Write the gradient to the rows from `first` on, and add theirs to the sums."""
+        rows = self.rows
+        # Near the end of a group of short rows, some are done a second time.
+        begin = jnp.minimum(first, self.padded_count - rows.rows_held)
+        index = group * self.padded_count + begin
+        loaded = [rows.load(ref, index) for ref in refs.inputs]
+        h = piecewise(as_float32, rows.stage(loaded[0], refs.staging[0:1]))
+        g = piecewise(as_float32, rows.stage(loaded[1], refs.staging[1:2]))
+        unit, inverse = _unit_rows(rows, h, self.norm)
+        of_unit = g
+        if self.scaled:
+            scale = rows.load_shared(refs.scale[0], group if self.scale_by_group else 0)
+            of_unit = piecewise(lambda g, scale: g * as_float32(scale), g, scale)
+        of_x = self._through_norm(of_unit, unit, inverse)
+        for of_h in loaded[2:]:
+            of_x = piecewise(lambda of_x, of_h: of_x + as_float32(of_h), of_x, of_h)
+        # Rows that are done a second time count once.
+        counts = rows.row_indices(begin) >= first
+        summands = []
+        if self.scaled:
+            summands.append(piecewise(jnp.multiply, g, unit))
+        if self.biased:
+            summands.append(g)
+        writes = []
+        for (ref, own_index), summand in zip(sums.pairs, summands, strict=True):
+            so_far = rows.load(ref, own_index, now=False)
+            total = piecewise(_add_counted, so_far, rows.without_repeats(summand), counts)
+            writes.append((ref, own_index, total))
+        rows.store((refs.x, index, of_x), *writes)
+
+    def _through_norm(self, of_unit: Numbers, unit: Numbers, inverse: jax.Array) -> Numbers:
+        """The gradient to `h` through the norm, from that to the unit rows.
+
+        It is `inverse * (of_unit - unit * mean(of_unit * unit) - mean(of_unit))`, without the last
+        term if the norm is not centred.
+        """
+        rows = self.rows
+        mean = rows.total(piecewise(jnp.multiply, of_unit, unit)) * (1 / rows.length)
+        of_x = piecewise(lambda of_unit, unit, mean: of_unit - unit * mean, of_unit, unit, mean)
+        if self.norm.centred:
+            of_x = piecewise(jnp.subtract, of_x, rows.total(of_unit) * (1 / rows.length))
+        return piecewise(jnp.multiply, of_x, inverse)
 
 
-def _share(count: int, at_once: int) -> int:
-    """How many warpgroups share so many rows, each about as many as the others, if a processor has
-    so many of them at once.
-
-    Each writes sums, which are read again: that is a third of what `FEW` rows move, and less of
-    more.
-    """
-    turns = max(-(-count // (PROCESSORS * at_once)), FEW)
-    return -(-count // turns)
+def _unit_rows(rows: RowLayout, h: Numbers, norm: Norm) -> tuple[Numbers, jax.Array]:
+    """Rows of mean square one, and the factor that made them so."""
+    if norm.centred:
+        h = piecewise(jnp.subtract, h, rows.total(h) * (1 / rows.length))
+    mean_square = rows.total(piecewise(jnp.square, h)) * (1 / rows.length)
+    inverse = lax.rsqrt(mean_square + norm.epsilon)
+    return piecewise(jnp.multiply, h, inverse), inverse
 
 
-def _unit(of: Rows, h: Numbers, epsilon: float, centred: bool) -> tuple[Numbers, jax.Array]:
-    if centred:
-        h = each(jnp.subtract, h, of.total(h) * (1 / of.row))
-    inverse = lax.rsqrt(of.total(each(jnp.square, h)) * (1 / of.row) + epsilon)
-    return each(jnp.multiply, h, inverse), inverse
-
-
-def _added(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+def _add_counted(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
+    """Add rows to a sum, except for those that do not count."""
     return so_far + jnp.where(counts, x, jnp.zeros_like(x))
+
+
+def _present(*arrays: Any) -> list[Any]:
+    """The arrays that are not None."""
+    return [array for array in arrays if array is not None]

@@ -1,17 +1,34 @@
 """RMSNorm and LayerNorm with a residual added, in plain JAX: the specification.
 
-Of each row `h = x + residual`, rounded to the dtype of `x`, then `y = (h - m) * rsqrt(mean((h -
-m)^2) + epsilon) * scale + bias`, in float32 or wider, rounded once; `m` is the mean of the row if
-the norm is centred, which is LayerNorm, and zero if not.
+For each row
+
+    h = x + residual                                rounded to the dtype of `x`
+    y = (h - m) * rsqrt(mean((h - m)^2) + epsilon) * scale + bias
+
+in float32 or wider, rounded once. `m` is the mean of the row if the norm is centred, which is
+LayerNorm, and zero if it is not, which is RMSNorm.
+
+Backward, with `u = (h - m) * r` the row of mean square one, `r` the factor that made it so, and
+`g = gradient * scale`, the gradient to `h` is `r * (g - u * mean(g * u) - mean(g))`, without the
+last term if the norm is not centred.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.kernels._rows import wide
+from shardlib.kernels._rows import compute_dtype
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which norm: what is added to the mean square, and whether rows are centred first."""
+
+    epsilon: float
+    centred: bool
 
 
 def forward(
@@ -24,11 +41,26 @@ def forward(
     centred: bool,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """The norm of the rows of `h`, and `h`. Over `axes` devices have parts of a row."""
-    h = x if residual is None else x + residual.astype(x.dtype)
-    unit, _ = _unit(h, epsilon, centred, axes)
-    y = unit if scale is None else unit * scale.astype(unit.dtype)
-    y = y if bias is None else y + bias.astype(unit.dtype)
+    """The norm of the rows of `h = x + residual`, and `h`, which backward needs.
+
+    Args:
+        x: rows, with any dims before them.
+        residual: of the same shape and dtype, or None.
+        scale: a row by which units are multiplied, or None.
+        bias: a row that is added to them, or None.
+        epsilon: what is added to the mean square.
+        centred: whether the mean is subtracted first.
+        axes: the mesh axes over which devices have parts of a row.
+    """
+    h = x
+    if residual is not None:
+        h = x + residual.astype(x.dtype)
+    unit, _ = _unit_rows(h, Norm(epsilon, centred), axes)
+    y = unit
+    if scale is not None:
+        y = y * scale.astype(unit.dtype)
+    if bias is not None:
+        y = y + bias.astype(unit.dtype)
     return y.astype(x.dtype), h
 
 
@@ -43,40 +75,57 @@ def backward(
     biased: bool,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradients to `x`, which is that to the residual, to `scale` and to `bias`: of these, if
-    there, the sums over rows here.
+    """The gradients to `x` (which is also that to the residual), to `scale` and to `bias`.
 
-    `of_h` is the gradient to `h` from elsewhere.
+    Those to `scale` and `bias` are sums over the rows of this device, in float32 or wider; None
+    where there is no such array.
+
+    Args:
+        h: the rows that were normed, as forward returned them.
+        scale: as in forward.
+        gradient: that to the norm's output.
+        of_h: the gradient to `h` from elsewhere, which is added; None if `h` was not returned.
+        epsilon: as in forward.
+        centred: as in forward.
+        biased: whether forward had a bias.
+        axes: the mesh axes over which devices have parts of a row.
     """
-    unit, inverse = _unit(h, epsilon, centred, axes)
+    unit, inverse = _unit_rows(h, Norm(epsilon, centred), axes)
     g = gradient.astype(unit.dtype)
-    of_unit = g if scale is None else g * scale.astype(unit.dtype)
-    mean = _mean(of_unit * unit, axes)
+    of_unit = g
+    if scale is not None:
+        of_unit = g * scale.astype(unit.dtype)
+    mean = _row_mean(of_unit * unit, axes)
     of_x = of_unit - unit * mean
     if centred:
-        of_x -= _mean(of_unit, axes)
+        of_x -= _row_mean(of_unit, axes)
     of_x = of_x * inverse
     if of_h is not None:
         of_x += of_h.astype(unit.dtype)
-    rows = tuple(range(h.ndim - 1))
-    return (
-        of_x.astype(h.dtype),
-        None if scale is None else (g * unit).sum(rows),
-        g.sum(rows) if biased else None,
-    )
+    of_x = of_x.astype(h.dtype)
+    # Sums over rows stay wide: they are rounded after devices have added theirs.
+    over_rows = tuple(range(h.ndim - 1))
+    of_scale = None
+    if scale is not None:
+        of_scale = (g * unit).sum(over_rows)
+    of_bias = None
+    if biased:
+        of_bias = g.sum(over_rows)
+    return of_x, of_scale, of_bias
 
 
-def _unit(
-    h: jax.Array, epsilon: float, centred: bool, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Rows of mean square one, and by what they were multiplied to be that."""
-    z: Any = h.astype(wide(h.dtype))
-    if centred:
-        z -= _mean(z, axes)
-    inverse = lax.rsqrt(_mean(jnp.square(z), axes) + epsilon)
+def _unit_rows(h: jax.Array, norm: Norm, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Rows of mean square one, and the factor that made them so, in the dtype of computation."""
+    z: Any = h.astype(compute_dtype(h.dtype))
+    if norm.centred:
+        z -= _row_mean(z, axes)
+    inverse = lax.rsqrt(_row_mean(jnp.square(z), axes) + norm.epsilon)
     return z * inverse, inverse
 
 
-def _mean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _row_mean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The mean of each row, whose parts are of equal size on all devices of the axes."""
     mean = x.mean(-1, keepdims=True)
-    return lax.pmean(mean, axes) if axes else mean
+    if axes:
+        mean = lax.pmean(mean, axes)
+    return mean

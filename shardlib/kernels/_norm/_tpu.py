@@ -1,8 +1,13 @@
-"""RMSNorm and LayerNorm on a TPU: whole rows at a time in fast memory, each array read once and
-written once.
+"""RMSNorm and LayerNorm on a TPU: whole rows in fast memory, each array read and written once.
+
+The grid has a dim for groups, each of which has its own scale and bias (a `vmap` makes them), and
+one for the blocks of rows of a group. In backward the blocks are taken in turn, and the sums over
+rows that make the gradients to scale and bias stay in fast memory from block to block. Sums have
+eight rows each, the height of a tile of float32: XLA adds those up.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from shardlib.kernels._choice import Task
+from shardlib.kernels._norm._reference import Norm
 from shardlib.kernels._rows import batched, grouped
 from shardlib.kernels._tpu import (
     fits,
@@ -24,18 +30,80 @@ from shardlib.kernels._tpu import (
     tile_rows,
 )
 
+TILE_ROWS = 8  # of float32
+
 
 def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
+    """Why the kernel does not take a task; None if it does.
+
+    The text continues a sentence that begins with the kernel's name.
+    """
     if task.summed:
         return (
             "adds up nothing between devices, and the last dim is split over "
             f"`{', '.join(task.summed)}`"
         )
     x = task.arrays["x"]
-    return supported(task) or fits(
-        _row_bytes(x.shape[-1], x.dtype), tile_rows(x.dtype), x.shape[-1], task
-    )
+    wrong_dtypes = supported(task)
+    if wrong_dtypes:
+        return wrong_dtypes
+    length = x.shape[-1]
+    return fits(_row_bytes(length, x.dtype), tile_rows(x.dtype), length, task)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Which norm a kernel computes, and which arrays it is given besides the rows."""
+
+    norm: Norm
+    added: bool  # forward: a residual; backward: a gradient to `h` from elsewhere
+    scaled: bool
+    biased: bool
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How a kernel sees rows: as `(groups, parts, rows, length)`, in blocks of some of the rows.
+
+    A group has one part, except where merging the dim before into the rows would move them in
+    memory; see `padded`.
+    """
+
+    shape: tuple[int, int, int, int]
+    size: int  # rows of a block
+    dtype: Any
+
+    @property
+    def of_part(self) -> int:
+        """How many blocks a part has, of which the last may be ragged."""
+        return math.ceil(self.shape[2] / self.size)
+
+    @property
+    def of_group(self) -> int:
+        """How many blocks a group has."""
+        return self.shape[1] * self.of_part
+
+    @property
+    def bytes(self) -> int:
+        """What a block takes of fast memory."""
+        return self.size * _row_bytes(self.shape[-1], self.dtype)
+
+    def spec(self, index: Any) -> pl.BlockSpec:
+        """The spec of a block, from a function of the grid's indices to its index."""
+        return pl.BlockSpec((None, None, self.size, self.shape[-1]), index)
+
+    def index(self, group: Any, block: Any) -> tuple[Any, ...]:
+        """The index of a block of a group."""
+        return group, block // self.of_part, block % self.of_part, 0
+
+
+def _choose_blocks(x: jax.Array, groups: int) -> _Blocks:
+    """The blocks in which a kernel takes the rows of `x`."""
+    length = x.shape[-1]
+    count = x.size // length // groups
+    rows = x.shape[-2] if padded(x) else count
+    size = rows_at_once(rows, _row_bytes(length, x.dtype), tile_rows(x.dtype))
+    return _Blocks((groups, count // rows, rows, length), size, x.dtype)
 
 
 def forward(
@@ -48,37 +116,56 @@ def forward(
     centred: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's, of whole rows."""
+    """The norm of the rows of `h = x + residual`, and `h`; rows must be whole on the device.
 
-    def here(depth: int, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, Any]:
-        groups, beside = grouped(depth, x, scale, bias)
-        groups = groups if any(one is not None and len(one) > 1 for one in beside) else 1
-        shape, block, blocks = _blocks(x, groups)
-        row, blocks_each = shape[-1], blocks // shape[1]
-        of_rows = pl.BlockSpec(
-            (None, None, block, row),
-            lambda group, at: (group, at // blocks_each, at % blocks_each, 0),
-        )
-        given = [(one.reshape(shape), of_rows) for one in (x, residual) if one is not None]
-        given += [(one[:, None], _of_group(one)) for one in beside if one is not None]
-        outs = [shaped(shape, x.dtype, x)] * (1 if residual is None else 2)
-        results = pl.pallas_call(
-            partial(
-                norm_forward, epsilon=epsilon, centred=centred,
-                added=residual is not None, scaled=scale is not None, biased=bias is not None,
-            ),
-            grid=(groups, blocks),
-            in_specs=[spec for _, spec in given],
-            out_specs=[of_rows for _ in outs],
-            out_shape=outs,
-            compiler_params=parameters(("parallel", "parallel"), block * _row_bytes(row, x.dtype)),
-            interpret=interpreted(simulated, x),
-            name="norm_forward",
-        )(*(one for one, _ in given))  # fmt: skip
-        y, *sums = (one.reshape(x.shape) for one in results)
-        return y, sums[0] if sums else x
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    kernel = _Kernel(
+        Norm(epsilon, centred), residual is not None, scale is not None, bias is not None
+    )
+    run = partial(_forward_of_groups, kernel, simulated)
+    return batched(run, "rows", "rows", "broadcast", "broadcast")(x, residual, scale, bias)
 
-    return batched(here, "rows", "rows", "beside", "beside")(x, residual, scale, bias)
+
+def _forward_of_groups(
+    kernel: _Kernel, simulated: bool, depth: int, x: Any, residual: Any, scale: Any, bias: Any
+) -> tuple[Any, Any]:
+    """The forward of rows with `depth` batch dims first, each with a scale and a bias of its own.
+
+    Args:
+        kernel: which kernel.
+        simulated: whether an interpreter runs it.
+        depth: how many dims `vmap` added in front.
+        x: rows.
+        residual: what is added to them, or None.
+        scale: a row for each element of the batch dims, or one for all, or None.
+        bias: as `scale`.
+    """
+    groups, aligned = grouped(depth, x, scale, bias)
+    shared = [array for array in aligned if array is not None]
+    if all(len(array) == 1 for array in shared):
+        groups = 1  # all rows have the same scale and bias
+    blocks = _choose_blocks(x, groups)
+    of_rows = blocks.spec(blocks.index)
+    inputs = [x.reshape(blocks.shape)]
+    if kernel.added:
+        inputs.append(residual.reshape(blocks.shape))
+    # There is a result `h` only where a residual makes it differ from `x`.
+    results = [shaped(blocks.shape, x.dtype, x)] * len(inputs)
+    outputs = pl.pallas_call(
+        partial(norm_forward, kernel=kernel),
+        grid=(groups, blocks.of_group),
+        in_specs=[of_rows] * len(inputs) + [_spec_of_group(array) for array in shared],
+        out_specs=[of_rows] * len(results),
+        out_shape=results,
+        compiler_params=parameters(("parallel", "parallel"), blocks.bytes),
+        interpret=interpreted(simulated, x),
+        name="norm_forward",
+    )(*inputs, *(array[:, None] for array in shared))
+    y, *sums = (array.reshape(x.shape) for array in outputs)
+    if kernel.added:
+        return y, sums[0]
+    return y, x
 
 
 def backward(
@@ -92,140 +179,160 @@ def backward(
     biased: bool,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows."""
+    """The gradients to `x`, scale and bias; rows must be whole on the device.
 
-    def here(depth: int, h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
-        groups, (scale,) = grouped(depth, h, scale)
-        shape, block, blocks = _blocks(h, groups)
-        row, blocks_each = shape[-1], blocks // shape[1]
-        # Of a chip whose two cores are one device: each sums by itself.
-        cores = 2 if blocks % 2 == 0 else 1
-
-        def place(group: Any, core: Any, at: Any) -> tuple[Any, ...]:
-            at = core * (blocks // cores) + at
-            return group, at // blocks_each, at % blocks_each, 0
-
-        of_block = pl.BlockSpec((None, None, block, row), place)
-        of_sums = pl.BlockSpec((None, None, 8, row), lambda group, core, at: (group, core, 0, 0))
-        given = [(one.reshape(shape), of_block) for one in (h, gradient, of_h) if one is not None]
-        given += [] if scale is None else [(scale[:, None], _of_group(scale))]
-        sums = (scale is not None) + biased
-        of_x, *of_rows = pl.pallas_call(
-            partial(
-                norm_backward,
-                epsilon=epsilon,
-                centred=centred,
-                added=of_h is not None,
-                scaled=scale is not None,
-                biased=biased,
-                rows=shape[2],
-                block=block,
-                blocks=blocks // cores,
-            ),
-            grid=(groups, cores, blocks // cores),
-            in_specs=[spec for _, spec in given],
-            out_specs=[of_block, *[of_sums] * sums],
-            out_shape=[
-                shaped(shape, h.dtype, h),
-                *[shaped((groups, cores, 8, row), jnp.float32, h)] * sums,
-            ],
-            compiler_params=parameters(
-                ("parallel", "parallel", "arbitrary"), block * _row_bytes(row, h.dtype)
-            ),
-            interpret=interpreted(simulated, h),
-            name="norm_backward",
-        )(*(one for one, _ in given))
-        return of_x.reshape(h.shape), *(
-            one.sum((1, 2)).reshape(*h.shape[:depth], row) for one in of_rows
-        )
-
-    of_x, *of_rows = batched(here, "rows", "beside", "rows", "rows")(h, scale, gradient, of_h)
-    return of_x, of_rows.pop(0) if scale is not None else None, of_rows.pop() if biased else None
-
-
-def _blocks(x: jax.Array, groups: int) -> tuple[tuple[int, int, int, int], int, int]:
-    """How rows are seen, `(groups, _, rows, row)`, how many make a block, and how many blocks a
-    group has.
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
     """
-    row = x.shape[-1]
-    count = x.size // row // groups
-    rows = x.shape[-2] if padded(x) else count
-    block = rows_at_once(rows, _row_bytes(row, x.dtype), tile_rows(x.dtype))
-    return (groups, count // rows, rows, row), block, count // rows * math.ceil(rows / block)
+    kernel = _Kernel(Norm(epsilon, centred), of_h is not None, scale is not None, biased)
+    run = partial(_backward_of_groups, kernel, simulated)
+    operands = (h, scale, gradient, of_h)
+    of_x, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
+    of_scale = sums.pop(0) if scale is not None else None
+    of_bias = sums.pop() if biased else None
+    return of_x, of_scale, of_bias
 
 
-def _of_group(one: jax.Array) -> pl.BlockSpec:
-    """The row that belongs to a group, or to all."""
+def _backward_of_groups(
+    kernel: _Kernel, simulated: bool, depth: int, h: Any, scale: Any, gradient: Any, of_h: Any
+) -> tuple[Any, ...]:
+    """The backward of rows with `depth` batch dims first: the gradient to `x`, and sums over rows.
+
+    Args:
+        kernel: which kernel.
+        simulated: whether an interpreter runs it.
+        depth: how many dims `vmap` added in front.
+        h: the rows that were normed.
+        scale: a row for each element of the batch dims, or one for all, or None.
+        gradient: that to the norm's output.
+        of_h: the gradient to `h` from elsewhere, or None.
+    """
+    groups, (scale,) = grouped(depth, h, scale)
+    blocks = _choose_blocks(h, groups)
+    length = blocks.shape[-1]
+    # For chips whose two cores are one device: each takes half of the blocks, with sums of its own.
+    cores = 2 if blocks.of_group % 2 == 0 else 1
+    blocks_of_core = blocks.of_group // cores
+    of_block = blocks.spec(
+        lambda group, core, block: blocks.index(group, core * blocks_of_core + block)
+    )
+    of_sums = pl.BlockSpec(
+        (None, None, TILE_ROWS, length), lambda group, core, block: (group, core, 0, 0)
+    )
+    inputs = [h.reshape(blocks.shape), gradient.reshape(blocks.shape)]
+    if of_h is not None:
+        inputs.append(of_h.reshape(blocks.shape))
+    in_specs = [of_block] * len(inputs)
+    if scale is not None:
+        inputs.append(scale[:, None])
+        in_specs.append(_spec_of_group(scale))
+    sum_count = kernel.scaled + kernel.biased
+    sums = shaped((groups, cores, TILE_ROWS, length), jnp.float32, h)
+    of_x, *core_sums = pl.pallas_call(
+        partial(norm_backward, kernel=kernel, blocks=blocks, blocks_of_core=blocks_of_core),
+        grid=(groups, cores, blocks_of_core),
+        in_specs=in_specs,
+        out_specs=[of_block, *[of_sums] * sum_count],
+        out_shape=[shaped(blocks.shape, h.dtype, h), *[sums] * sum_count],
+        compiler_params=parameters(("parallel", "parallel", "arbitrary"), blocks.bytes),
+        interpret=interpreted(simulated, h),
+        name="norm_backward",
+    )(*inputs)
+    batch = h.shape[:depth]
+    of_x = of_x.reshape(h.shape)
+    return of_x, *(array.sum((1, 2)).reshape(*batch, length) for array in core_sums)
+
+
+def _spec_of_group(shared: jax.Array) -> pl.BlockSpec:
+    """The spec of an array `(groups or 1, length)` with a row for each group, or one for all."""
+    by_group = len(shared) > 1
     return pl.BlockSpec(
-        (None, 1, one.shape[-1]), lambda group, *_: (group if len(one) > 1 else 0, 0, 0)
+        (None, 1, shared.shape[-1]), lambda group, *_: (group if by_group else 0, 0, 0)
     )
 
 
-def norm_forward(
-    *refs: Any, epsilon: float, centred: bool, added: bool, scaled: bool, biased: bool
-) -> None:
-    """One block of rows."""
-    given = iter(refs)
-    h = next(given)[...]
-    if added:
-        h = (h.astype(jnp.float32) + next(given)[...].astype(jnp.float32)).astype(h.dtype)
-    y, _ = _unit(h, epsilon, centred)
-    y = y * next(given)[...].astype(jnp.float32) if scaled else y
-    y = y + next(given)[...].astype(jnp.float32) if biased else y
-    y_ref = next(given)
+def norm_forward(*refs: Any, kernel: _Kernel) -> None:
+    """Norm one block of rows.
+
+    References are to `x`, to the residual, scale and bias as far as there are such, to `y`, and to
+    `h` if there is a residual.
+    """
+    remaining = iter(refs)
+    h = next(remaining)[...]
+    if kernel.added:
+        # Rounded as it is in memory: backward starts from the rounded sum.
+        total = h.astype(jnp.float32) + next(remaining)[...].astype(jnp.float32)
+        h = total.astype(h.dtype)
+    y, _ = _unit_rows(h, kernel.norm)
+    if kernel.scaled:
+        y = y * next(remaining)[...].astype(jnp.float32)
+    if kernel.biased:
+        y = y + next(remaining)[...].astype(jnp.float32)
+    y_ref = next(remaining)
     y_ref[...] = y.astype(y_ref.dtype)
-    if added:
-        next(given)[...] = h
+    if kernel.added:
+        next(remaining)[...] = h
 
 
-def norm_backward(
-    *refs: Any,
-    epsilon: float,
-    centred: bool,
-    added: bool,
-    scaled: bool,
-    biased: bool,
-    rows: int,
-    block: int,
-    blocks: int,
-) -> None:
-    """One block of rows; sums over rows stay in fast memory from block to block."""
-    arrays = iter(refs)
-    h, gradient = next(arrays)[...], next(arrays)[...].astype(jnp.float32)
-    of_h = next(arrays)[...].astype(jnp.float32) if added else 0.0
-    unit, inverse = _unit(h, epsilon, centred)
-    of_unit = gradient * next(arrays)[...].astype(jnp.float32) if scaled else gradient
+def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: int) -> None:
+    """The gradient to one block of rows; sums over rows stay in fast memory from block to block.
+
+    References are to `h`, the gradient, the gradient to `h` from elsewhere and the scale as far as
+    there are such, to the gradient to `x`, and to the sums.
+    """
+    remaining = iter(refs)
+    h, gradient = next(remaining)[...], next(remaining)[...].astype(jnp.float32)
+    of_h: Any = 0.0
+    if kernel.added:
+        of_h = next(remaining)[...].astype(jnp.float32)
+    unit, inverse = _unit_rows(h, kernel.norm)
+    of_unit = gradient
+    if kernel.scaled:
+        of_unit = gradient * next(remaining)[...].astype(jnp.float32)
     of_x = of_unit - unit * (of_unit * unit).mean(-1, keepdims=True)
-    if centred:
+    if kernel.norm.centred:
         of_x -= of_unit.mean(-1, keepdims=True)
-    x_ref = next(arrays)
+    x_ref = next(remaining)
     x_ref[...] = (of_x * inverse + of_h).astype(x_ref.dtype)
-    sums = [*([gradient * unit] if scaled else []), *([gradient] if biased else [])]
-    pairs = list(zip(arrays, sums, strict=True))
+    summands = []
+    if kernel.scaled:
+        summands.append(gradient * unit)
+    if kernel.biased:
+        summands.append(gradient)
+    _add_to_sums(list(remaining), summands, blocks, blocks_of_core)
+
+
+def _add_to_sums(
+    refs: list[Any], summands: list[jax.Array], blocks: _Blocks, blocks_of_core: int
+) -> None:
+    """Add a block's rows to the sums of its core, which begin at zero with its first block."""
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        for ref, _ in pairs:
+        for ref in refs:
             ref[...] = jnp.zeros_like(ref)
 
-    begin = (pl.program_id(1) * blocks + pl.program_id(2)) % math.ceil(rows / block) * block
-    # Rows beyond the last are whatever was there.
-    there = lax.broadcasted_iota(jnp.int32, h.shape, 0) + begin < rows
+    block = pl.program_id(1) * blocks_of_core + pl.program_id(2)
+    begin = block % blocks.of_part * blocks.size
+    rows, length = blocks.shape[2], blocks.shape[-1]
+    # What a block has beyond the last row is whatever was in memory.
+    exists = lax.broadcasted_iota(jnp.int32, (blocks.size, length), 0) + begin < rows
+    for ref, x in zip(refs, summands, strict=True):
+        ref[...] += jnp.where(exists, x, 0).reshape(-1, TILE_ROWS, length).sum(0)
 
-    for ref, x in pairs:
-        ref[...] += jnp.where(there, x, 0).reshape(-1, 8, h.shape[-1]).sum(0)
 
-
-def _unit(h: jax.Array, epsilon: float, centred: bool) -> tuple[jax.Array, jax.Array]:
+def _unit_rows(h: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array]:
+    """Rows of mean square one, and the factor that made them so, in float32."""
     z = h.astype(jnp.float32)
-    if centred:
+    if norm.centred:
         z -= z.mean(-1, keepdims=True)
-    inverse = lax.rsqrt(jnp.square(z).mean(-1, keepdims=True) + epsilon)
+    inverse = lax.rsqrt(jnp.square(z).mean(-1, keepdims=True) + norm.epsilon)
     return z * inverse, inverse
 
 
-def _row_bytes(row: int, dtype: Any) -> int:
-    """Of four blocks, each there twice so that one is on its way, and of what is computed of
-    them.
+def _row_bytes(length: int, dtype: Any) -> int:
+    """The fast memory that a row takes.
+
+    There are four blocks, each of them twice so that one is on its way while the other is used,
+    and about five rows of what is computed, in float32.
     """
-    return row * (2 * 4 * jnp.dtype(dtype).itemsize + 5 * 4)
+    return length * (2 * 4 * jnp.dtype(dtype).itemsize + 5 * 4)

@@ -1,4 +1,9 @@
-"""Masked, scaled softmax over the last dim."""
+"""Masked, scaled softmax over the last dim.
+
+The public function checks its arguments, finds out how they are laid out, chooses an implementation
+and calls it on each device's own shard. Forward and backward are one `custom_vjp`, since backward
+needs only what forward returned.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +21,7 @@ from shardlib.kernels._shards import (
     layout_of,
     partitioned,
     per_shard,
-    place,
+    shard_offset,
     varying_alike,
 )
 
@@ -61,88 +66,105 @@ def softmax(
     scale = check.number(
         "softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient"
     )
-    where = _checked(x, where, causal)
-    of_x = layout_of("softmax", x, names)
-    if causal and of_x.whole[-1] != of_x.whole[-2]:
+    where = _checked_mask(x, where, causal)
+    x_layout = layout_of("softmax", x, names)
+    if causal and x_layout.global_shape[-1] != x_layout.global_shape[-2]:
+        *_, queries, keys = x_layout.global_shape
         raise ValueError(
-            f"`softmax(causal=True)` of {list(of_x.whole)}: {of_x.whole[-2]} queries and "
-            f"{of_x.whole[-1]} keys, and it is not said which stand at the same place. Name the "
+            f"`softmax(causal=True)` of {list(x_layout.global_shape)}: {queries} queries and "
+            f"{keys} keys, and it is not said which stand at the same place. Name the "
             "dims if they are parts, or say what each query sees: `where=...`."
         )
-    of_where = None if where is None else of_x.like(where.shape)
+    local = {"x": jax.ShapeDtypeStruct(x_layout.local_shape, x.dtype)}
+    where_layout = None
+    if where is not None:
+        where_layout = x_layout.broadcasting(where.shape)
+        local["where"] = jax.ShapeDtypeStruct(where_layout.local_shape, where.dtype)
     task = Task(
         "softmax",
-        {"x": _here(x, of_x)}
-        | ({} if where is None or of_where is None else {"where": _here(where, of_where)}),
-        partitioned=partitioned(of_x),
-        summed=of_x.axes[-1],
+        local,
+        partitioned=partitioned(x_layout),
+        summed=x_layout.axes[-1],
         device=device_here(),
     )
-    call = Call(choose(IMPLEMENTATIONS, task, implementation), of_x, of_where, float(scale), causal)
+    chosen = choose(IMPLEMENTATIONS, task, implementation)
+    call = Call(chosen, x_layout, where_layout, float(scale), causal)
     if x.size == 0:
-        return x
+        return x  # no kernel takes arrays without numbers
     x, where = varying_alike(x, where)
     return cast(jax.Array, _softmax(call, x, where))
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before its numbers are."""
+    """What is known of a call before its numbers are: the static argument of the `custom_vjp`."""
 
     chosen: Chosen
-    of_x: ArrayLayout
-    of_where: ArrayLayout | None
+    x_layout: ArrayLayout
+    where_layout: ArrayLayout | None
     scale: float
     causal: bool
 
     @property
     def options(self) -> dict[str, Any]:
-        axes = self.of_x.axes[-1]
-        return {"scale": self.scale, **({"axes": axes} if axes else {}), **self.chosen.options}
+        """The keyword arguments that forward and backward of the implementation both take."""
+        options: dict[str, Any] = {"scale": self.scale}
+        summed = self.x_layout.axes[-1]
+        if summed:
+            # Only implementations that add up over devices know `axes`; others refused the task.
+            options["axes"] = summed
+        return options | self.chosen.options
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _softmax(call: Call, x: jax.Array, where: jax.Array | None) -> jax.Array:
-    def here(x: jax.Array, where: jax.Array | None) -> jax.Array:
-        first = None
+    """The softmax of each device's shard."""
+
+    def run_shard(x: jax.Array, where: jax.Array | None) -> jax.Array:
+        offsets = None
         if call.causal:
-            first = jnp.stack(
-                [
-                    place(axes, size)
-                    for axes, size in zip(call.of_x.axes[-2:], x.shape[-2:], strict=True)
-                ]
-            )
+            offsets = _first_positions(call, x)
         return call.chosen.implementation.forward(
-            x, where, first, causal=call.causal, **call.options
+            x, where, offsets, causal=call.causal, **call.options
         )
 
-    return per_shard(here, (x, where), (call.of_x, call.of_where), call.of_x)
+    return per_shard(run_shard, (x, where), (call.x_layout, call.where_layout), call.x_layout)
+
+
+def _first_positions(call: Call, x: jax.Array) -> jax.Array:
+    """The positions of a shard's first query and first key."""
+    axes_and_sizes = zip(call.x_layout.axes[-2:], x.shape[-2:], strict=True)
+    return jnp.stack([shard_offset(axes, size) for axes, size in axes_and_sizes])
 
 
 def _forward(call: Call, x: jax.Array, where: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The softmax, which is also all that backward needs."""
     y = cast(jax.Array, _softmax(call, x, where))
     return y, y
 
 
 def _backward(call: Call, y: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
-    here = partial(call.chosen.implementation.backward, **call.options)
-    return per_shard(here, (y, gradient), (call.of_x, call.of_x), call.of_x), None
+    """The gradient to `x`; a mask has none."""
+    run_shard = partial(call.chosen.implementation.backward, **call.options)
+    layouts = (call.x_layout, call.x_layout)
+    return per_shard(run_shard, (y, gradient), layouts, call.x_layout), None
 
 
 _softmax.defvjp(_forward, _backward)
 
 
-def _here(x: jax.Array, of_x: ArrayLayout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(of_x.here, x.dtype)
+def _checked_mask(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
+    """The mask with as many dims as `x`, or None.
 
-
-def _checked(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
-    """The mask with a dim for each of `x`, if what was given can be meant."""
+    Refuses an `x` that has no softmax, and a mask that is not one of bools for it.
+    """
     if not check_arrays.is_float(x.dtype) or x.ndim < 1 + causal:
+        ending = "."
+        if causal:
+            ending = ", and, as it is `causal`, one for the queries before."
         raise ValueError(
             f"`softmax` of {x.dtype}{list(x.shape)}: give it floats of 16 bits or more, with a dim "
-            "for the rows' numbers"
-            + (", and, as it is `causal`, one for the queries before." if causal else ".")
+            f"for the rows' numbers{ending}"
         )
     if where is None:
         return None

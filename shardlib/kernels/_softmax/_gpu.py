@@ -1,15 +1,32 @@
-"""Masked, scaled softmax on a GPU: a row in the registers of a warpgroup, read once and written
-once.
+"""Masked, scaled softmax on a GPU: a row in registers, each array read once and written once.
+
+A mask is read as int8, and of it no more than there is: a mask that is the same for several rows
+has one row in memory, and `_mask_row` says which row of the mask belongs to a row of `x`. A causal
+mask is computed from positions. (Where each lane has a row of its own, a mask is broadcast to all
+rows first, so that a lane finds its part where it finds its row.)
 """
 
 import functools
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.kernels._gpu_rows import Numbers, Piece, Rows, each, over_rows, parts, refuses, wide
-from shardlib.kernels._rows import batched, rows
+from shardlib.kernels._gpu_rows import (
+    Numbers,
+    Piece,
+    RowBlocks,
+    RowLayout,
+    as_float32,
+    over_rows,
+    piecewise,
+    refuses,
+    split_refs,
+)
+from shardlib.kernels._rows import batched, row_shapes
 
 __all__ = ["backward", "forward", "refuses"]
 
@@ -17,112 +34,175 @@ __all__ = ["backward", "forward", "refuses"]
 def forward(
     x: jax.Array,
     where: jax.Array | None,
-    first: jax.Array | None,
+    offsets: jax.Array | None,
     *,
     scale: float,
     causal: bool,
     simulated: bool = False,
 ) -> jax.Array:
-    """As the reference's, of whole rows."""
+    """The softmax of the rows of `x`, which must be whole on the device.
 
-    def here(
-        depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None
-    ) -> jax.Array:
-        del depth
-        of = Rows.of(x.shape[-1], [x.dtype], x.dtype, simulated)
-        # A lane finds its row's part of a mask where it finds its row.
-        if where is not None and of.apart:
-            where = jnp.broadcast_to(where, x.shape)
-        shapes = rows(x.shape, None if where is None else where.shape, apart=causal)
-        *lead, row = shapes.x
-        of_mask = shapes.where
-        operands = [of.flat(x)]
-        if where is not None:
-            mask = where.astype(jnp.int8)
-            operands.append(of.flat(mask) if of.apart else mask.reshape(-1, where.shape[-1]))
-        if first is not None:
-            operands.append(first)
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    run = partial(_forward_of_rows, scale, causal, simulated)
+    return batched(run, "rows", "broadcast", "shared")(x, where, offsets)
 
-        def left(index: jax.Array, *refs: Any) -> Numbers:
-            """What the mask leaves of a row."""
-            beside = index if of.apart or of_mask is None else _beside(index, lead, of_mask)
-            alike = of_mask is not None and of_mask[-1] < row
-            mask = of.load(refs[0], beside) if of_mask is not None and not alike else None
 
-            def kept(piece: Piece) -> jax.Array:
-                found = None
-                if alike:
-                    found = jnp.broadcast_to(
-                        refs[0][beside, 0].astype(jnp.int32) != 0, (piece.size,)
-                    )
-                elif mask is not None:
-                    found = mask(piece).astype(jnp.int32) != 0
-                if not causal:
-                    return cast(jax.Array, found)
-                seen = of.places(piece) + refs[-1][1] <= of.indices(index) % lead[-1] + refs[-1][0]
-                return seen if found is None else found & seen
+def _forward_of_rows(
+    scale: float, causal: bool, simulated: bool, depth: int, x: Any, where: Any, offsets: Any
+) -> jax.Array:
+    """The forward of rows with any dims before them.
 
-            return functools.cache(kept)
+    Args:
+        scale: a factor for `x`.
+        causal: whether a query sees no later key.
+        simulated: whether an interpreter runs the kernel.
+        depth: how many dims `vmap` added in front, which makes no difference here.
+        x: rows.
+        where: a mask with as many dims, or None.
+        offsets: the positions of the first query and key, or None.
+    """
+    del depth
+    layout = RowLayout.choose(x.shape[-1], [x.dtype], x.dtype, simulated)
+    if where is not None and layout.one_row_per_lane:
+        where = jnp.broadcast_to(where, x.shape)
+    where_shape = None if where is None else where.shape
+    shapes = row_shapes(x.shape, where_shape, keep_last=causal)
+    operands = [layout.flatten(x)]
+    if where is not None:
+        mask = where.astype(jnp.int8)
+        if layout.one_row_per_lane:
+            operands.append(layout.flatten(mask))
+        else:
+            operands.append(mask.reshape(-1, where.shape[-1]))
+    if offsets is not None:
+        operands.append(offsets)
+    kernel = _ForwardKernel(
+        _Mask(layout, shapes.x[:-1], shapes.where, causal), scale, len(operands) - 1
+    )
+    rows = operands[0]
+    result = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    blocks = RowBlocks(layout, 1, len(rows))
+    run = over_rows(kernel, "softmax_forward", blocks, result, layout.scratch(x.dtype))
+    return layout.unflatten(run(*operands), x.shape)
 
-        def softmax_forward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
-            del group
-            (x_ref,), masks, (y_ref,), space = parts(refs, 1, len(operands) - 1, 1)
-            loaded = [of.load(x_ref, index) for index in indices]
-            for index, x in zip(indices, loaded, strict=True):
-                z = each(lambda x: wide(x) * scale, of.keep(x, space))
-                kept = left(index, *masks) if masks else None
-                if kept is not None:
-                    z = each(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
-                highest = of.highest(z)
-                e = each(lambda z, highest: jnp.exp(z - highest), z, highest)
-                y = each(jnp.divide, e, of.total(e))
-                if kept is not None:
-                    y = each(lambda y, kept: jnp.where(kept, y, jnp.zeros_like(y)), y, kept)
-                of.store((y_ref, index, y))
 
-        outs = jax.ShapeDtypeStruct(operands[0].shape, x.dtype)
-        run = over_rows(softmax_forward, of, 1, len(operands[0]), outs, of.room(x.dtype))
-        return of.unflat(run(*operands), x.shape)
+@dataclass(frozen=True)
+class _Mask:
+    """What is left in of rows: by an array, by the causal rule, or by both."""
 
-    return batched(here, "rows", "beside", "same")(x, where, first)
+    layout: RowLayout
+    lead: tuple[int, ...]  # the dims of `x` before the numbers of a row; the last has the queries
+    where_shape: tuple[int, ...] | None
+    causal: bool
+
+    def load(self, index: jax.Array, refs: Sequence[Any]) -> Numbers:
+        """The bools of a row, from references to the array and to the offsets, if any."""
+        layout, one_bool_a_row, mask_index, array = self.layout, False, index, None
+        if self.where_shape is not None:
+            if not layout.one_row_per_lane:
+                mask_index = _mask_row(index, self.lead, self.where_shape)
+            one_bool_a_row = self.where_shape[-1] < layout.length
+            if not one_bool_a_row:
+                array = layout.load(refs[0], mask_index)
+
+        def keep(piece: Piece) -> jax.Array:
+            kept: Any = None
+            if one_bool_a_row:
+                bool_of_row = refs[0][mask_index, 0].astype(jnp.int32) != 0
+                kept = jnp.broadcast_to(bool_of_row, (piece.size,))
+            elif array is not None:
+                kept = array(piece).astype(jnp.int32) != 0
+            if not self.causal:
+                return kept
+            visible = self._is_visible(piece, index, refs[-1])
+            return visible if kept is None else kept & visible
+
+        return functools.cache(keep)
+
+    def _is_visible(self, piece: Piece, index: jax.Array, offsets_ref: Any) -> jax.Array:
+        """Whether the keys of a piece stand at or before the query of its row."""
+        key = self.layout.columns(piece) + offsets_ref[1]
+        query = self.layout.row_indices(index) % self.lead[-1] + offsets_ref[0]
+        return key <= query
+
+
+@dataclass(frozen=True)
+class _ForwardKernel:
+    """The program that makes the softmax of a block of rows."""
+
+    mask: _Mask
+    scale: float
+    masks: int  # references that the mask has: the array and the offsets, as far as there are such
+
+    def __call__(self, group: Any, indices: list[jax.Array], *refs: Any) -> None:
+        """Trace the program for the rows with these indices."""
+        del group
+        layout = self.mask.layout
+        (x_ref,), mask_refs, (y_ref,), staging = split_refs(refs, 1, self.masks, 1)
+        # All loads first: those of the second row are on their way while the first is computed.
+        loaded = [layout.load(x_ref, index) for index in indices]
+        for index, x in zip(indices, loaded, strict=True):
+            z = piecewise(lambda x: as_float32(x) * self.scale, layout.stage(x, staging))
+            kept = None
+            if self.masks:
+                kept = self.mask.load(index, mask_refs)
+                z = piecewise(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
+            highest = layout.maximum(z)
+            e = piecewise(lambda z, highest: jnp.exp(z - highest), z, highest)
+            y = piecewise(jnp.divide, e, layout.total(e))
+            if kept is not None:
+                # A row of which nothing is left is nan so far.
+                y = piecewise(lambda y, kept: jnp.where(kept, y, jnp.zeros_like(y)), y, kept)
+            layout.store((y_ref, index, y))
 
 
 def backward(
     y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False
 ) -> jax.Array:
-    """As the reference's, of whole rows."""
+    """The gradient to `x` from the softmax and the gradient to it, both of whole rows.
 
-    def here(depth: int, y: jax.Array, gradient: jax.Array) -> jax.Array:
-        del depth
-        of = Rows.of(y.shape[-1], [y.dtype, gradient.dtype], simulated=simulated)
-
-        def softmax_backward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
-            del group
-            inputs, (x_ref,), space = parts(refs, 2, 1)
-            loaded = [[of.load(ref, index) for ref in inputs] for index in indices]
-            for index, pair in zip(indices, loaded, strict=True):
-                y, g = (each(wide, of.keep(x, space[k : k + 1])) for k, x in enumerate(pair))
-                total = of.total(each(jnp.multiply, y, g))
-                of.store(
-                    (x_ref, index, each(lambda y, g, total: scale * y * (g - total), y, g, total))
-                )
-
-        operands = of.flat(y), of.flat(gradient)
-        outs = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)
-        room = of.room(y.dtype, gradient.dtype)
-        return of.unflat(
-            over_rows(softmax_backward, of, 1, len(operands[0]), outs, room)(*operands), y.shape
-        )
-
-    return batched(here, "rows", "rows")(y, gradient)
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    return batched(partial(_backward_of_rows, scale, simulated), "rows", "rows")(y, gradient)
 
 
-def _beside(index: jax.Array, lead: list[int], of_mask: tuple[int, ...]) -> jax.Array:
-    """Which row of the mask lies beside a row."""
-    beside, rest, stride = jnp.int32(0), index, 1
-    for size, masked in zip(reversed(lead), reversed(of_mask[:-1]), strict=True):
-        if masked > 1:
-            beside += rest % size * stride
-            stride *= masked
-        rest //= size
-    return beside
+def _backward_of_rows(
+    scale: float, simulated: bool, depth: int, y: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """The backward of rows with any dims before them; `depth` of these are of a `vmap`."""
+    del depth
+    layout = RowLayout.choose(y.shape[-1], [y.dtype, gradient.dtype], simulated=simulated)
+
+    def softmax_backward(group: Any, indices: list[jax.Array], *refs: Any) -> None:
+        del group
+        inputs, (x_ref,), staging = split_refs(refs, 2, 1)
+        loaded = [[layout.load(ref, index) for ref in inputs] for index in indices]
+        for index, (y, g) in zip(indices, loaded, strict=True):
+            y = piecewise(as_float32, layout.stage(y, staging[0:1]))
+            g = piecewise(as_float32, layout.stage(g, staging[1:2]))
+            dot = layout.total(piecewise(jnp.multiply, y, g))
+            of_x = piecewise(lambda y, g, dot: scale * y * (g - dot), y, g, dot)
+            layout.store((x_ref, index, of_x))
+
+    operands = layout.flatten(y), layout.flatten(gradient)
+    result = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)
+    blocks = RowBlocks(layout, 1, len(operands[0]))
+    scratch = layout.scratch(y.dtype, gradient.dtype)
+    run = over_rows(softmax_backward, "softmax_backward", blocks, result, scratch)
+    return layout.unflatten(run(*operands), y.shape)
+
+
+def _mask_row(index: jax.Array, lead: Sequence[int], where_shape: tuple[int, ...]) -> jax.Array:
+    """Which row of the mask belongs to a row of `x`.
+
+    The row's index is taken apart into its place along each dim, from the last to the first, and
+    those along which the mask changes are put together again.
+    """
+    mask_index, quotient, stride = jnp.int32(0), index, 1
+    for size, where_size in zip(reversed(lead), reversed(where_shape[:-1]), strict=True):
+        if where_size > 1:
+            mask_index += quotient % size * stride
+            stride *= where_size
+        quotient //= size
+    return mask_index

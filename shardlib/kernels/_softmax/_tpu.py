@@ -1,8 +1,15 @@
-"""Masked, scaled softmax on a TPU: whole rows at a time in fast memory, read once and written
-once.
+"""Masked, scaled softmax on a TPU: whole rows in fast memory, each array read and written once.
+
+Rows are seen as `(..., rows, length)`, merged as far as the mask allows. The grid walks over the
+dims along which the mask is the same last, so that a block of the mask that serves several blocks
+of rows in turn is read once:
+
+    grid:  dims along which the mask changes  x  blocks of rows  x  dims along which it does not
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._rows import Rows, batched, rows
+from shardlib.kernels._rows import RowShapes, batched, row_shapes
 from shardlib.kernels._tpu import (
     fits,
     interpreted,
@@ -27,139 +34,239 @@ from shardlib.kernels._tpu import (
 
 
 def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
+    """Why the kernel does not take a task; None if it does.
+
+    The text continues a sentence that begins with the kernel's name.
+    """
     if task.summed:
         return (
             "adds up nothing between devices, and the last dim is split over "
             f"`{', '.join(task.summed)}`"
         )
-    x, where = task.arrays["x"], task.arrays.get("where")
-    row_bytes = _row_bytes(x.shape[-1], x.dtype, where is not None)
-    tile = _tile(x.dtype, where is not None)
-    return supported(task) or fits(row_bytes, tile, x.shape[-1], task)
+    wrong_dtypes = supported(task)
+    if wrong_dtypes:
+        return wrong_dtypes
+    x, masked = task.arrays["x"], "where" in task.arrays
+    length = x.shape[-1]
+    return fits(_row_bytes(length, x.dtype, masked), _tile_rows(x.dtype, masked), length, task)
 
 
 def forward(
     x: jax.Array,
     where: jax.Array | None,
-    first: jax.Array | None,
+    offsets: jax.Array | None,
     *,
     scale: float,
     causal: bool,
     simulated: bool = False,
 ) -> jax.Array:
-    """As the reference's, of whole rows."""
+    """The softmax of the rows of `x`, which must be whole on the device.
 
-    def here(
-        depth: int, x: jax.Array, where: jax.Array | None, first: jax.Array | None
-    ) -> jax.Array:
-        del depth
-        shapes = rows(x.shape, None if where is None else where.shape, apart=causal or padded(x))
-        masks = (
-            []
-            if where is None
-            else [(where.astype(jnp.int8).reshape(shapes.where or ()), shapes.where)]
-        )
-        kernel = partial(softmax_forward, scale=scale, causal=causal, masked=where is not None)
-        return _over_rows(kernel, shapes, [x.reshape(shapes.x)], masks, first, simulated).reshape(
-            x.shape
-        )
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    run = partial(_forward_of_rows, scale, causal, simulated)
+    return batched(run, "rows", "broadcast", "shared")(x, where, offsets)
 
-    return batched(here, "rows", "beside", "same")(x, where, first)
+
+def _forward_of_rows(
+    scale: float, causal: bool, simulated: bool, depth: int, x: Any, where: Any, offsets: Any
+) -> jax.Array:
+    """The forward of rows with any dims before them.
+
+    Args:
+        scale: a factor for `x`.
+        causal: whether a query sees no later key.
+        simulated: whether an interpreter runs the kernel.
+        depth: how many dims `vmap` added in front, which makes no difference here.
+        x: rows.
+        where: a mask with as many dims, or None.
+        offsets: the positions of the first query and key, or None.
+    """
+    del depth
+    where_shape = None if where is None else where.shape
+    shapes = row_shapes(x.shape, where_shape, keep_last=causal or padded(x))
+    masks = []
+    if where is not None:
+        masks.append(where.astype(jnp.int8).reshape(shapes.where or ()))
+    kernel = partial(softmax_forward, scale=scale, causal=causal, masked=where is not None)
+    inputs = _Inputs([x.reshape(shapes.x)], masks, offsets)
+    return _over_rows(kernel, "softmax_forward", shapes, inputs, simulated).reshape(x.shape)
 
 
 def backward(
     y: jax.Array, gradient: jax.Array, *, scale: float, simulated: bool = False
 ) -> jax.Array:
-    """As the reference's, of whole rows."""
+    """The gradient to `x` from the softmax and the gradient to it, both of whole rows.
 
-    def here(depth: int, y: jax.Array, gradient: jax.Array) -> jax.Array:
-        del depth
-        shapes = rows(y.shape, None, apart=padded(y))
-        operands = [y.reshape(shapes.x), gradient.reshape(shapes.x)]
-        return _over_rows(
-            partial(softmax_backward, scale=scale), shapes, operands, [], None, simulated
-        ).reshape(y.shape)
+    Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
+    """
+    return batched(partial(_backward_of_rows, scale, simulated), "rows", "rows")(y, gradient)
 
-    return batched(here, "rows", "rows")(y, gradient)
+
+def _backward_of_rows(
+    scale: float, simulated: bool, depth: int, y: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """The backward of rows with any dims before them; `depth` of these are of a `vmap`."""
+    del depth
+    shapes = row_shapes(y.shape, None, keep_last=padded(y))
+    inputs = _Inputs([y.reshape(shapes.x), gradient.reshape(shapes.x)], [], None)
+    kernel = partial(softmax_backward, scale=scale)
+    return _over_rows(kernel, "softmax_backward", shapes, inputs, simulated).reshape(y.shape)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a kernel is given: arrays of rows, a mask or none, and the offsets of a causal one."""
+
+    rows: list[jax.Array]
+    masks: list[jax.Array]
+    offsets: jax.Array | None
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The order in which the blocks of rows are taken.
+
+    Dims are those of the rows' shape before its last; `block` is of the last of them.
+    """
+
+    shapes: RowShapes
+    block: int  # rows of a block
+
+    @property
+    def order(self) -> list[int]:
+        """The dims in the order of the grid, those along which the mask is the same last."""
+        lead = len(self.shapes.x) - 2
+        where = self.shapes.where
+        constant = []
+        if where is not None:
+            constant = [dim for dim in range(lead) if where[dim] == 1]
+        changing = [dim for dim in range(lead) if dim not in constant]
+        return [*changing, lead, *constant]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the grid."""
+        *lead, rows, _ = self.shapes.x
+        sizes = [*lead, math.ceil(rows / self.block)]
+        return tuple(sizes[dim] for dim in self.order)
+
+    @property
+    def rows_axis(self) -> int:
+        """The axis of the grid along which blocks of rows follow each other."""
+        return self.order.index(len(self.shapes.x) - 2)
+
+    def spec(self, shape: Sequence[int]) -> pl.BlockSpec:
+        """The spec for an array of rows, or for a mask with dims of size one."""
+        order, lead = self.order, len(shape) - 2
+
+        def index(*at: Any) -> tuple[Any, ...]:
+            by_dim = dict(zip(order, at, strict=True))
+            return (*(by_dim[dim] if shape[dim] > 1 else 0 for dim in range(lead + 1)), 0)
+
+        rows = self.block if shape[-2] > 1 else 1
+        return pl.BlockSpec((*[None] * lead, rows, shape[-1]), index)
 
 
 def _over_rows(
-    kernel: Any,
-    shapes: Rows,
-    operands: list[jax.Array],
-    masks: list[Any],
-    first: jax.Array | None,
-    simulated: bool,
+    kernel: Any, name: str, shapes: RowShapes, inputs: _Inputs, simulated: bool
 ) -> jax.Array:
-    """Run a kernel over blocks of rows. Where a mask serves several in turn, it is read once."""
-    *lead, count, row = shapes.x
-    dtype, of_mask = operands[0].dtype, shapes.where
-    row_bytes = _row_bytes(row, dtype, bool(masks))
-    block = rows_at_once(count, row_bytes, _tile(dtype, bool(masks)))
-    again = [dim for dim in range(len(lead)) if of_mask is not None and of_mask[dim] == 1]
-    # The grid: dims along which the mask changes, blocks of rows, dims along which it does not.
-    order = [*(dim for dim in range(len(lead)) if dim not in again), len(lead), *again]
-    sizes = [*lead, math.ceil(count / block)]
+    """Run a kernel over blocks of rows.
 
-    def spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-        def index(*at: Any) -> tuple[Any, ...]:
-            place = dict(zip(order, at, strict=True))
-            return (*(place[dim] if shape[dim] > 1 else 0 for dim in range(len(lead) + 1)), 0)
-
-        return pl.BlockSpec((*[None] * len(lead), block if shape[-2] > 1 else 1, shape[-1]), index)
-
-    scalars = [] if first is None else [first]
+    Args:
+        kernel: it is called with references to the offsets, if any, to the inputs and masks, and
+            to the result, which has the shape and dtype of the first input.
+        name: of the kernel, which profiles show.
+        shapes: of the inputs and of the mask.
+        inputs: the arrays.
+        simulated: whether an interpreter runs the kernel.
+    """
+    first, masked = inputs.rows[0], bool(inputs.masks)
+    count, length = shapes.x[-2:]
+    row_bytes = _row_bytes(length, first.dtype, masked)
+    block = rows_at_once(count, row_bytes, _tile_rows(first.dtype, masked))
+    grid = _Grid(shapes, block)
+    scalars = []
+    if inputs.offsets is not None:
+        # A causal kernel computes the positions of its rows from where its block begins.
+        scalars.append(inputs.offsets)
+        kernel = partial(kernel, rows_axis=grid.rows_axis, block=block)
     return pl.pallas_call(
-        partial(kernel, rows_axis=order.index(len(lead)), block=block) if scalars else kernel,
-        grid=tuple(sizes[dim] for dim in order),
+        kernel,
+        grid=grid.sizes,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars]
-        + [spec(shapes.x) for _ in operands]
-        + [spec(shape) for _, shape in masks],
-        out_specs=spec(shapes.x),
-        out_shape=shaped(shapes.x, dtype, operands[0]),
-        compiler_params=parameters(("parallel",) * len(sizes), block * row_bytes),
-        interpret=interpreted(simulated, operands[0]),
-        name=kernel.func.__name__,
-    )(*scalars, *operands, *(mask for mask, _ in masks))
+        + [grid.spec(shapes.x) for _ in inputs.rows]
+        + [grid.spec(mask.shape) for mask in inputs.masks],
+        out_specs=grid.spec(shapes.x),
+        out_shape=shaped(shapes.x, first.dtype, first),
+        compiler_params=parameters(("parallel",) * len(grid.sizes), block * row_bytes),
+        interpret=interpreted(simulated, first),
+        name=name,
+    )(*scalars, *inputs.rows, *inputs.masks)
 
 
 def softmax_forward(
     *refs: Any, scale: float, causal: bool, masked: bool, rows_axis: int = 0, block: int = 0
 ) -> None:
+    """The softmax of one block of rows.
+
+    Args:
+        refs: to the offsets (if causal), to `x`, to the mask (if masked), and to the result.
+        scale: a factor for `x`.
+        causal: whether a query sees no later key.
+        masked: whether there is a mask.
+        rows_axis: the axis of the grid along which blocks follow each other, if causal.
+        block: how many rows a block has, if causal.
+    """
     *scalars, x_ref = refs[: 1 + causal]
     y_ref = refs[-1]
     z = x_ref[...].astype(jnp.float32) * scale
     kept = None
     if masked:
+        # TPUs compare numbers of 32 bits.
         kept = jnp.broadcast_to(refs[-2][...].astype(jnp.int32) != 0, z.shape)
     if causal:
-        (first_ref,) = scalars
-        query = lax.broadcasted_iota(jnp.int32, z.shape, 0) + (
-            first_ref[0] + pl.program_id(rows_axis) * block
-        )
-        seen = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first_ref[1] <= query
-        kept = seen if kept is None else kept & seen
+        (offsets_ref,) = scalars
+        visible = _visible_keys(z.shape, offsets_ref, rows_axis, block)
+        kept = visible if kept is None else kept & visible
     if kept is not None:
         z = jnp.where(kept, z, -jnp.inf)
     e = jnp.exp(z - z.max(-1, keepdims=True))
     y = e / e.sum(-1, keepdims=True)
-    y_ref[...] = (y if kept is None else jnp.where(kept, y, 0)).astype(y_ref.dtype)
+    if kept is not None:
+        # A row of which nothing is left is nan so far.
+        y = jnp.where(kept, y, 0)
+    y_ref[...] = y.astype(y_ref.dtype)
+
+
+def _visible_keys(
+    shape: tuple[int, ...], offsets_ref: Any, rows_axis: int, block: int
+) -> jax.Array:
+    """Which keys of a block `(queries, keys)` stand at or before their query."""
+    query = lax.broadcasted_iota(jnp.int32, shape, 0) + (
+        offsets_ref[0] + pl.program_id(rows_axis) * block
+    )
+    return lax.broadcasted_iota(jnp.int32, shape, 1) + offsets_ref[1] <= query
 
 
 def softmax_backward(y_ref: Any, gradient_ref: Any, x_ref: Any, *, scale: float) -> None:
+    """The gradient to one block of rows; it needs no mask, as what is masked is zero in `y`."""
     y, gradient = y_ref[...].astype(jnp.float32), gradient_ref[...].astype(jnp.float32)
-    x_ref[...] = (scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))).astype(
-        x_ref.dtype
-    )
+    of_x = scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))
+    x_ref[...] = of_x.astype(x_ref.dtype)
 
 
-def _tile(dtype: Any, masked: bool) -> int:
-    return tile_rows(dtype, *[jnp.int8] * masked)
+def _tile_rows(dtype: Any, masked: bool) -> int:
+    """How many rows a block has at least; a mask, in int8, has the highest tiles."""
+    if masked:
+        return tile_rows(dtype, jnp.int8)
+    return tile_rows(dtype)
 
 
-def _row_bytes(row: int, dtype: Any, masked: bool) -> int:
-    """Of three blocks, each there twice so that one is on its way, and of what is computed of
-    them.
+def _row_bytes(length: int, dtype: Any, masked: bool) -> int:
+    """The fast memory that a row takes.
+
+    There are three blocks and perhaps a mask, each of them twice so that one is on its way while
+    the other is used, and about four rows of what is computed, in float32.
     """
-    return row * (2 * (3 * jnp.dtype(dtype).itemsize + masked) + 4 * 4)
+    return length * (2 * (3 * jnp.dtype(dtype).itemsize + masked) + 4 * 4)
