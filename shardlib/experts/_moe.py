@@ -1,10 +1,18 @@
 """A layer of experts: tokens to the devices that hold their experts, and back.
 
-Where the step is manual over the axis that the experts are split over, the layer sends the tokens
-itself, by an all-to-all; where the partitioner lays everything out, it names the tokens by group
-and then by expert, which is GShard's annotation, and the partitioner does. Both are one program.
-What belongs to the paper's rules is in `_routing`, what belongs to a group of tokens in
-`_dispatch`.
+    tokens (groups, tokens, width)                on the devices of the groups
+      | router: which experts                     `_routing`
+      | dispatch: a place of each expert          `_dispatch`
+    (groups, experts, places, width)              on the devices of the groups
+      | exchange
+    (groups, experts, places, width)              on the devices of the experts
+      | each expert's function, exchange back, combine by weight
+    tokens (groups, tokens, width)                on the devices of the groups
+
+Where the step is manual over the axis that the experts are split over, the layer exchanges tokens
+itself, by an all-to-all. Where the partitioner lays everything out, the layer constrains the tokens
+to be split by group and then by expert, which is GShard's annotation, and the partitioner makes the
+exchange. Both are the same program.
 
 Shape suffixes: B batch, M width, G groups, S tokens of a group, E experts, C places of an expert.
 """
@@ -57,10 +65,13 @@ class MoEStats:
 
     @property
     def metrics(self) -> dict[str, WeightedMean]:
-        """For a loss to return beside its value."""
+        """The statistics that are worth watching, for a loss to return besides its value."""
         return {
-            name: getattr(self, name)
-            for name in ("balance", "load", "dropped", "entropy", "nonfinite")
+            "balance": self.balance,
+            "load": self.load,
+            "dropped": self.dropped,
+            "entropy": self.entropy,
+            "nonfinite": self.nonfinite,
         }
 
 
@@ -105,52 +116,71 @@ def moe(
     >>> y[0, 0].tolist(), stats.load.total.tolist()
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
-    _check(x, gate, form, real, names)
+    _check_arrays(x, gate, names)
+    check.choice("moe", "form", form, FORMS)
+    _check_real(x, real)
     _check_functions(router, experts, key)
     count = gate.shape[1]
-    across = _across(count, names, x)
-    _check_weights(weights, count, across)
-    # Whatever is in padding.
-    x = shard(x if real is None else jnp.where(real[..., None], x, 0), *names)
-    group, groups = _groups(x, group, across)
-    room = places(router, group, count)
+    exchange = _exchange_of(count, names, x)
+    _check_weights(weights, count, exchange)
+    if real is not None:
+        # Padding may hold anything, and times a weight of zero that may be no number.
+        x = jnp.where(real[..., None], x, 0)
+    x = shard(x, *names)
+    group, groups = _group_sizes(x, group, exchange)
+    capacity = places(router, group, count)
 
-    where = x.astype(jnp.float32)
+    def by_group(array: jax.Array, *trailing: Any) -> jax.Array:
+        entries = [None] * (1 + len(trailing))
+        return exchange.lay_out(array.reshape(groups, group, *trailing), exchange.batch, *entries)
+
+    logits, drawn = _gate_logits(x, gate, router, key)
+    logits_GSE = by_group(logits, count)
+    real_GS = jnp.ones((groups, group), bool) if real is None else by_group(real)
+    drawn_GS = None if drawn is None else by_group(drawn)
+    choices = _checked_choices(router.choose(logits_GSE, drawn_GS), real_GS, count)
+    dispatched = dispatch(choices, count, capacity, form)
+
+    x_GECM = exchange.to_experts(dispatched.to_experts(by_group(x, x.shape[-1])))
+    y_GECM = exchange.to_tokens(_apply_experts(experts, weights, x_GECM))
+    y = dispatched.from_experts(y_GECM).reshape(*x.shape[:-1], -1).astype(x.dtype)
+    stats = _Routed(choices, dispatched.kept_GSK, logits_GSE, real_GS)
+    return shard(y, *names), _stats(router, stats)
+
+
+def _gate_logits(
+    x: jax.Array, gate: jax.Array, router: Router, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The router's logits of all tokens, and a number in [0, 1) for each token while training.
+
+    While training, what the gate sees is jittered. Both are drawn from keys of their own.
+    """
+    gate_input = x.astype(jnp.float32)
     if key is not None and router.jitter:
-        draws = jax.random.uniform(
-            jax.random.fold_in(key, 0), x.shape, jnp.float32, 1 - router.jitter, 1 + router.jitter
-        )
-        where = where * draws
-    logits = _logits(where, gate.astype(jnp.float32))
-    drawn = None if key is None else jax.random.uniform(jax.random.fold_in(key, 1), x.shape[:-1])
+        jitter_key = jax.random.fold_in(key, 0)
+        low, high = 1 - router.jitter, 1 + router.jitter
+        gate_input = gate_input * jax.random.uniform(jitter_key, x.shape, jnp.float32, low, high)
+    logits = _logits(gate_input, gate.astype(jnp.float32))
+    drawn = None
+    if key is not None:
+        drawn = jax.random.uniform(jax.random.fold_in(key, 1), x.shape[:-1])
+    return logits, drawn
 
-    def grouped(array: jax.Array, *rest: Any) -> jax.Array:
-        return across.lay_out(
-            array.reshape(groups, group, *rest), across.batch, *[None] * (1 + len(rest))
-        )
 
-    logits_GSE = grouped(logits, count)
-    real_GS = jnp.ones((groups, group), bool) if real is None else grouped(real)
-    choices = _checked(
-        router.choose(logits_GSE, None if drawn is None else grouped(drawn)), real_GS, count
-    )
-    sent = dispatch(choices, count, room, form)
-
-    x_GECM = across.to_experts(sent.to_experts(grouped(x, x.shape[-1])))
-    all_groups, here = x_GECM.shape[:2]
-    tokens = x_GECM.swapaxes(0, 1).reshape(here, all_groups * room, -1)
-    made = experts(weights, tokens)
+def _apply_experts(experts: Experts, weights: Any, x_GECM: jax.Array) -> jax.Array:
+    """What the experts on this device make of the tokens in their places, group by group."""
+    groups, local_count, capacity = x_GECM.shape[:3]
+    tokens = x_GECM.swapaxes(0, 1).reshape(local_count, groups * capacity, -1)
+    outputs = experts(weights, tokens)
     check_arrays.array(
-        "moe", "experts", made, "a function that gives an array, (experts, tokens, width)"
+        "moe", "experts", outputs, "a function that gives an array, (experts, tokens, width)"
     )
-    if made.shape[:2] != tokens.shape[:2]:
+    if outputs.shape[:2] != tokens.shape[:2]:
         raise ValueError(
             f"`experts` was given tokens of shape {tokens.shape}, (experts, tokens, width), and "
-            f"made {made.shape} of them."
+            f"made {outputs.shape} of them."
         )
-    y_GECM = across.to_tokens(made.reshape(here, all_groups, room, -1).swapaxes(0, 1))
-    y = sent.from_experts(y_GECM).reshape(*x.shape[:-1], -1).astype(x.dtype)
-    return shard(y, *names), _stats(router, choices, sent.kept_GSK, logits_GSE, real_GS)
+    return outputs.reshape(local_count, groups, capacity, -1).swapaxes(0, 1)
 
 
 def local_experts(count: int) -> int:
@@ -165,17 +195,29 @@ def local_experts(count: int) -> int:
     8
     """
     check.whole("local_experts", "count", count, "a number of experts", least=1)
-    return count // _parts(count)[1]
+    return count // _expert_axes(count).parts
 
 
-def _parts(count: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
-    """The manual axes that experts are split over, into how many parts, and the automatic ones."""
+class _ExpertAxes(NamedTuple):
+    """The axes of the mesh that the experts are split over."""
+
+    manual: tuple[str, ...]  # the layer exchanges tokens over these itself
+    automatic: tuple[str, ...]  # and the partitioner over these
+    parts: int  # of the experts, over the manual axes
+
+
+def _expert_axes(count: int) -> _ExpertAxes:
+    """The axes that `count` experts are split over, by the rules in scope; none where there are no
+    rules.
+
+    All of them are manual or all are automatic.
+    """
     scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
-        return (), 1, ()
+        return _ExpertAxes((), (), 1)
     what = f"the experts, of which a gate, whole everywhere, tells {count}"
-    axes = as_tuple(resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec[0])
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
+    axes = tuple(axis for axis in as_tuple(spec[0]) if mesh.shape[axis] > 1)
     manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
     if manual and manual != axes:
         raise ValueError(
@@ -183,75 +225,76 @@ def _parts(count: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
             "alone: tokens are sent over axes of one kind. Have the batch split over all of them, "
             "leave all to the partitioner, `Strategy(manual=())`, or split the experts over fewer."
         )
-    return (
-        manual,
-        math.prod(mesh.shape[axis] for axis in manual),
-        tuple(axis for axis in axes if axis not in manual),
-    )
+    automatic = tuple(axis for axis in axes if axis not in manual)
+    return _ExpertAxes(manual, automatic, math.prod(mesh.shape[axis] for axis in manual))
 
 
-class _Across(NamedTuple):
-    """Over which axes of the mesh the experts lie, and the batch, and which of them the surrounding
-    step is manual over.
-    """
+class _Exchange(NamedTuple):
+    """How tokens go between the devices of their groups and those of their experts."""
 
-    manual: tuple[str, ...]  # of the experts' axes: the layer sends over these itself
-    automatic: tuple[str, ...]  # and the partitioner over these
+    experts: _ExpertAxes
     batch: tuple[str, ...]  # the axes of the batch that are automatic
-    width: Any
-    parts: int  # of the experts, over the manual axes
-    rows: int  # of the batch, over its automatic axes
-    sharded: bool
+    width: Any  # the entry of a spec for the tokens' width
+    rows: int  # parts of the batch, over its automatic axes
+    sharded: bool  # whether there are rules to lay anything out by
 
     def lay_out(self, x: jax.Array, *entries: Any) -> jax.Array:
-        return (
-            constrain(x, PartitionSpec(*(entry or None for entry in entries)))
-            if self.sharded
-            else x
-        )
+        """Constrain an array over the automatic axes: an entry for each dim, empty for none."""
+        if not self.sharded:
+            return x
+        return constrain(x, PartitionSpec(*(entry or None for entry in entries)))
 
     def to_experts(self, x_GECM: jax.Array) -> jax.Array:
-        """From the devices of the groups to those of the experts."""
+        """Send tokens from the devices of their groups to those of their experts."""
         x_GECM = self.lay_out(x_GECM, *self._by_group)
-        return self.lay_out(self._sent(x_GECM, split=1, joined=0), *self._by_expert)
+        sent = self._all_to_all(x_GECM, self._by_group, split=1, joined=0)
+        return self.lay_out(sent, *self._by_expert)
 
     def to_tokens(self, y_GECM: jax.Array) -> jax.Array:
-        """From the devices of the experts back to those of the groups."""
+        """Send outputs from the devices of the experts back to those of the groups."""
         y_GECM = self.lay_out(y_GECM, *self._by_expert)
-        return self.lay_out(self._sent(y_GECM, split=0, joined=1), *self._by_group)
+        sent = self._all_to_all(y_GECM, self._by_expert, split=0, joined=1)
+        return self.lay_out(sent, *self._by_group)
 
     @property
     def _by_group(self) -> tuple[Any, ...]:
-        beside = tuple(axis for axis in self.automatic if axis not in self.batch)
-        return self.batch, beside, None, self.width
+        """The entries of (G, E, C, M) where groups are on the devices of their tokens.
+
+        Axes of the experts that are none of the batch split the experts already.
+        """
+        other = tuple(axis for axis in self.experts.automatic if axis not in self.batch)
+        return self.batch, other, None, self.width
 
     @property
     def _by_expert(self) -> tuple[Any, ...]:
-        return (
-            tuple(axis for axis in self.batch if axis not in self.automatic),
-            self.automatic,
-            None,
-            self.width,
-        )
+        """The entries of (G, E, C, M) where places are on the devices of their experts.
 
-    def _sent(self, x: jax.Array, split: int, joined: int) -> jax.Array:
-        if not self.manual:
+        Axes of the batch that are none of the experts still split the groups.
+        """
+        other = tuple(axis for axis in self.batch if axis not in self.experts.automatic)
+        return other, self.experts.automatic, None, self.width
+
+    def _all_to_all(
+        self, x: jax.Array, entries: tuple[Any, ...], split: int, joined: int
+    ) -> jax.Array:
+        """Exchange over the manual axes, from `entries`: one dim is split, another one joined."""
+        manual = self.experts.manual
+        if not manual:
             return x
-        spec = PartitionSpec(
-            *(entry or None for entry in (self._by_group if split else self._by_expert))
-        )
+        spec = PartitionSpec(*(entry or None for entry in entries))
 
         def send(part: jax.Array) -> jax.Array:
-            return lax.all_to_all(part, self.manual, split, joined, tiled=True)
+            return lax.all_to_all(part, manual, split, joined, tiled=True)
 
         return manual_over_all(send, spec)(x)
 
 
-def _across(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Across:
+def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Exchange:
+    """The exchange of tokens `x` with `count` experts, by the rules in scope."""
     scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
-        # `shard` says what is wrong, where something is.
-        return _Across((), (), (), None, 1, 1, False)
+        # Where that is a mistake, `shard` says what is wrong.
+        return _Exchange(_ExpertAxes((), (), 1), (), None, 1, False)
     rules: AxisRules = scope.rules
     scope.record((EXPERTS,))
     width = resolve(
@@ -262,14 +305,18 @@ def _across(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Across:
         what="the width",
         manual=frozenset(mesh.manual_axes),
     )
-    manual, parts, automatic = _parts(count)
+    experts = _expert_axes(count)
     batch = tuple(axis for axis in rules.batch_axes if axis not in mesh.manual_axes)
     rows = math.prod(mesh.shape[axis] for axis in batch)
-    return _Across(manual, automatic, batch, width.spec[0], parts, rows, True)
+    return _Exchange(experts, batch, width.spec[0], rows, True)
 
 
-def _groups(x: jax.Array, group: int | None, across: _Across) -> tuple[int, int]:
-    """The size of a group, and how many there are here."""
+def _group_sizes(x: jax.Array, group: int | None, exchange: _Exchange) -> tuple[int, int]:
+    """The size of a group of tokens, and how many groups there are here.
+
+    A group is whole on one device: groups are as many as the devices' parts of the batch, or a
+    multiple of that.
+    """
     tokens = math.prod(x.shape[:-1])
     if group is None:
         if x.ndim == 2:
@@ -279,45 +326,51 @@ def _groups(x: jax.Array, group: int | None, across: _Across) -> tuple[int, int]
             )
         group = math.prod(x.shape[1:-1])
     check.whole("moe", "group", group, "a number of tokens", least=1)
-    if tokens % (group * across.rows):
-        over = f" on each of {across.rows} devices" if across.rows > 1 else ""
+    if tokens % (group * exchange.rows):
+        over = f" on each of {exchange.rows} devices" if exchange.rows > 1 else ""
         raise ValueError(
-            f"`moe(group={group!r})` does not divide the {tokens // across.rows} tokens{over}, of "
-            f"{x.shape[:-1]} here in all: a group is a whole number of consecutive tokens, and "
+            f"`moe(group={group!r})` does not divide the {tokens // exchange.rows} tokens{over}, "
+            f"of {x.shape[:-1]} here in all: a group is a whole number of consecutive tokens, and "
             "lies on one device."
         )
     return int(group), tokens // int(group)
 
 
+# Experts whose logits are made at a time.
 _COLUMNS = 256
 
 
 @jax.custom_vjp
 def _logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
-    """The product in float32, of which a TPU would take the factors in bfloat16.
+    """The product `x @ gate` in full float32; a TPU would round the factors to bfloat16.
 
-    So many columns at a time: of a product with thousands its compiler makes several times the
-    code, in several times the seconds, for each layer that is compiled. The transpose is said, so
-    that nobody differentiates the loop.
+    It takes some columns at a time: for a product with thousands of them the TPU's compiler makes
+    several times the code, in several times the seconds, for each layer that is compiled. The
+    gradient is defined, so that JAX does not differentiate the loop.
     """
-    parts_PMC = _columns(gate_ME)
+    parts_PMC = _split_columns(gate_ME)
     parts = lax.map(lambda gate_MC: _product("...m,mc->...c", x, gate_MC), parts_PMC)
     return jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], gate_ME.shape[1])
 
 
 def _backwards(
-    kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, gate_ME = kept
+    """The gradients of `_logits` to both factors, from the same columns at a time."""
+    x, gate_ME = saved
 
-    def add(of_x: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add_columns(
+        of_x: jax.Array, part: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         gate_MC, of_part = part
-        return of_x + _product("...c,mc->...m", of_part, gate_MC), _product(
-            "...m,...c->mc", x, of_part
-        )
+        of_x = of_x + _product("...c,mc->...m", of_part, gate_MC)
+        return of_x, _product("...m,...c->mc", x, of_part)
 
-    of_parts = jnp.moveaxis(gradient.reshape(*x.shape[:-1], -1, _columns(gate_ME).shape[-1]), -2, 0)
-    of_x, of_gate_PMC = lax.scan(add, jnp.zeros_like(x), (_columns(gate_ME), of_parts))
+    columns = _split_columns(gate_ME).shape[-1]
+    of_parts = jnp.moveaxis(gradient.reshape(*x.shape[:-1], -1, columns), -2, 0)
+    of_x, of_gate_PMC = lax.scan(
+        add_columns, jnp.zeros_like(x), (_split_columns(gate_ME), of_parts)
+    )
     return of_x, of_gate_PMC.swapaxes(0, 1).reshape(gate_ME.shape)
 
 
@@ -328,14 +381,18 @@ def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(dims, x, y, precision="highest")
 
 
-def _columns(gate_ME: jax.Array) -> jax.Array:
+def _split_columns(gate_ME: jax.Array) -> jax.Array:
+    """The gate as (parts, width, columns): whole if its columns are no multiple of the limit."""
     width, count = gate_ME.shape
-    return gate_ME.reshape(width, -1, count if count % _COLUMNS else _COLUMNS).swapaxes(0, 1)
+    columns = count if count % _COLUMNS else _COLUMNS
+    return gate_ME.reshape(width, -1, columns).swapaxes(0, 1)
 
 
-def _checked(choices: Choices, real_GS: jax.Array, count: int) -> Choices:
-    """The choices of real tokens. An expert that there is not makes the output nan, where it cannot
-    be an error.
+def _checked_choices(choices: Choices, real_GS: jax.Array, count: int) -> Choices:
+    """A router's choices, of which those of padding are not wanted.
+
+    An expert that does not exist is an error where numbers are known; where they are traced, it
+    makes the output of its token nan.
     """
     expert, weight, wanted = choices
     if not jnp.issubdtype(expert.dtype, jnp.integer):
@@ -354,11 +411,17 @@ def _checked(choices: Choices, real_GS: jax.Array, count: int) -> Choices:
     )
 
 
-def _stats(
-    router: Router, choices: Choices, kept_GSK: jax.Array, logits_GSE: jax.Array, real_GS: jax.Array
-) -> MoEStats:
-    count = logits_GSE.shape[-1]
-    finite_GS = jnp.isfinite(logits_GSE).all(-1)
+class _Routed(NamedTuple):
+    """What the statistics of a layer are made of."""
+
+    choices: Choices
+    kept_GSK: jax.Array  # which choices found a place
+    logits_GSE: jax.Array
+    real_GS: jax.Array  # false for padding
+
+
+def _check_finite(finite_GS: jax.Array, real_GS: jax.Array) -> None:
+    """Raise an error where a real token's logits are known not to be finite."""
     if not isinstance(finite_GS, Tracer) and not bool((finite_GS | ~real_GS).all()):
         group, token = map(int, jnp.argwhere(~finite_GS & real_GS)[0])
         raise ValueError(
@@ -366,17 +429,28 @@ def _stats(
             f"{finite_GS.size} tokens, the first being token {token} of group {group}: the gate or "
             "what it is given is not."
         )
+
+
+def _stats(router: Router, routed: _Routed) -> MoEStats:
+    """The statistics of a layer; padding counts for nothing in any of them."""
+    choices, kept_GSK, logits_GSE, real_GS = routed
+    count = logits_GSE.shape[-1]
+    finite_GS = jnp.isfinite(logits_GSE).all(-1)
+    _check_finite(finite_GS, real_GS)
     each_GS = real_GS.astype(jnp.float32)
     tokens_G = each_GS.sum(1)
+    # Shares of a group's tokens, by expert; a group of nothing but padding has none.
     share_G = 1 / jnp.maximum(tokens_G, 1)
     probability_GSE = jax.nn.softmax(logits_GSE)
     chosen_GSKE = jax.nn.one_hot(choices.expert, count) * each_GS[..., None, None]
     first_GE = chosen_GSKE[:, :, 0].sum(1) * share_G[:, None]
     every_GE = chosen_GSKE.sum((1, 2)) * share_G[:, None] / router.choices
     mean_GE = (probability_GSE * each_GS[..., None]).sum(1) * share_G[:, None]
+    # Over all groups, what routers want and what of it found no place.
     wanted = (choices.wanted * 1.0).sum()
     by_expert = (jax.nn.one_hot(choices.expert, count) * choices.wanted[..., None]).sum((0, 1, 2))
     logarithm_GSE = jax.nn.log_softmax(logits_GSE)
+    # The limit of p log p at zero is zero, which the product is not.
     entropy_GS = -(jnp.where(probability_GSE > 0, probability_GSE * logarithm_GSE, 0)).sum(-1)
     return MoEStats(
         WeightedMean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
@@ -388,7 +462,8 @@ def _stats(
     )
 
 
-def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
+def _check_arrays(x: Any, gate: Any, names: Any) -> None:
+    """Refuse tokens, names and a gate that do not fit each other."""
     check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
     check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
     if x.ndim < 2 or len(names) != x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -406,7 +481,10 @@ def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
             f"`moe(gate=...)` is of shape (width, experts), ({x.shape[-1]}, ...) for tokens of "
             f"shape {x.shape}; got {getattr(gate, 'shape', type(gate).__name__)}."
         )
-    check.choice("moe", "form", form, FORMS)
+
+
+def _check_real(x: Any, real: Any) -> None:
+    """Refuse a mask of padding that is not one of bools for the tokens."""
     shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
     if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
         raise ValueError(
@@ -416,6 +494,7 @@ def _check(x: Any, gate: Any, form: Any, real: Any, names: Any) -> None:
 
 
 def _check_functions(router: Any, experts: Any, key: Any) -> None:
+    """Refuse what is no router, no function of experts, or no key."""
     needed = ("choices", "capacity", "jitter", "choose", "balance")
     if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
         raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")
@@ -423,32 +502,33 @@ def _check_functions(router: Any, experts: Any, key: Any) -> None:
     if key is not None:
         takes = "a key, such as `jax.random.key(0)`, or None"
         check_arrays.array("moe", "key", key, takes)
-        if not is_key(key) and key.dtype != jnp.uint32:  # of `jax.random.PRNGKey`
+        # `jax.random.PRNGKey` gives plain uint32.
+        if not is_key(key) and key.dtype != jnp.uint32:
             raise check.refusal("moe", "key", key, takes)
 
 
-def _check_weights(weights: Any, count: int, across: _Across) -> None:
-    here = count // across.parts
+def _check_weights(weights: Any, count: int, exchange: _Exchange) -> None:
+    """Refuse weights whose first dim is not the experts of this device, or that are none."""
+    parts = exchange.experts.parts
+    local_count = count // parts
     leaves = named_leaves(weights)
     for path, leaf in leaves:
         check_arrays.array(
             "moe", "weights", leaf, "a tree of arrays, with a dim for the experts first"
         )
-        if not leaf.ndim or leaf.shape[0] != here:
-            split = (
-                f", which the axes {across.manual} split into {across.parts}"
-                if across.parts > 1
-                else ""
-            )
-            whole = (
-                " All of them are here: name the parameter's first dim `experts`, so that each "
-                "device holds its own."
-                if across.parts > 1 and getattr(leaf, "ndim", 0) and leaf.shape[0] == count
-                else ""
-            )
-            raise ValueError(
-                f"`{path or 'weights'}` of shape {getattr(leaf, 'shape', None)} should have {here} "
-                f"experts along dim 0: the gate tells {count}{split}.{whole}"
-            )
+        if leaf.ndim and leaf.shape[0] == local_count:
+            continue
+        split = whole = ""
+        if parts > 1:
+            split = f", which the axes {exchange.experts.manual} split into {parts}"
+            if leaf.ndim and leaf.shape[0] == count:
+                whole = (
+                    " All of them are here: name the parameter's first dim `experts`, so that each "
+                    "device holds its own."
+                )
+        raise ValueError(
+            f"`{path or 'weights'}` of shape {getattr(leaf, 'shape', None)} should have "
+            f"{local_count} experts along dim 0: the gate tells {count}{split}.{whole}"
+        )
     if not leaves:
         raise ValueError("`moe(weights=...)` holds no arrays.")
