@@ -128,6 +128,7 @@ def moe(
         x = jnp.where(real[..., None], x, 0)
     x = shard(x, *names)
     group, groups = _group_sizes(x, group, exchange)
+    # Each group has so many places of each expert, whether they are taken or not.
     capacity = places(router, group, count)
 
     def by_group(array: jax.Array, *trailing: Any) -> jax.Array:
@@ -141,6 +142,7 @@ def moe(
     choices = _checked_choices(router.choose(logits_GSE, drawn_GS), real_GS, count)
     dispatched = dispatch(choices, count, capacity, form)
 
+    # Out to the experts and back, by the same places.
     x_GECM = exchange.to_experts(dispatched.to_experts(by_group(x, x.shape[-1])))
     y_GECM = exchange.to_tokens(_apply_experts(experts, weights, x_GECM))
     y = dispatched.from_experts(y_GECM).reshape(*x.shape[:-1], -1).astype(x.dtype)
@@ -168,7 +170,11 @@ def _gate_logits(
 
 
 def _apply_experts(experts: Experts, weights: Any, x_GECM: jax.Array) -> jax.Array:
-    """What the experts on this device make of the tokens in their places, group by group."""
+    """What the experts on this device make of the tokens in their places, group by group.
+
+    The function sees the tokens of all groups together, (experts, tokens, width); empty places
+    are zeros.
+    """
     groups, local_count, capacity = x_GECM.shape[:3]
     tokens = x_GECM.swapaxes(0, 1).reshape(local_count, groups * capacity, -1)
     outputs = experts(weights, tokens)
@@ -199,7 +205,10 @@ def local_experts(count: int) -> int:
 
 
 class _ExpertAxes(NamedTuple):
-    """The axes of the mesh that the experts are split over."""
+    """The axes of the mesh that the experts are split over.
+
+    Either kind is empty: the layer sends tokens over axes of one kind.
+    """
 
     manual: tuple[str, ...]  # the layer exchanges tokens over these itself
     automatic: tuple[str, ...]  # and the partitioner over these
@@ -230,7 +239,11 @@ def _expert_axes(count: int) -> _ExpertAxes:
 
 
 class _Exchange(NamedTuple):
-    """How tokens go between the devices of their groups and those of their experts."""
+    """How tokens go between the devices of their groups and those of their experts.
+
+    Over manual axes by an all-to-all of the layer's own, and over automatic axes by constraints
+    that the partitioner turns into one.
+    """
 
     experts: _ExpertAxes
     batch: tuple[str, ...]  # the axes of the batch that are automatic
@@ -277,7 +290,10 @@ class _Exchange(NamedTuple):
     def _all_to_all(
         self, x: jax.Array, entries: tuple[Any, ...], split: int, joined: int
     ) -> jax.Array:
-        """Exchange over the manual axes, from `entries`: one dim is split, another one joined."""
+        """Exchange over the manual axes, from `entries`: one dim is split, another one joined.
+
+        Without manual axes it is left to the partitioner, and nothing is done here.
+        """
         manual = self.experts.manual
         if not manual:
             return x
@@ -290,13 +306,17 @@ class _Exchange(NamedTuple):
 
 
 def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Exchange:
-    """The exchange of tokens `x` with `count` experts, by the rules in scope."""
+    """The exchange of tokens `x` with `count` experts, by the rules in scope.
+
+    Without rules nothing is laid out, and all experts are here.
+    """
     scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
         # Where that is a mistake, `shard` says what is wrong.
         return _Exchange(_ExpertAxes((), (), 1), (), None, 1, False)
     rules: AxisRules = scope.rules
     scope.record((EXPERTS,))
+    # The width may be split too, and stays so during the exchange.
     width = resolve(
         rules,
         mesh.shape,
@@ -367,6 +387,7 @@ def _backwards(
         return of_x, _product("...m,...c->mc", x, of_part)
 
     columns = _split_columns(gate_ME).shape[-1]
+    # The gradient is split as the gate is.
     of_parts = jnp.moveaxis(gradient.reshape(*x.shape[:-1], -1, columns), -2, 0)
     of_x, of_gate_PMC = lax.scan(
         add_columns, jnp.zeros_like(x), (_split_columns(gate_ME), of_parts)
@@ -405,6 +426,7 @@ def _checked_choices(choices: Choices, real_GS: jax.Array, count: int) -> Choice
             f"A router chose expert {int(expert[~within][0])}, and there are {count}, counted from "
             f"0: {int((~within).sum())} of {within.size} choices are out of range."
         )
+    # What is out of range is traced, and no error can be raised: nan is noticed.
     weight = jnp.where(within, weight.astype(jnp.float32), jnp.nan)
     return Choices(
         jnp.clip(expert, 0, count - 1).astype(jnp.int32), weight, wanted & real_GS[..., None]
@@ -412,7 +434,10 @@ def _checked_choices(choices: Choices, real_GS: jax.Array, count: int) -> Choice
 
 
 class _Routed(NamedTuple):
-    """What the statistics of a layer are made of."""
+    """What the statistics of a layer are made of.
+
+    Each is of local tokens, by group; see the shape suffixes of this file.
+    """
 
     choices: Choices
     kept_GSK: jax.Array  # which choices found a place
@@ -432,7 +457,11 @@ def _check_finite(finite_GS: jax.Array, real_GS: jax.Array) -> None:
 
 
 def _stats(router: Router, routed: _Routed) -> MoEStats:
-    """The statistics of a layer; padding counts for nothing in any of them."""
+    """The statistics of a layer; padding counts for nothing in any of them.
+
+    Each is a sum with what to divide it by, so that means over devices and microbatches are
+    exact.
+    """
     choices, kept_GSK, logits_GSE, real_GS = routed
     count = logits_GSE.shape[-1]
     finite_GS = jnp.isfinite(logits_GSE).all(-1)

@@ -1,8 +1,8 @@
-"""Routers: to which experts each token goes, with what weight. Each is its paper's rule, taken in
-float32.
+"""Routers: to which experts each token goes, and with what weight.
 
-A router sees one token at a time. What concerns a group of tokens, how many an expert takes and how
-evenly they fall, is in `_dispatch`; what concerns devices, in `_moe`.
+Each router is the rule of its paper, computed in float32. A router sees one token at a time. What
+concerns a group of tokens, how many an expert takes and how evenly they fall, is in `_dispatch`;
+what concerns devices, in `_moe`.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
 """
@@ -54,8 +54,10 @@ class Router(Protocol):
         ...
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The choices of tokens, from logits (..., E) and, while training, a number in [0, 1) for
-        each token.
+        """The choices of tokens, from their logits (..., E).
+
+        While training, `drawn` is a number in [0, 1) for each token, for rules with an element of
+        chance; elsewhere it is None.
         """
         ...
 
@@ -94,7 +96,7 @@ class Top2:
         return 2
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The two likeliest."""
+        """The two likeliest experts, of which the second is wanted by chance while training."""
         gates, expert = _largest(jax.nn.softmax(logits), 2)
         weight = gates / (gates.sum(-1, keepdims=True) + _TINY)
         wanted = jnp.ones(weight.shape, bool)
@@ -103,15 +105,16 @@ class Top2:
         return Choices(expert, weight, wanted)
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """GShard's auxiliary loss: the mean over experts of first choices times probability; 1 / E²
-        if both are even.
+        """GShard's auxiliary loss: the mean over experts of first choices times probability.
+
+        It is 1 / E² if both are even.
         """
         return (first * probability).mean(-1)
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Switch Transformer's: the likeliest expert alone, weighed by its probability among all.
+    """Switch Transformer's: only the likeliest expert, weighed by its probability among all.
 
     While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 +
     jitter].
@@ -129,17 +132,18 @@ class Switch:
 
     @property
     def choices(self) -> int:
-        """One."""
+        """A token has one expert."""
         return 1
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The likeliest."""
+        """The likeliest expert, with its probability among all."""
         weight, expert = _largest(jax.nn.softmax(logits), 1)
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """Switch's: E times the sum over experts of first choices times probability; 1 if both are
-        even.
+        """Switch's loss: E times the sum over experts of first choices times probability.
+
+        It is 1 if both are even.
         """
         return first.shape[-1] * (first * probability).sum(-1)
 
@@ -165,7 +169,7 @@ class TopK:
         check.boolean("TopK", "renormalize", self.renormalize)
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The likeliest."""
+        """The likeliest experts, with a softmax over them or their shares of that over all."""
         if self.renormalize:
             largest, expert = _largest(logits, self.choices)
             weight = jax.nn.softmax(largest)
@@ -174,15 +178,18 @@ class TopK:
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
     def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """Switch's with every choice counted: E times the sum of choices times probability; 1 if
-        both are even.
+        """Switch's loss with every choice counted: E times the sum of choices times probability.
+
+        It is 1 if both are even.
         """
         return every.shape[-1] * (every * probability).sum(-1)
 
 
 def places(router: Router, tokens: int, experts: int) -> int:
-    """How many tokens of a group an expert takes: its even share of all choices, times the router's
-    capacity, rounded up.
+    """How many tokens of a group an expert takes.
+
+    That is its even share of all choices, times the router's capacity, rounded up; all tokens where
+    the router has no capacity.
 
     >>> places(Top2(), tokens=64, experts=8), places(Switch(), tokens=64,
     ...     experts=8), places(TopK(2), 64, 8)
@@ -195,40 +202,44 @@ def places(router: Router, tokens: int, experts: int) -> int:
         )
     if router.capacity is None:
         return tokens
-    return min(
-        tokens, math.ceil(router.choices * tokens * Fraction(str(router.capacity)) / experts)
-    )
+    # By fractions: 1.1 * 100 / 10 is more than 11 in floats, and would be rounded up to 12.
+    share = router.choices * tokens * Fraction(str(router.capacity)) / experts
+    return min(tokens, math.ceil(share))
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """The square of the logarithm of the softmax's sum, for each token: it keeps logits small,
-    where float32 is exact.
+    """The square of the logarithm of the softmax's sum, for each token.
+
+    As a loss it keeps logits small, where float32 is exact.
     """
     return jnp.square(jax.nn.logsumexp(logits, -1))
 
 
-_TINY = 1e-9
+_TINY = 1e-9  # keeps a quotient finite where both probabilities vanish
 
 
 def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest along the last dim and where they are, the first of equals first: `lax.top_k`
-    without its sort.
+    """The largest numbers along the last dim and their indices, the first of equals first.
 
-    Of a few of thousands a sort takes a TPU's compiler longer than the rest of the layer.
+    This is `lax.top_k` without its sort: to sort thousands for a few of them takes a TPU's compiler
+    longer than the whole remainder of the layer. Each turn finds one number and excludes it.
     """
-    number, found = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), []
-    # Above what is taken, be it -inf.
-    left = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)
+    iota = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    values, indices = [], []
+    # Numbers of -inf must stay above those that are excluded.
+    remaining = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)
     for _ in range(count):
-        at = left.argmax(-1, keepdims=True)
-        here = number == at
-        found.append((jnp.where(here, x, 0).sum(-1), at[..., 0]))
-        left = jnp.where(here, -jnp.inf, left)
-    values, where = zip(*found, strict=True)
-    return jnp.stack(values, -1), jnp.stack(where, -1)
+        index = remaining.argmax(-1, keepdims=True)
+        is_largest = iota == index
+        # A masked sum, whose gradient is a mask; a gather's would be a scatter.
+        values.append(jnp.where(is_largest, x, 0).sum(-1))
+        indices.append(index[..., 0])
+        remaining = jnp.where(is_largest, -jnp.inf, remaining)
+    return jnp.stack(values, -1), jnp.stack(indices, -1)
 
 
 def _check(router: Router) -> None:
+    """Refuse a router's numbers that make no sense, and keep the checked ones."""
     kind = type(router).__name__
     check.whole(kind, "choices", router.choices, "a number of experts", least=1)
     takes = "how many times its even share an expert takes, at most (none would drop every token)"

@@ -115,14 +115,20 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Chosen:
-    """An implementation, and whether an interpreter runs it."""
+    """An implementation, and whether an interpreter runs it.
+
+    It is hashable, and part of the static argument of each op's `custom_vjp`.
+    """
 
     implementation: Implementation
     simulated: bool = False
 
     @property
     def options(self) -> dict[str, bool]:
-        """The keyword arguments that its functions take besides those of the op."""
+        """The keyword arguments that its functions take besides those of the op.
+
+        Kernels of ours take `simulated`; the reference and other libraries' kernels do not.
+        """
         if self.implementation.simulates:
             return {"simulated": self.simulated}
         return {}
@@ -141,7 +147,11 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs for each call of an op in a function, in order."""
+    """What runs for each call of an op in a function, in order.
+
+    Printed, it is a table with a row for each call, and a line for each implementation that
+    does not run.
+    """
 
     calls: tuple[Explained, ...]
 
@@ -151,6 +161,7 @@ class Explanation:
         rows = [("op", "on one device", "runs", "others")]
         for call in self.calls:
             others = [f"`{name}`: {reason}" for name, reason in call.others] or [""]
+            # The first of the others is in the row of the call, and each further one has its own.
             rows.append((call.op, call.task, f"{call.runs} on {call.device}", others[0]))
             rows += [("", "", "", other) for other in others[1:]]
         return table(rows)
@@ -274,7 +285,11 @@ def _requested(
 def _explain_choice(
     chosen: Chosen, task: Task, device: Device, reasons: Mapping[str, str | None]
 ) -> Explained:
-    """The record of a choice, from the reasons against each candidate."""
+    """The record of a choice, from the reasons against each candidate.
+
+    A candidate without a reason against it could have run: it was slower where it was measured,
+    or was not measured.
+    """
     others = []
     for name, reason in reasons.items():
         if name == chosen.implementation.name:
@@ -299,6 +314,7 @@ def device_here() -> Device:
     device = None if mesh.empty else mesh.abstract_device
     if device is None:
         device = jax.devices()[0]
+    # JAX tells makers of GPUs apart.
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(str(device.platform), str(device.platform))
     return Device(platform, str(device.device_kind))
 
@@ -326,6 +342,7 @@ def ranking(task: Task) -> list[str]:
     for line in measurements():
         if line["op"] == task.op and line["device"] == task.device.kind:
             lines.append(line)
+    # Times of another dtype are a better guess than none.
     of_dtype = [line for line in lines if line["dtype"] == str(x.dtype)]
     if of_dtype:
         lines = of_dtype

@@ -130,6 +130,7 @@ class RowLayout:
         The vector is the widest load that divides the row and leaves every lane something to do.
         """
         vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
+        # Loads are aligned only where the vector divides the row, and no piece is longer than it.
         while vector > 1 and (length % vector or LANES * vector > length >= LANES):
             vector //= 2
         if length < LANES:
@@ -214,7 +215,11 @@ class RowLayout:
         return numbers
 
     def load_shared(self, ref: Any, index: Any) -> Numbers:
-        """A row that is the same for all rows that a warpgroup holds, such as a norm's scale."""
+        """A row that is the same for all rows that a warpgroup holds, such as a norm's scale.
+
+        Where each lane has a row, it is loaded once for all lanes and broadcast in
+        registers.
+        """
         if not self.one_row_per_lane:
             return self.load(ref, index)
 
@@ -259,6 +264,7 @@ class RowLayout:
         used by several of them are computed once.
         """
 
+        # One function for all writes: pieces are cached, and computed once.
         def store_piece(piece: Piece, _: None) -> None:
             for ref, index, numbers in writes:
                 slices, x = self._slices(index, piece), numbers(piece).astype(ref.dtype)
@@ -284,7 +290,11 @@ class RowLayout:
         return functools.cache(mask_piece)
 
     def total(self, numbers: Numbers) -> jax.Array:
-        """The sum of all numbers of a row, in the shape of a piece if each lane has a row."""
+        """The sum of all numbers of a row, in the shape of a piece if each lane has a row.
+
+        For one long row it is a scalar that all lanes have. Numbers that pieces repeat
+        count once.
+        """
         return self._reduce(self.without_repeats(numbers), jnp.add, jnp.sum, 0.0)
 
     def maximum(self, numbers: Numbers) -> jax.Array:
@@ -306,6 +316,7 @@ class RowLayout:
         carry = None if self.passes == 1 else self.full(start)
         by_lane = self.fold(add_piece, carry)
         if not self.one_row_per_lane:
+            # All lanes hold parts of the same row.
             return reduce_lanes(by_lane)
         by_row = reduce_lanes(by_lane, axis=1)
         return self._cast(lax.broadcast_in_dim(by_row, self.piece_shape, [0]))
@@ -383,7 +394,10 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """The blocks of rows that the programs of a kernel take: `groups` times `rows` of them."""
+    """The blocks of rows that the programs of a kernel take: `groups` times `rows` of them.
+
+    The grid is `(groups, blocks of a group)`, and no block has rows of two groups.
+    """
 
     layout: RowLayout
     groups: int

@@ -52,7 +52,11 @@ class ProductKernel:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows and columns of a product, in float32."""
+    """Some rows and columns of a product, in float32.
+
+    It is what an epilogue is given; its methods load and lay out what belongs to the tile's
+    rows.
+    """
 
     z: jax.Array
     index: tuple[jax.Array, jax.Array]  # which tile, along rows and along columns
@@ -166,6 +170,7 @@ def step(dtype: Any) -> int:
 def padded(x: jax.Array, rows: int, dtype: Any) -> jax.Array:
     """A matrix in a dtype, with zeros for a multiple of `rows` and for whole steps."""
     missing_rows, missing_width = -x.shape[0] % rows, -x.shape[1] % step(dtype)
+    # A pad of nothing would still be an operation in the program.
     if missing_rows or missing_width:
         x = jnp.pad(x, [(0, missing_rows), (0, missing_width)])
     return x.astype(dtype)
@@ -221,6 +226,7 @@ def _write(
         rows = pl.ds(row * ROWS, ROWS)
         if kind == "row":
             buffer[...] = x.astype(dtype)
+            # What is in registers must reach shared memory before the copy starts.
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, out.at[column, rows])
             continue
@@ -246,7 +252,11 @@ def _set_registers(simulated: bool, count: int) -> None:
 
 @dataclass(frozen=True)
 class _Ring:
-    """Buffers in shared memory through which operands come, and their barriers."""
+    """Buffers in shared memory through which operands come, and their barriers.
+
+    Step k is in buffer `k % stages`. Copies arrive at `ready`, and whoever has multiplied a
+    buffer arrives at `free`.
+    """
 
     buffers: Sequence[Any]  # for each operand, `(stages, rows, numbers of a step)`
     ready: Any  # barriers: a copy has arrived
@@ -268,7 +278,11 @@ class _Ring:
 
 
 def _tile_index(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Which tile a program has; programs that run at the same time share operands."""
+    """Which tile a program has; programs that run at the same time share operands.
+
+    Tiles are taken in a snake of `TOGETHER` tiles side by side, so that the cache has most of
+    what a program reads.
+    """
     return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, TOGETHER)
 
 
@@ -283,7 +297,11 @@ def _operand_buffers(product: _Product, stages: int, a_rows: int) -> dict[str, A
 
 
 def _hopper(product: _Product) -> _Program:
-    """The program for Hopper: two warpgroups multiply, each a tile, and a third one copies."""
+    """The program for Hopper: two warpgroups multiply, each a tile, and a third one copies.
+
+    The tiles are above each other and share the rows of `b`; a program thus has `2 * ROWS` rows
+    of `a`.
+    """
     layout = None if product.simulated else plgpu.Layout.WGMMA
     steps, a_rows = product.steps, 2 * ROWS
     stages = _count_stages(product.results, 2, (a_rows + COLUMNS) * SWIZZLE, steps)
@@ -343,13 +361,17 @@ def _multiply_on_hopper(total: Any, group: jax.Array, ring: _Ring) -> jax.Array:
         a_part = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
         plgpu.wgmma(total, a_part, b_smem.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)  # the step before is done
+        # The buffer of the step before may be filled again.
         pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.free.at[lax.rem(k + stages - 1, stages)]))
 
     return total[...]
 
 
 def _blackwell(product: _Product) -> _Program:
-    """The program for Blackwell: one warpgroup copies, one multiplies, and one has the epilogue."""
+    """The program for Blackwell: one warpgroup copies, one multiplies, and one has the epilogue.
+
+    The last one waits at the barrier `done` for the whole tile in tensor memory.
+    """
     layout = None if product.simulated else plgpu.Layout.TCGEN05
     steps = product.steps
     stages = _count_stages(product.results, 1, (ROWS + COLUMNS) * SWIZZLE, steps)
@@ -401,7 +423,11 @@ def _blackwell(product: _Product) -> _Program:
 
 
 def _multiply_on_blackwell(total: Any, done: Any, ring: _Ring) -> None:
-    """Accumulate the product of a tile in tensor memory, and say when it is done."""
+    """Accumulate the product of a tile in tensor memory, and say when it is done.
+
+    The matrix unit arrives by itself at the barrier `free` of a step, and with the last step at
+    `done`.
+    """
     a_smem, b_smem = ring.buffers
 
     @pl.loop(0, ring.steps)

@@ -19,7 +19,10 @@ Role: TypeAlias = Literal["rows", "broadcast", "shared"]
 
 
 class RowShapes(NamedTuple):
-    """The shapes `(..., rows, length)` in which a kernel sees rows and their mask."""
+    """The shapes `(..., rows, length)` in which a kernel sees rows and their mask.
+
+    Both have the same number of dims; those of the mask are of the same size or one.
+    """
 
     x: tuple[int, ...]
     where: tuple[int, ...] | None
@@ -50,6 +53,7 @@ def row_shapes(
         by_itself = keep_last and dim >= len(lead) - 1
         if size == 1 and not by_itself:
             continue
+        # Two dims can be one if the mask has both of them whole, or neither.
         constant = where_size == 1
         if merged_dims and not by_itself and (merged_dims[-1][1] == 1) == constant:
             last_size, last_where_size = merged_dims[-1]

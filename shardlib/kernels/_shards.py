@@ -124,6 +124,7 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
         manual=frozenset(mesh.manual_axes),
         parts=True,
     )
+    # Numbers that were added would count in sums over the dim.
     if resolution.padded_shape != shape:
         raise ValueError(
             f"`{op}`: `{what}` of shape {shape} would be padded to {resolution.padded_shape}. An "
@@ -235,6 +236,7 @@ def per_shard(
             arguments[k] = x
         return body(*arguments)
 
+    # `shard_map` takes no None among its operands: those that are None are filled in inside.
     specs = tuple(layout.spec for layout in present_layouts)
     operands = [constrain(arrays[k], spec) for k, spec in zip(present, specs, strict=True)]
     out_specs = jax.tree.map(
@@ -249,7 +251,11 @@ def per_shard(
 
 
 def on_one_device() -> bool:
-    """Whether what is traced at this point runs on one device."""
+    """Whether what is traced at this point runs on one device.
+
+    That is so without a mesh, and where all manual axes are of size one: kernels are not called
+    where automatic ones are larger.
+    """
     sizes = mesh_of_shards()
     return sizes.empty or all(sizes.shape[axis] == 1 for axis in sizes.manual_axes)
 
@@ -269,7 +275,11 @@ def varying_alike(*arrays: Any) -> list[Any]:
 
 
 def as_varying(x: Any, axes: frozenset[str]) -> Any:
-    """The array, declared to vary over these axes too."""
+    """The array, declared to vary over these axes too.
+
+    Its numbers stay as they are; backward, the gradient is summed over the axes that were
+    added.
+    """
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x

@@ -87,6 +87,7 @@ def linear_cross_entropy(
     x_layout = layout_of(OP, x, names)
     kernel_names = None if names is None else (vocab_name, names[-1])
     kernel_layout = layout_of(OP, kernel, kernel_names, "kernel")
+    # There is a target for each row: all dims but the width.
     targets_layout = x_layout.select(*range(x.ndim - 1))
     rows = kernel_layout.global_shape[0]
     loss = _checked_loss(rows, vocab, ignored, Loss(0, z_loss, smoothing, cap))
@@ -163,12 +164,17 @@ def _forward(call: Call, x: Any, kernel: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
-    """The gradients to `x` and to the kernel, added up over devices; targets have none."""
+    """The gradients to `x` and to the kernel, added up over devices; targets have none.
+
+    Each device makes its part of both from its own logits. The sums are taken inside the
+    `shard_map`.
+    """
     x, kernel, targets, log_z = saved
     vocab_axes = _axes_to_sum(call, x)
     rows_axes = call.x_layout.automatic_axes(*range(x.ndim - 1))
 
     def run_shard(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
+        # Kernels take rows in one dim.
         rows, offset = x.reshape(-1, x.shape[-1]), call.vocab_offset(kernel)
         columns = (targets.reshape(-1), offset, log_z.reshape(-1), gradient.reshape(-1))
         of_x, of_kernel = call.chosen.implementation.backward(

@@ -99,7 +99,10 @@ def forward(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The products of the rows of `x` with chunks of the kernel, by one kind of kernel."""
+    """The products of the rows of `x` with chunks of the kernel, by one kind of kernel.
+
+    Forward and backward share it; they differ in the epilogue and its results.
+    """
 
     loss: Loss
     product: ProductKernel
@@ -148,6 +151,7 @@ def _sums(
     def add_chunk(sums: Sums, chunk: jax.Array, begin: jax.Array) -> Sums:
         limits = chunks.limits(chunk, vocab_offset + begin)
         by_tile = chunks.run(head_forward, chunks.padded(chunk), (targets, limits))
+        # Tiles side by side have different tokens of the same rows.
         highest = by_tile[0].max(0)
         total = (by_tile[1] * rescaling(by_tile[0], highest)).sum(0)
         return combine_sums(sums, Sums(highest, total, by_tile[2].sum(0), by_tile[3].sum(0)))
@@ -222,6 +226,7 @@ def _gradients(
         (of_x, of_kernel), whole = gradients, chunks.padded(chunk)
         inputs = (*columns, chunks.limits(chunk, vocab_offset + begin))
         (of_z,) = chunks.run(head_backward, whole, inputs)
+        # What was added for whole tiles has a gradient of zero, and is cut off.
         of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)[: chunk.shape[0], :width]
         of_x = of_x + product(of_z, whole, 1, 0)
         return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)

@@ -30,7 +30,11 @@ CHUNK_BYTES = 2**26  # of the logits that are in memory at a time
 
 
 class Loss(NamedTuple):
-    """Everything that defines a loss, except for its arrays."""
+    """Everything that defines a loss, except for its arrays.
+
+    It is hashable and static: a program is compiled for each. Kernels leave out what it does
+    not ask for.
+    """
 
     vocab: int  # rows of the kernel that count, on all devices together
     z_loss: float = 0.0
@@ -40,7 +44,11 @@ class Loss(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a loss needs of each row's logits, which may be those of a part of the vocabulary."""
+    """What a loss needs of each row's logits, which may be those of a part of the vocabulary.
+
+    `log Z` is `highest + log(total)`: exponentials relative to the highest logit do not
+    overflow.
+    """
 
     highest: jax.Array  # -inf where there are no logits
     total: jax.Array  # the sum of `exp(z - highest)`
@@ -154,6 +162,7 @@ def backward(
         is_target = _tokens(chunk, offset) == targets[:, None]
         columns = (log_z[:, None], of_log_z[:, None], gradient[:, None])
         of_z = jnp.where(counts, logit_gradients(z, is_target, *columns, loss), 0).astype(x.dtype)
+        # All rows of `x` are in this product: a chunk of the gradient to the kernel is complete.
         of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)
         of_x += product(of_z, chunk.astype(x.dtype), 1, 0)
         return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)
@@ -169,7 +178,11 @@ def backward(
 def row_gradients(
     targets: jax.Array, log_z: jax.Array, gradient: jax.Array, loss: Loss
 ) -> tuple[jax.Array, jax.Array]:
-    """For each row the gradient to its loss, zero where it is ignored, and that to its `log Z`."""
+    """For each row the gradient to its loss, zero where it is ignored, and that to its `log Z`.
+
+    The loss contains `log Z` itself and `z_loss` times its square. A target that is ignored has
+    no gradient of either.
+    """
     gradient = jnp.where(targets == loss.ignored, 0, gradient).astype(log_z.dtype)
     return gradient, gradient * (1 + 2 * loss.z_loss * log_z)
 

@@ -63,7 +63,10 @@ SLOTS = 3  # buffers for the gradient to `x`: one is read, one is added to, one 
 
 
 class Blocks(NamedTuple):
-    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes."""
+    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes.
+
+    Candidates come in order of preference, and the first that fits is taken.
+    """
 
     rows: int
     vocab: int
@@ -80,6 +83,7 @@ def refuses(task: Task) -> str | None:
     if wrong_dtypes:
         return wrong_dtypes
     assert task.device is not None
+    # Kernels see the rows of `x` in one dim.
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     room = vmem_bytes(task.device.kind)
     least = min(blocks.used for blocks in _forward_blocks(flat, kernel))
@@ -283,6 +287,7 @@ def _gradients(
     row_blocks, vocab_blocks = math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)
     # Each core of a chip makes a gradient to `x` of its own, from its share of the vocabulary.
     walkers = cores() if vocab_blocks % cores() == 0 else 1
+    # The grid walks over the rows first, so that a block of the vocabulary stays in place.
     walk = _Walk(loss, rows, vocab, vocab_blocks // walkers, row_blocks)
     per_row = pl.BlockSpec((1, blocks.rows), lambda core, j, i: (0, i))
     of_part = pl.BlockSpec(
@@ -325,7 +330,11 @@ def _backward_scratch(blocks: Blocks, width: int, kernel_dtype: Any) -> list[Any
 
 
 class _BackwardRefs(NamedTuple):
-    """The references of `head_backward`, in their order."""
+    """The references of `head_backward`, in their order.
+
+    Inputs come first, then results, then scratch. All inputs are blocks in fast memory except
+    the offset, which is a scalar.
+    """
 
     offset: Any  # the token of the first of all rows of the kernel here
     x: Any
@@ -344,7 +353,10 @@ class _BackwardRefs(NamedTuple):
 
 @dataclass(frozen=True)
 class _BackwardStep:
-    """Where a program of backward is, and its references."""
+    """Where a program of backward is, and its references.
+
+    It makes the copies of the gradient to `x` between memory and the ring of buffers.
+    """
 
     walk: _Walk
     refs: _BackwardRefs
@@ -394,6 +406,7 @@ def head_backward(*all_refs: Any, walk: _Walk) -> None:
             lambda: step.read(number + 1).start()
         )
     of_z = _step_logit_gradients(step, begin)
+    # A single block of rows stays in the first buffer.
     slot = lax.rem(number, SLOTS) if lag else 0
     if lag:
         pl.when(j > 0)(lambda: step.read(number).wait())
@@ -431,7 +444,11 @@ def _step_logit_gradients(step: _BackwardStep, begin: jax.Array) -> jax.Array:
 
 
 def _add_products(step: _BackwardStep, of_z: jax.Array, begin: jax.Array, slot: Any) -> None:
-    """Add a step's parts of the gradients to the kernel and to `x`, some columns at a time."""
+    """Add a step's parts of the gradients to the kernel and to `x`, some columns at a time.
+
+    The product with `x` goes to the sum for this block of the vocabulary, that with the kernel
+    to the buffer of this block of rows.
+    """
     refs, walk = step.refs, step.walk
     block, width = refs.x.shape
     vocab_block = refs.kernel.shape[0]

@@ -124,6 +124,7 @@ def _norm(
     x_layout = layout_of(op, x, names)
     row_layout = x_layout.select(x.ndim - 1)
     layouts = _Arrays(x_layout, x_layout, row_layout, row_layout)
+    # Kernels are chosen by what one device sees.
     local, differing = {}, frozenset[str]()
     for name, array, layout in zip(_Arrays._fields, arrays, layouts, strict=True):
         if array is not None:
@@ -188,7 +189,11 @@ def _forward(call: Call, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[
 
 
 def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-    """The gradients to `x`, the residual, scale and bias."""
+    """The gradients to `x`, the residual, scale and bias.
+
+    `x` and the residual have the same gradient. Those of scale and bias are sums over rows, and
+    are added up over the devices that have other rows.
+    """
     h, scale, bias, added = saved
     gradient, of_h = gradients
     if not added:
@@ -220,7 +225,10 @@ _normed.defvjp(_forward, _backward)
 
 
 def _checked(op: str, arrays: _Arrays, epsilon: Any) -> tuple[_Arrays, Any]:
-    """The arguments of a norm, as arrays, if they fit each other."""
+    """The arguments of a norm, as arrays, if they fit each other.
+
+    Raises an error that names the argument which does not fit.
+    """
     x = check_arrays.as_array(op, "x", arrays.x)
     given: dict[str, Any] = {"scale": arrays.scale, "bias": arrays.bias}
     given["residual"] = arrays.residual

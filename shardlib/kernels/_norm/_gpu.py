@@ -279,7 +279,11 @@ def _count_blocks(rows: RowLayout, count: int, shared: int) -> int:
 
 @dataclass(frozen=True)
 class _Accumulators:
-    """Where a warpgroup adds up gradients over rows: an array, and the first of its rows in it."""
+    """Where a warpgroup adds up gradients over rows: an array, and the first of its rows in it.
+
+    There is one for each sum: that of the scale first, then that of the bias, as far as there
+    are such.
+    """
 
     refs: Sequence[Any]
     indices: Sequence[Any]
@@ -304,7 +308,11 @@ class _BackwardRefs:
 
 @dataclass(frozen=True)
 class _BackwardKernel:
-    """The program of one warpgroup in backward, which takes every `blocks`-th part of a group."""
+    """The program of one warpgroup in backward, which takes every `blocks`-th part of a group.
+
+    A part is one long row or 128 short ones. The warpgroup adds up its parts' gradients to
+    scale and bias.
+    """
 
     rows: RowLayout
     norm: Norm
@@ -338,6 +346,7 @@ class _BackwardKernel:
         turns = -(-self.count // (self.blocks * rows.rows_held))
         lax.fori_loop(0, turns, take_turn, None)
         if self.sums_in_shared_memory:
+            # Running sums go from shared memory to the results.
             writes = []
             for out, (ref, index) in zip(named.sums, sums.pairs, strict=True):
                 writes.append((out, result_index, rows.load(ref, index, now=False)))
@@ -366,10 +375,15 @@ class _BackwardKernel:
     def _add_rows_from(
         self, first: Any, group: Any, refs: _BackwardRefs, sums: _Accumulators
     ) -> None:
-        """Write the gradient to the rows from `first` on, and add theirs to the sums."""
+        """Write the gradient to the rows from `first` on, and add theirs to the sums.
+
+        All writes share one pass over the columns, so that a streamed row is read no more
+        often than its reductions require.
+        """
         rows = self.rows
         # Near the end of a group of short rows, some are done a second time.
         begin = jnp.minimum(first, self.padded_count - rows.rows_held)
+        # Rows of all groups are in one array.
         index = group * self.padded_count + begin
         loaded = [rows.load(ref, index) for ref in refs.inputs]
         h = piecewise(as_float32, rows.stage(loaded[0], refs.staging[0:1]))

@@ -15,7 +15,10 @@ from shardlib.kernels._choice import Task
 
 
 def refuses(task: Task) -> str | None:
-    """Why it cannot do a task, if it cannot."""
+    """Why Tokamax cannot do a task; None if it can.
+
+    The text continues a sentence that begins with the implementation's name.
+    """
     if importlib.util.find_spec("tokamax") is None:
         return 'is Tokamax\'s, which is not installed: `pip install "shardlib[tokamax]"`'
     if jax.default_backend() != "gpu":
@@ -33,8 +36,10 @@ def refuses(task: Task) -> str | None:
             "keeps no account of what differs between devices, and here that is known over "
             f"`{', '.join(sorted(task.differing))}`: `shard_map(..., check_vma=False)` wants none"
         )
-    odd = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16"}
-    return f"takes float32, bfloat16 and float16; not {', '.join(sorted(odd))}" if odd else None
+    unknown = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16"}
+    if unknown:
+        return f"takes float32, bfloat16 and float16; not {', '.join(sorted(unknown))}"
+    return None
 
 
 def forward(
@@ -46,7 +51,10 @@ def forward(
     epsilon: float,
     centred: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference's, of whole rows; XLA adds what is to be added."""
+    """The norm of the rows of `h = x + residual`, and `h`; rows must be whole on the device.
+
+    XLA adds the residual. Arguments are those of the reference.
+    """
     h = x if residual is None else x + residual
     return _norm(h, scale, bias, epsilon, centred), h
 
@@ -61,21 +69,26 @@ def backward(
     centred: bool,
     biased: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As the reference's, of whole rows. What Tokamax saves of a forward is made again, by one more
-    of it.
+    """The gradients to `x`, scale and bias; rows must be whole on the device.
+
+    Tokamax's backward needs what its forward saved, so that forward runs a second time. Arguments
+    are those of the reference.
     """
     bias = jnp.zeros(h.shape[-1:], jnp.float32) if biased else None
-    scale = None if scale is None else scale.astype(jnp.float32)  # and so are its gradients
-    _, back = jax.vjp(
+    if scale is not None:
+        # Gradients have the dtype of their array, and that to the scale is still to be added up.
+        scale = scale.astype(jnp.float32)
+    _, pullback = jax.vjp(
         lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias
     )
-    of_x, of_scale, of_bias = back(gradient)
+    of_x, of_scale, of_bias = pullback(gradient)
     return of_x if of_h is None else of_x + of_h, of_scale, of_bias
 
 
 def _norm(h: jax.Array, scale: Any, bias: Any, epsilon: float, centred: bool) -> jax.Array:
     flags: Any = importlib.import_module("absl.flags").FLAGS
-    if not flags.is_parsed():  # or Tokamax would read the options of whatever program this is
+    if not flags.is_parsed():
+        # Tokamax would read the command line of whatever program this is.
         flags.mark_as_parsed()
     return importlib.import_module("tokamax").layer_norm(
         h, scale, bias, epsilon=epsilon, subtract_mean=centred, implementation="triton"

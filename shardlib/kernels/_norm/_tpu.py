@@ -53,7 +53,10 @@ def refuses(task: Task) -> str | None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Which norm a kernel computes, and which arrays it is given besides the rows."""
+    """Which norm a kernel computes, and which arrays it is given besides the rows.
+
+    The references of a kernel are positional; the flags say which of them are there.
+    """
 
     norm: Norm
     added: bool  # forward: a residual; backward: a gradient to `h` from elsewhere
@@ -101,6 +104,7 @@ def _choose_blocks(x: jax.Array, groups: int) -> _Blocks:
     """The blocks in which a kernel takes the rows of `x`."""
     length = x.shape[-1]
     count = x.size // length // groups
+    # Rows that do not fill their tiles stay apart from the dim before.
     rows = x.shape[-2] if padded(x) else count
     size = rows_at_once(rows, _row_bytes(length, x.dtype), tile_rows(x.dtype))
     return _Blocks((groups, count // rows, rows, length), size, x.dtype)
@@ -221,6 +225,7 @@ def _backward_of_groups(
     inputs = [h.reshape(blocks.shape), gradient.reshape(blocks.shape)]
     if of_h is not None:
         inputs.append(of_h.reshape(blocks.shape))
+    # The scale comes after the arrays of rows, and its block is one row.
     in_specs = [of_block] * len(inputs)
     if scale is not None:
         inputs.append(scale[:, None])
@@ -304,7 +309,10 @@ def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: 
 def _add_to_sums(
     refs: list[Any], summands: list[jax.Array], blocks: _Blocks, blocks_of_core: int
 ) -> None:
-    """Add a block's rows to the sums of its core, which begin at zero with its first block."""
+    """Add a block's rows to the sums of its core, which begin at zero with its first block.
+
+    Every eighth row is added to the same row of the sum: that takes no reduction across a tile.
+    """
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:

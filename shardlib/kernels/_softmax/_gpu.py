@@ -89,7 +89,10 @@ def _forward_of_rows(
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is left in of rows: by an array, by the causal rule, or by both."""
+    """What is left in of rows: by an array, by the causal rule, or by both.
+
+    The mask of a row is loaded and computed piece by piece, like the row.
+    """
 
     layout: RowLayout
     lead: tuple[int, ...]  # the dims of `x` before the numbers of a row; the last has the queries
@@ -129,7 +132,11 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _ForwardKernel:
-    """The program that makes the softmax of a block of rows."""
+    """The program that makes the softmax of a block of rows.
+
+    Its references are to rows, to the mask and the offsets as far as there are such, to the
+    result, and to shared memory for streamed rows.
+    """
 
     mask: _Mask
     scale: float

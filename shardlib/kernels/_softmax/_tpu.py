@@ -135,7 +135,11 @@ class _Grid:
 
     @property
     def order(self) -> list[int]:
-        """The dims in the order of the grid, those along which the mask is the same last."""
+        """The dims in the order of the grid, those along which the mask is the same last.
+
+        The last axis of a grid changes fastest, and a block whose index stays the same is
+        not copied again.
+        """
         lead = len(self.shapes.x) - 2
         where = self.shapes.where
         constant = []
