@@ -6,7 +6,7 @@ every intermediate that a derivative reads.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shardlib._text import human_bytes, table, terminal_width
@@ -20,14 +20,18 @@ OPTIMIZERS = {"sgd": 0, "momentum": 4, "lion": 4, "muon": 4, "adam": 8, "adamw":
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a decoder, of which there are `count`; figures are of one."""
+    """A part of a decoder, of which there are `count`; figures are of one.
+
+    `flops` are those of a forward pass, `output` is the shape of what the module hands on, and
+    `kept_bytes` is what JAX keeps of it for the backward pass.
+    """
 
     name: str
     count: int
     parameters: int
-    flops: int  # forward
+    flops: int
     output: tuple[int, ...]
-    kept_bytes: int  # of what JAX keeps for the backward pass
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,71 +69,94 @@ class Decoder:
             elif get_origin(hint) is Literal:
                 check.choice("Decoder", name, value, get_args(hint))
             else:
-                check.assign(
-                    self,
-                    **{
-                        name: check.whole("Decoder", name, value, least=1, optional=hint is not int)
-                    },
-                )
+                optional = hint is not int
+                checked = check.whole("Decoder", name, value, least=1, optional=optional)
+                check.assign(self, **{name: checked})
 
     def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
-        """The parts, for so many examples in a dtype of so many bytes, split over `tensor` devices
-        as Megatron splits.
+        """The modules of the decoder, in order; a layer's are there once, with their count.
+
+        Figures are for so many `examples` in a dtype of `itemsize` bytes. FLOPs and what is kept
+        are those of one of `tensor` devices, split as Megatron splits.
         """
         examples, itemsize, tensor = _counts(
             "modules", examples=examples, itemsize=itemsize, tensor=tensor
         )
-        head_dim = self.head_dim or self.width // self.heads
-        queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
-        hidden, tokens, width = self.hidden or 4 * self.width, examples * self.sequence, self.width
-        scores = self.heads * self.sequence * tokens // tensor
+        tokens, width = examples * self.sequence, self.width
         stream = (examples, self.sequence, width)
-        bias = int(self.bias)
-
-        # Three float32 intermediates of the whole stream, and what it hands on.
-        norm_parameters = width * (1 + (self.norm == "layer" and bias))
+        has_bias = self.norm == "layer" and self.bias
+        # A norm keeps three float32 intermediates of the whole stream, and what it hands on.
         norm = Module(
-            "", 1, norm_parameters, 5 * tokens * width, stream, tokens * width * (12 + itemsize)
+            name="norm",
+            count=1,
+            parameters=width * (1 + has_bias),
+            flops=5 * tokens * width,
+            output=stream,
+            kept_bytes=tokens * width * (12 + itemsize),
         )
-        matrices = 3 if self.mlp == "swiglu" else 2
         learned = self.positions == "learned"
-        parts = [
-            Module("embedding", 1, width * (self.vocab + learned * self.sequence), 0, stream, 0),
-            _renamed(norm, "attention_norm", self.layers),
-            Module(
-                "attention",
-                self.layers,
-                2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
-                4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
-                stream,
-                # Queries, keys, values, output; of each score its exponential in float32 and its
-                # probability.
-                2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
-            ),
-            _renamed(norm, "mlp_norm", self.layers),
-            Module(
-                "mlp",
-                self.layers,
-                matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
-                2 * matrices * tokens * width * hidden // tensor,
-                stream,
-                6 * tokens * hidden * itemsize // tensor,
-                # the argument of the activation and each step of its formula
-            ),
-            *([_renamed(norm, "norm", 1)] if self.final_norm else []),
-            Module(
-                "head",
-                1,
-                0 if self.tied else self.vocab * width,
-                2 * tokens * width * self.vocab // tensor,
-                (examples, self.sequence, self.vocab),
-                tokens * self.vocab * itemsize // tensor,
-            ),
+        embedding = Module(
+            name="embedding",
+            count=1,
+            parameters=width * (self.vocab + learned * self.sequence),
+            flops=0,
+            output=stream,
+            kept_bytes=0,
+        )
+        head = Module(
+            name="head",
+            count=1,
+            parameters=0 if self.tied else self.vocab * width,
+            flops=2 * tokens * width * self.vocab // tensor,
+            output=(examples, self.sequence, self.vocab),
+            kept_bytes=tokens * self.vocab * itemsize // tensor,
+        )
+        modules = [
+            embedding,
+            replace(norm, name="attention_norm", count=self.layers),
+            self._attention(examples, itemsize, tensor),
+            replace(norm, name="mlp_norm", count=self.layers),
+            self._mlp(examples, itemsize, tensor),
         ]
-        return tuple(parts)
+        if self.final_norm:
+            modules.append(norm)
+        return (*modules, head)
+
+    def _attention(self, examples: int, itemsize: int, tensor: int) -> Module:
+        """The attention of a layer: projections to queries, keys, values and back, and scores."""
+        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
+        head_dim = self.head_dim or width // self.heads
+        queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
+        scores = self.heads * self.sequence * tokens // tensor
+        return Module(
+            name="attention",
+            count=self.layers,
+            parameters=2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
+            flops=4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
+            output=(examples, self.sequence, width),
+            # Queries, keys, values, output; of each score its exponential in float32 and its
+            # probability.
+            kept_bytes=2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
+        )
+
+    def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
+        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""
+        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
+        hidden = self.hidden or 4 * width
+        matrices = 3 if self.mlp == "swiglu" else 2
+        return Module(
+            name="mlp",
+            count=self.layers,
+            parameters=matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
+            flops=2 * matrices * tokens * width * hidden // tensor,
+            output=(examples, self.sequence, width),
+            # The argument of the activation and each step of its formula.
+            kept_bytes=6 * tokens * hidden * itemsize // tensor,
+        )
 
     @property
     def parameters(self) -> int:
+        """The number of parameters of the whole decoder."""
         return sum(module.count * module.parameters for module in self.modules())
 
     def megatron_activation_bytes(
@@ -140,8 +167,11 @@ class Decoder:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
     ) -> int:
-        """Megatron's formula, in 16 bits with dropout: s b h L (10 + 24/t + 5 a s / (h t)), and its
-        variants.
+        """Megatron's formula for activations, in 16 bits with dropout, and its variants.
+
+        It is s b h L (10 + 24/t + 5 a s / (h t)), for a sequence of s, b examples, width h, L
+        layers, a heads and t devices. Splitting along the sequence divides the 10 by t too;
+        selective recomputing drops the last term, and full recomputing leaves 2 s b h L.
         """
         examples, tensor = _counts("megatron_activation_bytes", examples=examples, tensor=tensor)
         check.boolean("megatron_activation_bytes", "sequence_parallel", sequence_parallel)
@@ -158,10 +188,6 @@ class Decoder:
 def _counts(function: str, **counts: Any) -> list[int]:
     """Numbers of at least one each, in order."""
     return [check.whole(function, name, value, least=1) for name, value in counts.items()]
-
-
-def _renamed(module: Module, name: str, count: int) -> Module:
-    return Module(name, count, module.parameters, module.flops, module.output, module.kept_bytes)
 
 
 def zero_bytes(
@@ -209,35 +235,34 @@ class Estimate:
 
     @property
     def largest_module(self) -> Module:
+        """The module with the most parameters; of a layer's modules, one layer's count."""
         return max(self.modules, key=lambda module: module.parameters)
 
     def __str__(self) -> str:
         rows = [("module", "", "parameters", "forward FLOPs", "output", "kept")]
-        rows += [
-            (
-                one.name,
-                f"{one.count} x",
-                f"{one.parameters:,}",
-                f"{one.flops:.3g}",
-                "x".join(map(str, one.output)),
-                human_bytes(one.kept_bytes),
+        for module in self.modules:
+            rows.append(
+                (
+                    module.name,
+                    f"{module.count} x",
+                    f"{module.parameters:,}",
+                    f"{module.flops:.3g}",
+                    "x".join(map(str, module.output)),
+                    human_bytes(module.kept_bytes),
+                )
             )
-            for one in self.modules
-        ]
-        kinds = [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]
-        memory = [
-            ("bytes per device", ""),
-            *((kind, human_bytes(size)) for kind, size in kinds if size),
-        ]
+        memory = [("bytes per device", "")]
+        for kind, size in [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]:
+            if size:
+                memory.append((kind, human_bytes(size)))
         largest = self.largest_module
-        modules = table(rows, right=(1, 2, 3, 5), width=terminal_width(), shorten=(0,), drop=(4, 1))
-        return (
-            modules
-            + "\n\n"
-            + table(memory, right=(1,))
-            + f"\n\n{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, "
-            f"{largest.parameters:,} parameters"
-        )
+        sections = [
+            table(rows, right=(1, 2, 3, 5), width=terminal_width(), shorten=(0,), drop=(4, 1)),
+            table(memory, right=(1,)),
+            f"{self.flops:.3g} FLOPs a step; the largest module is {largest.name}, "
+            f"{largest.parameters:,} parameters",
+        ]
+        return "\n\n".join(sections)
 
 
 def estimate(
@@ -256,7 +281,7 @@ def estimate(
     accumulate: int = 1,
     training: bool = True,
 ) -> Estimate:
-    """What a step of a decoder takes, from formulas alone.
+    """What a step of a decoder takes, from formulas only.
 
     - `examples` that one device sees at a time, computed in a dtype of `itemsize` bytes.
     - `parameter_itemsize` bytes of each parameter at rest; the model gets it in `weight_itemsize`,
@@ -290,62 +315,107 @@ def estimate(
     check.boolean("estimate", "training", training)
     modules = decoder.modules(examples, itemsize, tensor)
     stream = examples * decoder.sequence * decoder.width * itemsize
-    shard = tensor if sequence_parallel else 1
-    layers = [module for module in modules if module.count == decoder.layers]
-
-    def kept_of(module: Module) -> int:
-        """What is kept of a module. Of a stream split along the sequence a norm's own is, but what
-        it hands on is gathered.
-        """
-        return (
-            (module.kept_bytes - stream) // shard + stream
-            if "norm" in module.name
-            else module.kept_bytes
-        )
-
-    of_layer = sum(map(kept_of, layers))
-    outside = sum(kept_of(module) for module in modules if module not in layers)
-    logits = modules[-1].kept_bytes
-    scores = (
-        decoder.heads * decoder.sequence * decoder.sequence * examples // tensor * (4 + itemsize)
+    scores = decoder.heads * decoder.sequence**2 * examples // tensor * (4 + itemsize)
+    activations = _activations(
+        decoder, modules, stream, scores, tensor if sequence_parallel else 1, recompute
     )
-    kept = {"none": of_layer, "selective": of_layer - scores, "full": stream // shard}[recompute]
     parameters = decoder.parameters // tensor
-    at_rest = devices if zero else 1
+    at_rest = parameters * parameter_itemsize // (devices if zero else 1)
+    # A module's FLOPs are those of one of `tensor` devices.
+    forward = sum(module.count * module.flops for module in modules) * tensor * devices
+    if not training:
+        total = at_rest + max(activations.logits, activations.layer)
+        return Estimate({"parameters": at_rest}, total, forward, modules)
     weight = weight_itemsize or parameter_itemsize
+    copied = zero in (1, 2) or (not zero and weight < parameter_itemsize)
     # Sums, over microbatches or devices, are in float32.
     gradient = 4 if accumulate > 1 or zero >= 2 else weight
-    forward = sum(module.count * module.flops for module in modules) * tensor
-    if not training:
-        kinds = {"parameters": parameters * parameter_itemsize // at_rest}
-        total = kinds["parameters"] + max(logits, of_layer)
-        return Estimate(kinds, total, forward * devices, modules)
     kinds = {
-        "parameters": parameters * parameter_itemsize // at_rest,
-        "optimizer state": parameters * OPTIMIZERS[optimizer] // at_rest,
-        "copies of parameters": parameters * weight
-        if zero in (1, 2) or (not zero and weight < parameter_itemsize)
-        else 0,
+        "parameters": at_rest,
+        "optimizer state": parameters * OPTIMIZERS[optimizer] // (devices if zero else 1),
+        "copies of parameters": parameters * weight if copied else 0,
         "gradients": parameters * gradient // (devices if zero >= 2 else 1),
-        "activations": decoder.layers * kept + outside,
+        "activations": activations.kept,
     }
+    # Stage 3 of ZeRO gathers one layer's parameters at a time.
+    gathered = 0
+    if zero >= 3:
+        of_layer = sum(module.parameters for module in _layer_modules(decoder, modules))
+        gathered = of_layer // tensor * (weight_itemsize or itemsize)
     # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of
-    # their size, and no other gradient is there. At the first layer all are, and what was dropped
-    # of the layer is there again.
-    again = {"none": 0, "selective": scores, "full": of_layer}[recompute]
-    gathered = (
-        sum(module.parameters for module in layers) // tensor * (weight_itemsize or itemsize)
-        if zero >= 3
-        else 0
-    )
+    # their size, and there are no other gradients but sums of earlier microbatches. At the first
+    # layer all gradients are there, and what was dropped of the layer is there again.
     summed = kinds["gradients"] if accumulate > 1 else 0
-    head = kinds["activations"] + logits + summed
-    layer = kinds["activations"] - outside + again + gathered + kinds["gradients"]
-    total = (
-        kinds["parameters"]
-        + kinds["optimizer state"]
-        + kinds["copies of parameters"]
-        + max(head, layer)
+    at_head = activations.kept + activations.logits + summed
+    at_layer = activations.kept - activations.outside + activations.recomputed
+    at_layer += gathered + kinds["gradients"]
+    total = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"]
+    # A backward pass costs two forward passes; recomputing everything costs one more.
+    passes = 4 if recompute == "full" else 3
+    return Estimate(kinds, total + max(at_head, at_layer), forward * passes * accumulate, modules)
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes of activations on a device, for the microbatch that it works on.
+
+    - `kept`: all that is kept for the backward pass; `outside`: what of that is not in layers.
+    - `layer`: what one layer would keep if nothing were recomputed.
+    - `recomputed`: what is made again of a layer in its backward pass.
+    - `logits`: those of the head.
+    """
+
+    kept: int
+    outside: int
+    layer: int
+    recomputed: int
+    logits: int
+
+
+def _activations(
+    decoder: Decoder,
+    modules: tuple[Module, ...],
+    stream: int,
+    scores: int,
+    shard: int,
+    recompute: Recompute,
+) -> _Activations:
+    """The activations of a decoder, from what its modules keep.
+
+    Args:
+        decoder: The decoder.
+        modules: Its modules, for the examples of one microbatch.
+        stream: Bytes of the stream between modules, not split.
+        scores: Bytes of the attention scores of a layer, which selective recomputing drops.
+        shard: Over how many devices the stream is split along the sequence.
+        recompute: What the backward pass computes again.
+    """
+    in_layers = _layer_modules(decoder, modules)
+    layer = sum(_kept_of(module, stream, shard) for module in in_layers)
+    outside = 0
+    for module in modules:
+        if module not in in_layers:
+            outside += _kept_of(module, stream, shard)
+    kept = {"none": layer, "selective": layer - scores, "full": stream // shard}[recompute]
+    return _Activations(
+        kept=decoder.layers * kept + outside,
+        outside=outside,
+        layer=layer,
+        recomputed={"none": 0, "selective": scores, "full": layer}[recompute],
+        logits=modules[-1].kept_bytes,
     )
-    passes = {"none": 3, "selective": 3, "full": 4}[recompute]
-    return Estimate(kinds, total, forward * passes * accumulate * devices, modules)
+
+
+def _layer_modules(decoder: Decoder, modules: tuple[Module, ...]) -> list[Module]:
+    """The modules that are in each layer, known by there being as many of them as layers."""
+    return [module for module in modules if module.count == decoder.layers]
+
+
+def _kept_of(module: Module, stream: int, shard: int) -> int:
+    """What is kept of a module, where the stream may be split along the sequence.
+
+    Of a norm, its own intermediates are split, but what it hands on is gathered.
+    """
+    if "norm" not in module.name:
+        return module.kept_bytes
+    return (module.kept_bytes - stream) // shard + stream

@@ -1,4 +1,12 @@
-"""What each stage of ZeRO would cost a step, by formula: what it sends, against what it holds."""
+"""What each stage of ZeRO would cost a step, by formula: what it sends, against what it holds.
+
+    stage    sends per step, over n devices            holds besides what is at rest
+    1        (n - 1) / n (weights + gradients)         weights, sums of gradients
+    2        (n - 1) / n (weights + M gradients)       weights, its part of the sums
+    3        (n - 1) / n M (2 weights + gradients)     its part of the sums
+
+for M microbatches. Stage 3 gathers weights for the forward pass, and again for the backward pass.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,11 +23,9 @@ from shardlib.step._strategy import Strategy
 class Price:
     """What a stage of ZeRO costs in a step.
 
-    That is the bytes that a device sends over the axes of data, and what it holds besides what is
-    at rest.
-
-    `held_bytes` are of copies of parameters and sums of gradients; stage 3 holds a layer at a time
-    besides.
+    `sent_bytes` is what a device sends over the axes of data. `held_bytes` is what it holds besides
+    what is at rest: copies of parameters and sums of gradients. In addition, stage 3 holds the
+    parameters of one layer at a time.
     """
 
     stage: int
@@ -28,39 +34,91 @@ class Price:
     chosen: bool
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What stages of ZeRO send and hold for one parameter that they split.
+
+    All are bytes of what a device has of the parameter before ZeRO splits it over `devices`: in the
+    dtype in which it is used, in which gradients are sent, and in which they are summed up before
+    and after they are sent.
+    """
+
+    devices: int
+    weight: float
+    wire: float
+    summed: float
+    summed_part: float
+
+    def sent(self, stage: int, count: int) -> float:
+        """What a device sends in a step of `count` microbatches, under a stage of ZeRO.
+
+        An exchange sends all but the device's own share. Stage 1 sends weights and gradients once a
+        step, stage 2 gradients for each microbatch, and stage 3 weights twice for each besides.
+        """
+        exchanged = (self.devices - 1) / self.devices
+        if stage == 1:
+            return exchanged * (self.weight + self.wire)
+        if stage == 2:
+            return exchanged * (self.weight + count * self.wire)
+        return exchanged * count * (2 * self.weight + self.wire)
+
+    def held(self, stage: int) -> float:
+        """What a device holds besides what is at rest: copies of weights, sums of gradients."""
+        if stage == 1:
+            return self.weight + self.summed
+        if stage == 2:
+            return self.weight + self.summed_part / self.devices
+        return self.summed_part / self.devices
+
+
 def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
-    """Of a step under ZeRO, what its own stage costs, and what the other stages would."""
-    zero, dtypes, count = strategy.sharding, strategy.dtypes, strategy.microbatches
+    """What each stage of ZeRO would cost a step, its own stage among them.
+
+    The result is empty for a step without ZeRO. Parameters that are not split, since they are small
+    or their dims do not allow it, cost the same under every stage and are left out.
+    """
+    zero = strategy.sharding
     if not zero.stage:
         return ()
+    sizes = _sizes_of_split(state, strategy)
+    # Under a pipeline the others would send in every tick, and are refused.
+    stages = (1, 2, 3) if strategy.pipeline is None else (1,)
+    result = []
+    for stage in stages:
+        sent = held = 0.0
+        for size in sizes:
+            sent += size.sent(stage, strategy.microbatches)
+            held += size.held(stage)
+        result.append(Price(stage, round(sent), round(held), chosen=stage == zero.stage))
+    return tuple(result)
+
+
+def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
+    """The sizes of those parameters that ZeRO splits."""
+    dtypes, count = strategy.dtypes, strategy.microbatches
     mesh_shape = strategy.device_mesh.shape
-    sent, held = dict.fromkeys((1, 2, 3), 0.0), dict.fromkeys((1, 2, 3), 0.0)
     splits = state.layout.splits(state.params)
+    sizes = []
     for path, leaf in named_leaves(state.params):
         split = splits[path]
         if split.dim is None:
             continue
         devices = math.prod(mesh_shape[axis] for axis in split.axes)
-        others = math.prod(
-            mesh_shape[axis] for axis in spec_axes(split.spec) if axis not in split.axes
+        # Other axes, such as those of tensor parallelism, split the parameter already.
+        others = [axis for axis in spec_axes(split.spec) if axis not in split.axes]
+        size = leaf.size / math.prod(mesh_shape[axis] for axis in others)
+        compute, reduced = dtypes.of(path, leaf.dtype), dtypes.reduced(leaf.dtype)
+        # Only over several microbatches are gradients summed up in a dtype of their own.
+        summed, summed_part = jax.numpy.dtype(compute), reduced
+        if count > 1:
+            summed, summed_part = dtypes.accumulated(compute), dtypes.accumulated(reduced)
+        sizes.append(
+            _Sizes(
+                devices,
+                weight=size * compute.itemsize,
+                wire=size * reduced.itemsize,
+                summed=size * summed.itemsize,
+                summed_part=size * summed_part.itemsize,
+            )
         )
-        size = leaf.size / others
-        compute = dtypes.of(path, leaf.dtype)
-        weight, wire = size * compute.itemsize, size * dtypes.reduced(leaf.dtype).itemsize
-        summed = dtypes.accumulated(compute) if count > 1 else jax.numpy.dtype(compute)
-        travelled = (devices - 1) / devices
-        sent[1] += travelled * (weight + wire)
-        sent[2] += travelled * (weight + count * wire)
-        sent[3] += travelled * count * (2 * weight + wire)
-        held[1] += weight + size * summed.itemsize
-        part = (
-            wire if count == 1 else size * dtypes.accumulated(dtypes.reduced(leaf.dtype)).itemsize
-        )
-        held[2] += weight + part / devices
-        held[3] += part / devices
-    # The others would send in every tick, and are refused.
-    stages = (1, 2, 3) if strategy.pipeline is None else (1,)
-    return tuple(
-        Price(stage, round(sent[stage]), round(held[stage]), stage == zero.stage)
-        for stage in stages
-    )
+    return sizes
