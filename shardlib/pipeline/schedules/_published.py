@@ -4,7 +4,7 @@ paper beside it.
 Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,30 +40,43 @@ class _Plain:
 
 
 def _in_turn(
-    forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], ahead: int, late: int | None
+    forwards: list[tuple[int, int]],
+    backwards: list[tuple[int, int]],
+    ahead: int,
+    weights_behind: int | None,
 ) -> list[Op]:
-    """So many forwards, then a backward and a forward in turn, then what is left; weights `late`
-    backwards behind.
+    """The order of a stage: `ahead` forward passes, then a backward and a forward pass in turn.
+
+    Passes are given by microbatch and part; what is left of them comes at the end. If backward
+    passes are split, the gradients of weights follow `weights_behind` backward passes behind.
     """
-    order, done = [Op("F", *one) for one in forwards[:ahead]], 0
-    for number, one in enumerate(backwards):
-        order.append(Op("B", *one))
-        if late is not None and number >= late:
-            order.append(Op("W", *backwards[number - late]))
-            done += 1
-        order += [Op("F", *one) for one in forwards[ahead + number : ahead + number + 1]]
-    return order + ([Op("W", *one) for one in backwards[done:]] if late is not None else [])
+    order = [Op("F", *item) for item in forwards[:ahead]]
+    weights = []
+    for number, item in enumerate(backwards):
+        order.append(Op("B", *item))
+        weights.append(Op("W", *item))
+        if weights_behind is not None and number >= weights_behind:
+            order.append(weights.pop(0))
+        if ahead + number < len(forwards):
+            order.append(Op("F", *forwards[ahead + number]))
+    if weights_behind is not None:
+        order += weights
+    return order
 
 
 def _table_in_turn(
-    schedule: Schedule, ahead: Iterator[int], late: Iterator[int] | None = None
+    schedule: Schedule, ahead: Sequence[int], weights_behind: Sequence[int] | None = None
 ) -> Table:
+    """The table of a schedule with one part on each stage, whose passes go in turn.
+
+    `ahead` and `weights_behind` are the numbers of `_in_turn`, for each stage.
+    """
     orders = []
-    for stage, first in enumerate(ahead):
-        each = [(m, stage) for m in range(schedule.microbatches)]
-        orders.append(
-            tuple(_in_turn(each, each, min(first, len(each)), None if late is None else next(late)))
-        )
+    for stage in range(schedule.stages):
+        items = [(microbatch, stage) for microbatch in range(schedule.microbatches)]
+        behind = None if weights_behind is None else weights_behind[stage]
+        order = _in_turn(items, items, min(ahead[stage], len(items)), behind)
+        orders.append(tuple(order))
     return Table(tuple(orders), tuple(range(schedule.stages)))
 
 
@@ -79,7 +92,7 @@ class GPipe(_Plain):
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(self, iter([self.microbatches] * self.stages))
+        return _table_in_turn(self, [self.microbatches] * self.stages)
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
@@ -102,7 +115,7 @@ class OneFOneB(_Plain):
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(self, iter(range(self.stages, 0, -1)))
+        return _table_in_turn(self, range(self.stages, 0, -1))
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
@@ -130,7 +143,7 @@ class Eager1F1B(_Plain):
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(self, iter(range(2 * self.stages - 1, 0, -2)))
+        return _table_in_turn(self, range(2 * self.stages - 1, 0, -2))
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B + W)."""
@@ -150,7 +163,7 @@ class ZBH1(_Plain):
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(self, iter(range(self.stages, 0, -1)), iter(range(self.stages)))
+        return _table_in_turn(self, range(self.stages, 0, -1), range(self.stages))
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - W), when M is at least S, and F at least W."""
@@ -176,9 +189,7 @@ class ZBH2(_Plain):
 
     def table(self) -> Table:
         """What each stage does."""
-        return _table_in_turn(
-            self, iter(range(2 * self.stages - 1, 0, -2)), iter(range(0, 2 * self.stages, 2))
-        )
+        return _table_in_turn(self, range(2 * self.stages - 1, 0, -2), range(0, 2 * self.stages, 2))
 
     def gap(self, costs: Costs) -> float:
         """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2
@@ -253,16 +264,49 @@ class Interleaved:
         return min(most / self.chunks, self.microbatches)
 
 
-_THERE_AND_BACK: tuple[Kind, ...] = ("F", "F", "B", "B")
+@dataclass(frozen=True)
+class _Pattern:
+    """When the four passes of microbatch 0 start on a stage with two parts, in units of time.
+
+    The *first* part is the one on the way through the stages, part s; the *second* the one on the
+    way back, part 2 S - 1 - s.
+    """
+
+    forward_first: int
+    forward_second: int
+    backward_second: int
+    backward_first: int
+
+
+def _v_table(schedule: "VMin | VHalf") -> Table:
+    """The table of a schedule that goes through the stages and back, as a V.
+
+    The pattern of one microbatch, repeated every six units of time, decides the order of passes,
+    and with it how long activations are held. The gradients of weights go where a stage would wait.
+    """
+    stages, orders = schedule.stages, []
+    for stage in range(stages):
+        first, second = stage, 2 * stages - 1 - stage
+        pattern = schedule._pattern(stage)
+        timed = []
+        for microbatch in range(schedule.microbatches):
+            start = 6 * microbatch
+            timed += [
+                (start + pattern.forward_first, Op("F", microbatch, first)),
+                (start + pattern.forward_second, Op("F", microbatch, second)),
+                (start + pattern.backward_second, Op("B", microbatch, second)),
+                (start + pattern.backward_first, Op("B", microbatch, first)),
+            ]
+        orders.append([op for _, op in sorted(timed)])
+    placement = (*range(stages), *reversed(range(stages)))
+    return weave(orders, placement, max(map(schedule.live, range(stages))))
 
 
 @dataclass(frozen=True)
-class _V:
-    """Two parts on each stage, part s and part 2S - 1 - s: through the stages, and back.
+class VMin:
+    """V-Min: a third of the memory of 1F1B, for two thirds of its gap.
 
-    The pattern of one microbatch, repeated every six units of time, decides the order of its
-    passes, and with it how long activations are held; the gradients of weights go where a stage
-    would wait.
+    Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
     """
 
     stages: int
@@ -272,46 +316,22 @@ class _V:
     def __post_init__(self) -> None:
         check_schedule(self, parts=2)
 
-    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
-        """When the passes of a microbatch start: forward on the way there, and back; backward on
-        the way there, and back.
-        """
-        raise NotImplementedError
-
-    def live(self, stage: int) -> float:
-        """At most as many microbatches as a stage holds."""
-        raise NotImplementedError
-
     def table(self) -> Table:
-        """What each stage does."""
-        stages, orders = self.stages, []
-        for stage in range(stages):
-            there, back = stage, 2 * stages - 1 - stage
-            passes = list(
-                zip(self._pattern(stage), _THERE_AND_BACK, (there, back, back, there), strict=True)
-            )
-            timed = [
-                (at + 6 * m, Op(kind, m, part))
-                for at, kind, part in passes
-                for m in range(self.microbatches)
-            ]
-            orders.append([op for _, op in sorted(timed)])
-        placement = (*range(stages), *reversed(range(stages)))
-        return weave(orders, placement, max(map(self.live, range(stages))))
+        """What each stage does, in order; `W`s are where it would wait."""
+        return _v_table(self)
 
+    def _pattern(self, stage: int) -> _Pattern:
+        """When the passes of microbatch 0 start, such that no two of a stage fall on one unit.
 
-@dataclass(frozen=True)
-class VMin(_V):
-    """V-Min: a third of the memory of 1F1B, for two thirds of its gap."""
-
-    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
-        # So that no two passes fall on one unit.
-        stages, rest = self.stages, 0 if self.stages % 3 else 2
-        return (
-            stage,
-            2 * stages - 1 - stage,
-            2 * stages + rest + stage,
-            4 * stages + rest - 1 - stage,
+        A delay of two before the backward passes sees to that where 3 divides S.
+        """
+        stages = self.stages
+        delay = 0 if stages % 3 else 2
+        return _Pattern(
+            forward_first=stage,
+            forward_second=2 * stages - 1 - stage,
+            backward_second=2 * stages + delay + stage,
+            backward_first=4 * stages + delay - 1 - stage,
         )
 
     def gap(self, costs: Costs) -> float:
@@ -328,16 +348,35 @@ class VMin(_V):
 
 
 @dataclass(frozen=True)
-class VHalf(_V):
-    """V-Half: half the memory of 1F1B, for half its gap."""
+class VHalf:
+    """V-Half: half the memory of 1F1B, for half its gap.
 
-    def _pattern(self, stage: int) -> tuple[int, int, int, int]:
-        stages, rest = self.stages, 0 if self.stages % 2 else 3
-        return (
-            2 * stage,
-            3 * stages - 2 - stage,
-            3 * stages - 1 + rest + 2 * stage,
-            6 * stages - 2 + rest - stage,
+    Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
+    """
+
+    stages: int
+    microbatches: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        check_schedule(self, parts=2)
+
+    def table(self) -> Table:
+        """What each stage does, in order; `W`s are where it would wait."""
+        return _v_table(self)
+
+    def _pattern(self, stage: int) -> _Pattern:
+        """When the passes of microbatch 0 start, such that no two of a stage fall on one unit.
+
+        A delay of three before the backward passes sees to that for an even S.
+        """
+        stages = self.stages
+        delay = 0 if stages % 2 else 3
+        return _Pattern(
+            forward_first=2 * stage,
+            forward_second=3 * stages - 2 - stage,
+            backward_second=3 * stages - 1 + delay + 2 * stage,
+            backward_first=6 * stages - 2 + delay - stage,
         )
 
     def gap(self, costs: Costs) -> float:
