@@ -1,4 +1,13 @@
-"""What a checkpoint is made of: arrays by path, what each of them is, and digests of their bits."""
+"""What a checkpoint is made of: arrays by path, what each of them is, and digests of their bits.
+
+A digest is a sum over the elements of an array, modulo 2**32, of
+
+    scramble(bits of the element + position)
+
+so it is the same however the array is sharded, and any change of a single element changes it. A
+state's keys of random numbers are saved as the words they are made of, since a file has no dtype
+for them.
+"""
 
 import hashlib
 import json
@@ -14,60 +23,85 @@ from shardlib._tree import named_leaves
 from shardlib.modeling._random import is_key
 from shardlib.step._state import State
 
+# Odd factors of an element's index along even and odd dims, which tell positions apart.
+_POSITION_FACTORS = (0x9E3779B1, 0x85EBCA77)
+# MurmurHash3's finalizer: shifts and odd factors, each step of which can be undone.
+_SCRAMBLE = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+_LAST_SHIFT = 16
+
 
 @jax.jit
 def _digests(arrays: list[jax.Array]) -> jax.Array:
-    # Each element's bits are scrambled together with its place, one to one, so that no change of an
-    # element goes unseen and changes of several do not cancel (MurmurHash3's finalizer); then
-    # summed, since a sum of integers is alike on every mesh.
-    def digest(x: jax.Array) -> jax.Array:
-        if jnp.iscomplexobj(x):
-            x = jnp.stack([x.real, x.imag])
-        word = _bits(x)
-        for dim in range(word.ndim):
-            word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
-                (0x9E3779B1, 0x85EBCA77)[dim % 2] + 2 * dim
-            )
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
-        return jnp.sum(word ^ (word >> jnp.uint32(16)), dtype=jnp.uint32)
+    """A digest of 32 bits for each array, in a vector."""
+    return jnp.stack([_digest(x) for x in arrays])
 
-    return jnp.stack([digest(x) for x in arrays])
+
+def _digest(x: jax.Array) -> jax.Array:
+    """The digest of one array: the sum of its elements' bits, scrambled with their positions.
+
+    Scrambling maps words one to one, so that no change of an element goes unseen, and changes of
+    several do not cancel. A sum of integers is the same on every mesh.
+    """
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    word = _bits(x)
+    for dim in range(word.ndim):
+        word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
+            _POSITION_FACTORS[dim % 2] + 2 * dim
+        )
+    for shift, factor in _SCRAMBLE:
+        word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return jnp.sum(word ^ (word >> jnp.uint32(_LAST_SHIFT)), dtype=jnp.uint32)
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A number for each array that changes if any of its bits does, and not with how the array
-    lies.
+    """A number for each array, by path, that depends on its bits and not on its sharding.
+
+    It has eight hexadecimal digits. Arrays without elements have none.
 
     >>> digests({"w": jnp.arange(4)}) == digests({"w": jnp.array([0, 1, 3, 2])})
     False
     """
     # One program for all: a process may not have several with collectives under way on the devices
     # of a CPU.
-    some = {path: leaf for path, leaf in arrays.items() if leaf.size}
-    found = np.asarray(_digests(list(some.values()))) if some else ()
-    return {path: f"{int(number):08x}" for path, number in zip(some, found, strict=True)}
+    nonempty = {path: leaf for path, leaf in arrays.items() if leaf.size}
+    if not nonempty:
+        return {}
+    numbers = np.asarray(_digests(list(nonempty.values())))
+    return {path: f"{int(number):08x}" for path, number in zip(nonempty, numbers, strict=True)}
 
 
 def _bits(x: jax.Array) -> jax.Array:
     """The bits of each element as one or two unsigned words, two along a new last dim."""
-    integer = jnp.issubdtype(x.dtype, jnp.integer)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    width = (jnp.iinfo if integer else jnp.finfo)(x.dtype).bits
-    if width < 8:  # less than a byte each: none of the wider values is left out
-        return lax.bitcast_convert_type(x.astype(jnp.int32 if integer else jnp.float32), jnp.uint32)
-    return lax.bitcast_convert_type(
-        x, {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)
-    ).astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        width, wider_dtype = jnp.iinfo(x.dtype).bits, jnp.int32
+    else:
+        width, wider_dtype = jnp.finfo(x.dtype).bits, jnp.float32
+    # Of dtypes of less than a byte, bits cannot be taken; the wider dtype holds all their values.
+    if width < 8:
+        return lax.bitcast_convert_type(x.astype(wider_dtype), jnp.uint32)
+    # Elements of 64 bits become two words of 32.
+    word_dtype = {8: jnp.uint8, 16: jnp.uint16}.get(width, jnp.uint32)
+    return lax.bitcast_convert_type(x, word_dtype).astype(jnp.uint32)
 
 
 def arrays_of(state: State) -> dict[str, Any]:
-    """A state's arrays by path, those of keys as the words that they are made of."""
-    return {path: _words(leaf) if is_key(leaf) else leaf for path, leaf in named_leaves(state)}
+    """A state's arrays by path, those of keys as the words that they are made of.
+
+    Of an abstract state, the shapes, dtypes and shardings of these arrays.
+    """
+    arrays = {}
+    for path, leaf in named_leaves(state):
+        if is_key(leaf):
+            leaf = _words(leaf)
+        arrays[path] = leaf
+    return arrays
 
 
 def _words(keys: Any) -> Any:
+    """The words that keys of random numbers are made of, abstract ones of abstract keys."""
     if isinstance(keys, jax.Array):
         return jax.random.key_data(keys)
     return jax.ShapeDtypeStruct(
@@ -77,94 +111,119 @@ def _words(keys: Any) -> Any:
     )
 
 
-def as_leaf(like: Any, words: Any, read: Any) -> Any:
-    if read is None:  # without elements
+def as_leaf(like: Any, words: Any, array: Any) -> Any:
+    """The leaf of a state that was read from a checkpoint as an array: keys from their words.
+
+    `like` is the leaf that is wanted, and `words` the same as `arrays_of` has it, both abstract.
+    `array` is None for an array without elements, which a checkpoint does not hold.
+    """
+    if array is None:
         return jax.device_put(jnp.zeros(words.shape, words.dtype), words.sharding)
     if not is_key(like):
-        return read
-    of: list[Any] = []
-    # Which `like`, when abstract, does not tell.
-    jax.eval_shape(lambda keys: of.append(jax.random.key_impl(keys)), like)
-    return jax.random.wrap_key_data(read, impl=of[0])
+        return array
+    # An abstract key does not tell its implementation, but the one that tracing makes of it does.
+    implementations: list[Any] = []
+    jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
+    return jax.random.wrap_key_data(array, impl=implementations[0])
 
 
 def describe_leaves(
     state: State, arrays: Mapping[str, Any], digest: Mapping[str, str]
 ) -> dict[str, Any]:
+    """What each array of a state is, by path, as JSON holds it.
+
+    `arrays` is what `arrays_of` makes of the state, and `digest` what `digests` makes of these; a
+    state that is only to be compared in shapes and dtypes needs none.
+    """
+    # Keys keep their own dtype here, though they are saved as words.
     dtypes = {path: str(leaf.dtype) for path, leaf in named_leaves(state)}
     names = dict(state.layout.names)
-    return {
-        path: {
+    described = {}
+    for path, leaf in arrays.items():
+        # Names are by parameter, without the `params/` that its path in a state begins with.
+        parameter_path = path.partition("/")[2]
+        described[path] = {
             "shape": list(leaf.shape),
             "dtype": dtypes[path],
-            "names": str(names.get(path.partition("/")[2])),
+            "names": str(names.get(parameter_path)),
             "digest": digest.get(path),
         }
-        for path, leaf in arrays.items()
-    }
+    return described
 
 
 def check_leaves(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], step: int, folder: str
 ) -> None:
-    """Refuse a checkpoint of another model or optimizer, naming each leaf that differs."""
+    """Refuse a checkpoint of another model or optimizer, naming each leaf that differs.
 
-    def kind(leaf: Mapping[str, Any]) -> str:
-        return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
-
-    differing = [
-        f"`{path}` is {kind(saved[path])} in the checkpoint and {kind(leaf)} in the state"
-        for path, leaf in wanted.items()
-        if path in saved and kind(saved[path]) != kind(leaf)
-    ]
-    differing += [
-        f"`{path}` is only in the checkpoint, {kind(leaf)}"
-        for path, leaf in saved.items()
-        if path not in wanted
-    ]
-    differing += [
-        f"`{path}` is only in the state, {kind(leaf)}"
-        for path, leaf in wanted.items()
-        if path not in saved
-    ]
-    if differing:
-        owed = any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys())
+    `saved` and `wanted` are descriptions by path, as `describe_leaves` makes them. Shapes and
+    dtypes are compared, and neither names nor digests. `step` and `folder` are for the message.
+    """
+    differing = _differences(saved, wanted)
+    if not differing:
+        return
+    exchange = ""
+    if any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys()):
         exchange = (
             " What an exchange has left over, `errors`, belongs to it: restore under the same "
             "exchange."
-            if owed
-            else ""
         )
-        raise ValueError(
-            f"The checkpoint of step {step} in {folder} is of another model or optimizer than the "
-            f"state to read it into: {'; '.join(differing)}. Make the state as it was made then, "
-            f"or start in another folder.{exchange}"
-        )
+    raise ValueError(
+        f"The checkpoint of step {step} in {folder} is of another model or optimizer than the "
+        f"state to read it into: {'; '.join(differing)}. Make the state as it was made then, "
+        f"or start in another folder.{exchange}"
+    )
+
+
+def _differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Each leaf that differs, in words: first those of both, then those of one of them only."""
+    differing = []
+    for path, leaf in wanted.items():
+        if path in saved and _kind(saved[path]) != _kind(leaf):
+            differing.append(
+                f"`{path}` is {_kind(saved[path])} in the checkpoint and {_kind(leaf)} in the state"
+            )
+    for path, leaf in saved.items():
+        if path not in wanted:
+            differing.append(f"`{path}` is only in the checkpoint, {_kind(leaf)}")
+    for path, leaf in wanted.items():
+        if path not in saved:
+            differing.append(f"`{path}` is only in the state, {_kind(leaf)}")
+    return differing
+
+
+def _kind(leaf: Mapping[str, Any]) -> str:
+    """The dtype and shape of a leaf that is described, as `float32[2,3]`."""
+    return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
 
 
 def sealed(content: Any) -> dict[str, str]:
+    """Content as a text of JSON, beside the checksum of that text."""
     text = json.dumps(content)
     return {"content": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def unsealed(sealed: Mapping[str, str]) -> Any:
+    """The content that `sealed` made this of; a `ValueError` if its text has changed since."""
     if hashlib.sha256(sealed["content"].encode()).hexdigest() != sealed["sha256"]:
         raise ValueError("another digest")
     return json.loads(sealed["content"])
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of dicts from leaves by path, where `/` stands between the keys: `at` undoes it."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         *folders, name = path.split("/")
-        here = tree
+        subtree = tree
         for folder in folders:
-            here = here.setdefault(folder, {})
-        here[name] = leaf
+            subtree = subtree.setdefault(folder, {})
+        subtree[name] = leaf
     return tree
 
 
 def at(tree: Any, path: str) -> Any:
+    """The leaf at a path of a tree that `nested` has made."""
     for name in path.split("/"):
         tree = tree[name]
     return tree

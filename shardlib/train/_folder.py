@@ -1,4 +1,15 @@
-"""The folder of a run, which one run at a time may write into."""
+"""The folder of a run, which one run at a time may write into.
+
+Process 0 holds a lock in it, `occupied.json`, and renews it as long as it lives. A run that finds
+the lock of another looks at it until it is clear how that one is:
+
+    alive, or its process is there -> this run is refused
+    its process is gone, or no sign of life for `_DEAD_SECONDS` -> the lock is taken away
+
+A run whose lock was taken away, since its machine was suspended for instance, sees that before it
+writes the next time, and ends. The folder also holds `failures.json`: how many attempts in a row
+ended badly that went on from one checkpoint.
+"""
 
 import contextlib
 import json
@@ -21,8 +32,9 @@ _DEAD_SECONDS = 4 * BEAT_SECONDS  # of no beat: four were missed
 
 @dataclass(frozen=True)
 class Occupied:
-    """A folder that this run has to itself. Process 0 holds it for all; `claim` is None in the
-    others.
+    """A folder that this run has to itself.
+
+    Process 0 holds it for all; `claim` is None in the others, and in a run without a folder.
     """
 
     claim: Claim | None
@@ -33,29 +45,38 @@ class Occupied:
         return self.claim is not None and self.claim.seen_taken
 
     def check(self) -> None:
-        """Raise a `TakenError` if another run may have the folder. Processes other than the first
-        cannot tell.
+        """Raise a `TakenError` if another run may have the folder.
+
+        Processes other than the first cannot tell, and pass.
         """
         if self.claim is not None:
             self.claim.check()
 
     def check_together(self) -> None:
-        """The same in every process at once, before they write something together."""
+        """Raise a `TakenError` in every process if process 0 finds the folder taken.
+
+        All call it before they write something together, so that they end together too.
+        """
         failure: Exception | None = None
         try:
             self.check()
         except (TakenError, OSError) as error:
             failure = error
-        said = gather_texts("" if failure is None else str(failure))[0]
+        reason = ""
+        if failure is not None:
+            reason = str(failure)
+        first_reason = gather_texts(reason)[0]
         if failure is not None:
             raise failure
-        if said:
-            raise TakenError(f"Process 0: {said}")
+        if first_reason:
+            raise TakenError(f"Process 0: {first_reason}")
 
 
 def count_failures(folder: Path, step: int | None) -> int:
-    """How many attempts in a row went on from the checkpoint of this step and ended in gradients
-    that are not finite.
+    """How many attempts in a row went on from the checkpoint of this step and ended badly.
+
+    That is to say, in gradients that are not finite. A file of failures that is damaged counts as
+    none, with a remark on standard error.
     """
     try:
         failures = unsealed(json.loads((folder / _FAILURES).read_text()))
@@ -66,82 +87,98 @@ def count_failures(folder: Path, step: int | None) -> int:
             f"shardlib: {folder / _FAILURES} cannot be used, and is left out of account: {error}\n"
         )
         return 0
-    return failures["times"] if failures["from"] == step else 0
+    # Attempts from another checkpoint say nothing of this one.
+    if failures["from"] != step:
+        return 0
+    return failures["times"]
 
 
 def add_failure(folder: Path, step: int) -> None:
-    """Remember that an attempt that went on from the checkpoint of this step ended so."""
+    """Remember an attempt that went on from this step's checkpoint and ended badly."""
     times = count_failures(folder, step) + 1
-    beside = folder / f"{_FAILURES}.new"
-    beside.write_text(json.dumps(sealed({"from": step, "times": times})))
-    beside.replace(folder / _FAILURES)
+    _write_at_once(folder / _FAILURES, json.dumps(sealed({"from": step, "times": times})))
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it meanwhile sees the old one or the new, never a part."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 @contextlib.contextmanager
 def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[Occupied]:
-    """Have the folder to oneself while it lasts, together with the other processes of the run; or
-    refuse, on all of them.
+    """Have a folder to oneself, together with the other processes of the run.
 
-    What there is to say of the run goes into its `run.json`.
+    Where another run has it, all of them raise a `ValueError`. What there is to say of the run,
+    `about`, goes into its `run.json`.
 
     A run that was killed leaves its mark. On its own machine it is seen to be gone at once, and
     from another one after twenty seconds in which it did nothing.
     """
     lock = folder / "occupied.json"
     with contextlib.ExitStack() as held:
-        refused, claim = "", None
+        refusal, claim = "", None
         if jax.process_index() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                claim, refused = _enter(lock, held)
+                claim, refusal = _hold_lock(lock, held)
                 if claim is not None and about:
-                    beside = folder / "run.json.new"
-                    beside.write_text(json.dumps(dict(about), indent=1))
-                    beside.replace(folder / "run.json")  # at once, since others may be reading
+                    _write_at_once(folder / "run.json", json.dumps(dict(about), indent=1))
             except OSError as error:
-                refused = f"The folder of the run, {folder}, cannot be written to: {error}."
-        if refused := gather_texts(refused)[0]:
-            raise ValueError(refused)
+                refusal = f"The folder of the run, {folder}, cannot be written to: {error}."
+        refusal = gather_texts(refusal)[0]
+        if refusal:
+            raise ValueError(refusal)
         yield Occupied(claim)
 
 
-def _enter(lock: Path, held: contextlib.ExitStack) -> tuple[Claim | None, str]:
-    """Hold the lock, or say why not."""
+def _hold_lock(lock: Path, held: contextlib.ExitStack) -> tuple[Claim | None, str]:
+    """Hold the lock until `held` is closed, or say why it cannot be had.
+
+    Returns the claim and an empty text, or None and the reason.
+    """
     while True:
         try:
             return held.enter_context(hold(lock)), ""
         except FileExistsError:
-            if refused := _look(lock):
-                return None, refused
+            refusal = _wait_for_holder(lock)
+            if refusal:
+                return None, refusal
 
 
-def _look(lock: Path) -> str:
-    """Why the lock cannot be had, if it is held; nothing once it is gone, or was taken away from
-    who does nothing.
+def _wait_for_holder(lock: Path) -> str:
+    """Look at a lock until it is clear how its holder is, and say why it cannot be had.
+
+    The text is empty once the lock is gone, or was taken away from a holder that is dead. Another
+    run may hold it by then, so that the caller tries, and looks, again.
     """
-    other, start, said = Other(lock), time.monotonic(), False
-    while (found := other.look(_DEAD_SECONDS)) != "gone":
-        if found == "alive":
+    other, start, announced = Other(lock), time.monotonic(), False
+    while True:
+        condition = other.look(_DEAD_SECONDS)
+        if condition == "gone":
+            return ""
+        if condition == "alive":
             return (
                 f"A run is under way in {lock.parent}: {other.name}. Let it end, or give this one "
                 "another folder. SIGTERM makes it save and end."
             )
-        if found == "stalled":
+        if condition == "stalled":
             return (
                 f"A run in {lock.parent} has given no sign of life for {_DEAD_SECONDS:.0f} "
                 f"seconds, and its process is there: {other.name}, which may be stopped. Let it go "
                 "on (`kill -CONT`) or end it (`kill -KILL`), or give this run another folder."
             )
-        if found == "dead":
+        if condition == "dead":
             if other.take_away():
                 sys.stderr.write(
                     f"shardlib: {other.name} left {lock} behind; it is taken for dead\n"
                 )
             return ""
-        if not said and time.monotonic() - start > 1:
-            said = True
+        # Most are seen to be alive or gone at once; of a longer wait a person wants to know.
+        if not announced and time.monotonic() - start > 1:
+            announced = True
             sys.stderr.write(
                 f"shardlib: waiting to see whether {other.name} is still at work in {lock.parent}\n"
             )
         time.sleep(POLL_SECONDS)
-    return ""

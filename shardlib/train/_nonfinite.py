@@ -1,5 +1,8 @@
-"""Where a loss or a batch is not finite, in words: the example, the microbatch, the devices and
-their processes.
+"""Where a loss or a batch is not finite, in words for notes and errors.
+
+What is named is what a person needs to find the cause: the example, the microbatch, the devices
+and their processes. A *worker* is what has examples of its own: one device, or several which
+compute the same examples together. Each worker cuts its part of the batch into microbatches.
 """
 
 import math
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib._tree import named_leaves
+from shardlib.machine._agreement import gather_texts
 from shardlib.step._strategy import Strategy
 
 _MOST_DEVICES = 8
@@ -18,11 +22,10 @@ _MOST_DEVICES = 8
 
 
 def describe_losses(count: int, number: int, strategy: Strategy) -> str:
-    """Of how many microbatches the loss is not finite, and on which devices a single one was
-    computed.
+    """In how many microbatches the loss is not finite, and on which devices a single one was.
 
-    `number` counts microbatches worker by worker: a worker is what has examples of its own, a
-    device or several.
+    `count` is that number of microbatches. `number` says which, if it is one: they are counted
+    worker by worker.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)
@@ -33,8 +36,7 @@ def describe_losses(count: int, number: int, strategy: Strategy) -> str:
     >>> describe_losses(0, -1, strategy)
     'the loss itself is finite on all devices'
     """
-    axes, mesh = strategy.data_axes, strategy.device_mesh
-    workers = math.prod(mesh.shape[axis] for axis in axes)
+    workers = _count_workers(strategy)
     microbatches = workers * strategy.microbatches
     if not count:
         return "the loss itself is finite on all devices"
@@ -45,15 +47,32 @@ def describe_losses(count: int, number: int, strategy: Strategy) -> str:
             f"the loss is not finite in {count} of the {microbatches} microbatches of all devices"
         )
     worker, microbatch = divmod(number, strategy.microbatches)
-    others = [axis for axis in mesh.axis_names if axis not in axes]
-    dims = [mesh.axis_names.index(axis) for axis in (*axes, *others)]
-    devices = mesh.devices.transpose(dims).reshape(workers, -1)[worker]
-    within = f"microbatch {microbatch} on " if strategy.microbatches > 1 else "the examples on "
-    return f"the loss is not finite in {within}{_listed_by_process(devices)}"
+    part = "the examples on "
+    if strategy.microbatches > 1:
+        part = f"microbatch {microbatch} on "
+    return f"the loss is not finite in {part}{_listed_by_process(_devices_of(worker, strategy))}"
+
+
+def _count_workers(strategy: Strategy) -> int:
+    """How many workers a strategy's mesh has: the product of its data axes."""
+    sizes = strategy.device_mesh.shape
+    return math.prod(sizes[axis] for axis in strategy.data_axes)
+
+
+def _devices_of(worker: int, strategy: Strategy) -> Sequence[Any]:
+    """The devices that compute the examples of one worker.
+
+    The data axes are moved before the others, so that the mesh becomes a table with a row for each
+    worker.
+    """
+    mesh = strategy.device_mesh
+    other_axes = [axis for axis in mesh.axis_names if axis not in strategy.data_axes]
+    dims = [mesh.axis_names.index(axis) for axis in (*strategy.data_axes, *other_axes)]
+    return mesh.devices.transpose(dims).reshape(_count_workers(strategy), -1)[worker]
 
 
 def _listed_by_process(devices: Sequence[Any]) -> str:
-    """The numbers of devices and their processes, the first of many."""
+    """The numbers of devices, grouped by their processes; of many devices the first few."""
     shown = devices[:_MOST_DEVICES]
     by_process: dict[int, list[str]] = {}
     for device in shown:
@@ -67,32 +86,75 @@ def _listed_by_process(devices: Sequence[Any]) -> str:
     return " and ".join(parts)
 
 
+def gather_nonfinite(batch: Any, strategy: Strategy) -> str:
+    """What each process sees of a batch that is not finite, each text after a semicolon.
+
+    It is the end of a note, and empty if all is finite. Every process calls it.
+    """
+    remark = ""
+    for text in gather_texts(describe_nonfinite(batch, strategy)):
+        if text:
+            remark += f"; {text}"
+    return remark
+
+
 def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
-    """The first numbers of a batch, among those that this process holds, that are not finite;
-    nothing if all are.
+    """The first example of a batch that is not finite, with its microbatch and device.
+
+    Each process looks at the shards that it holds, in the order of the batch's leaves. The text is
+    empty if all their numbers are finite.
 
     >>> import jax.numpy as jnp, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
     >>> describe_nonfinite({"x": jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)}, strategy)
     '`x` of the batch is not finite in example 3, microbatch 1 on device 0 of process 0'
     """
-    sizes = strategy.device_mesh.shape
-    workers = math.prod(sizes[axis] for axis in strategy.data_axes)
     for path, leaf in named_leaves(batch):
         if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         for shard in leaf.addressable_shards:
-            finite = np.isfinite(
-                np.asarray(shard.data, np.complex64 if jnp.iscomplexobj(leaf) else np.float32)
-            )
-            rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
-            if rows.size:
-                example = (shard.index[0].start or 0) + int(rows[0])
-                microbatch = example % (leaf.shape[0] // workers) % strategy.microbatches
-                where = f"device {shard.device.id} of process {shard.device.process_index}"
-                within = (
-                    f"microbatch {microbatch} on {where}" if strategy.microbatches > 1 else where
-                )
-                what = f"`{path}` of the batch" if path else "the batch"
-                return f"{what} is not finite in example {example}, {within}"
+            row = _first_nonfinite_row(shard.data)
+            if row is None:
+                continue
+            example = (shard.index[0].start or 0) + row
+            where = f"device {shard.device.id} of process {shard.device.process_index}"
+            if strategy.microbatches > 1:
+                # A worker deals its examples to its microbatches in turn.
+                in_worker = example % (leaf.shape[0] // _count_workers(strategy))
+                where = f"microbatch {in_worker % strategy.microbatches} on {where}"
+            what = f"`{path}` of the batch" if path else "the batch"
+            return f"{what} is not finite in example {example}, {where}"
     return ""
+
+
+def _first_nonfinite_row(data: jax.Array) -> int | None:
+    """The first index along the first dim at which some number is not finite, or None."""
+    # Small dtypes, bfloat16 say, become float32, which holds their values exactly.
+    dtype = np.complex64 if jnp.iscomplexobj(data) else np.float32
+    finite = np.isfinite(np.asarray(data, dtype))
+    rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
+    if not rows.size:
+        return None
+    return int(rows[0])
+
+
+def describe_bad_end(count: int, done: int, strategy: Strategy) -> str:
+    """Why a run ended whose last `count` gradients, up to that of step `done`, were not finite.
+
+    Its parameters may be to blame, since nobody has seen a finite gradient of them.
+    """
+    steps = f"{count} steps, up to {done},"
+    if count == 1:
+        steps = f"step, {done}"
+    what = f"The run ended badly: the last {steps} had a gradient that is not finite"
+    if strategy.skips:
+        why = (
+            " and left the parameters as they were, which may be no good either. If a batch is "
+            f"to blame and not they, let the run have another step, `Loop(steps={done + 1})`."
+        )
+    else:
+        why = (
+            ' and went into the parameters all the same: `Strategy(nonfinite="skip")` leaves '
+            "such steps out."
+        )
+    return what + why

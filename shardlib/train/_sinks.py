@@ -1,5 +1,13 @@
-"""Where the records of a run go. A record is a dict with the step and, by name, numbers or lists of
-them; or with a `note` in words. A sink is anything that may be called with one.
+"""Where the records of a run go: a file of JSON, curves, a bar on a terminal.
+
+A record is a dict with the step and, by name, numbers or lists of them; or with a `note` in words:
+
+    {"step": 20, "loss": 1.5, "tokens_per_second": 81920.0, "seconds_left": 42.0}
+    {"step": 20, "evaluation/loss": 1.7}
+    {"step": 20, "note": "resumed from the checkpoint of step 20"}
+
+A sink is anything that may be called with one. Those here know that a run may be resumed: what an
+earlier attempt recorded of the steps that are taken again is dropped at the first record.
 """
 
 import json
@@ -13,6 +21,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from shardlib.checks import _arguments as check
+
+# Numbers from here on are shortened by a letter for thousands, millions and so on.
+_LEAST_SHORTENED = 10_000
+_LETTERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# How wide a bar's line may be where the width of the terminal cannot be known.
+_DEFAULT_COLUMNS = 100
 
 Record = Mapping[str, Any]
 Sink = Callable[[Record], None]
@@ -50,13 +64,17 @@ class JsonLines:
                 "a record without `crc32`, which the sink adds itself",
             )
         if not self._opened:
-            self._begin(_first_anew(record))
+            self._drop_from(_first_step_anew(record))
             self._opened = True
         line = json.dumps({name: _plain(value) for name, value in record.items()})
         with self.path.open("ab") as file:
-            file.write((b"\n" if self._half() else b"") + _with_checksum(line.encode()) + b"\n")
+            # A line of its own, even after one that a full disk cut off.
+            separator = b""
+            if self._ends_within_a_line():
+                separator = b"\n"
+            file.write(separator + _with_checksum(line.encode()) + b"\n")
 
-    def _half(self) -> bool:
+    def _ends_within_a_line(self) -> bool:
         """Whether the last record was written in part, without the end of its line."""
         if not self.path.stat().st_size:
             return False
@@ -64,38 +82,53 @@ class JsonLines:
             file.seek(-1, os.SEEK_END)
             return file.read() != b"\n"
 
-    def _begin(self, step: int) -> None:
+    def _drop_from(self, step: int) -> None:
+        """Rewrite the file without damaged lines and without records of this step or later ones.
+
+        The file is replaced at once, so that one who reads it sees the old one or the new.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return
-        kept, before = [], 0
+        kept, previous_step = [], 0
         for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
-            found = _step_of(line)
-            if found is None:
-                self._say(number, line, "is no record, and is left out")
+            line_step = self._checked_step(number, line)
+            if line_step is None:
                 continue
-            checked = _matches_checksum(line)
-            if checked is None:
-                self._say(
-                    number, line, "has no checksum: another program wrote it, or it was damaged"
+            if line_step < previous_step:
+                self._warn(
+                    number,
+                    line,
+                    f"is of a step before that of the record above it, {previous_step}",
                 )
-            elif not checked:
-                self._say(
-                    number, line, "does not match its checksum, hence was damaged, and is left out"
-                )
-                continue
-            if found < before:
-                self._say(
-                    number, line, f"is of a step before that of the record above it, {before}"
-                )
-            before = found
-            if found < step:
+            previous_step = line_step
+            if line_step < step:
                 kept.append(line + b"\n")
-        beside = self.path.with_suffix(".rewritten")
-        beside.write_bytes(b"".join(kept))
-        beside.replace(self.path)
+        rewritten = self.path.with_suffix(".rewritten")
+        rewritten.write_bytes(b"".join(kept))
+        rewritten.replace(self.path)
 
-    def _say(self, number: int, line: bytes, what: str) -> None:
+    def _checked_step(self, number: int, line: bytes) -> int | None:
+        """The step of a line's record; None if the line is to be left out, which is said.
+
+        A line without a checksum stays, since another program may have written it.
+        """
+        step = _step_of(line)
+        if step is None:
+            self._warn(number, line, "is no record, and is left out")
+            return None
+        intact = _matches_checksum(line)
+        if intact is None:
+            self._warn(number, line, "has no checksum: another program wrote it, or it was damaged")
+        elif not intact:
+            self._warn(
+                number, line, "does not match its checksum, hence was damaged, and is left out"
+            )
+            return None
+        return step
+
+    def _warn(self, number: int, line: bytes, what: str) -> None:
+        """Say on standard error what is wrong with a line, with its number and its beginning."""
         shown = line[:60].decode(errors="replace")
         sys.stderr.write(f"shardlib: line {number} of {self.path} {what}: {shown}\n")
 
@@ -104,24 +137,28 @@ _CHECKSUM = re.compile(rb'(?P<record>.*), "crc32": "(?P<checksum>[0-9a-f]{8})"}'
 
 
 def _with_checksum(line: bytes) -> bytes:
+    """A JSON object with one more entry at its end, the checksum of the object without it."""
     return line[:-1] + b', "crc32": "%08x"}' % zlib.crc32(line)
 
 
 def _matches_checksum(line: bytes) -> bool | None:
-    """Whether a line is as it was written; None of a line without a checksum."""
-    found = _CHECKSUM.fullmatch(line)
-    if found is None:
+    """Whether a line is as it was written; None for a line without a checksum."""
+    match = _CHECKSUM.fullmatch(line)
+    if match is None:
         return None
-    return zlib.crc32(found["record"] + b"}") == int(found["checksum"], 16)
+    return zlib.crc32(match["record"] + b"}") == int(match["checksum"], 16)
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a record; None of a line that was cut off while it was written, or damaged."""
+    """The step of a record; None for a line that was cut off while it was written, or damaged."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return None
-    return step if type(step) is int else None
+    # `True` is an `int` too.
+    if type(step) is not int:
+        return None
+    return step
 
 
 class TensorBoard:
@@ -143,16 +180,25 @@ class TensorBoard:
         _check_record("TensorBoard", record)
         step = record["step"]
         if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=_first_anew(record), flush_secs=1)
+            self._writer = self._make(
+                self._folder, purge_step=_first_step_anew(record), flush_secs=1
+            )
         for name, value in record.items():
             if name == "note":
                 self._writer.add_text(name, value, step)
             elif name != "step":
-                several = dict(enumerate(np.ravel(value))) if np.ndim(value) else {"": value}
-                for at, one in several.items():
-                    self._writer.add_scalar(f"{name}/{at}".rstrip("/"), one, step)
+                self._add_curves(name, value, step)
         # So that nothing waits to be written by the time that the folder may be another run's.
         self._writer.flush()
+
+    def _add_curves(self, name: str, value: Any, step: int) -> None:
+        """Add a point to the curve of a number, or to one curve for each number of a list."""
+        assert self._writer is not None
+        if not np.ndim(value):
+            self._writer.add_scalar(name.rstrip("/"), value, step)
+            return
+        for index, number in enumerate(np.ravel(value)):
+            self._writer.add_scalar(f"{name}/{index}", number, step)
 
 
 class Progress:
@@ -171,34 +217,43 @@ class Progress:
     def __call__(self, record: Record) -> None:
         """Show a record."""
         _check_record("Progress", record)
-        record = {name: value for name, value in record.items() if not np.ndim(value)}
-        step = record["step"]
-        if "note" in record:
-            return self._line(f"step {step}: {record['note']}")
-        if any(name.startswith("evaluation/") for name in record):
-            shown = "  ".join(
-                f"{name.removeprefix('evaluation/')} {_short(value)}"
-                for name, value in record.items()
-                if name != "step"
-            )
-            return self._line(f"step {step}, held out: {shown}")
-        left = f"  {_duration(record['seconds_left'])} left" if "seconds_left" in record else ""
-        # What matters most comes first, where a narrow terminal has room for it.
-        first = [name for name in record if name == "loss" or name.endswith("_per_second")]
-        rest = [name for name in record if name not in ("step", "seconds_left", *first)]
-        text = "  ".join(f"{_label(name)} {_short(record[name])}" for name in (*first, *rest))
-        done = self.width * step // max(self.steps, 1)
-        bar = "█" * done + "·" * (self.width - done)
-        if self._file.isatty():
-            line = f"{bar} {step}/{self.steps}{left}  {text}"[: _columns()]
-            self._file.write("\r" + line.ljust(self._shown) + ("\n" if step >= self.steps else ""))
-            self._shown = 0 if step >= self.steps else len(line)
-            self._file.flush()
+        # Lists of numbers are for curves, and would fill the terminal.
+        numbers = {name: value for name, value in record.items() if not np.ndim(value)}
+        step = numbers["step"]
+        if "note" in numbers:
+            self._line(f"step {step}: {numbers['note']}")
+        elif any(name.startswith("evaluation/") for name in numbers):
+            self._line(f"step {step}, held out: {_listed_evaluation(numbers)}")
         else:
+            self._show_step(numbers)
+
+    def _show_step(self, numbers: Record) -> None:
+        """Draw the bar anew with the numbers of a step, or write a line where there is no terminal.
+
+        The bar's line is padded to the length of the one before it, which it covers.
+        """
+        step = numbers["step"]
+        left = ""
+        if "seconds_left" in numbers:
+            left = f"  {_duration(numbers['seconds_left'])} left"
+        text = _listed_metrics(numbers)
+        if not self._file.isatty():
             self._line(f"step {step}/{self.steps}{left}  {text}")
-        return None
+            return
+        filled = self.width * step // max(self.steps, 1)
+        bar = "█" * filled + "·" * (self.width - filled)
+        line = f"{bar} {step}/{self.steps}{left}  {text}"[: _columns()]
+        drawn = "\r" + line.ljust(self._shown)
+        self._shown = len(line)
+        if step >= self.steps:
+            # The last one stays, and whatever is written next begins below it.
+            drawn += "\n"
+            self._shown = 0
+        self._file.write(drawn)
+        self._file.flush()
 
     def _line(self, text: str) -> None:
+        """Write a line in place of the bar, which is drawn below it by the next record."""
         if self._shown:
             self._file.write("\r" + " " * self._shown + "\r")
             self._shown = 0
@@ -206,45 +261,82 @@ class Progress:
         self._file.flush()
 
 
+def _listed_evaluation(numbers: Record) -> str:
+    """The numbers of an evaluation, each after its name."""
+    parts = []
+    for name, value in numbers.items():
+        if name != "step":
+            parts.append(f"{name.removeprefix('evaluation/')} {_short(value)}")
+    return "  ".join(parts)
+
+
+def _listed_metrics(numbers: Record) -> str:
+    """The numbers of a step, each after its name.
+
+    What matters most comes first, the loss and the speed, where a narrow terminal has room for it.
+    """
+    first, others = [], []
+    for name, value in numbers.items():
+        part = f"{_label(name)} {_short(value)}"
+        if name == "loss" or name.endswith("_per_second"):
+            first.append(part)
+        elif name not in ("step", "seconds_left"):
+            others.append(part)
+    return "  ".join(first + others)
+
+
 def _check_record(sink: str, record: Any) -> None:
-    takes = "a record: a mapping from names to numbers, with the step"
-    if (
-        not isinstance(record, Mapping)
-        or "step" not in record
-        or not all(isinstance(name, str) for name in record)
-    ):
+    """Refuse what is no record; `sink` is the name of the class that was called with it."""
+    is_record = (
+        isinstance(record, Mapping)
+        and "step" in record
+        and all(isinstance(name, str) for name in record)
+    )
+    if not is_record:
+        takes = "a record: a mapping from names to numbers, with the step"
         raise check.refusal(sink, "record", record, takes)
     check.whole(sink, "step", record["step"], "a number of steps", least=0)
 
 
-def _first_anew(record: Record) -> int:
-    """The first step that this attempt takes itself: a note, of where it went on, comes after what
-    was recorded there.
+def _first_step_anew(record: Record) -> int:
+    """The first step that this attempt takes itself, as its first record shows it.
+
+    A note says where the attempt went on, and comes after what was recorded of that step; numbers
+    are of a step that this attempt has taken.
     """
-    return record["step"] + ("note" in record)
+    if "note" in record:
+        return record["step"] + 1
+    return record["step"]
 
 
 def _columns() -> int:
+    """How many letters fit the terminal's line, with one left for the cursor."""
     try:
         return os.get_terminal_size().columns - 1
     except OSError:
-        return 100
+        return _DEFAULT_COLUMNS
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_per_second") + "/s" if name.endswith("_per_second") else name
+    """A metric's name for a terminal: `tokens/s` for `tokens_per_second`."""
+    if name.endswith("_per_second"):
+        return name.removesuffix("_per_second") + "/s"
+    return name
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, float) and abs(value) >= 10_000:
-        for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """A value for a terminal: `81.9k` for 81920.0, four digits of other floats."""
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) >= _LEAST_SHORTENED:
+        for size, letter in _LETTERS:
             if abs(value) >= size:
                 return f"{value / size:.3g}{letter}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}"
 
 
 def _duration(seconds: float) -> str:
-    """Time for reading.
+    """A time in the two units that matter most.
 
     >>> _duration(42), _duration(3700), _duration(200_000)
     ('42 s', '1 h 01 min', '2 d 07 h')
@@ -254,12 +346,13 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if minutes < 60:
         return f"{minutes} min {int(seconds) % 60:02d} s"
-    return (
-        f"{hours} h {minutes % 60:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
-    )
+    if hours < 48:
+        return f"{hours} h {minutes % 60:02d} min"
+    return f"{hours // 24} d {hours % 24:02d} h"
 
 
 def _plain(value: Any) -> Any:
+    """A value as JSON holds it: numbers of NumPy and JAX become floats, arrays lists of them."""
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     return np.asarray(value, float).tolist()

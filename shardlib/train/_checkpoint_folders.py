@@ -1,0 +1,74 @@
+"""What becomes of the folders of checkpoints besides being written and read: renamed and deleted.
+
+A checkpoint is a folder whose name is a step. A folder under any other name is none, so that one
+rename, which a file system does at once or not at all, is enough to take a checkpoint away:
+
+    40/                             a checkpoint
+    40.orbax-checkpoint-tmp-17/     one that is being written, or was when its process was killed
+    40.orbax-checkpoint-tmp-old/    one that is being deleted
+    unreadable-40/, abandoned-40/   one put aside to be looked at
+
+Only process 0 calls these functions; the others wait until it is done.
+"""
+
+import itertools
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+# Part of the names of folders that are not checkpoints yet, or no longer. Orbax chose it, and
+# passes over such folders.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def rename_aside(folder: Any, step: int, reason: str) -> None:
+    """Rename the checkpoint of a step to `REASON-STEP`, or `REASON-STEP.2` where that is taken."""
+    target = folder / f"{reason}-{step}"
+    for number in itertools.count(2):
+        if not target.exists():
+            break
+        target = folder / f"{reason}-{step}.{number}"
+    (folder / str(step)).rename(target)
+
+
+def begin_to_delete(folder: Any, step: int) -> threading.Thread:
+    """Take a checkpoint away at once, and delete its files in a thread, which is returned.
+
+    Raises an `OSError`, with the checkpoint untouched, where it cannot be renamed.
+    """
+    # Under this name it is no checkpoint any more, however much of it is deleted when the process
+    # ends. The next run removes what is left.
+    removed = folder / f"{step}{_UNFINISHED}-old"
+    (folder / str(step)).rename(removed)
+    # `True` ignores errors: nothing is lost with files that stay.
+    thread = threading.Thread(
+        target=shutil.rmtree, args=(removed, True), name="shardlib-delete", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def remove_unfinished(folder: Any) -> list[str]:
+    """Remove what saves or deletions that did not end left in a folder of checkpoints.
+
+    Returns, in words, what could not be removed and why; an empty list if all is gone.
+    """
+    failures = []
+    for unfinished in folder.glob(f"*{_UNFINISHED}*"):
+        try:
+            # A link is removed itself, never what it refers to.
+            if unfinished.is_dir() and not Path(unfinished).is_symlink():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink()
+        except OSError as error:
+            failures.append(f"`{unfinished.name}` ({error})")
+    return failures
+
+
+def free_bytes(folder: Any) -> int | None:
+    """The free bytes of the disk that a folder is on; None for a bucket, which has no limit."""
+    if "://" in str(folder):
+        return None
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,498 @@
+"""One call of `fit`: its steps, and all that happens between them on the host.
+
+Devices work through a queue of steps that the host fills. The host looks at the metrics of a step
+only when `IN_FLIGHT` newer ones are queued behind it, so that devices never wait for the host:
+
+    host      begin 1   begin 2   begin 3, settle 1   begin 4, settle 2   ...
+    devices   [ step 1        ][ step 2        ][ step 3        ][ step 4 ...
+
+To settle a step is to wait for its metrics, count it, and record what is due. Before anything that
+concerns the state as it is now, an evaluation or a checkpoint, all steps in flight are settled: so
+a state whose last gradient was not finite is never saved.
+
+Everything that has processes wait for each other (steps, evaluations, saves, the texts they
+exchange) happens in the same order in each of them. What may differ, such as a signal, or a file
+that cannot be read, is agreed on first.
+"""
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib._lock import TakenError
+from shardlib._tree import named_leaves
+from shardlib.machine._agreement import gather_texts, require_agreement
+from shardlib.machine._processes import catch_termination
+from shardlib.step._batches import Batches
+from shardlib.step._state import State
+from shardlib.step._step import Step
+from shardlib.train._checkpoint import Checkpoints, NoRoomError
+from shardlib.train._folder import Occupied, add_failure, count_failures
+from shardlib.train._loop_options import Loop, check_names
+from shardlib.train._nonfinite import describe_bad_end, describe_losses, gather_nonfinite
+from shardlib.train._sinks import Sink
+from shardlib.train._speed import Profile, Speed
+
+FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
+# Steps that devices have before them: they never wait for the host, which is never far ahead.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the records of a run hold, and where they go.
+
+    - `sinks`: called with every record, in process 0.
+    - `watch`: further numbers, each a function of how many steps were taken before.
+    - `unit`: what the weights of the loss count.
+    - `flops_per_unit`: what training on one of them takes, for the share of the devices' peak.
+    """
+
+    sinks: Sequence[Sink]
+    watch: Mapping[str, Callable[[int], Any]]
+    unit: str
+    flops_per_unit: float | None
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that the devices have been given, and whose metrics nobody has looked at yet.
+
+    The batch is kept to find examples in it that are not finite, should the gradient not be.
+    """
+
+    step: int
+    metrics: Mapping[str, jax.Array]
+    batch: Any
+
+
+@dataclass(frozen=True)
+class _StepMetrics:
+    """The metrics of one step as numbers, those that only the run needs apart from the others.
+
+    - `recorded`: those that go into records, by name, the loss among them.
+    - `weight`: of the batch's examples, in the unit of the run.
+    - `nonfinite_parameter`: the number of the first parameter whose gradient is not finite, or -1.
+    - `nonfinite_losses`, `nonfinite_microbatch`: in how many microbatches the loss is not finite,
+      and in which, if it is one.
+    """
+
+    recorded: dict[str, Any]
+    weight: float
+    nonfinite_parameter: int
+    nonfinite_losses: int
+    nonfinite_microbatch: int
+
+    @classmethod
+    def fetch(cls, metrics: Mapping[str, jax.Array]) -> "_StepMetrics":
+        """Copy metrics to the host, which waits for their step to end."""
+        values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
+        return cls(
+            weight=values.pop("weight"),
+            nonfinite_parameter=int(values.pop("first_nonfinite")),
+            nonfinite_losses=values.pop("nonfinite_losses"),
+            nonfinite_microbatch=values.pop("nonfinite_microbatch"),
+            recorded=values,
+        )
+
+
+@dataclass(frozen=True)
+class _Due:
+    """What happens after a step, besides its record.
+
+    - `last`: the run has taken all its steps.
+    - `stopped`: it was asked to end, and ends after this step.
+    - `checkpoint`, `evaluation`: one of these is due.
+    """
+
+    last: bool
+    stopped: bool
+    checkpoint: bool
+    evaluation: bool
+
+
+class Run:
+    """One call of `fit`, from finding the state to go on from to the last step.
+
+    `resume` is called once, then `steps`. `checkpoints` is None for a run without a folder; with
+    one, `held` is set before `resume`, and says whether the folder is still this run's.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        batches: Batches,
+        loop: Loop,
+        folder: Path | None,
+        evaluate: Callable[[State], Mapping[str, Any]] | None,
+        recording: Recording,
+        about: Mapping[str, Any] | None,
+    ) -> None:
+        """Gather what a run needs; nothing is read, written or computed here.
+
+        Args:
+            step: takes a state and a batch to the next state and metrics.
+            batches: the data, on the mesh.
+            loop: how long the run is, and how often what happens.
+            folder: the run's folder, absolute, or None.
+            evaluate: measures a state, or None.
+            recording: what is recorded, and where.
+            about: what the run says of itself in its checkpoints.
+        """
+        self.step = step
+        self.batches = batches
+        self.loop = loop
+        self.folder = folder
+        self.evaluate = evaluate
+        self.watch = recording.watch
+        self.sinks: Sequence[Sink] = ()
+        if jax.process_index() == 0:
+            self.sinks = recording.sinks
+        self.about = dict(about or {})
+        self.speed = Speed(recording.unit, recording.flops_per_unit, step.strategy)
+        self.in_flight: deque[_StepInFlight] = deque()
+        self.nonfinite_in_a_row = 0
+        self.parameter_paths: list[str] = []
+        self.held = Occupied(None)
+        self.folder_lost = False  # to another run
+        self.resumed_step: int | None = None
+        # The step of the newest checkpoint that was begun, and perhaps not complete yet.
+        self.saved_step: int | None = None
+        # A checkpoint was due, and put off because the last gradient was not finite.
+        self.checkpoint_overdue = False
+        self.latest: Callable[[], int | None] = lambda: None
+
+    def resume(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """The state to go on from, with the batches put at its place in the data.
+
+        That is the newest good checkpoint, whose arrays take the place of those of `state`, or
+        `state` itself where there is none.
+        """
+        self.parameter_paths = [path for path, _ in named_leaves(state.params)]
+        if checkpoints is not None:
+            self.latest = checkpoints.latest
+        if checkpoints is None or checkpoints.latest() is None:
+            self._require_arrays(state, checkpoints)
+            return state
+        abandoned = self._abandon_checkpoint(checkpoints)
+        # What is read takes the place of what was given.
+        restored = checkpoints.restore(state, release=True)
+        if restored.data is None:
+            raise ValueError(
+                f"The checkpoint of step {restored.step} in {checkpoints.folder} says nothing of "
+                "the place in the data: it was not saved by `fit`. Save it with "
+                "`Checkpoints.save(state, data=batches.state())`, or begin in another folder with "
+                "`Checkpoints.restore(...).state`."
+            )
+        self.batches.restore(restored.data)
+        self.resumed_step = restored.step
+        self.saved_step = restored.step
+        self._note(restored.step, f"resumed from the checkpoint of step {restored.step}")
+        if abandoned is not None:
+            self._note(
+                restored.step,
+                f"{FAILURES} attempts that went on from the checkpoint of step {abandoned} ended "
+                f"in gradients that are not finite: it is put aside as `abandoned-{abandoned}`",
+            )
+        return restored.state
+
+    def _require_arrays(self, state: State, checkpoints: Checkpoints | None) -> None:
+        """Refuse an abstract state where there is no checkpoint to fill it from."""
+        if not isinstance(state.step, jax.ShapeDtypeStruct):
+            return
+        elsewhere = ""
+        if checkpoints is not None:
+            elsewhere = f", or look for the run elsewhere than in {self.folder}"
+        raise ValueError(
+            "The state is abstract, and there is no checkpoint to fill it from. Make it "
+            f"with `sl.init(...)` without `abstract`{elsewhere}."
+        )
+
+    def _abandon_checkpoint(self, checkpoints: Checkpoints) -> int | None:
+        """Put the newest checkpoint aside if attempts from it ended badly; its step, or None.
+
+        The only checkpoint there is stays: nothing is before it that could do better.
+        """
+        steps = checkpoints.steps()
+        assert self.folder is not None
+        # Process 0 reads the file of failures, and tells the others.
+        verdict = ""
+        if jax.process_index() == 0 and count_failures(self.folder, steps[-1]) >= FAILURES:
+            verdict = "abandon"
+        abandon = gather_texts(verdict)[0]
+        if not abandon or len(steps) == 1:
+            return None
+        checkpoints.put_aside(steps[-1:], "abandoned")
+        return steps[-1]
+
+    def remember_failure(self) -> None:
+        """Note in the folder that this attempt ended in gradients that are not finite.
+
+        Attempts are counted by the checkpoint they went on from: after `FAILURES` of them the next
+        one begins at the checkpoint before it.
+        """
+        if jax.process_index() == 0 and self.resumed_step is not None:
+            assert self.folder is not None
+            self.held.check()
+            add_failure(self.folder, self.resumed_step)
+
+    def steps(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """Take every step that is left, and return the last state.
+
+        Ends early, with the state saved, after a SIGTERM to any process. Raises a
+        `FloatingPointError` where gradients were not finite for too long, or in the last step.
+        """
+        loop, done = self.loop, int(state.step)
+        if done > loop.steps:
+            raise ValueError(
+                f"The run has taken {done} steps already, more than `Loop(steps={loop.steps})`: "
+                "let it have more, or begin another run in another folder."
+            )
+        if done == loop.steps:
+            self._note(done, f"the run has taken its {loop.steps} steps already")
+            return state
+        profile = Profile(loop.profile, self.folder)
+        with catch_termination() as termination, profile:
+            while done < loop.steps:
+                state = self._take_step(state, done, profile)
+                done += 1
+                due = self._due(done, termination.now(done))
+                self._act_on(due, state, done, checkpoints)
+                if due.stopped:
+                    break
+        return state
+
+    def _take_step(self, state: State, done: int, profile: Profile) -> State:
+        """Give the devices one more step, and settle those that are far enough behind it."""
+        batch = self._next_batch(done)
+        if not self.speed.started and not self.in_flight:
+            self._prepare_first_step(state, batch, done)
+        step = done + 1
+        profile.before(step)
+        state, metrics = self.step(state, batch)
+        self.in_flight.append(_StepInFlight(step, metrics, batch))
+        self.speed.begun(metrics["weight"])
+        while len(self.in_flight) > IN_FLIGHT:
+            self._settle_oldest()
+        profile.after(step, metrics)
+        # The thread that renews the lock has noticed; here it ends the run.
+        if self.held.seen_taken:
+            self._may_write()
+        return state
+
+    def _due(self, done: int, stopped: bool) -> _Due:
+        """What is to be done after this many steps, of which the last is in flight."""
+        loop = self.loop
+        last = done == loop.steps
+        return _Due(
+            last=last,
+            stopped=stopped,
+            checkpoint=last or stopped or self.checkpoint_overdue or done % loop.save_every == 0,
+            evaluation=done % loop.evaluate_every == 0,
+        )
+
+    def _act_on(self, due: _Due, state: State, done: int, checkpoints: Checkpoints | None) -> None:
+        """Settle, evaluate and save as it is due after a step."""
+        if due.stopped:
+            self.held.check_together()
+        if due.checkpoint or due.evaluation:
+            self._settle_all()
+        if due.last and self.nonfinite_in_a_row:
+            reason = describe_bad_end(self.nonfinite_in_a_row, done, self.step.strategy)
+            raise FloatingPointError(f"{reason} They are not saved.{self._last_checkpoint()}")
+        # Who asks a run to end does not wait for an evaluation; the last step has one in any case.
+        if self.evaluate is not None and (due.last or (due.evaluation and not due.stopped)):
+            self._evaluate(state, done, checkpoints)
+        if checkpoints is not None and due.checkpoint:
+            self._save(state, done, checkpoints, due.last or due.stopped)
+        if due.stopped and not due.last:
+            remark = ""
+            if self.saved_step == done:
+                remark = "; the state is saved"
+            self._note(
+                done, f"asked to end: stopped after step {done} of {self.loop.steps}{remark}"
+            )
+
+    def _evaluate(self, state: State, done: int, checkpoints: Checkpoints | None) -> None:
+        """Evaluate the state, and record what is measured.
+
+        This comes before saving, so that a run which goes on from the checkpoint has it behind it.
+        """
+        assert self.evaluate is not None
+        try:
+            measured = self.evaluate(state)
+        except Exception:
+            if checkpoints is not None:  # what has been learned is not lost with it
+                self._save(state, done, checkpoints, wait=True)
+            raise
+        if measured:
+            record = {"step": done}
+            for name, value in measured.items():
+                record[f"evaluation/{name}"] = value
+            self._record(record)
+        self.speed.pause()
+
+    def _next_batch(self, done: int) -> Any:
+        """The next batch; data that ends before the run does is a `ValueError`."""
+        try:
+            return next(self.batches)
+        except StopIteration:
+            raise ValueError(
+                f"The data ended after {done} of {self.loop.steps} steps. Let the run have that "
+                f"many, `Loop(steps={done})`, or the data go round."
+            ) from None
+
+    def _prepare_first_step(self, state: State, batch: Any, done: int) -> None:
+        """Compare what several processes must have alike, before the first step.
+
+        At this moment none waits for another in a collective. Later, a difference in the program or
+        the shapes would be a hang instead of an error.
+        """
+        if jax.process_count() > 1:
+            shapes = []
+            for path, leaf in named_leaves(batch):
+                shapes.append(f"{path}: {leaf.dtype}{list(leaf.shape)}")
+            program = self.step.lower(state, batch).as_text()
+            require_agreement(
+                {"batch": "\n".join(shapes), "program": program, "data": self.batches.identity}
+            )
+        self._note(done, "compiling the step")
+
+    def _settle_all(self) -> None:
+        while self.in_flight:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        """Wait for the oldest step in flight, count it, and record it where that is due."""
+        oldest = self.in_flight.popleft()
+        step = oldest.step
+        metrics = _StepMetrics.fetch(oldest.metrics)
+        self.speed.count(metrics.weight)
+        if metrics.nonfinite_parameter >= 0:
+            self._report_nonfinite(step, metrics, oldest.batch)
+        else:
+            self.nonfinite_in_a_row = 0
+        if step % self.loop.log_every == 0 or step == self.loop.steps:
+            # A schedule is asked with how many steps were taken before this one.
+            watched = {name: float(value(step - 1)) for name, value in self.watch.items()}
+            speed = self.speed.read(self.loop.steps - step)
+            check_names(metrics.recorded, watched, speed)
+            self._record({"step": step, **metrics.recorded, **watched, **speed})
+
+    def _report_nonfinite(self, step: int, metrics: _StepMetrics, batch: Any) -> None:
+        """Note a step whose gradient is not finite; too many of them in a row end the run."""
+        self.nonfinite_in_a_row += 1
+        strategy = self.step.strategy
+        consequence = "skipped" if strategy.skips else "taken all the same"
+        path = self.parameter_paths[metrics.nonfinite_parameter]
+        losses = describe_losses(metrics.nonfinite_losses, metrics.nonfinite_microbatch, strategy)
+        self._note(
+            step,
+            f"the gradient of `{path}`, at least, is not finite, and the loss is "
+            f"{metrics.recorded['loss']:.6g}; the step is {consequence}; "
+            f"{losses}{gather_nonfinite(batch, strategy)}",
+        )
+        if self.nonfinite_in_a_row >= self.loop.nonfinite:
+            raise FloatingPointError(
+                f"{self.nonfinite_in_a_row} steps in a row, up to step {step}, had gradients that "
+                f"are not finite, that of `{path}` among them.{self._last_checkpoint()} A smaller "
+                "learning rate, clipping or another precision may help; `Loop(nonfinite=...)` "
+                "says how many are borne."
+            )
+
+    def _last_checkpoint(self) -> str:
+        """A sentence that says which checkpoint a run that ends has left, or nothing."""
+        latest = self.latest()
+        if latest is None:
+            return ""
+        return f" The last checkpoint is that of step {latest}."
+
+    def _save(self, state: State, done: int, checkpoints: Checkpoints, wait: bool) -> None:
+        """Begin to save, and with `wait` see it complete.
+
+        A save that fails is noted, and the run goes on, unless it was to be waited for or other
+        processes may have gone on without this one: then the run ends.
+        """
+        if done == self.saved_step:
+            return
+        if self.nonfinite_in_a_row:
+            self._put_off_checkpoint(done)
+            return
+        self.checkpoint_overdue = False
+        # Of several processes one may fail while others go on. Then the run ends, to be taken up
+        # where all of them were.
+        single_process = jax.process_count() == 1
+        self.held.check_together()
+        # The save before this one has its own failures, which do not keep this one from starting.
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            if not single_process:
+                raise
+            self._note(done, str(error))
+        try:
+            checkpoints.save(state, data=self.batches.state(), about=self.about)
+            if wait:
+                checkpoints.wait()
+        except OSError as error:
+            # A save for want of room was begun by no process.
+            in_every_process = single_process or isinstance(error, NoRoomError)
+            if wait or not in_every_process:
+                raise
+            self._note(done, str(error))
+            return
+        self.saved_step = done
+
+    def _put_off_checkpoint(self, done: int) -> None:
+        """Leave a checkpoint for after the next step whose gradient is finite; noted once."""
+        if not self.checkpoint_overdue:
+            self._note(
+                done,
+                "not saved: the last gradient was not finite, and parameters may be to blame",
+            )
+        self.checkpoint_overdue = True
+
+    def _note(self, step: int, text: str) -> None:
+        """Record a remark in words."""
+        self._record({"step": step, "note": text})
+
+    def _may_write(self) -> bool:
+        """Whether the folder is still this run's.
+
+        If it is not, a run of one process ends here by a `TakenError`. Several end together after
+        one step, which a SIGTERM to this process makes JAX choose, and write nothing until then.
+        """
+        try:
+            self.held.check()
+        except TakenError:
+            if jax.process_count() == 1:
+                raise
+            if not self.folder_lost:
+                # By which JAX finds a step after which all can stop.
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.folder_lost = True
+        except OSError as error:
+            sys.stderr.write(
+                f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n"
+            )
+            return False
+        return not self.folder_lost
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        """Hand a record to every sink; one that cannot write is told on standard error."""
+        if not self.sinks or not self._may_write():
+            return
+        for sink in self.sinks:
+            try:
+                sink(record)
+            except OSError as error:  # a record less, and no reason to end a run
+                sys.stderr.write(
+                    f"shardlib: a record of step {record['step']} could not be written: {error}\n"
+                )
