@@ -54,10 +54,12 @@ from shardlib.train._checkpoint_reading import FORMAT, CheckpointReader, Restore
 from shardlib.train._contents import arrays_of, describe_leaves, digests, nested, sealed
 from shardlib.train._folder import Occupied
 
+# The loggers to which Orbax, and what it is made of, writes.
 _LOGGERS = ("absl", "asyncio")
 # How often and how long after one another, in seconds, the rest of a save that failed is removed:
 # threads of Orbax may still write to it.
 _REMOVALS, _SECONDS_BETWEEN_REMOVALS = 4, 0.5
+# How often it is looked whether the folder was lost while a save is under way.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -110,7 +112,10 @@ class Checkpoints:
         self._manager = self._make_manager()
 
     def _make_manager(self) -> Any:
-        """Orbax's own manager of the folder, which writes in the background and deletes nothing."""
+        """Orbax's own manager of the folder.
+
+        It writes in the background, and deletes nothing itself.
+        """
         # `_before_commit` is called by Orbax's thread right before a checkpoint gets its name. Were
         # folders made asynchronously, each of Orbax's threads would wait for one that cannot be
         # made for up to twenty minutes, and the process could not end before.
@@ -143,7 +148,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all complete checkpoints, in order."""
+        """The steps of all complete checkpoints, in order.
+
+        Those put aside, and one that is still being written, are not among them.
+        """
         return tuple(sorted(self._manager.all_steps()))
 
     def save(
@@ -184,6 +192,7 @@ class Checkpoints:
                 args=args.Composite(
                     state=args.PyTreeSave(written), about=args.JsonSave(description)
                 ),
+                # Orbax's own rules for which steps to save are not asked.
                 force=True,
             )
 
@@ -196,6 +205,10 @@ class Checkpoints:
         self._delete_old()
 
     def _wait(self) -> None:
+        """Wait until what was begun is saved, and raise the error that a thread of Orbax ended in.
+
+        A folder that was lost meanwhile is a `TakenError`.
+        """
         with self._failing(None):
             # A process that does not commit leaves Orbax's threads waiting for each other, here and
             # in the other processes.
@@ -207,7 +220,10 @@ class Checkpoints:
             self._manager.check_for_errors()
 
     def close(self) -> None:
-        """Wait for what was begun, and let go of the folder."""
+        """Wait for what was begun, and let go of the folder.
+
+        It is let go of even if the last save failed, which is an `OSError`.
+        """
         try:
             self.wait()
         finally:
@@ -289,7 +305,11 @@ class Checkpoints:
         raise ValueError(f"No checkpoint{wanted} in {self.folder}; there are: {listed}.")
 
     def about(self, step: int | None = None) -> Mapping[str, Any]:
-        """What the run said of itself when it saved the newest checkpoint, or that of a step."""
+        """What the run said of itself when it saved the newest checkpoint, or that of a step.
+
+        It is the `about` of `save`, read without the arrays. A checkpoint that is missing or cannot
+        be read is a `ValueError`.
+        """
         check.whole("about", "step", step, "the step of a checkpoint", least=0, optional=True)
         if step is None:
             step = self.latest()
@@ -315,7 +335,10 @@ class Checkpoints:
         self._manager.reload()
 
     def _delete_old(self) -> None:
-        """Delete the checkpoints that are kept no longer, if this object has saved any itself."""
+        """Delete the checkpoints that are kept no longer, if this object has saved any itself.
+
+        One that only reads deletes nothing. What cannot be deleted is a warning.
+        """
         old = self._steps_kept_no_longer()
         if not old or not self._writes:
             return
@@ -338,6 +361,7 @@ class Checkpoints:
         """The steps that are neither among the newest `keep` nor divided by `keep_every`."""
         steps = self.steps()
         old = []
+        # The newest are the last, and left out here.
         for step in steps[: -self._keep]:
             if self._keep_every is None or step % self._keep_every:
                 old.append(step)

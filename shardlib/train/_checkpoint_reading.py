@@ -168,7 +168,10 @@ class CheckpointReader:
         return {path: at(tree, path) for path in to_read}
 
     def _check_step(self, step: int, saved_step: int) -> None:
-        """Refuse a checkpoint whose folder is named by another step than it was saved at."""
+        """Refuse a checkpoint whose folder is named by another step than it was saved at.
+
+        Its bits may be right, but the run would go on at the wrong place.
+        """
         if saved_step != step:
             raise ValueError(
                 f"The checkpoint in {self.folder / str(step)} is that of step {saved_step}: its "
@@ -177,7 +180,10 @@ class CheckpointReader:
             )
 
     def _hindered(self, step: int, error: BaseException) -> OSError:
-        """The error for a checkpoint that may be good, and cannot be read as things are."""
+        """The error for a checkpoint that may be good, and cannot be read as things are.
+
+        `error` is what stood in the way; its first line is quoted.
+        """
         return OSError(
             f"The checkpoint of step {step} in {self.folder} cannot be read: {first_line(error)}. "
             "That need not be damage, so nothing was changed. Let this process read it, or move "
@@ -186,13 +192,20 @@ class CheckpointReader:
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of an array, without its values."""
+    """The shape, dtype and sharding of an array, without its values.
+
+    `array` may be abstract already.
+    """
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _delete_arrays(state: State) -> None:
-    """Delete a state's arrays from their devices, whoever else still refers to them."""
+    """Delete a state's arrays from their devices, whoever else still refers to them.
+
+    Leaves of an abstract state are passed over.
+    """
     for leaf in jax.tree.leaves(state):
+        # One array may be two leaves, and is deleted once.
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             leaf.delete()
 

@@ -198,7 +198,10 @@ def _kind(leaf: Mapping[str, Any]) -> str:
 
 
 def sealed(content: Any) -> dict[str, str]:
-    """Content as a text of JSON, beside the checksum of that text."""
+    """Content as a text of JSON, beside the checksum of that text.
+
+    The text is kept whole, so that a checksum does not depend on how a library writes JSON.
+    """
     text = json.dumps(content)
     return {"content": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 

@@ -26,6 +26,7 @@ from shardlib._lock import BEAT_SECONDS, POLL_SECONDS, Claim, Other, TakenError,
 from shardlib.machine._agreement import gather_texts
 from shardlib.train._contents import sealed, unsealed
 
+# Sealed by a checksum, since a wrong number would cost a good checkpoint.
 _FAILURES = "failures.json"
 _DEAD_SECONDS = 4 * BEAT_SECONDS  # of no beat: four were missed
 
@@ -94,7 +95,10 @@ def count_failures(folder: Path, step: int | None) -> int:
 
 
 def add_failure(folder: Path, step: int) -> None:
-    """Remember an attempt that went on from this step's checkpoint and ended badly."""
+    """Remember an attempt that went on from this step's checkpoint and ended badly.
+
+    Attempts from the checkpoint of another step are forgotten.
+    """
     times = count_failures(folder, step) + 1
     _write_at_once(folder / _FAILURES, json.dumps(sealed({"from": step, "times": times})))
 
@@ -119,6 +123,7 @@ def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[Occupied]:
     lock = folder / "occupied.json"
     with contextlib.ExitStack() as held:
         refusal, claim = "", None
+        # Whatever goes wrong in process 0 becomes a text, so that the others hear of it.
         if jax.process_index() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)

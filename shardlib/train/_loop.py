@@ -104,8 +104,12 @@ def fit(
 
 
 def _steps_in_folder(run: Run, state: State, folder: Path) -> State:
-    """Resume a run from its folder, and take its steps, with the folder to itself meanwhile."""
+    """Resume a run from its folder, and take its steps, with the folder to itself meanwhile.
+
+    A run that ends in gradients that are not finite leaves word of it for the next attempt.
+    """
     loop = run.loop
+    # The folder is left last: the checkpoints wait for what they write into it.
     with (
         occupied(folder, run.about) as held,
         Checkpoints(
@@ -122,7 +126,10 @@ def _steps_in_folder(run: Run, state: State, folder: Path) -> State:
 
 
 def _checked_folder(folder: str | os.PathLike[str] | None) -> Path | None:
-    """The absolute path of a run's folder; a bucket, where no lock can be held, is refused."""
+    """The absolute path of a run's folder, or None for a run without one.
+
+    A bucket is refused, since the folder's lock needs a file system.
+    """
     if isinstance(folder, str | os.PathLike) and "://" in str(folder):
         raise ValueError(
             f"`fit(folder={check.shown(folder)})` takes a folder of a file system; a bucket can be "
@@ -134,7 +141,10 @@ def _checked_folder(folder: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _check_json(about: Mapping[str, Any] | None) -> None:
-    """Refuse what the first checkpoint could not hold."""
+    """Refuse what the first checkpoint could not hold.
+
+    `about` is what the run says of itself, or None.
+    """
     try:
         json.dumps(dict(about or {}))
     except (TypeError, ValueError, RecursionError) as error:

@@ -204,7 +204,10 @@ class Run:
         return restored.state
 
     def _require_arrays(self, state: State, checkpoints: Checkpoints | None) -> None:
-        """Refuse an abstract state where there is no checkpoint to fill it from."""
+        """Refuse an abstract state where there is no checkpoint to fill it from.
+
+        The message differs with the folder: a wrong path is a common reason.
+        """
         if not isinstance(state.step, jax.ShapeDtypeStruct):
             return
         elsewhere = ""
@@ -261,6 +264,7 @@ class Run:
         profile = Profile(loop.profile, self.folder)
         with catch_termination() as termination, profile:
             while done < loop.steps:
+                # The old state's arrays are used up by the step: nothing here may keep them.
                 state = self._take_step(state, done, profile)
                 done += 1
                 due = self._due(done, termination.now(done))
@@ -288,7 +292,10 @@ class Run:
         return state
 
     def _due(self, done: int, stopped: bool) -> _Due:
-        """What is to be done after this many steps, of which the last is in flight."""
+        """What is to be done after `done` steps, of which the last is in flight.
+
+        `stopped` is the same in every process, as all that this is made of.
+        """
         loop = self.loop
         last = done == loop.steps
         return _Due(
@@ -299,7 +306,11 @@ class Run:
         )
 
     def _act_on(self, due: _Due, state: State, done: int, checkpoints: Checkpoints | None) -> None:
-        """Settle, evaluate and save as it is due after a step."""
+        """Settle, evaluate and save as it is due after a step, in this order.
+
+        Raises a `FloatingPointError` after a last step whose gradient is not finite.
+        """
+        # A signal may mean that process 0 has lost the folder: then all end here.
         if due.stopped:
             self.held.check_together()
         if due.checkpoint or due.evaluation:
@@ -337,10 +348,14 @@ class Run:
             for name, value in measured.items():
                 record[f"evaluation/{name}"] = value
             self._record(record)
+        # An evaluation is no training, and does not count as time of the next step.
         self.speed.pause()
 
     def _next_batch(self, done: int) -> Any:
-        """The next batch; data that ends before the run does is a `ValueError`."""
+        """The next batch, on the mesh.
+
+        Data that ends before the run does is a `ValueError` that says after how many steps.
+        """
         try:
             return next(self.batches)
         except StopIteration:
@@ -366,6 +381,7 @@ class Run:
         self._note(done, "compiling the step")
 
     def _settle_all(self) -> None:
+        """Wait for every step in flight, so that nothing of the state is unknown."""
         while self.in_flight:
             self._settle_oldest()
 
@@ -387,7 +403,10 @@ class Run:
             self._record({"step": step, **metrics.recorded, **watched, **speed})
 
     def _report_nonfinite(self, step: int, metrics: _StepMetrics, batch: Any) -> None:
-        """Note a step whose gradient is not finite; too many of them in a row end the run."""
+        """Note a step whose gradient is not finite, with what is known of the cause.
+
+        As many in a row as `Loop(nonfinite=...)` says end the run by a `FloatingPointError`.
+        """
         self.nonfinite_in_a_row += 1
         strategy = self.step.strategy
         consequence = "skipped" if strategy.skips else "taken all the same"
@@ -408,7 +427,10 @@ class Run:
             )
 
     def _last_checkpoint(self) -> str:
-        """A sentence that says which checkpoint a run that ends has left, or nothing."""
+        """A sentence that says which checkpoint a run that ends has left.
+
+        It begins with a space, and is empty where there is none.
+        """
         latest = self.latest()
         if latest is None:
             return ""
@@ -442,7 +464,7 @@ class Run:
             if wait:
                 checkpoints.wait()
         except OSError as error:
-            # A save for want of room was begun by no process.
+            # A save for which there is no room was begun by no process.
             in_every_process = single_process or isinstance(error, NoRoomError)
             if wait or not in_every_process:
                 raise
@@ -451,7 +473,10 @@ class Run:
         self.saved_step = done
 
     def _put_off_checkpoint(self, done: int) -> None:
-        """Leave a checkpoint for after the next step whose gradient is finite; noted once."""
+        """Leave a checkpoint for after the next step whose gradient is finite.
+
+        The first time in a row that it is put off, that is noted.
+        """
         if not self.checkpoint_overdue:
             self._note(
                 done,
@@ -486,7 +511,10 @@ class Run:
         return not self.folder_lost
 
     def _record(self, record: Mapping[str, Any]) -> None:
-        """Hand a record to every sink; one that cannot write is told on standard error."""
+        """Hand a record to every sink, as long as the folder is this run's.
+
+        A sink that cannot write is named on standard error, and the run goes on.
+        """
         if not self.sinks or not self._may_write():
             return
         for sink in self.sinks:

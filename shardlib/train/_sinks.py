@@ -133,11 +133,15 @@ class JsonLines:
         sys.stderr.write(f"shardlib: line {number} of {self.path} {what}: {shown}\n")
 
 
+# A line with a checksum: what precedes it, less the closing brace, and the checksum.
 _CHECKSUM = re.compile(rb'(?P<record>.*), "crc32": "(?P<checksum>[0-9a-f]{8})"}')
 
 
 def _with_checksum(line: bytes) -> bytes:
-    """A JSON object with one more entry at its end, the checksum of the object without it."""
+    """A JSON object with one more entry at its end, the checksum of the object without it.
+
+    The closing brace is cut off for the entry, and comes after it again.
+    """
     return line[:-1] + b', "crc32": "%08x"}' % zlib.crc32(line)
 
 
@@ -172,6 +176,7 @@ class TensorBoard:
             raise ModuleNotFoundError(
                 'Writing for TensorBoard needs `tensorboardX`: pip install "shardlib[train]"'
             ) from error
+        # The writer is made at the first record, whose step says what to drop.
         self._make = SummaryWriter
         self._folder, self._writer = str(folder), None
 
@@ -237,6 +242,7 @@ class Progress:
         if "seconds_left" in numbers:
             left = f"  {_duration(numbers['seconds_left'])} left"
         text = _listed_metrics(numbers)
+        # A file or a pipe cannot go back to the beginning of a line.
         if not self._file.isatty():
             self._line(f"step {step}/{self.steps}{left}  {text}")
             return
@@ -253,7 +259,10 @@ class Progress:
         self._file.flush()
 
     def _line(self, text: str) -> None:
-        """Write a line in place of the bar, which is drawn below it by the next record."""
+        """Write a line in place of the bar, which is drawn below it by the next record.
+
+        Spaces cover what the bar's line has shown.
+        """
         if self._shown:
             self._file.write("\r" + " " * self._shown + "\r")
             self._shown = 0
@@ -262,7 +271,10 @@ class Progress:
 
 
 def _listed_evaluation(numbers: Record) -> str:
-    """The numbers of an evaluation, each after its name."""
+    """The numbers of an evaluation, each after its name.
+
+    The step, which begins the line, is left out, and the prefix that all names have.
+    """
     parts = []
     for name, value in numbers.items():
         if name != "step":
@@ -318,14 +330,20 @@ def _columns() -> int:
 
 
 def _label(name: str) -> str:
-    """A metric's name for a terminal: `tokens/s` for `tokens_per_second`."""
+    """A metric's name for a terminal: `tokens/s` for `tokens_per_second`.
+
+    Other names stay as they are.
+    """
     if name.endswith("_per_second"):
         return name.removesuffix("_per_second") + "/s"
     return name
 
 
 def _short(value: Any) -> str:
-    """A value for a terminal: `81.9k` for 81920.0, four digits of other floats."""
+    """A value for a terminal: `81.9k` for 81920.0, four digits of other floats.
+
+    What is no float, a whole number for instance, is written in full.
+    """
     if not isinstance(value, float):
         return str(value)
     if abs(value) >= _LEAST_SHORTENED:
@@ -353,6 +371,7 @@ def _duration(seconds: float) -> str:
 
 def _plain(value: Any) -> Any:
     """A value as JSON holds it: numbers of NumPy and JAX become floats, arrays lists of them."""
+    # Of other types only arrays have a form in JSON.
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     return np.asarray(value, float).tolist()
