@@ -46,6 +46,7 @@ from shardlib.train._checkpoint_failures import (
 )
 from shardlib.train._checkpoint_folders import (
     begin_to_delete,
+    check_folder,
     free_bytes,
     remove_unfinished,
     rename_aside,
@@ -104,7 +105,7 @@ class Checkpoints:
         self._taken: TakenError | None = None
         self._deleting: list[threading.Thread] = []
         self.folder = epath.Path(folder).expanduser().resolve()
-        _check_folder(folder, self.folder)
+        check_folder(folder, self.folder)
         check_shared(self.folder)
         self._reader = CheckpointReader(self.folder, ocp)
         for name in _LOGGERS:
@@ -441,25 +442,6 @@ class Checkpoints:
                 break
             time.sleep(_SECONDS_BETWEEN_REMOVALS)
         self._manager.reload()  # which had counted it among the others
-
-
-def _check_folder(argument: Any, folder: Any) -> None:
-    """Refuse a path under which no checkpoint could be written, or none read again.
-
-    `argument` is the path as the caller wrote it, for the message and to tell a bucket; `folder`
-    is the absolute path.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"`Checkpoints({str(argument)!r})` takes a folder, and that is a file.")
-    if "://" in str(argument):
-        return
-    wildcards = sorted(set("*?[]") & set(str(folder)))
-    if wildcards:
-        raise ValueError(
-            f"`Checkpoints({str(argument)!r})`: what is written under a path with "
-            f"{' '.join(wildcards)} could not be read again, since it would be taken for a "
-            "pattern. Choose another name."
-        )
 
 
 def _check_json(data: Any, about: Mapping[str, Any] | None) -> None:

@@ -8,7 +8,7 @@ rename, which a file system does at once or not at all, is enough to take a chec
     40.orbax-checkpoint-tmp-old/    one that is being deleted
     unreadable-40/, abandoned-40/   one put aside to be looked at
 
-Only process 0 calls these functions; the others wait until it is done.
+Only process 0 renames and deletes; the others wait until it is done.
 """
 
 import itertools
@@ -20,6 +20,25 @@ from typing import Any
 # Part of the names of folders that are not checkpoints yet, or no longer. Orbax chose it, and
 # passes over such folders.
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def check_folder(argument: Any, folder: Any) -> None:
+    """Refuse a path under which no checkpoint could be written, or none read again.
+
+    `argument` is the path as the caller wrote it, for the message and to tell a bucket; `folder`
+    is the absolute path.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`Checkpoints({str(argument)!r})` takes a folder, and that is a file.")
+    if "://" in str(argument):
+        return
+    wildcards = sorted(set("*?[]") & set(str(folder)))
+    if wildcards:
+        raise ValueError(
+            f"`Checkpoints({str(argument)!r})`: what is written under a path with "
+            f"{' '.join(wildcards)} could not be read again, since it would be taken for a "
+            "pattern. Choose another name."
+        )
 
 
 def rename_aside(folder: Any, step: int, reason: str) -> None:

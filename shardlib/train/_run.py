@@ -37,6 +37,7 @@ from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures
 from shardlib.train._loop_options import Loop, check_names
 from shardlib.train._nonfinite import describe_bad_end, describe_losses, gather_nonfinite
+from shardlib.train._run_steps import Due, StepInFlight, StepMetrics
 from shardlib.train._sinks import Sink
 from shardlib.train._speed import Profile, Speed
 
@@ -59,63 +60,6 @@ class Recording:
     watch: Mapping[str, Callable[[int], Any]]
     unit: str
     flops_per_unit: float | None
-
-
-@dataclass(frozen=True)
-class _StepInFlight:
-    """A step that the devices have been given, and whose metrics nobody has looked at yet.
-
-    The batch is kept to find examples in it that are not finite, should the gradient not be.
-    """
-
-    step: int
-    metrics: Mapping[str, jax.Array]
-    batch: Any
-
-
-@dataclass(frozen=True)
-class _StepMetrics:
-    """The metrics of one step as numbers, those that only the run needs apart from the others.
-
-    - `recorded`: those that go into records, by name, the loss among them.
-    - `weight`: of the batch's examples, in the unit of the run.
-    - `nonfinite_parameter`: the number of the first parameter whose gradient is not finite, or -1.
-    - `nonfinite_losses`, `nonfinite_microbatch`: in how many microbatches the loss is not finite,
-      and in which, if it is one.
-    """
-
-    recorded: dict[str, Any]
-    weight: float
-    nonfinite_parameter: int
-    nonfinite_losses: int
-    nonfinite_microbatch: int
-
-    @classmethod
-    def fetch(cls, metrics: Mapping[str, jax.Array]) -> "_StepMetrics":
-        """Copy metrics to the host, which waits for their step to end."""
-        values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
-        return cls(
-            weight=values.pop("weight"),
-            nonfinite_parameter=int(values.pop("first_nonfinite")),
-            nonfinite_losses=values.pop("nonfinite_losses"),
-            nonfinite_microbatch=values.pop("nonfinite_microbatch"),
-            recorded=values,
-        )
-
-
-@dataclass(frozen=True)
-class _Due:
-    """What happens after a step, besides its record.
-
-    - `last`: the run has taken all its steps.
-    - `stopped`: it was asked to end, and ends after this step.
-    - `checkpoint`, `evaluation`: one of these is due.
-    """
-
-    last: bool
-    stopped: bool
-    checkpoint: bool
-    evaluation: bool
 
 
 class Run:
@@ -157,7 +101,7 @@ class Run:
             self.sinks = recording.sinks
         self.about = dict(about or {})
         self.speed = Speed(recording.unit, recording.flops_per_unit, step.strategy)
-        self.in_flight: deque[_StepInFlight] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
         self.nonfinite_in_a_row = 0
         self.parameter_paths: list[str] = []
         self.held = Occupied(None)
@@ -281,7 +225,7 @@ class Run:
         step = done + 1
         profile.before(step)
         state, metrics = self.step(state, batch)
-        self.in_flight.append(_StepInFlight(step, metrics, batch))
+        self.in_flight.append(StepInFlight(step, metrics, batch))
         self.speed.begun(metrics["weight"])
         while len(self.in_flight) > IN_FLIGHT:
             self._settle_oldest()
@@ -291,21 +235,21 @@ class Run:
             self._may_write()
         return state
 
-    def _due(self, done: int, stopped: bool) -> _Due:
+    def _due(self, done: int, stopped: bool) -> Due:
         """What is to be done after `done` steps, of which the last is in flight.
 
         `stopped` is the same in every process, as all that this is made of.
         """
         loop = self.loop
         last = done == loop.steps
-        return _Due(
+        return Due(
             last=last,
             stopped=stopped,
             checkpoint=last or stopped or self.checkpoint_overdue or done % loop.save_every == 0,
             evaluation=done % loop.evaluate_every == 0,
         )
 
-    def _act_on(self, due: _Due, state: State, done: int, checkpoints: Checkpoints | None) -> None:
+    def _act_on(self, due: Due, state: State, done: int, checkpoints: Checkpoints | None) -> None:
         """Settle, evaluate and save as it is due after a step, in this order.
 
         Raises a `FloatingPointError` after a last step whose gradient is not finite.
@@ -389,7 +333,7 @@ class Run:
         """Wait for the oldest step in flight, count it, and record it where that is due."""
         oldest = self.in_flight.popleft()
         step = oldest.step
-        metrics = _StepMetrics.fetch(oldest.metrics)
+        metrics = StepMetrics.fetch(oldest.metrics)
         self.speed.count(metrics.weight)
         if metrics.nonfinite_parameter >= 0:
             self._report_nonfinite(step, metrics, oldest.batch)
@@ -402,7 +346,7 @@ class Run:
             check_names(metrics.recorded, watched, speed)
             self._record({"step": step, **metrics.recorded, **watched, **speed})
 
-    def _report_nonfinite(self, step: int, metrics: _StepMetrics, batch: Any) -> None:
+    def _report_nonfinite(self, step: int, metrics: StepMetrics, batch: Any) -> None:
         """Note a step whose gradient is not finite, with what is known of the cause.
 
         As many in a row as `Loop(nonfinite=...)` says end the run by a `FloatingPointError`.
