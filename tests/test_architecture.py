@@ -45,8 +45,8 @@ LAYERS = [
     ("step", "_errors _describe _varying _examples _example_rules _coupled _promoted_products"),
     ("step", "_adapted _weights _microbatches _loss _loss_checks _pipelined _gradient"),
     ("step", "_optimizer_update _step_calls _step _evaluation"),
-    ("train", "_contents _folder _checkpoint_failures _checkpoint _nonfinite _sinks _speed"),
-    ("train", "_loop_options _loop"),
+    ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
+    ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
     ("planning", "_break_even _estimate _prices _report _plan _command"),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
@@ -78,7 +78,7 @@ ALLOWED = {
         "layouts._flax_rules",
         *(f"modeling.{name}" for name in ("_flax", "_naming", "_flax_names", "_layers")),
     },
-    "orbax": {"train._checkpoint"},
+    "orbax": {"train._checkpoint", "train._checkpoint_reading"},
     "chex": set(),
 }
 
