@@ -177,15 +177,18 @@ def _fitted(
         limits, excess = _limits(widths, excess, sacrifices.shorten)
         if excess <= 0:
             break
-    fitted: list[list[str]] = []
-    for row in rows:
-        cells: list[str] = []
-        for column in kept:
-            if column < len(row):
-                cells.append(shortened(row[column], limits.get(column, len(row[column]))))
-        fitted.append(cells)
+    fitted = [_shortened_row(row, kept, limits) for row in rows]
     # Columns have other numbers where some before them are left out.
     return fitted, {number for number, column in enumerate(kept) if column in right}
+
+
+def _shortened_row(row: Sequence[str], kept: list[int], limits: Mapping[int, int]) -> list[str]:
+    """The cells of a row in the columns that are kept, no longer than their columns' limits."""
+    cells: list[str] = []
+    for column in kept:
+        if column < len(row):
+            cells.append(shortened(row[column], limits.get(column, len(row[column]))))
+    return cells
 
 
 def _limits(
@@ -197,6 +200,7 @@ def _limits(
     """
     limits: dict[int, int] = {}
     for column in shorten:
+        # A column that was left out has no width.
         if excess > 0 and widths.get(column, 0) > _NARROWEST:
             limits[column] = max(_NARROWEST, widths[column] - excess)
             excess -= widths[column] - limits[column]

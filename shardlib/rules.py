@@ -7,6 +7,7 @@ own rules: `tensor | data` is data and tensor parallelism on a mesh with both ax
 
 from shardlib.layouts._rules import AxisRules
 
+# Weights and activations have names of their own (`mlp`, `act_mlp`), for FSDP splits only weights.
 vocabulary = AxisRules.knowing(
     "batch", "seq", "residual_seq", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp",
     "encoder_layers", "layers",

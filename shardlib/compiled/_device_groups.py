@@ -53,12 +53,14 @@ class Devices:
 
         Where the instruction lists none, all devices of a slice are one group.
         """
+        # A permute has pairs (source, target), any other collective has groups.
         pairs = made.get(r"source_target_pairs=\{((?:\{[^}]*\},?)*)\}")
         local = _listed(pairs) if pairs else _replica_groups(made.attributes)
         slices = list(self.slices.values())
         local = local or [tuple(range(len(slices[0])))]
         if len(slices) == 1:
             return local
+        # Each slice runs the same program on its own devices.
         groups: Groups = []
         for members in slices:
             groups += [tuple(members[number] for number in group) for group in local]
@@ -220,6 +222,7 @@ def longest_chain(pairs: Groups) -> int:
     for pair in pairs:
         for device in pair:
             chain[device] = {device}
+    # Each pair joins two chains.
     for source, target in pairs:
         chain[source] |= chain[target]
         for device in chain[target]:

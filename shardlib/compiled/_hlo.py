@@ -287,6 +287,7 @@ class Program:
         listed = re.findall(r"[\w.-]+", conditional.get(r"branch_computations=\{([^}]*)\}"))
         if listed:
             return listed
+        # Two branches may be written as attributes of their own.
         true = self.called(scope, conditional, "true_computation")
         false = self.called(scope, conditional, "false_computation")
         return [true.name, false.name]
@@ -322,6 +323,7 @@ class Program:
         if not step or start is None:
             return None
         match test.get(r"direction=(\w+)"):
+            # Up or down: the sign of the step decides, as in Python's `range`.
             case "LT" | "GT":
                 return len(range(start, limit, step))
             case "LE" | "GE":
@@ -338,6 +340,7 @@ class Program:
         update = body.follow(body.root().operands[index])
         if update.opcode != "add":
             return None
+        # What is added may stand on either side of the counter.
         addends = [name for name in update.operands if body.carried(name) != index]
         if len(addends) != 1:
             return None

@@ -120,14 +120,19 @@ def _read(program: Program, scope: Scope, made: Instruction) -> int:
         if name not in scope.instructions or name in made.operands[:number]:
             continue
         operand_bytes = _bytes(scope.instructions[name].result)
-        sliced_bytes = None
         if inner and operand_bytes:
-            sliced_bytes = _sliced(inner, number)
-        if sliced_bytes is not None:
-            # Slices may overlap, but what a device has read once it need not read again.
-            operand_bytes = min(operand_bytes, sliced_bytes)
+            operand_bytes = _read_by_fusion(inner, number, operand_bytes)
         total += operand_bytes
     return total
+
+
+def _read_by_fusion(inner: Scope, operand: int, operand_bytes: int) -> int:
+    """The bytes that a fusion reads of an operand of this many bytes in main memory."""
+    sliced_bytes = _sliced(inner, operand)
+    if sliced_bytes is None:
+        return operand_bytes
+    # Slices may overlap, but what a device has read once it need not read again.
+    return min(operand_bytes, sliced_bytes)
 
 
 def _written(program: Program, scope: Scope, made: Instruction) -> int:

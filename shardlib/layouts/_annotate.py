@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
-from shardlib.layouts._resolve import resolve
+from shardlib.layouts._resolve import Resolution, resolve
 from shardlib.layouts._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
@@ -70,6 +70,7 @@ class Scope:
             self.used.names.update(name for name in names if isinstance(name, str))
 
 
+# Part of the key under which `jax.jit` finds a function that was traced before.
 _scope = jax.make_user_context(None)
 
 
@@ -144,6 +145,7 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value
+    # What the user chose for Flax stays in force; what an outer `use` set for it does not.
     flax = _rules_of_flax(outer)
     scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
     # Flax's variables cannot be laid out as they are made where there is no mesh.
@@ -209,6 +211,7 @@ def mesh_of_step(mesh: Mesh) -> Iterator[None]:
     another mesh, it does nothing.
     """
     tracing = _mesh_outside_traces() is None
+    # The shardings say where everything is, so no annotation is ignored under an abstract mesh.
     if tracing and jax.sharding.get_abstract_mesh().empty:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             yield
@@ -249,6 +252,7 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
         "shard", "x", x, "one array, and a name for each of its dims; map it over a tree"
     )
     if scope.rules is None:
+        # The one thing that can be checked without rules.
         if len(names) != x.ndim:
             raise ValueError(
                 f"An array of shape {x.shape} was given {len(names)} names {check.shown(names)}: "
@@ -268,8 +272,15 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
     say(resolution.said)
     if resolution.padded_shape == x.shape:
         return constrain(x, resolution.spec)
-    # Padded for the layout, cut back for the value: the partitioner keeps the shards where the
-    # padding put them.
+    return _constrain_padded(x, resolution)
+
+
+def _constrain_padded(x: jax.Array, resolution: Resolution) -> jax.Array:
+    """Lay out an array unevenly, which its last shards do not fill.
+
+    It is padded for the layout and cut back for the value: the partitioner keeps the shards where
+    the padding put them.
+    """
     widths: list[tuple[int, int]] = []
     for size, padded_size in zip(x.shape, resolution.padded_shape, strict=True):
         widths.append((0, padded_size - size))
@@ -308,11 +319,10 @@ def split(
         axes = _axes_of_size(mesh, parts)
     entries: list[Any] = [None] * x.ndim
     entries[dim] = axes or None
+    spec = PartitionSpec(*entries)
     # Over manual axes the array is split already, so they count as unknown here.
-    spec = check_spec(
-        _automatic_sizes(mesh), PartitionSpec(*entries), x.shape, what="the array to split"
-    )
-    devices = math.prod(mesh.shape[name] for name in axes)
+    check_spec(_automatic_sizes(mesh), spec, x.shape, what="the array to split")
+    devices = math.prod(map(mesh.shape.__getitem__, axes))
     if devices != parts:
         raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {devices} devices.")
     return constrain(x, spec)
@@ -404,6 +414,7 @@ def _required_scope(verb: str) -> Scope:
 def _required_mesh(verb: str) -> AbstractMesh:
     """The mesh in force, or an error that names the function which needs one."""
     mesh = current_mesh()
+    # Without a mesh there would be nothing to lay out, and no word about it.
     if mesh.empty:
         raise ValueError(
             f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`."
@@ -422,7 +433,7 @@ def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
     They are one axis, or else all axes together.
     """
     usable = _automatic_sizes(mesh)
-    if parts == 1:
+    if parts == 1:  # no axes, rather than one of size one
         return ()
     candidates = [(axis,) for axis, size in usable.items() if size == parts]
     if not candidates and math.prod(usable.values()) == parts:

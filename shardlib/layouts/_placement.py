@@ -59,6 +59,7 @@ def by_names(
     """
 
     def placement(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        # Names, a spec, or nothing at all.
         match names.get(path):
             case None:
                 return spec
@@ -90,7 +91,8 @@ def like_parameters(
         relation = relations.get(path)
         if relation is None or relation.parameter is None:
             return spec
-        if all(dim is None for dim in relation.dims):
+        # Placeholders and the like follow no dim; what came before in the chain decides.
+        if set(relation.dims) <= {None}:
             return spec
         parameter_spec = specs[relation.parameter]
         if relation.kind == "same":

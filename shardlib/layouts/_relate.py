@@ -68,7 +68,7 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
     probe = _Probe.of(init, params)
     parameter_of = _followed_parameters(probe)
     # Some leaves follow a parameter; of the others `parameter_of` has the reason why not.
-    followers: dict[str, int] = {}
+    followers: dict[str, int] = {}  # the index of the parameter
     for path, parameter in parameter_of.items():
         if isinstance(parameter, int):
             followers[path] = parameter
@@ -187,13 +187,9 @@ def _followed_parameters(probe: _Probe) -> dict[str, int | str]:
     squares stay square. Halves are of equal size, so what follows several parameters changes in
     more rounds than any one of them does. The result is empty if `init` takes no other shapes.
     """
-    count = len(probe.parameters)
-    # The fewest rounds that have a half for every parameter.
-    rounds = next(n for n in itertools.count(1) if math.comb(n, n // 2) >= count)
-    all_halves = itertools.combinations(range(rounds), (rounds + 1) // 2)
-    halves = list(itertools.islice(all_halves, count))
-    index_of_half = {half: index for index, half in enumerate(halves)}
-
+    rounds, halves = _halves_of_rounds(len(probe.parameters))
+    index_of_half = dict(zip(halves, range(len(halves)), strict=True))
+    # An `init` that refuses these shapes may take those of another way of resizing.
     for resize in _RESIZES:
         answers: list[dict[str, Shape | None]] = []
         try:
@@ -203,13 +199,22 @@ def _followed_parameters(probe: _Probe) -> dict[str, int | str]:
             continue
         followed: dict[str, int | str] = {}
         for path, shape in probe.base.items():
-            changes = [number for number, shapes in enumerate(answers) if shapes[path] != shape]
+            changes = tuple(n for n, shapes in enumerate(answers) if shapes[path] != shape)
             if changes:
-                followed[path] = index_of_half.get(tuple(changes), "follows several parameters")
+                followed[path] = index_of_half.get(changes, "follows several parameters")
             else:
                 followed[path] = "follows no parameter"
         return followed
     return {}
+
+
+def _halves_of_rounds(count: int) -> tuple[int, list[tuple[int, ...]]]:
+    """The fewest rounds that have a half for each of `count` parameters, and these halves."""
+    rounds = 1
+    while math.comb(rounds, rounds // 2) < count:
+        rounds += 1
+    halves = itertools.combinations(range(rounds), (rounds + 1) // 2)
+    return rounds, list(itertools.islice(halves, count))
 
 
 def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:
@@ -227,6 +232,7 @@ def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, 
         try:
             for resized_dim in range(rank):
                 rounds.append(probe(resize, lambda _, dim, at=resized_dim: dim == at))
+            # All dims at once: what a dim follows must not depend on the others.
             rounds.append(probe(resize, lambda *_: True))
         except _RefusedError:
             continue
@@ -312,13 +318,15 @@ def _explained(
         if not changes and size_of_all == size:
             dims.append(None)
             continue
+        # A dim that changes with several, such as a product of them, follows none in full.
         if len(changes) != 1:
             return None
         [followed] = changes
+        # It must be as large as that dim, before and after.
         in_full = parameter_shape[followed : followed + 1] == (size,)
         if not in_full or not sizes[followed] == size_of_all == resize(size):
             return None
         dims.append(followed)
-    if all(dim is None for dim in dims):
+    if set(dims) <= {None}:
         return None
     return tuple(dims)

@@ -14,7 +14,6 @@ digits, which are dims of an intermediate shape:
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +86,7 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     _check_spec_of_argument("to", to, mesh, x.shape)
     if source is not None:
         _check_spec_of_argument("source", source, mesh, x.shape)
+    # A layout that is known need not be told, but may be told again.
     if known is not None:
         if source is not None and spec_entries(source, x.ndim) != spec_entries(known, x.ndim):
             raise ValueError(
@@ -96,6 +96,7 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
         source = known
     _check_partial_sums(source, to, mesh)
     if source is None:
+        # Only the partitioner knows where the array comes from, so it picks the way.
         return constrain(x, to)
     return _compiled_move(mesh, source, to, x.shape)(x)
 
@@ -233,7 +234,7 @@ def _execute(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax
     take part, digits move to and from that one locally.
     """
     pieces = step.pieces
-    axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
+    axes = _axes(pieces)
     index = _indices(pieces, mesh_shape)
     groups = {"axis_name": axes, "axis_index_groups": _groups(pieces, index)}
     # The dim that is gathered, and the dim that is split.
@@ -241,6 +242,7 @@ def _execute(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax
     after = _dim_split_by(pieces[0], step.after.tiles)
     match step.kind:
         case "slice":
+            # Every device has all of it, and keeps the block of its own number.
             size = shard.shape[after] // tile_count(pieces)
             number = _number(pieces, {axis: lax.axis_index(axis) for axis in axes})
             return lax.dynamic_slice_in_dim(shard, number * size, size, after)
@@ -256,10 +258,16 @@ def _execute(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax
         case "all-reduce":
             return lax.psum(shard, **groups)
         case "reduce-scatter":
+            # What is scattered must be in blocks along one dim first.
             shard = _to_one_dim(shard, after, pieces, step.after.tiles)
             return lax.psum_scatter(shard, scatter_dimension=after, tiled=True, **groups)
-        case _:
+        case _:  # a permute: which tile each device has changes, but not how it is shaped
             return lax.ppermute(shard, axes, _pairs(step, index))
+
+
+def _axes(pieces: tuple[Piece, ...]) -> tuple[str, ...]:
+    """The axes that pieces are digits of, in order and each once."""
+    return tuple(dict.fromkeys(piece.axis for piece in pieces))
 
 
 def _dim_split_by(piece: Piece, tiles: Tiles) -> int:
@@ -284,9 +292,9 @@ def _from_one_dim(
     order = _digit_order(one_dim, pieces, tiles)
     if order == sorted(order):  # the pieces are all of that dim, and in order
         return shard
-    sizes = [piece.size for piece in pieces]
     shape = list(shard.shape)
-    shape[one_dim] //= math.prod(sizes)
+    shape[one_dim] //= tile_count(pieces)
+    sizes = [piece.size for piece in pieces]
     # With a dim for every digit, which are moved to their dims and joined there.
     digits = [*shape[:one_dim], *sizes, *shape[one_dim:]]
     for dim, own in enumerate(_pieces_by_dim(pieces, tiles)):
@@ -369,13 +377,11 @@ def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]
     wants = _number(tuple(itertools.chain(*step.after.tiles)), index)
     [stay] = np.nonzero(has == wants)
     [move] = np.nonzero(has != wants)
-    # Sorted by tile, those that have it and those that want it meet.
-    senders = move[np.argsort(has[move], kind="stable")]
-    receivers = move[np.argsort(wants[move], kind="stable")]
-    return [
-        *zip(stay.tolist(), stay.tolist(), strict=True),
-        *zip(senders.tolist(), receivers.tolist(), strict=True),
-    ]
+    # Every tile is had as often as it is wanted: both layouts have as many tiles. Sorted by tile,
+    # those that have it and those that want it meet.
+    senders = np.concatenate([stay, move[np.argsort(has[move], kind="stable")]])
+    receivers = np.concatenate([stay, move[np.argsort(wants[move], kind="stable")]])
+    return list(zip(senders.tolist(), receivers.tolist(), strict=True))
 
 
 def _indices(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -383,7 +389,7 @@ def _indices(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[s
 
     Devices are in the order in which JAX counts them over several axes, the first axis major.
     """
-    axes = tuple(dict.fromkeys(piece.axis for piece in pieces))
+    axes = _axes(pieces)
     indices = np.indices([mesh_shape[axis] for axis in axes]).reshape(len(axes), -1)
     return dict(zip(axes, indices, strict=True))
 

@@ -91,16 +91,16 @@ def resolve(
             padded_shape.append(size)
             continue
         where = f"dim {dim}, `{name}`={size}, of {array}"
-        candidates = [_outside_manual(name, axes, manual, where, parts) for axes in rules[name]]
+        candidates: list[tuple[str, ...]] = []
+        for axes in rules[name]:
+            candidates.append(_outside_manual(name, axes, manual, where, parts))
         free = _free_candidates(name, candidates, name_of_axis, array)
-        split = _first_even_split(mesh_shape, free, size)
-        if split is None:
-            split = _indivisible(rules.policy(name), mesh_shape, free, size, where)
-            remarks.append(split.remark)
+        split = _split(rules.policy(name), mesh_shape, free, size, where)
         # Later dims of the array may no longer use these axes.
         name_of_axis.update(dict.fromkeys(split.axes, name))
         entries.append(spec_entry(split.axes))
         padded_shape.append(split.padded_size)
+        remarks.extend(split.remarks)
     return Resolution(PartitionSpec(*entries), tuple(padded_shape), tuple(remarks))
 
 
@@ -108,12 +108,12 @@ def resolve(
 class _Split:
     """How one dim is split: over which axes, and to which size it is padded before.
 
-    `remark` tells the user what a policy did, where no candidate divides the dim.
+    `remarks` tell the user what a policy did, where no candidate divides the dim.
     """
 
     axes: tuple[str, ...]
     padded_size: int
-    remark: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def _free_candidates(
@@ -135,15 +135,27 @@ def _free_candidates(
     )
 
 
-def _first_even_split(
-    mesh_shape: Mapping[str, int], candidates: list[tuple[str, ...]], size: int
-) -> _Split | None:
-    """The split by the first candidate that divides a dim of this size, or None."""
+def _split(
+    policy: Policy,
+    mesh_shape: Mapping[str, int],
+    candidates: list[tuple[str, ...]],
+    size: int,
+    where: str,
+) -> _Split:
+    """Split a dim by the first candidate that divides it, or as the policy says if none does.
+
+    Args:
+        policy: what is to happen if none divides it.
+        mesh_shape: the size of each axis of the mesh.
+        candidates: axes that may split the dim.
+        size: the size of the dim.
+        where: the dim in words, for the remark or the error.
+    """
     for axes in candidates:
         # No axes split into one part, so the candidate None always fits.
         if size % parts_over(mesh_shape, axes) == 0:
             return _Split(axes, size)
-    return None
+    return _indivisible(policy, mesh_shape, candidates, size, where)
 
 
 def _literal(name: object, array: str) -> object:
@@ -207,17 +219,17 @@ def _indivisible(
     match policy:
         case "replicate":
             # Without axes the dim is whole on every device.
-            return _Split((), size, f"{problem}; replicated.")
+            return _Split((), size, (f"{problem}; replicated.",))
         case "drop":
             # This ends with no axes at the latest, whose product is one.
             while size % parts_over(mesh_shape, axes):
                 axes = axes[:-1]
             over = listed(axes) or "nothing"
-            return _Split(axes, size, f"{problem}; split over {over} instead.")
+            return _Split(axes, size, (f"{problem}; split over {over} instead.",))
         case "pad":
             # Up to the next multiple; the caller pads the array, and cuts the result back.
             padded = math.ceil(size / count) * count
-            return _Split(axes, padded, f"{problem}; padded to {padded}.")
+            return _Split(axes, padded, (f"{problem}; padded to {padded}.",))
         case _:
             raise ValueError(
                 f"{problem}. Use a multiple of {count}, another "

@@ -92,14 +92,7 @@ def plan(
     target_axes, _ = spec_entries(to, len(shape))
     start = _splitting_axes(source_axes, mesh_shape)
     end = _splitting_axes(target_axes, mesh_shape)
-
-    # Major axes that stay where they are need no part in the search: what they split is computed
-    # with as an array of its own, smaller in that dim.
-    shape_within = list(shape)
-    for dim, (before, after) in enumerate(zip(start, end, strict=True)):
-        while before and after and before[0] == after[0]:
-            shape_within[dim] //= mesh_shape[before[0]]
-            del before[0], after[0]
+    shape_within = _leave_out_common_axes(start, end, mesh_shape, shape)
 
     used = {*itertools.chain(*start, *end), *partial}
     sizes: dict[str, int] = {}
@@ -115,9 +108,28 @@ def plan(
     moves = _Moves(
         end=Layout(_tiles(end, pieces_of)),
         pieces=tuple(itertools.chain(*pieces_of.values())),
-        shape=tuple(shape_within),
+        shape=shape_within,
     )
     return _shortest_path(Layout(_tiles(start, pieces_of), frozenset(sums)), moves)
+
+
+def _leave_out_common_axes(
+    start: list[list[str]],
+    end: list[list[str]],
+    mesh_shape: Mapping[str, int],
+    shape: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Remove the major axes that stay where they are from both lists of each dim.
+
+    They need no part in the search: what they split is planned for as an array of its own, smaller
+    in that dim. Returns its shape.
+    """
+    shape_within = list(shape)
+    for dim, (before, after) in enumerate(zip(start, end, strict=True)):
+        while before and after and before[0] == after[0]:
+            shape_within[dim] //= mesh_shape[before[0]]
+            del before[0], after[0]
+    return tuple(shape_within)
 
 
 def _splitting_axes(
@@ -172,6 +184,7 @@ def _cut(axis: str, sizes: Mapping[str, int]) -> tuple[Piece, ...]:
     x=2, the minor digit has 4 / gcd(4, 2) = 2 members, and the major one is as large as x.
     """
     size = sizes[axis]
+    # From the stride of the most minor digit to the size of the whole axis.
     strides = [1]
     for stride in sorted({size // math.gcd(size, other) for other in sizes.values()}):
         # Digits nest: each stride is a multiple of the one before.
@@ -208,6 +221,7 @@ def _shortest_path(start: Layout, moves: "_Moves") -> tuple[Step, ...]:
         for step in moves.steps(layout):
             if step.after in visited:
                 continue
+            # A slice is no collective: it costs nothing at all.
             cost = spent + step.received
             if step.kind != "slice":
                 cost += fee
@@ -276,10 +290,7 @@ class _Moves:
         tiles = layout.tiles
         local = self.local_size(layout)
         dims = self._dims_in_play(layout)
-        for kept in itertools.product(*(range(len(entry) + 1) for entry in tiles)):
-            remaining, group = _without_minor(tiles, kept)
-            if not group:
-                continue
+        for remaining, group in _departures(tiles):
             count = tile_count(group)
             yield _step("all-gather", group, layout, remaining, local * (count - 1))
             # An all-to-all splits dims that lose nothing in the same step.
@@ -296,7 +307,7 @@ class _Moves:
         """
         if layout.partial:
             return
-        counts = tuple(tile_count(entry) for entry in layout.tiles)
+        counts = tuple(map(tile_count, layout.tiles))
         for after in _refinements(self.end.tiles, counts, self.pieces):
             yield _step("collective-permute", self.pieces, layout, after, self.local_size(layout))
 
@@ -320,15 +331,20 @@ class _Moves:
         them. Pieces that come to one dim together stand there in the order of the end.
         """
         for homes in itertools.product(dims, repeat=len(group)):
-            added: list[list[Piece]] = [[] for _ in tiles]
-            for piece, dim in zip(group, homes, strict=True):
-                added[dim].append(piece)
-            for dim, pieces in enumerate(added):
-                pieces.sort(key=functools.partial(self._rank, dim))
+            added = self._added(group, homes)
             # What comes to a dim is more minor than all that splits it already.
             after = tuple((*entry, *more) for entry, more in zip(tiles, added, strict=True))
             if self._splits_evenly(after):
                 yield tuple(itertools.chain(*added)), after
+
+    def _added(self, group: tuple[Piece, ...], homes: tuple[int, ...]) -> list[list[Piece]]:
+        """The pieces that come to each dim, in their order, where each piece goes to its home."""
+        added: list[list[Piece]] = [[] for _ in self.shape]
+        for piece, dim in zip(group, homes, strict=True):
+            added[dim].append(piece)
+        for dim, pieces in enumerate(added):
+            pieces.sort(key=functools.partial(self._rank, dim))
+        return added
 
     def _rank(self, dim: int, piece: Piece) -> tuple[int, int]:
         """The key by which pieces that come to a dim are ordered.
@@ -355,6 +371,17 @@ def _step(kind: str, group: tuple[Piece, ...], layout: Layout, after: Tiles, rec
     Where the array is a partial sum over pieces of the group, the step completes the sum over them.
     """
     return Step(kind, group, layout, Layout(after, layout.partial - {*group}), received)
+
+
+def _departures(tiles: Tiles) -> Iterator[tuple[Tiles, tuple[Piece, ...]]]:
+    """Every way for minor pieces to leave their dims, with the tiles that remain.
+
+    One or more pieces leave. Of each dim the first few stay, from none of them to all.
+    """
+    for kept in itertools.product(*(range(len(entry) + 1) for entry in tiles)):
+        remaining, leaving = _without_minor(tiles, kept)
+        if leaving:
+            yield remaining, leaving
 
 
 def _without_minor(tiles: Tiles, kept: tuple[int, ...]) -> tuple[Tiles, tuple[Piece, ...]]:
@@ -396,6 +423,7 @@ def _refinements(
         entry = tiles[0] + added
         if tile_count(entry) != counts[0]:
             continue
+        # Each piece splits one dim.
         left = tuple(piece for piece in pieces if piece not in entry)
         for others in _refinements(tiles[1:], counts[1:], left):
             yield (entry, *others)
@@ -424,5 +452,5 @@ def spec_entries(
     Returns the axes of each of `ndim` dims, where a spec may leave out the last ones, and the axes
     over which the array is a partial sum.
     """
-    entries = tuple(as_tuple(entry) for entry in spec.partitions)
+    entries = tuple(map(as_tuple, spec.partitions))
     return entries + ((),) * (ndim - len(entries)), frozenset(spec.unreduced)

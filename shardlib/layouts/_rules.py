@@ -206,6 +206,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
             Mapping,
             "a mapping from axes to sizes: `mesh.shape`",
         )
+        # Names that are only known use no axis.
         for name, candidates in self._rules.items():
             for axis in _axes_of_candidates(candidates):
                 if axis not in mesh_shape:
@@ -231,7 +232,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
 
     def __or__(self, other: "AxisRules") -> "AxisRules":
         if not isinstance(other, AxisRules):
-            return NotImplemented
+            return NotImplemented  # Python then raises a `TypeError` that names both types
         # A rule on the right replaces that on the left, in its place in the order.
         return AxisRules.__new__(AxisRules)._set(
             {**self._rules, **other._rules},
@@ -343,12 +344,14 @@ def check_spec(
                     f"{spec} for {array} names the axis `{axis}`; the mesh has "
                     f"{mesh_text(mesh_shape)}."
                 )
+            # Within one entry as well as between entries.
             if axis in seen:
                 raise ValueError(
                     f"{spec} for {array} uses the axis `{axis}` twice; one axis splits one dim."
                 )
             seen.add(axis)
         count = parts_over(mesh_shape, axes)
+        # A literal spec has no policy, so there is nothing but to refuse.
         if size % count:
             raise ValueError(
                 f"{spec} splits dim {dim} of {array} into {count}, which does not divide {size}."
@@ -418,15 +421,16 @@ def _candidates(name: Any, value: Any) -> tuple[Axes, ...]:
     An empty tuple of axes is the same as None.
     """
     check.text("AxisRules", "rules", name, "rules by the names of dims")
-    listed = [value]
+    # A tuple is one candidate, of axes that split together; a list has several.
+    alternatives = [value]
     if isinstance(value, list):
-        listed = value
-    if not listed:
+        alternatives = value
+    if not alternatives:
         raise ValueError(
             f"The rule for `{name}` lists no candidate; write `{name}=None` for replicated."
         )
     candidates: list[Axes] = []
-    for axes in listed:
+    for axes in alternatives:
         if not _is_candidate(axes):
             raise ValueError(
                 f"The rule for `{name}` holds {check.shown(axes)}; a candidate is an axis, a tuple "
