@@ -43,6 +43,7 @@ def shown(value: object) -> str:
         written = f"<{type(value).__name__}>"
     if len(written) <= _LONGEST_SHOWN:
         return written
+    # Both ends, for what is wrong is as often at the end.
     half = _LONGEST_SHOWN // 2
     return f"{written[:half]}... ({len(written):,} letters) {written[-half:]}"
 
@@ -110,11 +111,14 @@ def whole(
         bounds["most"] = most
     if isinstance(value, Integral) and not isinstance(value, bool):
         size = int(value)
+        # Below -LARGEST nothing can be counted either, whatever `least` says.
         if (least is None or size >= least) and -LARGEST <= size <= most:
             return size
         if size > most:
             bounds["most"] = most
-    raise refusal(function, argument, value, takes + _bounds_text(bounds) + _or_none(optional))
+    raise refusal(
+        function, argument, value, takes + _bounds_text(bounds, True) + _or_none(optional)
+    )
 
 
 def number(
@@ -144,9 +148,7 @@ def number(
         finite_enough = math.isfinite(size) or (infinite and not math.isnan(size))
         if finite_enough and _within(size, bounds):
             return value if isinstance(value, int | float) else size
-    # An upper bound says already that the number is finite.
-    bounded_above = bounds.get("most") is not None or bounds.get("below") is not None
-    words = _bounds_text(bounds, finite=not (infinite or bounded_above))
+    words = _bounds_text(bounds, infinite)
     raise refusal(function, argument, value, takes + words + _or_none(optional))
 
 
@@ -209,6 +211,7 @@ def choice(function: str, argument: str, value: Any, choices: Collection[Any]) -
     >>> choice("Strategy", "nonfinite", "skip", ("count", "skip"))
     'skip'
     """
+    # Types are compared first: NumPy's arrays compare item by item.
     for allowed in choices:
         if type(value) is type(allowed) and value == allowed:
             return value
@@ -231,6 +234,7 @@ def pattern(function: str, argument: str, value: Any, *, optional: bool = False)
         )
     try:
         re.compile(value)
+    # The last two are for patterns that nest too deep, or repeat too often.
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
             f"`{function}({argument}={shown(value)})`: `{shown(value)}` is no regular expression: "
@@ -277,6 +281,7 @@ def path(
     if not written or "\0" in written:
         proper = f"{takes}, which is not empty and has no zero bytes"
         raise refusal(function, argument, value, proper)
+    # File systems count bytes, not letters.
     longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH:
         shorter = (
@@ -354,14 +359,15 @@ def _float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _bounds_text(bounds: Mapping[str, Any], finite: bool = False) -> str:
+def _bounds_text(bounds: Mapping[str, Any], infinite: bool) -> str:
     """Bounds in words, to be put behind what an argument takes: ", at least 0 and below 1".
 
-    With `finite` it also says that the number must be finite. It is empty if there is nothing to
-    say.
+    It also says that the number must be finite, unless an `infinite` one is taken too or an upper
+    bound says so already. It is empty if there is nothing to say.
     """
     words: list[str] = []
-    if finite:
+    bounded_above = bounds.get("most") is not None or bounds.get("below") is not None
+    if not infinite and not bounded_above:
         words.append("finite")
     for name, kind_of_bound in _BOUNDS.items():
         bound = bounds.get(name)
