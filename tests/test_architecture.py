@@ -78,7 +78,7 @@ ALLOWED = {
         "layouts._flax_rules",
         *(f"modeling.{name}" for name in ("_flax", "_naming", "_flax_names", "_layers")),
     },
-    "orbax": {"train._checkpoint", "train._checkpoint_reading"},
+    "orbax": {"train._checkpoint"},
     "chex": set(),
 }
 
