@@ -174,6 +174,7 @@ class Checkpoints:
             optional=True,
         )
         _check_json(data, about)
+        # Whether the folder is still this run's is agreed on before anything is written to it.
         self._occupied.check_together()
         self.wait()
         # Not before the first save: an object that only reads leaves the folder as it is.
@@ -269,6 +270,7 @@ class Checkpoints:
         release = check.boolean("restore", "release", release)
         candidates = self._steps_to_read(step)
         failures = []
+        # The newest first.
         for candidate in reversed(candidates):
             try:
                 restored = self._reader.read(candidate, like, release)
@@ -434,6 +436,7 @@ class Checkpoints:
         Threads of Orbax may write on for a while, and fail as the first one did. What is left then
         is nobody's checkpoint.
         """
+        # The error that is told is the first one, and not that of a thread which fails later.
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
         self._occupied.check()

@@ -117,6 +117,7 @@ class CheckpointReader:
         for path, leaf in named_leaves(stored_state):
             leaves.append(as_leaf(leaf, wanted[path], arrays_read.get(path)))
         state = jax.tree.unflatten(jax.tree.structure(stored_state), leaves)
+        # Layers in the order of this strategy, and errors for as many workers as there are now.
         state = from_saved(state, abstract_like)
         self._check_step(step, int(state.step))
         return Restored(state, step, of_this_process(content["processes"], step), content["about"])

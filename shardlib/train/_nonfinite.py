@@ -110,12 +110,14 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
     '`x` of the batch is not finite in example 3, microbatch 1 on device 0 of process 0'
     """
     for path, leaf in named_leaves(batch):
+        # Whole numbers, tokens for instance, are always finite.
         if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         for shard in leaf.addressable_shards:
             row = _first_nonfinite_row(shard.data)
             if row is None:
                 continue
+            # A shard that is not split has a slice without a start.
             example = (shard.index[0].start or 0) + row
             where = f"device {shard.device.id} of process {shard.device.process_index}"
             if strategy.microbatches > 1:

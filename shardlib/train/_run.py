@@ -125,9 +125,11 @@ class Run:
         if checkpoints is None or checkpoints.latest() is None:
             self._require_arrays(state, checkpoints)
             return state
+        # Before restoring, which then finds the one before it to be the newest.
         abandoned = self._abandon_checkpoint(checkpoints)
         # What is read takes the place of what was given.
         restored = checkpoints.restore(state, release=True)
+        # Without a place in the data, examples would be learned from twice.
         if restored.data is None:
             raise ValueError(
                 f"The checkpoint of step {restored.step} in {checkpoints.folder} says nothing of "
@@ -185,6 +187,7 @@ class Run:
         Attempts are counted by the checkpoint they went on from: after `FAILURES` of them the next
         one begins at the checkpoint before it.
         """
+        # A run that began at its first step has no checkpoint to blame.
         if jax.process_index() == 0 and self.resumed_step is not None:
             assert self.folder is not None
             self.held.check()
@@ -220,6 +223,7 @@ class Run:
     def _take_step(self, state: State, done: int, profile: Profile) -> State:
         """Give the devices one more step, and settle those that are far enough behind it."""
         batch = self._next_batch(done)
+        # Neither counted nor begun: this is the attempt's first step.
         if not self.speed.started and not self.in_flight:
             self._prepare_first_step(state, batch, done)
         step = done + 1
@@ -340,11 +344,15 @@ class Run:
         else:
             self.nonfinite_in_a_row = 0
         if step % self.loop.log_every == 0 or step == self.loop.steps:
-            # A schedule is asked with how many steps were taken before this one.
-            watched = {name: float(value(step - 1)) for name, value in self.watch.items()}
-            speed = self.speed.read(self.loop.steps - step)
-            check_names(metrics.recorded, watched, speed)
-            self._record({"step": step, **metrics.recorded, **watched, **speed})
+            self._record_step(step, metrics.recorded)
+
+    def _record_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a step, with the numbers that are watched and the speed."""
+        # A schedule is asked with how many steps were taken before this one.
+        watched = {name: float(value(step - 1)) for name, value in self.watch.items()}
+        speed = self.speed.read(self.loop.steps - step)
+        check_names(metrics, watched, speed)
+        self._record({"step": step, **metrics, **watched, **speed})
 
     def _report_nonfinite(self, step: int, metrics: StepMetrics, batch: Any) -> None:
         """Note a step whose gradient is not finite, with what is known of the cause.

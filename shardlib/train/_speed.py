@@ -92,6 +92,7 @@ class Speed:
         `left` steps are to come, and the seconds they will take are among the numbers. The result
         is empty if no step was counted.
         """
+        # Steps that ended within one tick of the clock have no speed either.
         if not self.seconds:
             return {}
         rate, per_step = self.units / self.seconds, self.seconds / self.steps
