@@ -27,10 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import random as extend_random
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 
 _PREFIX = "rows_of_"
 THREEFRY = "threefry2x32"
@@ -137,7 +138,7 @@ def raw_keys(jaxpr: Jaxpr, paths: Sequence[str | None]) -> dict[str, None]:
         if equation.primitive.name == "random_wrap":
             raw.update(dict.fromkeys(paths_read))
             continue
-        for inner in _inner_jaxprs(equation):
+        for inner in map(open_jaxpr, held_functions(equation)):
             # The first operand of a `cond` says which branch, and is no input of the branches.
             extra = len(read) - len(inner.invars)
             if extra >= 0:
@@ -156,21 +157,6 @@ def _paths_read(equation: Any, path_of: Mapping[Any, str]) -> list[str | None]:
         # Literals have no hash.
         paths.append(None if isinstance(atom, Literal) else path_of.get(atom))
     return paths
-
-
-def _inner_jaxprs(equation: Any) -> list[Jaxpr]:
-    """The traced functions among the parameters of an operation: bodies of loops, branches."""
-    inner_jaxprs = []
-    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, ClosedJaxpr):
-            value = value.jaxpr
-        if isinstance(value, Jaxpr):
-            inner_jaxprs.append(value)
-    return inner_jaxprs
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
 def describe_raw_keys(paths: Iterable[str]) -> str:

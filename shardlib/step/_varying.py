@@ -19,7 +19,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.modeling._random import is_row_key, rows_of
-from shardlib.tracing._jaxpr import scan_parts
+from shardlib.tracing._jaxpr import every_equation, open_jaxpr, scan_parts
 
 Axes = frozenset[str]
 
@@ -160,8 +160,7 @@ def _inner(parameters: Any) -> Jaxpr | None:
     """The jaxpr that an equation calls, if it calls one."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in parameters:
-            inner = parameters[name]
-            return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            return open_jaxpr(parameters[name])
     return None
 
 
@@ -169,19 +168,14 @@ def _as_tuple(axes: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
 
 
-def sends_between(jaxpr: ClosedJaxpr | Jaxpr, axes: Iterable[str]) -> bool:
+def sends_between(jaxpr: ClosedJaxpr, axes: Iterable[str]) -> bool:
     """Whether a traced function has a collective over one of the axes."""
     axes = set(axes)
-    inner = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    for equation in inner.eqns:
+    for equation in every_equation(jaxpr.jaxpr):
         parameters = equation.params
         over = _as_tuple(parameters.get("axes", parameters.get("axis_name")))
         if equation.primitive.name in _SENDS and not axes.isdisjoint(over):
             return True
-        for parameter in parameters.values():
-            for value in _as_tuple(parameter):
-                if isinstance(value, Jaxpr | ClosedJaxpr) and sends_between(value, axes):
-                    return True
     return False
 
 

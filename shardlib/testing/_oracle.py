@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from shardlib._tree import map_named, named_leaves
 from shardlib.modeling._batch import weighted_mean
@@ -27,6 +27,7 @@ from shardlib.step._layer_order import reordered
 from shardlib.step._state import State
 from shardlib.step._step import Step, train_step
 from shardlib.step._strategy import Strategy
+from shardlib.tracing._jaxpr import every_equation
 
 Arrays = dict[str, np.ndarray]
 """What a step gave, of one kind, by path."""
@@ -268,18 +269,9 @@ def _narrowest_unit(jaxpr: Jaxpr) -> float:
 def _float_dtypes(jaxpr: Jaxpr) -> set[Any]:
     """The real and complex dtypes of all results in a traced function, and in those it calls."""
     dtypes: set[Any] = set()
-    for equation in jaxpr.eqns:
+    for equation in every_equation(jaxpr):
         for var in equation.outvars:
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
                 dtypes.add(dtype)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if isinstance(inner, ClosedJaxpr):
-                inner = inner.jaxpr
-            if isinstance(inner, Jaxpr):
-                dtypes |= _float_dtypes(inner)
     return dtypes
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)

@@ -170,9 +170,8 @@ def _evaluate_stretch(
 
 def _body_of_call(equation: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """The jaxpr that a call holds and its constants; a `checkpoint` holds one without any."""
-    body, constants = equation.params["jaxpr"], []
-    if isinstance(body, ClosedJaxpr):
-        body, constants = body.jaxpr, body.consts
+    function = equation.params["jaxpr"]
+    body, constants = open_jaxpr(function), getattr(function, "consts", [])
     # JAX traces a function once for several calls. What it traced for another call has no line
     # that would be true of this one, so it is given the line of the call.
     if not any(map(line_of, body.eqns)):
@@ -184,13 +183,28 @@ def every_equation(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations of a jaxpr and, after each, those that it holds: loops, branches, calls."""
     for equation in jaxpr.eqns:
         yield equation
-        for parameter in equation.params.values():
-            # The branches of a `cond` come as a tuple.
-            held = parameter if isinstance(parameter, tuple | list) else (parameter,)
-            for function in held:
-                inner = function.jaxpr if isinstance(function, ClosedJaxpr) else function
-                if isinstance(inner, Jaxpr):
-                    yield from every_equation(inner)
+        for function in held_functions(equation):
+            yield from every_equation(open_jaxpr(function))
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is a traced function: a jaxpr, with its constants or without."""
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def open_jaxpr(function: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """The jaxpr of a traced function, without its constants."""
+    return function.jaxpr if isinstance(function, ClosedJaxpr) else function
+
+
+def held_functions(equation: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """The traced functions that an equation holds: bodies of loops, branches, what it calls.
+
+    Primitives keep them as parameters of their own names, some in tuples, as a `cond` its branches.
+    """
+    for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_function):
+        if is_function(value):
+            yield value
 
 
 def relocated(jaxpr: Jaxpr, traceback: Any, deep: bool) -> Jaxpr:

@@ -11,9 +11,9 @@ Nothing is evaluated here: these functions read equations and say what is there.
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import CALLS, JITS, scan_parts, variables
+from shardlib.tracing._jaxpr import CALLS, JITS, open_jaxpr, scan_parts, variables
 from shardlib.tracing._region import WeightSlice
 
 MARK = "shardlib_layer"
@@ -64,8 +64,7 @@ def _position_of(atoms: Sequence[Any], var: Any) -> int:
 
 def _jaxpr_of_call(equation: Any) -> Jaxpr:
     """The jaxpr that a call holds: `jit` has a closed one and `checkpoint` an open one."""
-    inner = equation.params["jaxpr"]
-    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    return open_jaxpr(equation.params["jaxpr"])
 
 
 def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:

@@ -31,7 +31,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib.layouts._rules import as_tuple, spec_axes
-from shardlib.tracing._jaxpr import evaluate, scan_parts
+from shardlib.tracing._jaxpr import evaluate, is_function, open_jaxpr, scan_parts
 from shardlib.tracing._lookup_forms import (
     FREE,
     LookupInParts,
@@ -203,9 +203,9 @@ class _Rewriting:
             return self.scan(equation, operands), outputs
         changed: dict[str, Any] = {}
         for key, value in equation.params.items():
-            if _is_jaxpr(value):
+            if is_function(value):
                 changed[key], outputs = self.held(value, operands, outputs)
-            elif isinstance(value, tuple) and value and all(map(_is_jaxpr, value)):
+            elif isinstance(value, tuple) and value and all(map(is_function, value)):
                 # The branches of a `cond`, whose first operand says which one it is.
                 branches = [self.held(branch, operands[1:], outputs)[0] for branch in value]
                 changed[key] = tuple(branches)
@@ -239,7 +239,7 @@ class _Rewriting:
         If its inputs are not the operands one by one, as with the two functions of a `while`, each
         may be any of them.
         """
-        inner = function.jaxpr if isinstance(function, ClosedJaxpr) else function
+        inner = open_jaxpr(function)
         is_aligned = len(inner.invars) == len(operands)
         if not is_aligned:
             operands = [_Value(any(value.varies for value in operands))] * len(inner.invars)
@@ -267,7 +267,3 @@ def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)
