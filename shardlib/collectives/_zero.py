@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
-from shardlib.layouts._rules import as_tuple, counts_layers, keep_axes, spec_axes
+from shardlib.layouts._rules import as_tuple, counts_layers, keep_axes, parts_over, spec_axes
 
 STAGES: dict[str, int] = {
     "NO_SHARD": 0,
@@ -149,7 +149,7 @@ def split_further(
         return Split(spec, reason=f"small: {elements:,} elements", layer=elements)
 
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    parts = math.prod(mesh_shape[axis] for axis in free)
+    parts = parts_over(mesh_shape, free)
     candidates = []
     for d, entry in enumerate(entries):
         is_whole = all(mesh_shape[axis] == 1 for axis in as_tuple(entry))

@@ -35,7 +35,7 @@ from shardlib.experts._dispatch import FORMS, Form, dispatch
 from shardlib.experts._routing import Choices, Router, places, z_loss
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple
+from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, parts_over
 from shardlib.modeling._batch import WeightedMean, manual_over_all
 from shardlib.modeling._random import is_key
 
@@ -235,7 +235,7 @@ def _expert_axes(count: int) -> _ExpertAxes:
             "leave all to the partitioner, `Strategy(manual=())`, or split the experts over fewer."
         )
     automatic = tuple(axis for axis in axes if axis not in manual)
-    return _ExpertAxes(manual, automatic, math.prod(mesh.shape[axis] for axis in manual))
+    return _ExpertAxes(manual, automatic, parts_over(mesh.shape, manual))
 
 
 class _Exchange(NamedTuple):
@@ -327,7 +327,7 @@ def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Ex
     )
     experts = _expert_axes(count)
     batch = tuple(axis for axis in rules.batch_axes if axis not in mesh.manual_axes)
-    rows = math.prod(mesh.shape[axis] for axis in batch)
+    rows = parts_over(mesh.shape, batch)
     return _Exchange(experts, batch, width.spec[0], rows, True)
 
 

@@ -12,7 +12,6 @@ arrays are parts already. Names say which dims these axes split, so that sums ov
 every device that has a part of it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, say
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import AxisRules, as_tuple
+from shardlib.layouts._rules import AxisRules, as_tuple, parts_over
 
 Names: TypeAlias = Sequence[str | None]
 
@@ -49,7 +48,7 @@ class ArrayLayout:
         sizes = mesh_of_shards().shape
         shape = []
         for size, entry in zip(self.shape, self.spec, strict=True):
-            shape.append(size // math.prod(sizes[axis] for axis in as_tuple(entry)))
+            shape.append(size // parts_over(sizes, as_tuple(entry)))
         return tuple(shape)
 
     @property
@@ -58,7 +57,7 @@ class ArrayLayout:
         sizes = mesh_of_shards().shape
         shape = []
         for size, axes in zip(self.local_shape, self.axes, strict=True):
-            shape.append(size * math.prod(sizes[axis] for axis in axes))
+            shape.append(size * parts_over(sizes, axes))
         return tuple(shape)
 
     def broadcasting(self, shape: tuple[int, ...]) -> "ArrayLayout":

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collectives._compressed import Errors, Pieces
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
-from shardlib.layouts._rules import keep_axes, spec_axes
+from shardlib.layouts._rules import keep_axes, parts_over, spec_axes
 from shardlib.optimizers._local import Local
 
 ErrorsByPath = dict[str, Errors]
@@ -230,7 +230,7 @@ class _Exchanged:
     ) -> Iterator[jax.Array]:
         """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-        count = math.prod(self.sizes[axis] for axis in shared)
+        count = parts_over(self.sizes, shared)
         rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         part = lax.psum(rows[lax.axis_index(shared)], over)
         whole = lax.all_gather(part, shared, axis=0, tiled=True)
@@ -245,7 +245,7 @@ class _Exchanged:
         """
         own: list[jax.Array] = []
         for i in self.members:
-            workers = math.prod(self.sizes[axis] for axis in self.over[i])
+            workers = parts_over(self.sizes, self.over[i])
             own.append(sums[i].astype(jnp.float32) * workers)
         return own
 
@@ -370,6 +370,6 @@ def _square(x: jax.Array) -> jax.Array:
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
     """How a device's shard of a parameter's gradient is cut for the exchange."""
     over, split = exchange.over(parameter), spec_axes(parameter.stored)
-    elements = math.prod(parameter.shape) // math.prod(sizes[axis] for axis in split)
+    elements = math.prod(parameter.shape) // parts_over(sizes, split)
     shared = math.prod(size for axis, size in sizes.items() if axis not in (*over, *split))
-    return Pieces(elements, shared, math.prod(sizes[axis] for axis in over))
+    return Pieces(elements, shared, parts_over(sizes, over))

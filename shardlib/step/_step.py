@@ -17,7 +17,6 @@ parameter.
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
+from shardlib.layouts._rules import parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._exchange import Sender
@@ -225,7 +225,7 @@ def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
     if device.platform not in ("gpu", "cuda"):
         return None
     exchange = strategy.exchange.within
-    parts = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.zero_axes)
+    parts = parts_over(strategy.device_mesh.shape, strategy.zero_axes)
     limits = {
         "all_reduce": exchange.bucket_bytes,
         # The compiler counts the output of a scatter, which is one part of the bucket.

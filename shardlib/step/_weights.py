@@ -11,7 +11,6 @@ With `Exact(overlap=True)` the gradients of large parameters are reduced in the 
 `docs/gradients.md` explains how that is done to a loss that is written with whole weights.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +23,7 @@ from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import constrain
-from shardlib.layouts._rules import as_tuple, keep_axes, spec_axes
+from shardlib.layouts._rules import as_tuple, keep_axes, parts_over, spec_axes
 from shardlib.step._precision import cast
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
@@ -192,7 +191,7 @@ class StepParameter:
         """Into how many parts an entry of a spec splits a dim over the data axes."""
         sizes = self.strategy.device_mesh.shape
         data = [axis for axis in as_tuple(entry) if axis in self.strategy.data_axes]
-        return math.prod(sizes[axis] for axis in data)
+        return parts_over(sizes, data)
 
     @property
     def _compute(self) -> Any:

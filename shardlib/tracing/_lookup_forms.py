@@ -10,7 +10,6 @@ operand is; `_lookups` says which equation gets which:
 Scatters and sorts only need the third.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib.layouts._rules import spec_axes
+from shardlib.layouts._rules import parts_over, spec_axes
 from shardlib.tracing._jaxpr import relocated
 from shardlib.tracing._row_gradients import wide
 
@@ -192,7 +191,7 @@ def _axes_of_indices(
     split = tuple(axis for axis in mesh.auto_axes if axis in batch_axes and axis not in used)
     indices = equation.invars[1].aval
     # A single index has no dim of examples: its last dim counts the dims that it selects from.
-    if indices.ndim > 1 and indices.shape[0] % math.prod(mesh.shape[axis] for axis in split) == 0:
+    if indices.ndim > 1 and indices.shape[0] % parts_over(mesh.shape, split) == 0:
         return split
     return None
 

@@ -5,7 +5,6 @@ and their processes. A *worker* is what has examples of its own: one device, or 
 compute the same examples together. Each worker cuts its part of the batch into microbatches.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib._tree import named_leaves
+from shardlib.layouts._rules import parts_over
 from shardlib.machine._agreement import gather_texts
 from shardlib.step._strategy import Strategy
 
@@ -56,7 +56,7 @@ def describe_losses(count: int, number: int, strategy: Strategy) -> str:
 def _count_workers(strategy: Strategy) -> int:
     """How many workers a strategy's mesh has: the product of its data axes."""
     sizes = strategy.device_mesh.shape
-    return math.prod(sizes[axis] for axis in strategy.data_axes)
+    return parts_over(sizes, strategy.data_axes)
 
 
 def _devices_of(worker: int, strategy: Strategy) -> Sequence[Any]:
