@@ -21,7 +21,7 @@ from shardlib.data._blocks import BLOCK_BYTES, Digests
 from shardlib.data._corpus import Corpus, Reading, Source
 from shardlib.data._documents import read_documents
 from shardlib.data._files import left_out
-from shardlib.data._progress import Progress, say
+from shardlib.data._progress import Progress, log
 from shardlib.data._seals import PARTS, SUMS, sealed_names, sha256sum
 from shardlib.data._tokenizer import Tokenizer, learn_tokenizer, learned_size, read_tokenizer
 from shardlib.data._tokens import stored_tokenizer, tokenizer_of_store
@@ -93,7 +93,7 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
     finally:
         progress.close()
     for one in reading.skipped.values():
-        say(str(one))
+        log(str(one))
 
 
 def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardlib._lock import POLL_SECONDS, Other, hold
-from shardlib.data._progress import say
+from shardlib.data._progress import log
 
 _DEAD_SECONDS = 60.0  # of no beat: a file server may be slow, a builder may sit in one long call
 _WHY = {"dead": "is dead", "stalled": "has given no sign of life for long"}
@@ -45,12 +45,12 @@ def _wait(lock: Path, what: str) -> None:
     while (found := other.look(_DEAD_SECONDS)) != "gone":
         if found in ("dead", "stalled"):
             if other.take_away():
-                say(f"{other.name}, which held {lock}, {_WHY[found]}; taking over")
+                log(f"{other.name}, which held {lock}, {_WHY[found]}; taking over")
                 _discard(lock, other.nonce)
             return
         if not said and time.monotonic() - start > 1:
             said = True
-            say(f"waiting for {other.name}, which is {what}")
+            log(f"waiting for {other.name}, which is {what}")
         time.sleep(POLL_SECONDS)
 
 

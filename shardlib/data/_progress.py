@@ -13,7 +13,7 @@ _FRAME_SECONDS = 0.1
 _WIDTH = 24
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """One line for people, on the standard error."""
     sys.stderr.write(f"shardlib.data: {text}\n")
     sys.stderr.flush()
@@ -41,7 +41,7 @@ class Progress:
             sys.stderr.flush()
             self.drawn = True
         else:
-            say(text)
+            log(text)
 
     def close(self) -> None:
         """Take the bar away."""

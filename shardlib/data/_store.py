@@ -28,7 +28,7 @@ from shardlib.data._checks import expanded, path_text, shown
 from shardlib.data._claim import claim
 from shardlib.data._corpus import Corpus, Skipped, Source
 from shardlib.data._files import find_files
-from shardlib.data._progress import say
+from shardlib.data._progress import log
 from shardlib.data._seals import PARTS, is_plain_file, unsealed
 from shardlib.data._tokenizer import read_tokenizer, tokenizer_file
 from shardlib.data._tokens import Prepared, Tokens
@@ -64,7 +64,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
             return opened
         if opened and opened != damage:
             damage = opened
-            say(f"{folder} is damaged, {damage}; it is made anew")
+            log(f"{folder} is damaged, {damage}; it is made anew")
         lock = folder.with_suffix(".lock")
         with contextlib.suppress(FileNotFoundError):
             if not is_plain_file(lock):  # as a lock, it would be waited for without end
@@ -83,7 +83,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
                 except FileNotFoundError:
                     if scratch.exists():
                         raise
-                    say(f"{folder} is being made by another, which took this process for dead")
+                    log(f"{folder} is being made by another, which took this process for dead")
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:

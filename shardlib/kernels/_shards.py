@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, say
+from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, warn
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import AxisRules, as_tuple, parts_over
 
@@ -130,7 +130,7 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
             'op takes sizes that its axes divide; `rules.indivisible(name="replicate")` lays such '
             "a dim out whole."
         )
-    say(resolution.said)
+    warn(resolution.said)
     axes = []
     for manual_axes, entry in zip(manual, resolution.spec, strict=True):
         axes.append((*manual_axes, *as_tuple(entry)))

@@ -269,7 +269,7 @@ def shard(x: jax.Array, *names: Any) -> jax.Array:
         what="the annotated array",
         manual=frozenset(mesh.manual_axes),
     )
-    say(resolution.said)
+    warn(resolution.said)
     if resolution.padded_shape == x.shape:
         return constrain(x, resolution.spec)
     return _constrain_padded(x, resolution)
@@ -380,7 +380,7 @@ def _mesh_outside_traces() -> Mesh | None:
         return None
 
 
-def say(remarks: tuple[str, ...]) -> None:
+def warn(remarks: tuple[str, ...]) -> None:
     """Warn of what policies did, once per place that asked for it.
 
     The warning points at what called the function that calls this one.

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
-from shardlib.layouts._annotate import say
+from shardlib.layouts._annotate import warn
 from shardlib.layouts._placement import Placement, by_names, place
 from shardlib.layouts._relate import relate
 from shardlib.layouts._rules import AxisRules
@@ -143,13 +143,13 @@ def init(
         check_relations(relations, dict(named_leaves(opt_state)), strategy)
         check_state(strategy, names, relations, dict(named_leaves(opt_state)))
         for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
-            say(remarks(path, leaf, names.get(path), layout.rules, mesh.shape))
+            warn(remarks(path, leaf, names.get(path), layout.rules, mesh.shape))
         check_data_axes(
             dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy
         )
         check_layer_pattern(strategy, [path for path, _ in named_leaves(parameters)])
         check_stacked(strategy, names)
-        say(describe_nothing_split(strategy, layout.splits(parameters)))
+        warn(describe_nothing_split(strategy, layout.splits(parameters)))
         specs = state_specs(State(*shapes, layout=layout))
         shardings = tuple(
             jax.tree.map(lambda spec: NamedSharding(mesh, spec), getattr(specs, one.name))
@@ -232,7 +232,7 @@ def _checked_placement(
     """
     check_names(names, leaves, rules)
     for path, leaf in leaves.items():
-        say(remarks(path, leaf, names.get(path), rules, mesh.shape))
+        warn(remarks(path, leaf, names.get(path), rules, mesh.shape))
     return by_names(names, rules, mesh.shape)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlib._tree import named_leaves
-from shardlib.layouts._annotate import say
+from shardlib.layouts._annotate import warn
 from shardlib.layouts._rules import EXPERTS, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
@@ -170,7 +170,7 @@ def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
     others = len(traced.rest) + len(traced.examples)
     wide = widened(traced.jaxpr, narrowed + [None] * others, jnp.dtype(compute).itemsize)
     if wide:
-        say((describe_widened(wide, compute),))
+        warn((describe_widened(wide, compute),))
 
 
 def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
@@ -183,7 +183,7 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
     for value, fact in zip(traced.values, known, strict=False):
         remark = describe_coupled(value.name, fact, value.weighted, strategy.microbatches)
         if remark:
-            say((remark,))
+            warn((remark,))
             return  # more often than not, other remarks have the same cause
 
 

@@ -32,7 +32,7 @@ import jax
 from shardlib._lock import TakenError
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
-from shardlib.layouts._annotate import say
+from shardlib.layouts._annotate import warn
 from shardlib.machine._agreement import gather_texts
 from shardlib.step._errors import saved
 from shardlib.step._state import State
@@ -277,7 +277,7 @@ class Checkpoints:
             except UnreadableError as error:
                 failures.append(f"step {candidate}: {error}")
                 if step is None:
-                    say(
+                    warn(
                         (
                             f"The checkpoint of step {candidate} in {self.folder} cannot be used: "
                             f"{error}. The one before it is tried; if that is good, this one is "
@@ -351,7 +351,7 @@ class Checkpoints:
                 try:
                     self._deleting.append(begin_to_delete(self.folder, step))
                 except OSError as error:
-                    say(
+                    warn(
                         (
                             f"The checkpoint of step {step} in {self.folder} could not be deleted: "
                             f"{error}.",
@@ -384,7 +384,7 @@ class Checkpoints:
                 f"Left by a save that did not end, in {self.folder}, and could not be deleted: "
                 f"{failure}."
             )
-        say(tuple(remarks))
+        warn(tuple(remarks))
         gather_texts("")  # until it is done
 
     def _check_room(self, step: int, needed: int) -> None:
