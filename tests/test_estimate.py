@@ -152,7 +152,7 @@ def test_the_readmes_example_is_within_what_the_docs_say(monkeypatch):
     assert of_kept <= 0.05 and of_whole <= 0.11
 
 
-ROWS = ("parameters, state, gradients, activations", "the whole at its fullest")
+ROWS = ("parameters, state, gradients, activations", "total at the peak")
 
 
 def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequence():
