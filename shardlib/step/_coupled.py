@@ -10,44 +10,53 @@ The walk below follows which dims of each value hold examples (`Rows`). Reducing
 gives a *total*, which may be added, scaled and returned. A total that has been added up over all
 devices, as `sl.batch_mean` does, is a constant to the walk. Whatever else is made of a total is
 *coupled*. Unknown operations are given the benefit of the doubt: the walk warns, it does not prove.
+
+    rows  --- sum over examples --->  total  --- psum over all data axes --->  constant
+      |                                 |
+      '-- sort, argmax, prod ... ---.   '-- times rows, divided by a total, exp, compared ... --.
+                                    v                                                           v
+                                 coupled  (once coupled, whatever is made of it is coupled too)
+
+This file walks through functions, loops, branches and collectives. The rules for single operations
+are in `_example_rules` and `_example_moves`, the facts themselves in `_examples`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.modeling._random import is_row_key, rows_of
+from shardlib.modeling._random import is_row_key
+from shardlib.step._example_moves import MOVE_RULES
 from shardlib.step._example_rules import (
     REDUCTIONS,
     SAME_SHAPE_ALONG_AXIS,
     along_axis,
     chosen_by,
-    couple,
     elementwise,
     located,
     of_totals,
     reduced_over,
-    unknown,
 )
 from shardlib.step._examples import (
     CONSTANT,
+    Coupling,
     Fact,
-    Factor,
-    factors_of,
     has_row,
     joined,
     one_of,
-    plain,
-    reshaped,
     resized,
     stacked,
-    with_examples,
-    with_rows,
 )
 from shardlib.tracing._jaxpr import line_of, scan_parts
 
+_COLLECTIVES = {
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "ppermute",
+    "all_to_all",
+    "reduce_scatter", "psum_scatter",
+}  # fmt: skip
+
+# The collectives that finish a total of each kind: after one, all devices have that of the batch.
 _COLLECTIVE_OF = {"sum": ("psum", "psum_invariant"), "max": ("pmax",), "min": ("pmin",)}
 
 
@@ -61,371 +70,261 @@ def facts(jaxpr: ClosedJaxpr, inputs: Sequence[Fact], axes: Sequence[str]) -> li
 
 
 class _Walk:
+    """A walk through a traced function in the order of its equations.
+
+    Each method takes an equation (or a function) with the facts of its operands and returns the
+    facts of its results. Loops are walked until the facts of what they carry no longer change.
+    """
+
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
 
     def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
+        """The facts of the outputs of a function.
+
+        Literals, constants of the trace and results of equations that are skipped have no entry in
+        `known`: they depend on no example.
+        """
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(atom: Any) -> Fact:
-            return CONSTANT if isinstance(atom, Literal) else known.get(atom, CONSTANT)
+        def fact_of(atom: Any) -> Fact:
+            if isinstance(atom, Literal):
+                return CONSTANT
+            return known.get(atom, CONSTANT)
 
         for equation in jaxpr.eqns:
-            given = [read(atom) for atom in equation.invars]
-            if all(fact == CONSTANT for fact in given) and not _draws(equation):
+            operands = [fact_of(atom) for atom in equation.invars]
+            # Most equations of a model touch only parameters, and need no rule. A draw by rows
+            # makes examples out of a key that has none.
+            constant = all(fact == CONSTANT for fact in operands)
+            if constant and not _draws_rows(equation):
                 continue
-            known.update(zip(equation.outvars, self.equation(equation, given), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            known.update(zip(equation.outvars, self.equation(equation, operands), strict=True))
+        return [fact_of(atom) for atom in jaxpr.outvars]
 
-    def equation(self, equation: Any, given: list[Fact]) -> list[Fact]:
+    def equation(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """The facts of the results of any equation, by whatever it is that it holds.
+
+        Equations that hold functions are walked through. The others have one rule each.
+        """
+        name = equation.primitive.name
+        if name == "scan":
+            return self.scan(equation, operands)
+        if name == "while":
+            return self.loop(equation, operands)
+        if name == "cond":
+            return self.branches(equation, operands)
+        inner = _called_function(equation)
+        if inner is not None:
+            return self.call(equation, inner, operands)
+        return self.operation(equation, operands)
+
+    def operation(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """The facts of the results of an equation that holds no function.
+
+        The order of the checks matters: what is coupled stays so, and the rules below that of
+        totals see none.
+        """
         count = len(equation.outvars)
         name = equation.primitive.name
-        held = {"scan": self.scan, "while": self.loop, "cond": self.branches}.get(name)
-        if held is not None:
-            return held(equation, given)
-        inner = _inner(equation)
-        if inner is not None:
-            return self.call(equation, inner, given)
-        if coupled := next((fact for fact in given if fact.coupled), None):
-            return [coupled] * count
-        rule: Callable[..., Fact | list[Fact]] | None = getattr(
-            self, f"_{name.replace('-', '_')}", None
-        )
+        for fact in operands:
+            if fact.coupled:
+                return [fact] * count
         if name in _COLLECTIVES:
-            return [self.collective(equation, fact) for fact in _spread(given, count)]
-        if any(fact.total for fact in given):
-            return [of_totals(equation, given)] * count
+            # A collective of several arrays has a result for each.
+            spread = operands if len(operands) == count else [operands[0]] * count
+            return [self.collective(equation, fact) for fact in spread]
+        if any(fact.total for fact in operands):
+            return [of_totals(equation, operands)] * count
+        rule = MOVE_RULES.get(name.replace("-", "_"))
         if rule is not None:
-            found = rule(equation, given)
-            return found if isinstance(found, list) else [found] * count
+            results = rule(equation, operands)
+            if isinstance(results, list):
+                return results
+            return [results] * count
         if name in SAME_SHAPE_ALONG_AXIS:
-            return [along_axis(equation, given[0], equation.params["axis"])] * count
+            return [along_axis(equation, operands[0], equation.params["axis"])] * count
         if name in REDUCTIONS:
-            return [reduced_over(equation, given[0])] * count
-        return [elementwise(equation, var, given) for var in equation.outvars]
+            return [reduced_over(equation, operands[0])] * count
+        return [elementwise(equation, var, operands) for var in equation.outvars]
 
-    # What holds functions
+    # Equations that hold functions
 
-    def scan(self, equation: Any, given: list[Fact]) -> list[Fact]:
+    def scan(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """The facts of what a `scan` carries out, and of what it stacks up.
+
+        If the scanned arrays hold examples along dim 0, the loop takes one example after the
+        other, and what it carries may be a sum over them.
+        """
         body = equation.params["jaxpr"].jaxpr
-        constants, carries = scan_parts(equation)
-        before = given[:constants]
-        carry = given[constants : constants + carries]
-        scanned = given[constants + carries :]
+        constant_count, carry_count = scan_parts(equation)
+        constants = operands[:constant_count]
+        carry = operands[constant_count : constant_count + carry_count]
+        scanned = operands[constant_count + carry_count :]
         over_examples = any(fact.rows is not None and has_row(fact.rows[0]) for fact in scanned)
-        each = [one_of(fact) for fact in scanned]
+        elements = [one_of(fact) for fact in scanned]
         while True:
-            found = self.jaxpr(body, [*before, *carry, *each])
-            grown = [
-                joined(old, new, over_examples)
-                for old, new in zip(carry, found[:carries], strict=True)
-            ]
-            if grown == carry:
+            results = self.jaxpr(body, [*constants, *carry, *elements])
+            next_carry = _all_joined(carry, results[:carry_count], over_examples)
+            if next_carry == carry:
                 break
-            carry = grown
+            carry = next_carry
         length = equation.params["length"]
-        return [*carry, *(stacked(fact, length, over_examples) for fact in found[carries:])]
+        stacks = [stacked(fact, length, over_examples) for fact in results[carry_count:]]
+        return [*carry, *stacks]
 
-    def loop(self, equation: Any, given: list[Fact]) -> list[Fact]:
-        of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-        conditions, constants = given[:of_condition], given[of_condition : of_condition + of_body]
-        carry = given[of_condition + of_body :]
+    def loop(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """The facts of what a `while` loop carries.
+
+        A loop that a reduction over examples ends couples all of it: how often it runs depends on
+        the examples together.
+        """
+        condition_count = equation.params["cond_nconsts"]
+        constant_count = condition_count + equation.params["body_nconsts"]
+        condition_constants = operands[:condition_count]
+        body_constants = operands[condition_count:constant_count]
+        carry = operands[constant_count:]
+        condition = equation.params["cond_jaxpr"].jaxpr
+        body = equation.params["body_jaxpr"].jaxpr
         while True:
-            (stops,) = self.jaxpr(equation.params["cond_jaxpr"].jaxpr, [*conditions, *carry])
-            found = self.jaxpr(equation.params["body_jaxpr"].jaxpr, [*constants, *carry])
-            if chosen := chosen_by(equation, stops):
-                return [chosen] * len(carry)
-            grown = [joined(old, new, False) for old, new in zip(carry, found, strict=True)]
-            if grown == carry:
+            (predicate,) = self.jaxpr(condition, [*condition_constants, *carry])
+            results = self.jaxpr(body, [*body_constants, *carry])
+            coupled = chosen_by(equation, predicate)
+            if coupled is not None:
+                return [coupled] * len(carry)
+            next_carry = _all_joined(carry, results, over_examples=False)
+            if next_carry == carry:
                 return carry
-            carry = grown
+            carry = next_carry
 
-    def branches(self, equation: Any, given: list[Fact]) -> list[Fact]:
-        if chosen := chosen_by(equation, given[0]):
-            return [chosen] * len(equation.outvars)
-        branches = [self.jaxpr(branch.jaxpr, given[1:]) for branch in equation.params["branches"]]
-        outputs = branches[0]
-        for other in branches[1:]:
-            outputs = [joined(one, two, False) for one, two in zip(outputs, other, strict=True)]
+    def branches(self, equation: Any, operands: list[Fact]) -> list[Fact]:
+        """The facts of what the branches of a `cond` may give, joined over all branches."""
+        predicate, *arguments = operands
+        coupled = chosen_by(equation, predicate)
+        if coupled is not None:
+            return [coupled] * len(equation.outvars)
+        first, *others = [
+            self.jaxpr(branch.jaxpr, arguments) for branch in equation.params["branches"]
+        ]
+        outputs = first
+        for other in others:
+            outputs = _all_joined(outputs, other, over_examples=False)
         return outputs
 
-    def call(self, equation: Any, inner: Jaxpr, given: list[Fact]) -> list[Fact]:
-        # Inside a `shard_map` arrays are smaller.
-        given = [resized(fact, var.aval) for fact, var in zip(given, inner.invars, strict=True)]
-        found = self.jaxpr(inner, given)
-        found = [resized(fact, var.aval) for fact, var in zip(found, equation.outvars, strict=True)]
-        # What was traced before, for another call, has no line of this one.
-        return [located(fact, line_of(equation)) for fact in found]
+    def call(self, equation: Any, inner: Jaxpr, operands: list[Fact]) -> list[Fact]:
+        """The facts of the results of a called function, such as that of `jit` or `remat`.
 
-    # What goes between devices
+        Facts are resized on the way in and out, since inside a `shard_map` arrays are smaller.
+        """
+        inputs = [resized(fact, var.aval) for fact, var in zip(operands, inner.invars, strict=True)]
+        outputs = self.jaxpr(inner, inputs)
+        results = [
+            resized(fact, var.aval) for fact, var in zip(outputs, equation.outvars, strict=True)
+        ]
+        # What was traced before, for another call, has no line of this one.
+        return [located(fact, line_of(equation)) for fact in results]
+
+    # Collectives
 
     def collective(self, equation: Any, fact: Fact) -> Fact:
-        parameters, name = equation.params, equation.primitive.name
-        over = parameters.get("axes", parameters.get("axis_name"))
-        over = set(over) if isinstance(over, list | tuple) else {over}
-        if not self.axes <= over or parameters.get("axis_index_groups") is not None:
+        """The fact of what a collective makes of a value.
+
+        Only over all axes that split the batch does it make a value that is the same everywhere:
+        the total of the whole batch, or all of its examples.
+        """
+        params, name = equation.params, equation.primitive.name
+        named = params.get("axes", params.get("axis_name"))
+        axes = set(named) if isinstance(named, list | tuple) else {named}
+        grouped = params.get("axis_index_groups") is not None
+        if grouped or not self.axes <= axes:
             return resized(fact, equation.outvars[0].aval)
         if fact.coupled:
             return fact
-        if name.startswith("all_gather") or (fact.total and name in _COLLECTIVE_OF[fact.total]):
+        completes_total = fact.total and name in _COLLECTIVE_OF[fact.total]
+        if completes_total or name.startswith("all_gather"):
             return CONSTANT
         return resized(fact, equation.outvars[0].aval)
 
-    # What moves elements
 
-    def _reshape(self, equation: Any, given: list[Fact]) -> Fact:
-        return with_rows(given[0], reshaped(given[0].rows, equation.outvars[0].aval.shape))
-
-    def _broadcast_in_dim(self, equation: Any, given: list[Fact]) -> Fact:
-        fact, places = given[0], equation.params["broadcast_dimensions"]
-        if fact.rows is None:
-            return fact
-        rows = list(plain(equation.outvars[0].aval.shape))
-        for factors, place in zip(fact.rows, places, strict=True):
-            if has_row(factors):
-                rows[place] = factors
-        return replace(fact, rows=tuple(rows))
-
-    def _transpose(self, equation: Any, given: list[Fact]) -> Fact:
-        rows = given[0].rows
-        if rows is None:
-            return given[0]
-        return replace(given[0], rows=tuple(rows[dim] for dim in equation.params["permutation"]))
-
-    def _squeeze(self, equation: Any, given: list[Fact]) -> Fact:
-        fact, gone = given[0], equation.params["dimensions"]
-        if fact.rows is None:
-            return fact
-        return with_rows(
-            fact, tuple(factors for dim, factors in enumerate(fact.rows) if dim not in gone)
-        )
-
-    def _moved(self, equation: Any, given: list[Fact]) -> Fact:
-        """Some of the elements of an array, or more of them, in the same dims."""
-        fact = given[0]
-        if fact.rows is None:
-            return unknown(equation, given)
-        return resized(fact, equation.outvars[0].aval)
-
-    _slice = _dynamic_slice = _pad = _rev = _dynamic_update_slice = _moved
-
-    def _concatenate(self, equation: Any, given: list[Fact]) -> Fact:
-        shape, dim = equation.outvars[0].aval.shape, equation.params["dimension"]
-        dims: set[int] = set()
-        for fact in given:
-            dims |= fact.dims
-        example = next((fact for fact in given if fact.rows is not None), given[0])
-        if example.rows is None:
-            return elementwise(equation, equation.outvars[0], given)
-        rows = [
-            example.rows[d] if d in dims and d != dim else ((size, False),)
-            for d, size in enumerate(shape)
-        ]
-        if dim in dims:
-            rows[dim] = ((shape[dim], True),)
-            # Several views of the same examples.
-            if len({atom.aval.shape for atom in equation.invars}) == 1:
-                rows[dim] = ((len(given), False), *example.rows[dim])
-        return replace(example, rows=tuple(rows))
-
-    def _stack(self, equation: Any, given: list[Fact]) -> Fact:
-        fact = next((one for one in given if one.rows is not None), given[0])
-        if fact.rows is None:
-            return Fact(single=any(one.single for one in given))
-        rows, axis = list(fact.rows), equation.params["axis"]
-        rows.insert(axis, ((len(given), False),))
-        return replace(fact, rows=tuple(rows))
-
-    def _gather(self, equation: Any, given: list[Fact]) -> Fact:
-        operand, indices = given
-        dims = equation.params["dimension_numbers"]
-        shape = equation.outvars[0].aval.shape
-        rows = list(plain(shape))
-        in_place = [dim for dim in range(len(shape)) if dim not in dims.offset_dims]
-        passed = [
-            dim
-            for dim in range(len(equation.invars[0].aval.shape))
-            if dim not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-        ]
-        if indices.rows is not None:
-            for place, factors in zip(in_place, indices.rows[:-1], strict=True):
-                rows[place] = factors
-        elif operand.dims - set(passed):  # examples taken by numbers that do not depend on them
-            for place in in_place:
-                rows[place] = ((shape[place], True),)
-        for place, dim in zip(dims.offset_dims, passed, strict=True):
-            if dim in operand.dims and indices.rows is None:
-                rows[place] = ((shape[place], True),)
-        return with_rows(Fact(rows=(), single=operand.single or indices.single), tuple(rows))
-
-    def _scatter(self, equation: Any, given: list[Fact]) -> Fact:
-        operand, indices, updates = given
-        if operand.rows is not None:
-            return operand
-        shape = equation.outvars[0].aval.shape
-        dims = equation.params["dimension_numbers"]
-        rows = list(plain(shape))
-        for place, dim in zip(
-            dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True
-        ):
-            if dim in indices.dims:
-                rows[place] = factors_of(indices, dim, equation.invars[1].aval.shape)
-        if any(map(has_row, rows)):
-            return Fact(rows=tuple(rows))
-        lengths = {
-            atom.aval.shape[dim]
-            for atom, fact in zip(equation.invars, given, strict=True)
-            for dim in fact.dims
-        }
-        if shape and shape[0] in lengths:  # written row by row, most likely
-            return with_examples(shape)
-        if not (indices.varies or updates.varies):
-            return operand
-        return Fact(total="sum", scaled=False, reduced=line_of(equation))
-
-    _scatter_add = _scatter
-
-    # What multiplies
-
-    def _dot_general(self, equation: Any, given: list[Fact]) -> Fact:
-        (left_summed, right_summed), (left_batch, right_batch) = equation.params[
-            "dimension_numbers"
-        ]
-        sides = ((given[0], left_summed, left_batch), (given[1], right_summed, right_batch))
-        summed = any(fact.dims & set(over) for fact, over, _ in sides)
-        free = [fact.several - set(over) - set(batch) for fact, over, batch in sides]
-        batch_rows = given[0].dims & set(left_batch) or given[1].dims & set(right_batch)
-        if (all(free) and not batch_rows) or (summed and any(free)):
-            return couple(equation, line_of(equation))
-        if summed and not batch_rows:
-            # A product with what is no example scales, as a mean by a vector of 1/n does.
-            scaled = not all(fact.varies for fact in given)
-            return Fact(total="sum", scaled=scaled, reduced=line_of(equation))
-        rows: list[tuple[Factor, ...]] = []
-        shapes = [atom.aval.shape for atom in equation.invars]
-        for left, right in zip(left_batch, right_batch, strict=True):
-            rows.append(
-                factors_of(given[0], left, shapes[0])
-                if left in given[0].dims
-                else factors_of(given[1], right, shapes[1])
-            )
-        for (fact, over, batch), shape in zip(sides, shapes, strict=True):
-            rows += [
-                factors_of(fact, dim, shape)
-                for dim in range(len(shape))
-                if dim not in (*over, *batch)
-            ]
-        return with_rows(Fact(rows=(), single=any(fact.single for fact in given)), tuple(rows))
-
-    def _conv_general_dilated(self, equation: Any, given: list[Fact]) -> Fact:
-        numbers = equation.params["dimension_numbers"]
-        images, kernel = given
-        shape = equation.outvars[0].aval.shape
-        if kernel.varies:  # the derivative to a kernel: a sum over images
-            return Fact(total="sum", scaled=False, reduced=line_of(equation))
-        if images.rows is None:
-            return images
-        if images.dims - {numbers.lhs_spec[0]}:
-            return Fact(total="sum", scaled=False, reduced=line_of(equation))
-        rows = list(plain(shape))
-        rows[numbers.out_spec[0]] = images.rows[numbers.lhs_spec[0]]
-        return replace(images, rows=tuple(rows))
-
-    # What sorts and draws
-
-    def _sort(self, equation: Any, given: list[Fact]) -> list[Fact]:
-        fact = next((one for one in given if one.varies), given[0])
-        return [along_axis(equation, fact, equation.params["dimension"])] * len(equation.outvars)
-
-    def _top_k(self, equation: Any, given: list[Fact]) -> Fact:
-        fact = given[0]
-        if fact.rows is None:
-            return fact
-        if len(fact.rows) - 1 in fact.dims:
-            return couple(equation, line_of(equation))
-        rows = (*fact.rows[:-1], ((equation.outvars[0].aval.shape[-1], False),))
-        return replace(fact, rows=rows)
-
-    def _random_bits(self, equation: Any, given: list[Fact]) -> Fact:
-        shape, keys = equation.outvars[0].aval.shape, given[0]
-        if keys.rows is not None:
-            return replace(keys, rows=(*keys.rows, *plain(shape[len(keys.rows) :])))
-        return with_examples(shape) if shape[:1] == (rows_of(equation.invars[0].aval),) else keys
-
-    _random_split = _random_bits
+def _all_joined(old: list[Fact], new: list[Fact], over_examples: bool) -> list[Fact]:
+    """What each of several values is that may have the one fact or the other."""
+    return [joined(before, after, over_examples) for before, after in zip(old, new, strict=True)]
 
 
-_COLLECTIVES = {
-    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "ppermute",
-    "all_to_all",
-    "reduce_scatter", "psum_scatter",
-}  # fmt: skip
-
-
-def _draws(equation: Any) -> bool:
+def _draws_rows(equation: Any) -> bool:
     """Whether an equation draws a row for each example."""
     return equation.primitive.name in ("random_bits", "random_split") and is_row_key(
         equation.invars[0].aval
     )
 
 
-def _spread(given: list[Fact], count: int) -> list[Fact]:
-    return given if len(given) == count else [given[0]] * count
+def _called_function(equation: Any) -> Jaxpr | None:
+    """The function that an equation calls with its own inputs, if it is of that kind.
 
-
-def _inner(equation: Any) -> Jaxpr | None:
-    """The function that an equation calls with its own inputs, if it is of that kind."""
+    A function with other numbers of inputs or outputs than the equation is something else, such as
+    the kernel of a custom call, and is not walked through.
+    """
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(name)
-        if inner is not None:
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            same = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(
-                equation.outvars
-            )
-            return inner if same else None
+        if inner is None:
+            continue
+        if isinstance(inner, ClosedJaxpr):
+            inner = inner.jaxpr
+        same_inputs = len(inner.invars) == len(equation.invars)
+        same_outputs = len(inner.outvars) == len(equation.outvars)
+        return inner if same_inputs and same_outputs else None
     return None
 
 
+# What is said about it
+
+
 def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> str:
-    """The warning that the loss, or a metric, is not a mean over examples; nothing if it is one, as
-    far as can be seen.
+    """The warning that the loss, or a metric, is not a mean over examples, or an empty text.
+
+    The text is empty if the value is such a mean as far as can be seen.
+
+    Args:
+        name: "loss", or the name of a metric.
+        fact: What the walk found out about the value.
+        weighted: Whether the value is a pair of a total and a weight.
+        accumulate: The number of microbatches, for the advice.
     """
-    what = "The loss" if name == "loss" else f"The metric `{name}`"
+    subject = "The loss" if name == "loss" else f"The metric `{name}`"
+    line = fact.reduced or "an unknown line"
     if fact.coupled:
-        found = fact.coupled
-        reduced = (
-            f", reduced at {found.reduced},"
-            if found.reduced and found.reduced != found.line
-            else ""
-        )
-        at = f" at {found.line}" if found.line else ""
-        problem = (
-            f"makes the examples depend on each other: what they have in common{reduced} goes into "
-            f"`{found.operation}`{at}"
-        )
+        problem = _coupling_in_words(fact.coupled)
     elif fact.total in ("max", "min"):
-        problem = (
-            f"is a {fact.total}imum over the examples at hand, made at "
-            f"{fact.reduced or 'an unknown line'}"
-        )
+        problem = f"is a {fact.total}imum over the examples at hand, made at {line}"
     elif fact.total and not fact.scaled and not weighted:
-        problem = (
-            f"is a sum over the examples at hand, made at {fact.reduced or 'an unknown line'}, and "
-            "not their mean"
-        )
         return (
-            f"{what} {problem}. A scalar is taken for the mean over equally many examples on each "
+            f"{subject} is a sum over the examples at hand, made at {line}, and not their mean. "
+            "A scalar is taken for the mean over equally many examples on each "
             "device and in each microbatch, so this one would depend on how many these are. Return "
             "`sl.weighted_mean(total, weight)`, whose totals are added up over devices and divided "
             "once, or a mean."
         )
     else:
         return ""
-    alone = "`sl.Strategy(manual=())`" + (", with `accumulate=1`" if accumulate > 1 else "")
+    automatic = "`sl.Strategy(manual=())`"
+    if accumulate > 1:
+        automatic += ", with `accumulate=1`"
     return (
-        f"{what} {problem}. Each device, and each microbatch, has examples of its own, so the "
+        f"{subject} {problem}. Each device, and each microbatch, has examples of its own, so the "
         "result depends on how many there are. Of a mean with unequal weights return the two sums, "
         "`sl.weighted_mean(total, weight)`. For a statistic of the whole batch use "
         "`sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which "
-        f"sees all of it: {alone}."
+        f"sees all of it: {automatic}."
+    )
+
+
+def _coupling_in_words(coupling: Coupling) -> str:
+    """The part of the warning that names the operation, its line, and that of the reduction."""
+    reduced = ""
+    if coupling.reduced and coupling.reduced != coupling.line:
+        reduced = f", reduced at {coupling.reduced},"
+    at = f" at {coupling.line}" if coupling.line else ""
+    return (
+        f"makes the examples depend on each other: what they have in common{reduced} goes into "
+        f"`{coupling.operation}`{at}"
     )

@@ -1,4 +1,12 @@
-"""What single operations do to what is known of examples; `_coupled` walks a loss by these."""
+"""What single operations do to what is known of examples; `_coupled` walks a loss by these.
+
+The rules here are about arithmetic: which operations keep a total a total (`of_totals`), what a
+reduction makes of rows (`reduced_over`), and what elementwise operations make of several arrays.
+A total T is a sum over examples. Since T of the whole batch is the sum of the T of all devices,
+
+    a * T,  T1 + T2,  T / n      are totals too, and can be added up over devices afterwards;
+    T * T,  n / T,   exp(T)      cannot: they couple the examples.
+"""
 
 import math
 from dataclasses import replace
@@ -22,9 +30,13 @@ LINEAR = {
     "rev", "slice", "dynamic_slice", "concatenate", "pad", "reduce_sum", "cumsum", "gather",
     "stack",
 }  # fmt: skip
+# Operations that make a total of several totals.
 ADDITIVE = {"add", "sub", "add_any"}
+# Operations along one dim, in which each element depends on others of that dim.
 SAME_SHAPE_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+# Reductions by a maximum or a minimum, and the kind of total that they make.
 EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
+# All operations that remove the dims in their parameter `axes`.
 REDUCTIONS = {
     "reduce_sum",
     *EXTREMES,
@@ -37,50 +49,75 @@ REDUCTIONS = {
 }
 
 
-def of_totals(equation: Any, given: list[Fact]) -> Fact:
-    """What is made of totals, perhaps together with what does not depend on examples."""
+def of_totals(equation: Any, operands: list[Fact]) -> Fact:
+    """What is made of totals, perhaps together with what does not depend on examples.
+
+    A total stays one through whatever is linear in it: the sum over devices can then be taken of
+    the result as well. Anything else couples the examples that it is a total of.
+    """
     name = equation.primitive.name
-    totals = [fact for fact in given if fact.total]
+    totals = [fact for fact in operands if fact.total]
     first = totals[0]
-    others_vary = [fact for fact in given if fact.varies]
-    if others_vary:
-        in_a_loop = all(fact.rows is None for fact in others_vary)
+    varying = [fact for fact in operands if fact.varies]
+    if varying:
+        # A loop that takes one example after the other may add each to a running sum.
+        in_a_loop = all(fact.rows is None for fact in varying)
         if name in ADDITIVE and in_a_loop and first.total == "sum":
             return first
         return couple(equation, first.reduced)
     if first.total != "sum":
-        same = name in LINEAR - {"neg"} or name == first.total
-        return (
-            first
-            if same and len({fact.total for fact in totals}) == 1
-            else couple(equation, first.reduced)
-        )
+        # The maximum of maxima is one too; the negative of a maximum is not.
+        same_kind = len({fact.total for fact in totals}) == 1
+        keeps_extreme = name in LINEAR - {"neg"} or name == first.total
+        if keeps_extreme and same_kind:
+            return first
+        return couple(equation, first.reduced)
+    return _of_sums(equation, operands, totals)
+
+
+def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:
+    """What is made of sums over examples and of constants.
+
+    Args:
+        equation: The operation.
+        operands: The facts of all its operands, none of which varies.
+        totals: Those of them that are sums.
+    """
+    name = equation.primitive.name
+    first = totals[0]
     if name in LINEAR:
         return first
-    scaled = replace(first, scaled=True)
-    numerator = given[0]
     if name in ADDITIVE:
         return replace(first, scaled=all(fact.scaled for fact in totals))
+    scaled = replace(first, scaled=True)
+    # A product of two totals, or a division by one, is not linear.
     if name in ("mul", "dot_general", "conv_general_dilated") and len(totals) == 1:
         return scaled
-    if name == "div" and len(totals) == 1 and numerator.total:
+    if name == "div" and len(totals) == 1 and operands[0].total:
         return scaled
-    if name == "select_n" and not given[0].total:
+    # The first operand of a selection chooses among the others.
+    if name == "select_n" and not operands[0].total:
         return first
-    if name in ("scatter-add", "scatter_add", "dynamic_update_slice") and not any(
-        fact.total for fact in given[1:2]
-    ):
-        return first
+    if name in ("scatter-add", "scatter_add", "dynamic_update_slice"):
+        # The indices of a scatter, or the update of a slice, are the second operand.
+        second_is_total = any(fact.total for fact in operands[1:2])
+        if not second_is_total:
+            return first
     return couple(equation, first.reduced)
 
 
 def reduced_over(equation: Any, fact: Fact) -> Fact:
+    """What a reduction makes of an array: still rows, a total, or a coupling.
+
+    A reduction that leaves some dim of examples gives sums of groups of examples, which are rows
+    too. One over all of them gives a total if it is a sum, a maximum or a minimum.
+    """
     name, axes = equation.primitive.name, set(equation.params["axes"])
     if fact.rows is None:
         return fact
-    left = tuple(factors for dim, factors in enumerate(fact.rows) if dim not in axes)
-    if not fact.dims & axes or any(map(has_row, left)):  # sums of groups of examples are rows too
-        return replace(fact, rows=left)
+    kept = tuple(factors for dim, factors in enumerate(fact.rows) if dim not in axes)
+    if not fact.dims & axes or any(map(has_row, kept)):
+        return replace(fact, rows=kept)
     if name == "reduce_sum":
         return Fact(total="sum", scaled=False, reduced=line_of(equation))
     if name in EXTREMES:
@@ -90,62 +127,86 @@ def reduced_over(equation: Any, fact: Fact) -> Fact:
 
 def along_axis(equation: Any, fact: Fact, axis: int) -> Fact:
     """An operation along one dim that keeps the shape: among examples it couples them."""
-    return couple(equation, line_of(equation)) if axis in fact.dims else fact
+    if axis in fact.dims:
+        return couple(equation, line_of(equation))
+    return fact
 
 
-def elementwise(equation: Any, var: Any, given: list[Fact]) -> Fact:
+def elementwise(equation: Any, var: Any, operands: list[Fact]) -> Fact:
+    """What an operation on corresponding elements makes of arrays, for its output `var`.
+
+    A dim of the result holds examples where one of any operand does. If two operands have theirs
+    along different dims, the operation pairs each example with each, which couples them.
+    """
     shape = getattr(var.aval, "shape", ())
     rows: list[tuple[Factor, ...]] = list(plain(shape))
-    dims: frozenset[int] | None = None
+    dims: frozenset[int] = frozenset()
     several: frozenset[int] = frozenset()
-    for atom, fact in zip(equation.invars, given, strict=True):
+    for atom, fact in zip(equation.invars, operands, strict=True):
         if fact.rows is None:
             continue
         if len(fact.rows) != len(shape):
-            return unknown(equation, given)
-        # A dim of one may be spread over a longer one by the operation itself.
-        here = frozenset(dim for dim in fact.dims if atom.aval.shape[dim] == shape[dim])
+            return unknown(equation, operands)
         if several and fact.several and not several & fact.several:
-            return couple(equation, line_of(equation))  # each example against each
-        dims, several = (dims or frozenset()) | here, several | fact.several
-        for dim in here:
+            return couple(equation, line_of(equation))
+        # A dim of one may be spread over a longer one by the operation itself.
+        full_dims = frozenset(dim for dim in fact.dims if atom.aval.shape[dim] == shape[dim])
+        dims |= full_dims
+        several |= fact.several
+        for dim in full_dims:
             rows[dim] = fact.rows[dim]
-    single = any(fact.single for fact in given)
+    single = any(fact.single for fact in operands)
     return Fact(rows=tuple(rows) if dims else None, single=single)
 
 
-def unknown(equation: Any, given: list[Fact]) -> Fact:
-    """Of an operation that the walk does not know: examples stay where a dim looks as if they
-    did.
+def unknown(equation: Any, operands: list[Fact]) -> Fact:
+    """What an operation that the walk does not know gives, guessed from the shapes.
+
+    Examples stay along the first dim that is as long in the result as in an operand, where it
+    holds examples. If there is none the result has no dim of them.
     """
     shape = equation.outvars[0].aval.shape
-    for fact in given:
+    for fact in operands:
         for dim in sorted(fact.dims):
             assert fact.rows is not None
-            size = math.prod(size for size, _ in fact.rows[dim])
-            if dim < len(shape) and shape[dim] == size:
+            length = math.prod(size for size, _ in fact.rows[dim])
+            if dim < len(shape) and shape[dim] == length:
                 rows = list(plain(shape))
                 rows[dim] = fact.rows[dim]
                 return Fact(rows=tuple(rows))
-    return Fact(single=any(fact.single for fact in given))
+    return Fact(single=any(fact.single for fact in operands))
 
 
 def couple(equation: Any, reduced: str) -> Fact:
+    """The fact that an equation couples examples.
+
+    `reduced` is the line of the reduction over examples that the equation takes, or its own.
+    """
     return Fact(coupled=Coupling(equation.primitive.name, line_of(equation), reduced))
 
 
 def located(fact: Fact, line: str) -> Fact:
-    """The fact with a line where it has none."""
+    """The fact with a line where it has none.
+
+    Equations of library functions have no line of the user's code; that of the call is the
+    nearest.
+    """
     if fact.total and not fact.reduced:
         return replace(fact, reduced=line)
-    if fact.coupled and not fact.coupled.line:
-        found = fact.coupled
-        return replace(fact, coupled=replace(found, line=line, reduced=found.reduced or line))
+    coupling = fact.coupled
+    if coupling and not coupling.line:
+        reduced = coupling.reduced or line
+        return replace(fact, coupled=replace(coupling, line=line, reduced=reduced))
     return fact
 
 
 def chosen_by(equation: Any, predicate: Fact) -> Fact | None:
-    """What a loop or a branch gives whose course a reduction over examples decides."""
+    """The coupling by a loop or a branch whose course a reduction over examples decides.
+
+    None if the predicate is no such reduction. A predicate of one example is none.
+    """
     if predicate.coupled:
         return predicate
-    return couple(equation, predicate.reduced) if predicate.total else None
+    if predicate.total:
+        return couple(equation, predicate.reduced)
+    return None
