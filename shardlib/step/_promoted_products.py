@@ -1,5 +1,10 @@
 """Weights that were given in a narrow dtype and are multiplied in a wider one: what was asked for,
 and did not happen.
+
+A strategy may give the model its weights in bfloat16. If a product takes such a weight together
+with a float32 array, JAX promotes the weight, and the product runs at the speed of float32. The
+walk below follows each weight through the trace, by the operations that only move its elements or
+cast them, to the products that take it.
 """
 
 import re
@@ -11,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from shardlib.tracing._jaxpr import line_of
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+# The results of these are taken for the weight itself. A cast is where a promotion happens.
 _MOVES = (
     "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "gather",
     "reshape", "rev",
@@ -19,51 +25,99 @@ _MOVES = (
 
 
 def widened(jaxpr: ClosedJaxpr, paths: Sequence[str | None], width: int) -> dict[str, str]:
-    """Of the inputs that have a path, those that a product takes with more than `width` bytes; the
-    line of the first.
+    """The weights that a product takes with more than `width` bytes an element, by their paths.
+
+    `paths` has an entry for each input of the function: the path of a weight, or None for an input
+    that is not followed. The values are the lines of the first such product of each weight.
     """
-    found: dict[str, str] = {}
-    for path, line in _products(jaxpr.jaxpr, paths, width):
-        found.setdefault(path, line)
-    return found
+    first_lines: dict[str, str] = {}
+    for path, line in _wide_products(jaxpr.jaxpr, paths, width):
+        first_lines.setdefault(path, line)
+    return first_lines
 
 
-def _products(jaxpr: Any, paths: Sequence[str | None], width: int) -> Iterator[tuple[str, str]]:
-    known = {var: path for var, path in zip(jaxpr.invars, paths, strict=True) if path is not None}
+def _wide_products(
+    jaxpr: Jaxpr, paths: Sequence[str | None], width: int
+) -> Iterator[tuple[str, str]]:
+    """The path of a weight and the line of a product, for each product that takes it widened.
+
+    Equations come in the order of the trace, those of called functions at their calls.
+    """
+    known: dict[Any, str] = {}
+    for var, path in zip(jaxpr.invars, paths, strict=True):
+        if path is not None:
+            known[var] = path
     for equation in jaxpr.eqns:
-        read = [None if isinstance(atom, Literal) else known.get(atom) for atom in equation.invars]
-        if not any(read):
+        operands = _paths_of(equation.invars, known)
+        weights = [path for path in operands if path is not None]
+        if not any(weights):
             continue
         name = equation.primitive.name
         if name in _PRODUCTS:
-            if max(atom.aval.dtype.itemsize for atom in equation.invars) > width:
-                yield from ((path, line_of(equation)) for path in read if path is not None)
+            widest = max(atom.aval.dtype.itemsize for atom in equation.invars)
+            if widest > width:
+                for path in weights:
+                    yield path, line_of(equation)
         elif name in _MOVES:
-            known[equation.outvars[0]] = next(filter(None, read))
+            # Of several weights in one array the first stands for all. An input that is itself the
+            # whole tree has an empty path, which names nothing.
+            known[equation.outvars[0]] = next(filter(None, weights))
         else:
-            inside = equation.params["branches"] if name == "cond" else equation.params.values()
-            of_inside = read[1:] if name == "cond" else read
-            for inner in filter(None, map(_jaxpr, inside)):
-                if len(inner.invars) == len(of_inside):
-                    # What was traced before, for another call, has no line of this one.
-                    yield from (
-                        (path, line or line_of(equation))
-                        for path, line in _products(inner, of_inside, width)
-                    )
+            yield from _wide_products_inside(equation, operands, width)
 
 
-def _jaxpr(value: Any) -> Jaxpr | None:
-    return (
-        value.jaxpr
-        if isinstance(value, ClosedJaxpr)
-        else value
-        if isinstance(value, Jaxpr)
-        else None
-    )
+def _paths_of(atoms: Sequence[Any], known: dict[Any, str]) -> list[str | None]:
+    """The path of the weight that each operand of an equation holds, or None.
+
+    Literals are never weights, and cannot be looked up: they are not hashable.
+    """
+    paths: list[str | None] = []
+    for atom in atoms:
+        if isinstance(atom, Literal):
+            paths.append(None)
+        else:
+            paths.append(known.get(atom))
+    return paths
+
+
+def _wide_products_inside(
+    equation: Any, operands: list[str | None], width: int
+) -> Iterator[tuple[str, str]]:
+    """The widened weights in the functions that an equation calls, as `_wide_products` has them.
+
+    A function with another number of inputs than the equation has operands is left out, since it
+    cannot be told which of them get the weights.
+    """
+    params = equation.params
+    if equation.primitive.name == "cond":
+        # The first operand of a `cond` chooses the branch, and is not given to it.
+        inner_values, arguments = params["branches"], operands[1:]
+    else:
+        inner_values, arguments = params.values(), operands
+    for value in inner_values:
+        inner = _as_jaxpr(value)
+        if inner is None or len(inner.invars) != len(arguments):
+            continue
+        for path, line in _wide_products(inner, arguments, width):
+            # What was traced before, for another call, has no line of this one.
+            yield path, line or line_of(equation)
+
+
+def _as_jaxpr(value: Any) -> Jaxpr | None:
+    """The function in a parameter of an equation, if the parameter is one."""
+    if isinstance(value, ClosedJaxpr):
+        return value.jaxpr
+    if isinstance(value, Jaxpr):
+        return value
+    return None
 
 
 def describe_widened(found: dict[str, str], compute: str) -> str:
-    """The warning that products are not taken in the dtype that was asked for."""
+    """The warning that products are not taken in the dtype that was asked for.
+
+    `found` is what `widened` returns, and not empty: the text names its first weight and counts
+    the others. `compute` is the dtype in which the strategy gives the weights to the model.
+    """
     path, line = next(iter(found.items()))
     more = f", and so are {len(found) - 1} others" if len(found) > 1 else ""
     at = f" at {line}" if line else ""
