@@ -54,7 +54,8 @@ def _wide_products(
             continue
         name = equation.primitive.name
         if name in _PRODUCTS:
-            widest = max(atom.aval.dtype.itemsize for atom in equation.invars)
+            inputs: list[Any] = equation.invars
+            widest = max(atom.aval.dtype.itemsize for atom in inputs)
             if widest > width:
                 for path in weights:
                     yield path, line_of(equation)
