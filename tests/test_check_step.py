@@ -90,7 +90,8 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
     return testing.check_step(make_model, optimizer, loss, given, rules, meshes=meshes, **options)
 
 
-@pytest.mark.long("too_large-loss-bf16")
+@pytest.mark.long
+@pytest.mark.sentinel("alike-loss|gradients-bf16", "one_left_out-loss|gradients-float32")
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 @pytest.mark.filterwarnings("ignore:The loss is a sum")
 @pytest.mark.parametrize(
@@ -112,6 +113,8 @@ def test_errors_are_told_from_rounding(loss, kind, precision):
         check(loss, precision=precision, steps=1)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("float32-bf16")
 @pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("bfloat16", "float32")])
 def test_rounding_is_told_from_errors(stored, precision):
     of_dtype = lambda: jax.tree.map(lambda x: x.astype(stored), make())

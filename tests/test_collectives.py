@@ -278,6 +278,7 @@ def test_asynchronous_and_fused_on_tpu():
     assert all(one.kind == "collective-permute" and one.operand_bytes < 2**18 for one in others)
 
 
+@pytest.mark.sentinel
 @pytest.mark.tpu_compiler
 def test_between_slices_of_tpus():
     mesh = mesh_of("v5e:2x2", slices=2, slice=2, data=4)

@@ -132,11 +132,7 @@ def test_json(steps):
 
 @pytest.mark.long
 @pytest.mark.sentinel(
-    "good-options0-`tpu:v9:4x4` is no target",
-    "nothing-options4-has no function and no run `nothing`; it has `step_for`",
-    "choosing-options6-needs values while it is traced",
-    "leaving-options9-ended the process",
-    "dying-options10-died (signal SIGABRT). Its last words:",
+    "good-options0-`tpu:v9:4x4` is no target", "leaving-options9-ended the process"
 )
 @pytest.mark.parametrize(
     "function, options, message",

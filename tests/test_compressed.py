@@ -32,7 +32,8 @@ def on(mesh, function, *specs, out=WHOLE):
     )
 
 
-@pytest.mark.long("Signs(scale='mean', block=2048)", "Integers(bits=8, block=16)")
+@pytest.mark.long
+@pytest.mark.sentinel("Integers(bits=4, block=256)")
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),

@@ -248,6 +248,8 @@ def test_both_forms_are_equal(router):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *found)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("300")
 @pytest.mark.parametrize("count", [3, 300, 768])
 def test_logits_of_any_number_of_experts(count):
     """Of many a few columns at a time; and the choice among equals is the first, as a sort has
@@ -357,7 +359,6 @@ def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_beside_experts(on_one_device, stage):
     """Weights that are no experts' are split over the same axis; experts are already."""

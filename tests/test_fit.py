@@ -101,6 +101,7 @@ def undisturbed(tmp_path_factory):
     return folder, bits(state), records
 
 
+@pytest.mark.long
 def test_records_are_those_of_the_steps_and_the_evaluations(undisturbed):
     _, _, records = undisturbed
     logged = [record for record in records if "loss" in record]

@@ -106,6 +106,7 @@ def assert_alike(found, expected):
     )
 
 
+@pytest.mark.long
 def test_a_pipeline_of_a_list_of_layers_steps_as_the_list_does():
     listed, _ = stepped(Listed, ALONE)
     found, _ = stepped(Model, STAGES)

@@ -157,13 +157,8 @@ SEVERAL = {
 }
 
 
-@pytest.mark.long(
-    "language_model-data=2,fsdp=2,model=2",
-    "language_model-model=2,fsdp=2,data=2",
-    "gathers-data=2,fsdp=2,model=2",
-    "gathers-model=2,fsdp=2,data=2",
-    "scatters-model=2,fsdp=2,data=2",
-)
+@pytest.mark.long
+@pytest.mark.sentinel("scatters-data=2,fsdp=2,model=2", "within-model=2,fsdp=2,data=2")
 @pytest.mark.parametrize("mesh", [THREE, "model=2,fsdp=2,data=2"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
@@ -172,7 +167,8 @@ def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
     )
 
 
-@pytest.mark.long("vocab over fsdp", "context", "two axes of data", "data last", "data between")
+@pytest.mark.long
+@pytest.mark.sentinel("presets", "table over both")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
 def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mesh, options):
     if "zero" in options:
@@ -232,7 +228,6 @@ TOKENS = {
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("sequence")
 @pytest.mark.parametrize(
     "mesh, rules, options",
     [

@@ -308,7 +308,6 @@ TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("ZBH1-changes2-options2")
 @pytest.mark.parametrize(
     ("schedule", "changes", "options"),
     [
@@ -355,7 +354,6 @@ def make_experts():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("ZBV")
 @pytest.mark.parametrize(
     "schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__
 )

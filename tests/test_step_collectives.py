@@ -166,7 +166,6 @@ def test_fsdp_by_annotation_gathers_each_layer_and_scatters_its_gradient():
     assert gathered <= 2 * whole * 1.1, "at most every weight once forward and once backward"
 
 
-@pytest.mark.sentinel
 @pytest.mark.tpu_compiler
 def test_memory_holds_parameters_and_optimizer_state_once():
     mesh = mesh_on("v5e:2x4", "data=2,model=4")

@@ -35,6 +35,7 @@ serve(lambda seed, number: {ENDS}[number], attempt)
 """
 
 
+@pytest.mark.long
 def test_every_end_of_a_case_is_counted_and_the_cases_after_it_run(tmp_path):
     (tmp_path / "part.py").write_text(PART)
     environment = _strangers.fast_compiles(1)

@@ -88,7 +88,6 @@ def test_digest_move_a_number_for_each_array_and_gather_none(platform):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_segments_add_no_collective_to_a_step(platform):
     strategy, state = abstract(platform, "data=4,model=2")
