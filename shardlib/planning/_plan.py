@@ -1,4 +1,13 @@
-"""The plan of a step: compiled for a machine that is not there, and read."""
+"""The plan of a step: compiled for a machine that is not there, and read.
+
+A plan needs no device and runs nothing. It is made in four stages:
+
+    shapes and shardings --trace, lower--> StableHLO --compile--> program --read--> memory,
+                                                                                    collectives
+
+The compiler is the target's own, so what it says is what the step will take there. Where the step
+does not fit, the plan adds advice, sorted by the bytes that it could save.
+"""
 
 import contextlib
 import dataclasses
@@ -65,27 +74,39 @@ class Plan:
 
     @property
     def sent_bytes(self) -> dict[tuple[tuple[str, ...] | None, bool], int]:
-        """What a device sends in a step, by the mesh axes that it is sent over, and whether on the
-        slow network.
+        """Bytes that a device sends in a step, by mesh axes and network.
+
+        A key is the axes that collectives run over, `None` where their groups follow no axes, and
+        whether the slow network between slices carries them.
         """
         totals: dict[tuple[tuple[str, ...] | None, bool], int] = defaultdict(int)
-        for one in self.collectives:
-            totals[one.axes, one.slow] += one.total_bytes
+        for collective in self.collectives:
+            totals[collective.axes, collective.slow] += collective.total_bytes
         return dict(totals)
 
     @property
     def overlapped_fraction(self) -> float:
-        """How much of what a device sends is under way while it multiplies matrices, as the
-        compiler has scheduled it.
+        """The share of the sent bytes that is under way while matrices are multiplied.
+
+        It is what the compiler has scheduled, by bytes and not by time, and 0 where a step sends
+        nothing.
         """
-        overlapped = sum(one.total_bytes for one in self.collectives if one.overlapped)
-        return overlapped / max(1, sum(one.total_bytes for one in self.collectives))
+        sent = overlapped = 0
+        for collective in self.collectives:
+            sent += collective.total_bytes
+            if collective.overlapped:
+                overlapped += collective.total_bytes
+        return overlapped / max(1, sent)
 
     def __str__(self) -> str:
         return report(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain values, for JSON."""
+        """The plan as plain values, for JSON.
+
+        Sizes are in bytes. `usable_bytes` is null where a device's memory has no bound, which JSON
+        cannot express; of the arrays at the fullest moment only the 20 largest are listed.
+        """
         usable = self.chip.usable_bytes
         return {
             "name": self.name,
@@ -95,28 +116,9 @@ class Plan:
             "devices": self.devices,
             "fits": self.fits,
             "usable_bytes": None if math.isinf(usable) else int(usable),
-            "memory": {
-                "kinds": self.memory.kinds,
-                "most": self.memory.most,
-                "total_bytes": self.memory.total_bytes,
-                "stated_bytes": self.memory.stated_bytes,
-                "heap_bytes": self.memory.heap_bytes,
-                "aliased_bytes": self.memory.aliased_bytes,
-                "host_bytes": self.memory.host_bytes,
-                "largest": [dataclasses.asdict(piece) for piece in self.memory.pieces[:20]],
-            },
-            "collectives": [
-                {
-                    **dataclasses.asdict(one),
-                    "sent_bytes": one.sent_bytes,
-                    "total_bytes": one.total_bytes,
-                }
-                for one in self.collectives
-            ],
-            "sent_bytes": [
-                {"axes": None if axes is None else list(axes), "slow": slow, "bytes": sent}
-                for (axes, slow), sent in self.sent_bytes.items()
-            ],
+            "memory": _memory_values(self.memory),
+            "collectives": [_collective_values(collective) for collective in self.collectives],
+            "sent_bytes": _sent_values(self.sent_bytes),
             "overlapped_fraction": self.overlapped_fraction,
             "remarks": list(self.remarks),
             "advice": list(self.advice),
@@ -131,6 +133,40 @@ class Plan:
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
         }
+
+
+def _memory_values(memory: Memory) -> dict[str, Any]:
+    """The memory of a plan as plain values, with its 20 largest arrays."""
+    return {
+        "kinds": memory.kinds,
+        "most": memory.most,
+        "total_bytes": memory.total_bytes,
+        "stated_bytes": memory.stated_bytes,
+        "heap_bytes": memory.heap_bytes,
+        "aliased_bytes": memory.aliased_bytes,
+        "host_bytes": memory.host_bytes,
+        "largest": [dataclasses.asdict(piece) for piece in memory.pieces[:20]],
+    }
+
+
+def _collective_values(collective: Collective) -> dict[str, Any]:
+    """The fields of a collective and the bytes that follow from them, as plain values."""
+    values = dataclasses.asdict(collective)
+    # These are properties, which `asdict` leaves out.
+    values["sent_bytes"] = collective.sent_bytes
+    values["total_bytes"] = collective.total_bytes
+    return values
+
+
+def _sent_values(
+    sent_bytes: dict[tuple[tuple[str, ...] | None, bool], int],
+) -> list[dict[str, Any]]:
+    """`Plan.sent_bytes` as a list, since the keys of a JSON object can only be text."""
+    values = []
+    for (axes, slow), sent in sent_bytes.items():
+        listed_axes = None if axes is None else list(axes)
+        values.append({"axes": listed_axes, "slow": slow, "bytes": sent})
+    return values
 
 
 def plan(
@@ -210,8 +246,10 @@ def plan(
 
 
 def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
-    """The step and its state, abstract, laid out on the target with the axes that the step's mesh
-    has.
+    """The step and its abstract state, laid out on the target with the axes of the step's mesh.
+
+    Without a target, or on the target's own devices, the step stays as it is and only its state
+    becomes abstract. A target with another number of devices is refused.
     """
     if not isinstance(state, State):
         raise ValueError(
@@ -245,26 +283,34 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
 
 
 def _is_of(strategy: Strategy, target: Target) -> bool:
+    """Whether the mesh of a strategy is made of exactly the target's devices.
+
+    A mesh that is given as text is one of the devices at hand, which are only those of the target
+    where that is made of CPUs.
+    """
     if isinstance(strategy.mesh, str) and target.platform != "cpu":
         return False
     return set(strategy.device_mesh.devices.flat) == set(target.devices)
 
 
 def _mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that some array of a tree lies on."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return next(
-        (
-            one.mesh
-            for one in shardings
-            if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)
-        ),
-        None,
-    )
+    """The mesh of the first leaf of a tree that is sharded over one, or `None`.
+
+    An abstract mesh does not count, because it has no devices to compile for.
+    """
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
 
 
 def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dict[str, Any]]:
-    """The platform, the datasheet, and the compiler's options."""
+    """The platform to compile for, the datasheet of its chip, and the compiler's options.
+
+    They are those of the target if there is one, else those of the mesh's devices, or of the first
+    device at hand where there is no mesh either.
+    """
     device = mesh.devices.flat[0] if mesh else jax.devices()[0]
     if target is not None:
         if mesh is None or set(mesh.devices.flat) != set(target.devices):
@@ -298,7 +344,12 @@ _NEEDS_VALUES = (
 
 
 def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], float]:
-    """The step ready to be compiled, and the path of each leaf of its arguments."""
+    """Trace and lower a step.
+
+    It returns the step ready to be compiled, the path of each leaf of its arguments, and the
+    seconds that it took. Errors that come from planning, and not from the step as such, are raised
+    as a `ValueError` which says what to change and where.
+    """
     started = time.perf_counter()
     try:
         with _whole_tracebacks():
@@ -306,28 +357,42 @@ def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], flo
             _check_constants(traced.jaxpr)
             lowered = traced.lower()
     except Exception as error:
-        where = f" at {line}" if (line := line_of_user(error)) else ""
-        if isinstance(
-            error, _NEEDS_VALUES
-        ) or "Shapes must be 1D sequences of concrete values" in str(error):
-            reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
-            raise ValueError(
-                f"The step needs values while it is traced{where}, and a plan has only shapes: "
-                f"{reason}. Choose by `jnp.where` or `jax.lax.cond`, or make what decides a "
-                "constant of the step."
-            ) from error
-        if "Unknown backend" in str(error):
-            raise ValueError(
-                f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
-                "which cannot be compiled for GPUs that are not there. Leave that out of the step "
-                "that is planned."
-            ) from error
-        raise
+        message = _lowering_message(error)
+        if not message:
+            raise
+        raise ValueError(message) from error
     return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
 
 
+def _lowering_message(error: Exception) -> str:
+    """What to tell of an error in tracing or lowering that is due to planning, else nothing."""
+    line = line_of_user(error)
+    where = f" at {line}" if line else ""
+    # JAX raises a plain `TypeError` for a shape that depends on values, known only by its text.
+    dynamic_shape = "Shapes must be 1D sequences of concrete values" in str(error)
+    if isinstance(error, _NEEDS_VALUES) or dynamic_shape:
+        reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
+        return (
+            f"The step needs values while it is traced{where}, and a plan has only shapes: "
+            f"{reason}. Choose by `jnp.where` or `jax.lax.cond`, or make what decides a "
+            "constant of the step."
+        )
+    # A callback is lowered for a backend in this process, and there is none of an absent GPU.
+    if "Unknown backend" in str(error):
+        return (
+            f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
+            "which cannot be compiled for GPUs that are not there. Leave that out of the step "
+            "that is planned."
+        )
+    return ""
+
+
 def line_of_user(error: BaseException) -> str:
-    """The last line in a traceback that is neither ours nor of something installed."""
+    """The last line in a traceback that is neither ours nor of something installed.
+
+    It is `file:line`, or an empty string where no frame is the user's. A syntax error is in the
+    file that it names, which has no frame since it never ran.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     installed = (Path(__file__).parent.parent, Path(sysconfig.get_paths()["stdlib"]))
@@ -342,20 +407,30 @@ def line_of_user(error: BaseException) -> str:
 
 
 def _check_constants(jaxpr: Any) -> None:
-    large = [one for one in _constants(jaxpr) if getattr(one, "nbytes", 0) >= _LARGEST_CONSTANT]
+    """Refuse a step that closes over large concrete arrays.
+
+    They would be compiled into the program as constants, whole on every device. Small ones, below
+    `_LARGEST_CONSTANT` bytes each, are let through.
+    """
+    large = []
+    for constant in _constants(jaxpr):
+        if getattr(constant, "nbytes", 0) >= _LARGEST_CONSTANT:
+            size = human_bytes(constant.nbytes)
+            large.append(f"{constant.dtype}{list(constant.shape)} ({size})")
     if large:
-        listed = ", ".join(
-            f"{one.dtype}{list(one.shape)} ({human_bytes(one.nbytes)})" for one in large
-        )
         raise ValueError(
-            f"The step closes over concrete arrays, {listed}, which every device would hold whole "
-            "as constants of its program. Hand them in with the state or the batch, or make them "
-            "inside the step."
+            f"The step closes over concrete arrays, {', '.join(large)}, which every device would "
+            "hold whole as constants of its program. Hand them in with the state or the batch, or "
+            "make them inside the step."
         )
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a traced function and of those that it calls."""
+    """The constants of a traced function and of those that it calls.
+
+    Functions that are called, such as branches and the bodies of loops, are parameters of their
+    equation, which may also be in a tuple or a dictionary.
+    """
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
@@ -368,8 +443,10 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
-    """What each argument is, by its path: a state's parameters, its optimizer's state and the rest
-    of it; then inputs.
+    """The kind of memory that each argument is, by its path.
+
+    The leaves of the state come first, and are told apart by the names in their paths; all leaves
+    after them are inputs.
     """
     kinds = {}
     for number, path in enumerate(paths):
@@ -383,11 +460,10 @@ def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
 
 
 def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
-    asked = any(
-        getattr(getattr(leaf, "sharding", None), "memory_kind", None) == "pinned_host"
-        for leaf in jax.tree.leaves(arguments)
-    )
-    if platform == "gpu" and asked and not memory.host_bytes:
+    """Refuse arguments in the host's memory where the compiler counts them as the device's."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+    on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
+    if platform == "gpu" and on_host and not memory.host_bytes:
         raise ValueError(
             "Some arrays of this step lie in the host's memory (`pinned_host`), which the compiler "
             "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
@@ -407,38 +483,21 @@ def _whole_tracebacks() -> Iterator[None]:
 
 
 def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
-    """What to change, the most promising first, where a step does not fit."""
-    kinds, advice = memory.kinds, []
+    """What to change, the most promising first, where a step does not fit.
+
+    Each piece of advice goes with the bytes that it is about. Those below a hundredth of the total
+    are left out, and the others are sorted by them.
+    """
+    kinds = memory.kinds
     kept = kinds["parameters"] + kinds["optimizer state"]
-    excess = human_bytes(memory.total_bytes - chip.usable_bytes)
-    if strategy is not None and strategy.remat == "none" and memory.most["activations"]:
-        saved = human_bytes(memory.most["activations"])
-        advice.append(
-            (
-                memory.most["activations"],
-                f'Recompute activations, {saved}: `Strategy(remat="full")`.',
-            )
-        )
-    working = kinds["activations"] + kinds["temporaries"]
-    largest = next(
-        (piece for piece in memory.pieces if piece.kind in ("activations", "temporaries")), None
-    )
-    where = ""
-    if largest:
-        where = (
-            f" The largest is {largest.type}, {human_bytes(largest.size)}, of "
-            f"{largest.source or 'the compiler'}."
-        )
-    advice.append(
-        (
-            working,
-            f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: "
-            f"{_smaller(strategy)}a smaller batch, or more devices along its axis.{where}",
-        )
-    )
-    advice.append((kept, _split_at_rest(human_bytes(kept), strategy)))
+    advice = [
+        *_recomputation(memory, strategy),
+        _fewer_examples(memory, strategy),
+        (kept, _split_at_rest(human_bytes(kept), strategy)),
+    ]
     if strategy is not None:
         advice += _later_stages(kinds, strategy)
+    # A lone device is the one at hand, of whose memory JAX reserves only a part by default.
     if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:
         advice.append(
             (
@@ -447,11 +506,37 @@ def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str,
                 "by default: set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
             )
         )
-    first = f"It is {excess} too much." if memory.total_bytes > chip.usable_bytes else ""
-    worth = sorted(
-        (one for one in advice if one[0] > 0.01 * memory.total_bytes), key=lambda one: -one[0]
+    worthwhile = [item for item in advice if item[0] > 0.01 * memory.total_bytes]
+    # The sort is stable: of equal sizes, what is written first above stays first.
+    worthwhile.sort(key=lambda item: -item[0])
+    texts = [text for _, text in worthwhile if text]
+    if memory.total_bytes > chip.usable_bytes:
+        excess = human_bytes(memory.total_bytes - chip.usable_bytes)
+        texts.insert(0, f"It is {excess} too much.")
+    return tuple(texts)
+
+
+def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:
+    """Advice to recompute activations, for a step of ours that keeps all of them."""
+    saved = memory.most["activations"]
+    if strategy is None or strategy.remat != "none" or not saved:
+        return []
+    return [(saved, f'Recompute activations, {human_bytes(saved)}: `Strategy(remat="full")`.')]
+
+
+def _fewer_examples(memory: Memory, strategy: Strategy | None) -> tuple[float, str]:
+    """Advice to take fewer examples at once, with the largest array that depends on them."""
+    working = memory.kinds["activations"] + memory.kinds["temporaries"]
+    text = (
+        f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: "
+        f"{_smaller(strategy)}a smaller batch, or more devices along its axis."
     )
-    return tuple(filter(None, (first, *(text for _, text in worth))))
+    for piece in memory.pieces:  # the largest comes first
+        if piece.kind in ("activations", "temporaries"):
+            source = piece.source or "the compiler"
+            text += f" The largest is {piece.type}, {human_bytes(piece.size)}, of {source}."
+            break
+    return working, text
 
 
 def _smaller(strategy: Strategy | None) -> str:
@@ -466,8 +551,10 @@ def _smaller(strategy: Strategy | None) -> str:
 
 
 def _split_at_rest(size: str, strategy: Strategy | None) -> str:
-    """How parameters and optimizer state are split further; from its first stage on ZeRO splits
-    both at rest.
+    """Advice on how to split parameters and optimizer state further.
+
+    From its first stage on, ZeRO splits both at rest over the axes of data, so that only a longer
+    axis or another one helps.
     """
     split = f"Split parameters and optimizer state, {size}, over more devices"
     rules = "rules such as `sl.rules.fsdp`"
@@ -484,11 +571,16 @@ def _split_at_rest(size: str, strategy: Strategy | None) -> str:
     return f"{split}: {first}{rules}, or a longer axis."
 
 
-def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[int, str]]:
-    """What the stages of ZeRO after the step's own would no longer hold whole."""
+def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float, str]]:
+    """Advice to take a later stage of ZeRO, with the bytes that would no longer be held whole.
+
+    Stage 2 scatters gradients as they are made, and stage 3 gathers parameters a layer at a time.
+    Stages that the strategy cannot have are left out.
+    """
     if not _data_devices(strategy):
         return []
-    advice, now = [], strategy.sharding.stage
+    advice: list[tuple[float, str]] = []
+    now = strategy.sharding.stage
     gradients, copies = kinds["gradients"], kinds["copies of parameters"]
     if now < 2 and _takes_stage(strategy, 2):
         what = (
