@@ -221,9 +221,13 @@ def plan(
     memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     strategy = step.strategy if isinstance(step, Step) else None
-    found = collectives(compiled.program, mesh)
+    step_collectives = collectives(compiled.program, mesh)
     if strategy is not None and strategy.pipeline is not None:
-        check_branches(found)
+        check_branches(step_collectives)
+    # Advice is only for a step that does not fit or that the compiler refuses.
+    advice: tuple[str, ...] = ()
+    if memory.total_bytes > chip.usable_bytes or compiled.refusal:
+        advice = _advice(memory, chip, strategy)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
         target=str(machine or f"{mesh.size if mesh else 1} {chip.name} devices"),
@@ -232,11 +236,9 @@ def plan(
         devices=mesh.size if mesh else 1,
         chip=chip,
         memory=memory,
-        collectives=found,
+        collectives=step_collectives,
         remarks=compiled.remarks,
-        advice=_advice(memory, chip, strategy)
-        if memory.total_bytes > chip.usable_bytes or compiled.refusal
-        else (),
+        advice=advice,
         prices=prices(state, strategy) if strategy is not None else (),
         estimate=estimate,
         refusal=compiled.refusal,
@@ -328,11 +330,11 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
         raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
-    return (
-        platform,
-        chip,
-        Target("gpu:h200:1x1x8").compiler_options if platform == "gpu" and absent else {},
-    )
+    # Absent GPUs need the compiler options of a GPU target, and any of them will do.
+    options: dict[str, Any] = {}
+    if platform == "gpu" and absent:
+        options = Target("gpu:h200:1x1x8").compiler_options
+    return platform, chip, options
 
 
 _LARGEST_CONSTANT = 2**20
@@ -543,11 +545,9 @@ def _smaller(strategy: Strategy | None) -> str:
     """How a step of ours takes fewer examples at a time."""
     if strategy is None:
         return ""
-    return (
-        "`Strategy(accumulate=...)`, "
-        if strategy.pipeline is None
-        else "more microbatches in the schedule, "
-    )
+    if strategy.pipeline is None:
+        return "`Strategy(accumulate=...)`, "
+    return "more microbatches in the schedule, "
 
 
 def _split_at_rest(size: str, strategy: Strategy | None) -> str:
