@@ -330,7 +330,7 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
         raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
-    # Absent GPUs need the compiler options of a GPU target, and any of them will do.
+    # Without a target to ask, absent GPUs get the compiler options of a GPU target.
     options: dict[str, Any] = {}
     if platform == "gpu" and absent:
         options = Target("gpu:h200:1x1x8").compiler_options
