@@ -24,7 +24,9 @@ from shardlib.layouts._rules import BATCH, keep_axes
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._jaxpr import evaluate
 
+# Parameters of equations that are functions themselves: rules of derivatives, traced when needed.
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+# Collectives that take any number of axes, also none.
 _SUMS = ("psum", "psum_invariant", "pmax", "pmin")
 
 
@@ -37,8 +39,7 @@ class _Traced:
 
 
 def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
-    """A function of trees of arrays, for use in the step: it may name the data axes in constraints,
-    and an axis `batch`.
+    """A function of trees of arrays that may name the data axes and `batch`, for use in the step.
 
     The function is traced once for all calls with arguments of the same shapes and dtypes under the
     same mesh. Its Python code must depend on nothing else.
@@ -51,11 +52,10 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
         with in_force(pairs_in_force(), eager=False):
             return function(*args)
 
-    bound = (
-        []
-        if BATCH in automatic.shape
-        else [(BATCH, math.prod(automatic.shape[axis] for axis in axes))]
-    )
+    # An axis of the mesh that is called `batch` itself needs no stand-in.
+    bound: list[tuple[str, int]] = []
+    if BATCH not in automatic.shape:
+        bound.append((BATCH, math.prod(automatic.shape[axis] for axis in axes)))
 
     def traced(mesh: AbstractMesh, args: Any) -> _Traced:
         try:
@@ -88,8 +88,11 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
 
 
 def _is_about_meshes(error: ValueError) -> bool:
-    """Whether JAX refuses a constraint: for what it says, or later, since a constraint brought
-    another mesh along.
+    """Whether JAX refuses a constraint, or something that follows from one.
+
+    A constraint may be refused for the axes that it names, or be accepted and bring along another
+    mesh than that of the step, which a later operation refuses. JAX has one class for both, so
+    only the text of the error tells.
     """
     return "with_sharding_constraint" in str(error) or "context mesh" in str(error)
 
@@ -97,7 +100,15 @@ def _is_about_meshes(error: ValueError) -> bool:
 def _as_if_automatic(
     function: Callable[..., Any], bound: Any, automatic: AbstractMesh, args: Any, error: ValueError
 ) -> Any:
-    """Trace a function as if no axis were manual."""
+    """Trace a function as if no axis were manual, and return its jaxpr and the shapes of results.
+
+    Args:
+        function: The function to trace.
+        bound: The names and sizes of axes that are bound in the trace besides the mesh's.
+        automatic: The mesh, with all of its axes automatic.
+        args: The arguments, of which only shapes and dtypes are used.
+        error: Why the trace on the manual mesh failed, which a refusal quotes.
+    """
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype), args
     )
@@ -111,6 +122,10 @@ def _as_if_automatic(
 
 
 def _unbound(why: str, manual: tuple[str, ...]) -> str:
+    """The error for a loss that names an axis which the step does not bind.
+
+    `manual` are the axes that it does bind, and `why` is what JAX says.
+    """
     axes = ", ".join(map(repr, (*manual, BATCH)))
     return (
         f"The loss asks for an axis that the step does not bind; it binds {axes}. A layer's "
@@ -120,6 +135,7 @@ def _unbound(why: str, manual: tuple[str, ...]) -> str:
 
 
 def _refusal(why: str) -> str:
+    """The error for a constraint that cannot be brought into the step, with JAX's reason `why`."""
     return (
         "A sharding constraint in the loss cannot be brought into the step, which is manual over "
         "the axes of the data. Name the dims of the array instead, `sl.shard(x, names)`; or leave "
@@ -130,8 +146,10 @@ def _refusal(why: str) -> str:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of differentiation, which JAX traces when it needs it: where the function was traced,
-    then brought along.
+    """A rule of differentiation, which JAX traces when it needs it.
+
+    It is traced on the mesh on which its function was traced, and the result is then brought into
+    the step as the function was. It has the two attributes that JAX uses of such a rule.
     """
 
     rule: Any
@@ -163,9 +181,14 @@ class _Rewriting:
     contexts: dict[Any, Any] = field(default_factory=dict)
 
     def closed(self, traced: ClosedJaxpr) -> ClosedJaxpr:
+        """A traced function with its constants, brought onto the mesh."""
         return ClosedJaxpr(self.jaxpr(traced.jaxpr), traced.consts)
 
     def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        """A traced function, brought onto the mesh: the same equations in the same order.
+
+        A variable whose type names the mesh is exchanged for a new one, everywhere that it occurs.
+        """
         known: dict[Any, Any] = {}
 
         def atom(value: Any) -> Any:
@@ -189,23 +212,30 @@ class _Rewriting:
         )
 
     def _variable(self, variable: Any) -> Any:
+        """The variable itself, or a new one if the sharding in its type names the traced mesh."""
         sharding = getattr(variable.aval, "sharding", None)
         moved = self._value(sharding)
-        return (
-            variable if moved is sharding else type(variable)(variable.aval.update(sharding=moved))
-        )
+        if moved is sharding:
+            return variable
+        return type(variable)(variable.aval.update(sharding=moved))
 
     def _equation(self, equation: Any, atoms: Callable[[Any], list[Any]]) -> Any:
+        """An equation with its parameters, variables, effects and context brought onto the mesh.
+
+        `atoms` exchanges variables. An equation that names the axis `batch` gets the data axes.
+        """
         name, params = equation.primitive.name, dict(equation.params)
         for key, value in params.items():
-            params[key] = (
-                _Rule(value, self) if key in _RULES and self.everywhere else self._value(value)
-            )
+            if key in _RULES and self.everywhere:
+                params[key] = _Rule(value, self)
+            else:
+                params[key] = self._value(value)
         if name == "shard_map" and self.everywhere:
             raise ValueError(_refusal("a `shard_map` beside it runs on each device's own shard."))
+        named = _axes_of(params)
         if name == "axis_index" and params["axis_name"] == BATCH:
             params["axis_name"] = self._one_axis(name)
-        elif BATCH in (named := _axes_of(params)):
+        elif BATCH in named:
             params.update(self._renamed(name, params, named))
         return equation.replace(
             invars=atoms(equation.invars),
@@ -216,43 +246,64 @@ class _Rewriting:
         )
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            return self.closed(value) if isinstance(value, ClosedJaxpr) else self.jaxpr(value)
+        """A parameter of an equation, with the functions, meshes and shardings in it exchanged.
+
+        A sharding keeps only the axes that are automatic in the step: along the manual ones each
+        device has its own examples already. Other values are returned as they are.
+        """
+        if isinstance(value, ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, Jaxpr):
+            return self.jaxpr(value)
         if isinstance(value, AbstractMesh):
             return self.mesh if value == self.automatic else value
         if isinstance(value, NamedSharding) and value.mesh.abstract_mesh == self.automatic:
             return NamedSharding(self.mesh, keep_axes(value.spec, self.mesh.auto_axes))
         if type(value) is tuple:
-            return tuple(self._value(one) for one in value)
+            return tuple(self._value(item) for item in value)
         if type(value) is list:
-            return [self._value(one) for one in value]
+            return [self._value(item) for item in value]
         return value
 
     def _context(self, context: Any) -> Any:
-        """What an equation was traced under, but for the mesh."""
+        """The context that an equation was traced under, with the mesh of the step.
+
+        JAX has no way to exchange the mesh in a context, so another equation, any one, is traced
+        under both, and its context taken.
+        """
         if context not in self.contexts:
             with context.manager, jax.sharding.use_abstract_mesh(self.mesh):
                 self.contexts[context] = jax.make_jaxpr(jax.numpy.sin)(0.0).jaxpr.eqns[0].ctx
         return self.contexts[context]
 
     def _effects(self, effects: Any) -> Any:
-        """The effects of collectives name their axes."""
+        """The effects of a function or an equation, those on `batch` exchanged.
+
+        Each collective over a named axis has an effect with the name of that axis.
+        """
         changed = []
         for effect in effects:
-            named = getattr(effect, "name", None) == BATCH
-            changed.extend([type(effect)(axis) for axis in self.axes] if named else [effect])
+            if getattr(effect, "name", None) == BATCH:
+                changed.extend(type(effect)(axis) for axis in self.axes)
+            else:
+                changed.append(effect)
         return frozenset(changed)
 
     def _renamed(self, name: str, params: dict[str, Any], named: tuple[Any, ...]) -> dict[str, Any]:
-        """The parameters of a collective, its axis `batch` replaced."""
-        before, after = named[: named.index(BATCH)], named[named.index(BATCH) + 1 :]
-        axes = (*before, *self.axes, *after)
+        """The parameters of a collective that name its axes, with the data axes for `batch`.
+
+        Groups of devices are numbered along one axis, and most collectives need at least one: both
+        are refused where the data axes cannot serve.
+        """
+        position = named.index(BATCH)
+        axes = (*named[:position], *self.axes, *named[position + 1 :])
         grouped = params.get("axis_index_groups") is not None
         if (grouped and len(self.axes) != 1) or (name not in _SUMS and not axes):
             self._one_axis(name)
         return {key: axes for key in ("axes", "axis_name") if key in params}
 
     def _one_axis(self, name: str) -> str:
+        """The only data axis, for an operation `name` that takes exactly one; or an error."""
         if len(self.axes) != 1:
             listed = ", ".join(map(repr, self.axes)) or "none"
             raise ValueError(
@@ -264,5 +315,6 @@ class _Rewriting:
 
 
 def _axes_of(params: dict[str, Any]) -> tuple[Any, ...]:
+    """The axes that an equation names in its parameters; collectives have two keys for them."""
     named = params.get("axes", params.get("axis_name", ()))
     return tuple(named) if isinstance(named, tuple | list) else (named,)

@@ -37,7 +37,7 @@ def widened(jaxpr: ClosedJaxpr, paths: Sequence[str | None], width: int) -> dict
 
 
 def _wide_products(
-    jaxpr: Jaxpr, paths: Sequence[str | None], width: int
+    jaxpr: Any, paths: Sequence[str | None], width: int
 ) -> Iterator[tuple[str, str]]:
     """The path of a weight and the line of a product, for each product that takes it widened.
 
