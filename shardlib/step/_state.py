@@ -25,8 +25,11 @@ from shardlib.tracing._region import StoredWeight
 
 @dataclass(frozen=True)
 class Layout:
-    """What a state is besides arrays: how to rebuild its model, its optimizer, its strategy, the
-    names of its leaves.
+    """What a state is besides arrays.
+
+    It says how to rebuild the model, which optimizer and strategy the run has, how the dims of the
+    leaves are named, and how leaves of the optimizer relate to parameters. As static data of
+    `State` it is hashed and compared at every call of a compiled step.
     """
 
     definition: Definition
@@ -34,7 +37,7 @@ class Layout:
     strategy: Strategy
     names: tuple[tuple[str, Names], ...]
     variable_rules: AxisRules
-    """Rules of the model's own variables, beside the strategy's."""
+    """Rules of the model's own variables, besides the strategy's."""
     relations: tuple[tuple[str, Relation], ...] = ()
 
     @cached_property
@@ -61,7 +64,10 @@ class Layout:
         return by_names(dict(self.names), self.rules, self.strategy.device_mesh.shape)
 
     def splits(self, params: Any) -> dict[str, Split]:
-        """How each parameter lies by its names, split further by ZeRO; by its path."""
+        """How each parameter is stored, by its path.
+
+        Its names give a layout, which ZeRO splits further over its own axes.
+        """
         names, strategy = dict(self.names), self.strategy
         shape_of_mesh = strategy.device_mesh.shape
         return {
@@ -94,8 +100,10 @@ class Layout:
         }
 
     def no_errors(self, params: Any) -> ErrorsByPath:
-        """What the exchange has left over before the first step: nothing, of each parameter that it
-        takes.
+        """What a compressed exchange has left over before the first step: zeros.
+
+        There is an entry for each parameter that the exchange takes, with the errors of every
+        device along dim 0. An exchange that keeps no errors has no entries.
         """
         exchange, mesh = self.strategy.exchange, self.strategy.device_mesh
         if not exchange.keeps_errors:
@@ -105,8 +113,8 @@ class Layout:
         return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), none)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: hashes of text differ from process to process."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Only the fields, without cached values: hashes of text differ from process to process."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __hash__(self) -> int:  # computed once: every call of a step hashes the layout
         return self._hash
@@ -138,8 +146,9 @@ class State:
 
     @property
     def model(self) -> Any:
-        """The model with this state's values, for evaluation and sampling: use it under
-        `strategy.scope()`.
+        """The model with this state's values, for evaluation and sampling.
+
+        Use it under `strategy.scope()`. Its layers are in the model's own order.
         """
         state = reordered(self, natural=True)
         return self.layout.definition.merge(
@@ -147,9 +156,9 @@ class State:
         )
 
     def with_weights(self, weights: Any) -> "State":
-        """The state with these parameters, each put in its place: a tree as `model` has it, of
-        arrays on the host or anywhere.
+        """The state with these parameters, cast and sharded as its own.
 
+        `weights` is a tree of parameters as `model` has it, of arrays on the host or anywhere.
         Assigning to `params` is not the same: under some pipelines layers lie there in another
         order than the model's.
         """
@@ -187,7 +196,11 @@ class State:
 
 
 def state_specs(state: State) -> State:
-    """The specs of a state from its layout and shapes alone, for use while it is traced."""
+    """The specs of a state, from only its layout and shapes.
+
+    Unlike the shardings of its arrays they are known while the state is traced. The result is a
+    `State` whose leaves are specs.
+    """
     layout = state.layout
     named = layout.named
     stored = {
@@ -216,7 +229,10 @@ def state_specs(state: State) -> State:
 
 
 def combine(params: Any, frozen: Any) -> Any:
-    """All parameters of a model: those that move, and those that do not."""
+    """All parameters of a model in one tree: those that move, and those that do not.
+
+    Each leaf is None in one of the two trees, and is taken from the other.
+    """
     return jax.tree.map(
         lambda p, f: f if p is None else p,
         params,
@@ -226,8 +242,10 @@ def combine(params: Any, frozen: Any) -> Any:
 
 
 def drop_weak_types(tree: Any) -> Any:
-    """The arrays with types of their own: of a weak type, as `jnp.asarray(2.0)` has it, a step
-    would make another.
+    """The arrays of a tree with strong types; keys stay as they are.
+
+    An array of a weak type, such as `jnp.asarray(2.0)`, would come out of the first step with a
+    strong one, and the second step would be compiled anew.
     """
     return jax.tree.map(
         lambda x: x if is_key(x) else jax.lax.convert_element_type(x, x.dtype), tree
