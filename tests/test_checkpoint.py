@@ -99,9 +99,22 @@ def drop_failed_reads():
 
 
 @pytest.fixture
-def folder(saved, tmp_path):
+def failing_reads():
+    """For a test in which reads fail."""
+    yield
+    drop_failed_reads()
+
+
+@pytest.fixture
+def folder(saved, tmp_path, failing_reads):
     """The same, to be damaged."""
-    yield Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))
+    return Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_failed_read_is_left():
+    """Whatever is left is not the business of the tests in the next file."""
+    yield
     drop_failed_reads()
 
 
@@ -493,7 +506,7 @@ def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how,
 
 
 @pytest.mark.long
-def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_path):
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_path, failing_reads):
     good, damaged = tmp_path / "good", tmp_path / "damaged"
     with sl.Checkpoints(good) as checkpoints:
         for value in (1, 2):
