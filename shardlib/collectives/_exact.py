@@ -273,7 +273,9 @@ def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], limit: int) -> j
 def inverse(weight: jax.Array) -> jax.Array:
     """One over the weight of a batch, and zero if the weight is zero.
 
-    If nothing in a batch counts, loss and gradient are then zero and not nan. The inner `where`
-    keeps the division by zero out of the derivative too.
+    If nothing in a batch counts, loss and gradient are then zero and not nan.
     """
-    return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+    # The division comes last: XLA copies cheap operations on a scalar into every loop that uses the
+    # result, here one or more for each parameter, but not a division. One over infinity is zero,
+    # and so is its derivative.
+    return 1 / jnp.where(weight == 0, jnp.inf, weight)
