@@ -42,7 +42,7 @@ LAYERS = [
     ("pipeline", "_execute"),
     ("experts", "_routing _dispatch _moe"),
     ("step", "_precision _exchange _strategy _batches _layer_order _state _init_checks _init"),
-    ("step", "_errors _describe _varying _examples _example_rules _example_moves _coupled"),
+    ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     ("step", "_gradient _optimizer_update _step_calls _step _evaluation"),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),

@@ -15,8 +15,8 @@ from machines import mesh_on
 import shardlib as sl
 from shardlib.collectives import OneBit, Quantised
 from shardlib.optimizers import onebit_adam
-from shardlib.step._errors import saved
 from shardlib.step._exchange import _sketch
+from shardlib.step._saved_errors import saved
 
 RULES = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model", rows=None)
 NAMES = {
@@ -359,7 +359,7 @@ def with_exchange(exchange, optimizer=None, **options):
         ),
         (
             lambda: with_exchange(sl.Exact()),
-            "of each worker's own gradient.*averaged ones alone.*OneBit",
+            "of each worker's own gradient.*only averaged ones.*OneBit",
         ),
         (
             lambda: with_exchange(OneBit("pod"), clip=optax.clip(1.0)),

@@ -1,8 +1,16 @@
-"""A state is born sharded: shapes first, then shardings, then values in place."""
+"""Making a state on the mesh: shapes first, then shardings, then values in their places.
+
+    make_model, optimizer.init          traced with `jax.eval_shape`: nothing is computed
+      -> names, shapes, relations       checked, with errors before any memory is taken
+      -> a `PartitionSpec` of each array
+      -> the same function, compiled with these as the shardings of its results
+
+So no device ever holds the whole model, not even for a moment.
+"""
 
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -58,10 +66,15 @@ def init(
 
     Each array is made in its place: no device ever holds the whole model.
 
-    `make_model` returns an NNX module or any tree of arrays (Linen's variables, say), and is
-    traced, never run. `trainable` says which leaves the optimizer moves, see `take_apart`. With
-    `abstract` nothing is computed and the leaves are `jax.ShapeDtypeStruct`s with shardings, to
-    compile a step for machines that are not there.
+    Args:
+        make_model: a function that returns an NNX module or any tree of arrays, such as Linen's
+            variables. It is traced, never run.
+        optimizer: any optax transformation, or None for a state that is only evaluated.
+        strategy: the mesh, the rules, and all else about how to train.
+        seed: the seed of the key that the state carries, from which each step draws.
+        trainable: which leaves the optimizer moves, see `take_apart`.
+        abstract: compute nothing; leaves are `jax.ShapeDtypeStruct`s with shardings, with which a
+            step can be compiled for machines that are not there.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None,
@@ -70,7 +83,25 @@ def init(
     >>> sl.init(make, optax.adam(1e-3), strategy).params["w"].sharding.spec
     P(None, 'model')
     """
-    # An NNX module is callable, and a tree.
+    _check_arguments(make_model, optimizer, strategy)
+    seed = check.whole("init", "seed", seed)
+    abstract = check.boolean("init", "abstract", abstract)
+    check_sender(optimizer, strategy)
+    build = _StateBuilder(make_model, optimizer, strategy, seed, trainable)
+    with strategy.scope():
+        shapes = jax.eval_shape(build)
+        layout = _checked_layout(shapes, build.first_trace, strategy)
+        specs = state_specs(State(*shapes, layout=layout))
+        shardings = _shardings_of(specs, strategy.device_mesh)
+        if abstract:
+            leaves = jax.tree.map(_with_sharding, shapes, shardings)
+        else:
+            leaves = jax.jit(build, out_shardings=shardings)()
+    return State(*leaves, layout=layout)
+
+
+def _check_arguments(make_model: Any, optimizer: Any, strategy: Any) -> None:
+    # An NNX module is callable too, and a tree: what is wanted is a function that makes one.
     if not callable(make_model) or not jax.tree_util.all_leaves([make_model]):
         raise ValueError(
             "`init` takes a function that makes the model, so that it can be made in place; got "
@@ -83,99 +114,159 @@ def init(
             "here."
         )
     check.kind("init", "strategy", strategy, Strategy, "a `sl.Strategy`")
-    seed = check.whole("init", "seed", seed)
-    abstract = check.boolean("init", "abstract", abstract)
-    check_sender(optimizer, strategy)
-    mesh = strategy.device_mesh
-    found: dict[str, Any] = {}
 
-    def build() -> tuple[Any, ...]:
+
+def _shardings_of(specs: State, mesh: Mesh) -> tuple[Any, ...]:
+    """The shardings of a state's fields, in the order in which they are given to `State`."""
+    shardings = []
+    for field in fields(State):
+        if field.name == "layout":
+            continue
+        tree = getattr(specs, field.name)
+        shardings.append(jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree))
+    return tuple(shardings)
+
+
+def _with_sharding(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+@dataclass(frozen=True)
+class _FirstTrace:
+    """What the first trace of a model tells, besides shapes.
+
+    Attributes:
+        names: the names of the dims of each array, by its path.
+        layout: how the state is laid out, without the relations of the optimizer's state.
+    """
+
+    names: dict[str, Names]
+    layout: Layout
+
+
+class _StateBuilder:
+    """The function that makes the fields of a state, for `jax.eval_shape` and then for `jax.jit`.
+
+    It is traced twice, while names and rules are found only once: finding them may trace the model
+    once more.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], Any],
+        optimizer: optax.GradientTransformation | None,
+        strategy: Strategy,
+        seed: int,
+        trainable: Any,
+    ) -> None:
+        self.make_model, self.optimizer, self.strategy = make_model, optimizer, strategy
+        self.seed, self.trainable = seed, trainable
+        self._first_trace: _FirstTrace | None = None
+
+    # The name that the compiled program has, and that messages of the compiler quote.
+    __name__ = "build"
+
+    @property
+    def first_trace(self) -> _FirstTrace:
+        """What the first trace told; there must have been one."""
+        assert self._first_trace is not None
+        return self._first_trace
+
+    def __call__(self) -> tuple[Any, ...]:
+        """The fields of the state, in the order of `State`, without its layout."""
         with building():
-            model = check.called("init", "make_model", make_model)
-            parts, names = take_apart(model, trainable)
-            # It is traced twice, and `complete_names` may trace the model once more: once is
-            # enough.
-            if not found:
-                shapes = {
-                    path: x.shape
-                    for tree in (parts.params, parts.rest)
-                    for path, x in named_leaves(tree)
-                }
-                names = complete_names(make_model, model, names, shapes)
-                found.update(
-                    names=names, rules=_rules_of_variables(model, names, strategy.rules, mesh)
-                )
-        names = found["names"]
-        check_layers(strategy, names, dict(named_leaves(parts.params)))
-        parts = parts._replace(params=place_layers(strategy, parts.params, names))
-        params, frozen = _frozen_apart(parts.params, strategy.frozen)
-        if optimizer is not None:
-            check_trainable(params, frozen, parts.rest, trainable, strategy)
-        opt_state = optimizer.init(params) if optimizer is not None else ()
-        key = jax.random.key(seed, impl=THREEFRY if strategy.draws == "same" else None)
+            model = check.called("init", "make_model", self.make_model)
+            parts, names = take_apart(model, self.trainable)
+            if self._first_trace is None:
+                self._first_trace = self._traced(model, parts, names)
+        layout, names = self.first_trace.layout, self.first_trace.names
+        check_layers(self.strategy, names, dict(named_leaves(parts.params)))
+        # The layers of a pipeline are stacked in the order in which its stages hold them.
+        params = place_layers(self.strategy, parts.params, names)
+        params, frozen = _frozen_apart(params, self.strategy.frozen)
+        opt_state: Any = ()
+        errors: Any = {}
+        if self.optimizer is not None:
+            check_trainable(params, frozen, parts.rest, self.trainable, self.strategy)
+            opt_state = self.optimizer.init(params)
+        key = jax.random.key(self.seed, impl=self._generator)
         count = jnp.int32(0)
-        layout = Layout(
-            parts.definition, optimizer, strategy, tuple(sorted(names.items())), found["rules"]
-        )
-        found.setdefault("layout", layout)
-        errors = {} if optimizer is None else layout.no_errors(params)
+        if self.optimizer is not None:
+            errors = layout.no_errors(params)
         return drop_weak_types(
             (count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count)
         )
 
-    with strategy.scope():
-        shapes = jax.eval_shape(build)
-        _, params, frozen, opt_state, _, _, rest, *_ = shapes
-        names, layout = found["names"], found["layout"]
-        parameters = combine(params, frozen)
-        check_names(
-            names, {**dict(named_leaves(parameters)), **dict(named_leaves(rest))}, layout.rules
-        )
-        check_patterns(
-            "Precision(keep=...)",
-            strategy.dtypes.keep,
-            [path for path, _ in named_leaves(parameters)],
-        )
-        relations = relate(optimizer.init, params) if optimizer is not None else {}
-        layout = replace(layout, relations=tuple(sorted(relations.items())))
-        if optimizer is not None and strategy.exchange.axes:
-            check_exchange(strategy.exchange, layout, params)
-        check_relations(relations, dict(named_leaves(opt_state)), strategy)
-        check_state(strategy, names, relations, dict(named_leaves(opt_state)))
-        for path, leaf in (*named_leaves(parameters), *named_leaves(rest)):
-            warn(remarks(path, leaf, names.get(path), layout.rules, mesh.shape))
-        check_data_axes(
-            dict(named_leaves(place(layout.named, parameters), is_leaf=_is_spec)), names, strategy
-        )
-        check_layer_pattern(strategy, [path for path, _ in named_leaves(parameters)])
-        check_stacked(strategy, names)
-        warn(describe_nothing_split(strategy, layout.splits(parameters)))
-        specs = state_specs(State(*shapes, layout=layout))
-        shardings = tuple(
-            jax.tree.map(lambda spec: NamedSharding(mesh, spec), getattr(specs, one.name))
-            for one in fields(State) if one.name != "layout"
-        )  # fmt: skip
-        if abstract:
-            leaves = jax.tree.map(
-                lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings
-            )
-        else:
-            leaves = jax.jit(build, out_shardings=shardings)()
-    return State(*leaves, layout=layout)
+    @property
+    def _generator(self) -> str | None:
+        """The random generator of the state's key; None is JAX's default."""
+        return THREEFRY if self.strategy.draws == "same" else None
+
+    def _traced(self, model: Any, parts: Any, names: dict[str, Names]) -> _FirstTrace:
+        """Complete the names of a traced model, and find the rules that it brings along."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for tree in (parts.params, parts.rest):
+            for path, leaf in named_leaves(tree):
+                shapes[path] = leaf.shape
+        names = complete_names(self.make_model, model, names, shapes)
+        rules = _rules_of_variables(model, names, self.strategy.rules, self.strategy.device_mesh)
+        by_path = tuple(sorted(names.items()))
+        layout = Layout(parts.definition, self.optimizer, self.strategy, by_path, rules)
+        return _FirstTrace(names, layout)
+
+
+def _checked_layout(
+    shapes: tuple[Any, ...], first_trace: _FirstTrace, strategy: Strategy
+) -> Layout:
+    """The layout of a state of these shapes, once all is known to be right with it.
+
+    What cannot be laid out as asked is refused, and what is legal but hardly meant, such as a large
+    parameter that nothing splits, is warned of.
+    """
+    _, params, frozen, opt_state, _, _, rest, *_ = shapes
+    names, layout = first_trace.names, first_trace.layout
+    optimizer = layout.optimizer
+    # Checks speak of parameters by their paths, whether they are trained or not.
+    parameters = combine(params, frozen)
+    named_parameters = list(named_leaves(parameters))
+    named_rest = list(named_leaves(rest))
+    named_state = dict(named_leaves(opt_state))
+    paths = [path for path, _ in named_parameters]
+    check_names(names, {**dict(named_parameters), **dict(named_rest)}, layout.rules)
+    check_patterns("Precision(keep=...)", strategy.dtypes.keep, paths)
+
+    # Which parameter each array of the optimizer's state belongs to is read off `optimizer.init`.
+    relations: dict[str, Any] = {}
+    if optimizer is not None:
+        relations = relate(optimizer.init, params)
+    layout = replace(layout, relations=tuple(sorted(relations.items())))
+    if optimizer is not None and strategy.exchange.axes:
+        check_exchange(strategy.exchange, layout, params)
+    check_relations(relations, named_state, strategy)
+    check_state(strategy, names, relations, named_state)
+
+    for path, leaf in (*named_parameters, *named_rest):
+        warn(remarks(path, leaf, names.get(path), layout.rules, strategy.device_mesh.shape))
+    placed = place(layout.named, parameters)
+    check_data_axes(dict(named_leaves(placed, is_leaf=_is_spec)), names, strategy)
+    check_layer_pattern(strategy, paths)
+    check_stacked(strategy, names)
+    warn(describe_nothing_split(strategy, layout.splits(parameters)))
+    return layout
 
 
 def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     """How every array of a model or a state is laid out on the mesh: a tree of `PartitionSpec`s.
 
-    Of a `State`, a state of specs. Of anything else, the specs that its names come to under `rules`
-    on `mesh`:
+    For a `State` that is a state of specs, and neither rules nor mesh are needed. For all else they
+    are the specs that its names come to under `rules` on `mesh`:
 
-    - of an `nnx.State`, as `nnx.split` gives it, one of specs, to hand to `jax.device_put` or
-      `jax.jit`, under the mesh;
-    - of an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in a
-      dict or in the same tree;
-    - of a function that makes a model, likewise. That it is one matters where Flax's layers have
-      fewer names than dims.
+    - for an `nnx.State`, as `nnx.split` gives it, a state of specs, to hand to `jax.device_put` or
+      `jax.jit` under the mesh;
+    - for an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in
+      a dict or in the same tree;
+    - for a function that makes a model, the same. A function is needed where Flax's layers have
+      fewer names than dims: which dims were added is seen by making the model once more.
 
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})
@@ -193,42 +284,57 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     check.kind("specs", "mesh", mesh, Mesh | AbstractMesh, "a mesh: `sl.make_mesh(...)`")
     if is_nnx_state(model):
         return _specs_of_nnx_state(model, rules, mesh)
-    found: dict[str, Any] = {}
-    # An NNX module is callable, and a tree.
-    is_function = callable(model) and jax.tree_util.all_leaves([model])
+    # An NNX module is callable too, and a tree.
+    if callable(model) and jax.tree_util.all_leaves([model]):
+        return _specs_of_function(model, rules, mesh)
+    with building():
+        parts, names = take_apart(model)
+    return _specs_by_names(model, names, parts.params, rules, mesh)
+
+
+def _specs_of_function(make_model: Callable[[], Any], rules: AxisRules, mesh: Any) -> Any:
+    """The specs of the parameters of the model that a function makes; it is only traced."""
+    models: list[Any] = []
+    completed: list[dict[str, Names]] = []
 
     def build() -> Any:
         with building():
-            made = check.called("specs", "model", model) if is_function else model
-            parts, names = take_apart(made)
-            if is_function:
-                shapes = {path: leaf.shape for path, leaf in named_leaves(parts.params)}
-                names = complete_names(model, made, names, shapes)
-        found.update(names=names, rules=_rules_of_variables(made, names, rules, mesh))
+            model = check.called("specs", "model", make_model)
+            parts, names = take_apart(model)
+            shapes = {path: leaf.shape for path, leaf in named_leaves(parts.params)}
+            completed.append(complete_names(make_model, model, names, shapes))
+        models.append(model)
         return parts.params
 
-    params = jax.eval_shape(build) if is_function else build()
-    placement = _checked_placement(
-        found["names"], dict(named_leaves(params)), rules | found["rules"], mesh
-    )
+    params = jax.eval_shape(build)
+    return _specs_by_names(models[0], completed[0], params, rules, mesh)
+
+
+def _specs_by_names(
+    model: Any, names: dict[str, Names], params: Any, rules: AxisRules, mesh: Any
+) -> Any:
+    """The specs of a model's parameters, a tree like them."""
+    all_rules = rules | _rules_of_variables(model, names, rules, mesh)
+    placement = _checked_placement(names, dict(named_leaves(params)), all_rules, mesh)
     return place(placement, params)
 
 
 def _specs_of_nnx_state(state: Any, rules: AxisRules, mesh: Any) -> Any:
     names, leaves = named_variables(state)
-    placement = _checked_placement(
-        names, leaves, rules | _rules_of_variables(state, names, rules, mesh), mesh
-    )
-    return with_values(
-        state, {path: placement(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()}
-    )
+    all_rules = rules | _rules_of_variables(state, names, rules, mesh)
+    placement = _checked_placement(names, leaves, all_rules, mesh)
+    specs_by_path: dict[str, PartitionSpec] = {}
+    for path, leaf in leaves.items():
+        specs_by_path[path] = placement(path, leaf.shape, PartitionSpec())
+    return with_values(state, specs_by_path)
 
 
 def _checked_placement(
     names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules, mesh: Any
 ) -> Placement:
-    """How names lay out these leaves, once it is known that every name has a rule and every dim a
-    name.
+    """How names lay out these leaves.
+
+    It is refused if a name has no rule or a dim no name.
     """
     check_names(names, leaves, rules)
     for path, leaf in leaves.items():
@@ -239,10 +345,10 @@ def _checked_placement(
 def _rules_of_variables(
     model: Any, names: dict[str, Names], rules: AxisRules, mesh: Any
 ) -> AxisRules:
-    """The rules beside `rules` by which the variables of a model are laid out.
+    """The rules besides `rules` by which the variables of a model are laid out.
 
-    These are the rules that variables have of their own, Flax's `sharding_rules`; and for each name
-    that has no rule and is an axis of the mesh, that axis, as in Flax.
+    These are the rules that variables bring along themselves, Flax's `sharding_rules`; and for each
+    name that has no rule and is an axis of the mesh, that axis, as in Flax.
     """
     own: dict[str, Any] = {}
     for path, metadata in flax_metadata(model).items():
@@ -252,16 +358,19 @@ def _rules_of_variables(
                 f"is to be laid out on {dict(mesh.shape)}: leave its `mesh` out, or make the "
                 "strategy's the same."
             )
+        used_names = names.get(path) or ()
         for name, axes in metadata.rules:
-            if name in (names.get(path) or ()):
+            if name in used_names:
                 _check_same_rule(path, name, axes, own, rules)
                 own[name] = axes
-    for of_dims in names.values():
-        if not isinstance(of_dims, tuple):
-            continue
-        for name in of_dims:
-            if name is not None and name in mesh.shape and name not in rules and name not in own:
-                own[name] = name
+    for dim_names in names.values():
+        # Arrays that are laid out by a spec have no names.
+        if isinstance(dim_names, tuple):
+            for name in dim_names:
+                if name is None or name in rules or name in own:
+                    continue
+                if name in mesh.shape:
+                    own[name] = name
     own_rules = AxisRules(own)
     own_rules.check_mesh(mesh.shape)
     return own_rules
@@ -270,29 +379,43 @@ def _rules_of_variables(
 def _check_same_rule(
     path: str, name: str, axes: Any, others: dict[str, Any], rules: AxisRules
 ) -> None:
-    """Refuse a rule of a variable's own that is not the one there is for that name."""
+    """Refuse a rule that a variable brings along if there is another one for that name.
+
+    Args:
+        path: the variable.
+        name: the name of some of its dims.
+        axes: the axes that the variable's rule gives the name.
+        others: the rules that other variables have brought along.
+        rules: the rules of the strategy.
+    """
     if rules.says(name):
-        theirs, whose = list(rules[name]), "the rules say"
+        # A rule of the strategy may list several choices, of which the first possible is taken.
+        choices = list(rules[name])
+        source = "the rules say"
     else:
-        theirs, whose = [others.get(name, axes)], "that of another variable is"
-    if theirs != [axes]:
-        other = theirs[0] if len(theirs) == 1 else theirs
+        choices = [others.get(name, axes)]
+        source = "that of another variable is"
+    if choices != [axes]:
+        other = choices[0] if len(choices) == 1 else choices
         raise ValueError(
             f"`{path}` has a rule of its own, `{name}={axes!r}` (Flax's `sharding_rules`), and "
-            f"{whose} `{name}={other!r}`: leave one of them out."
+            f"{source} `{name}={other!r}`: leave one of them out."
         )
 
 
 def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:
+    """Divide a tree into trained and frozen parameters, with None in each for those of the other.
+
+    `patterns` are regular expressions that match the whole path of what is frozen.
+    """
     check_patterns("Strategy(frozen=...)", patterns, [path for path, _ in named_leaves(params)])
 
     def is_frozen(path: str) -> bool:
         return any(re.fullmatch(pattern, path) for pattern in patterns)
 
-    return (
-        map_named(lambda path, leaf: None if is_frozen(path) else leaf, params),
-        map_named(lambda path, leaf: leaf if is_frozen(path) else None, params),
-    )
+    trained = map_named(lambda path, leaf: None if is_frozen(path) else leaf, params)
+    frozen = map_named(lambda path, leaf: leaf if is_frozen(path) else None, params)
+    return trained, frozen
 
 
 def _is_spec(leaf: Any) -> bool:

@@ -1,5 +1,8 @@
-"""What is refused of a new state, and what is said of it: names, rules, ZeRO, the exchange, the
+"""What is refused of a new state, and what is warned of: names, rules, ZeRO, the exchange, the
 optimizer.
+
+All of it is checked on shapes, before any memory is taken. An error names the parameter, what was
+asked of it, and the way out.
 """
 
 import re
@@ -23,25 +26,38 @@ from shardlib.step._precision import check_patterns
 from shardlib.step._state import Layout
 from shardlib.step._strategy import Strategy
 
+# An optimizer's steps are about a thousandth of what they move: fewer bits round them away.
+_FEWEST_BITS = 16
+
 
 def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
-    """Refuse an exchange that finds nothing to do, or what it cannot send."""
+    """Refuse an exchange that has nothing to send, or that cannot send what it has.
+
+    Args:
+        exchange: the exchange of the strategy, which has workers.
+        layout: the layout of the state.
+        params: the trained parameters, or their shapes.
+    """
     leaves = dict(named_leaves(params))
     if isinstance(exchange, Compressed):
         check_patterns("exact=...", exchange.exact, list(leaves))
-    taken = [path for path, one in layout.parameters(params).items() if exchange.over(one)]
-    if not taken:
+    exchanged: list[str] = []
+    for path, parameter in layout.parameters(params).items():
+        if exchange.over(parameter):
+            exchanged.append(path)
+    if not exchanged:
         raise ValueError(
             f"`Strategy(exchange={exchange})` takes the gradient of no parameter: each is exact by "
             f"a pattern, or split over {', '.join(map(repr, exchange.axes))}. Use `sl.Exact()`."
         )
-    if isinstance(exchange, Compressed) and (
-        odd := [path for path in taken if jnp.iscomplexobj(leaves[path])]
-    ):
-        raise ValueError(
-            f"`Strategy(exchange={exchange})` compresses real numbers, and `{odd[0]}` is "
-            f"{leaves[odd[0]].dtype}: have it summed exactly, `exact=({odd[0]!r},)`."
-        )
+    if not isinstance(exchange, Compressed):
+        return
+    for path in exchanged:
+        if jnp.iscomplexobj(leaves[path]):
+            raise ValueError(
+                f"`Strategy(exchange={exchange})` compresses real numbers, and `{path}` is "
+                f"{leaves[path].dtype}: have it summed exactly, `exact=({path!r},)`."
+            )
 
 
 def check_sender(optimizer: Any, strategy: Strategy) -> None:
@@ -51,7 +67,7 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
     if not strategy.exchange.axes:
         raise ValueError(
             "The optimizer makes what it sends of each worker's own gradient, and "
-            f"`Strategy(exchange={strategy.exchange})` gives it averaged ones alone. Use an "
+            f"`Strategy(exchange={strategy.exchange})` gives it only averaged ones. Use an "
             "exchange that sends codes, `exchange=sl.collectives.OneBit(axis=...)`; or for "
             "averaged gradients `optax.adamw`."
         )
@@ -66,22 +82,27 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
 def check_trainable(
     params: Any, frozen: Any, rest: Any, trainable: Any, strategy: Strategy
 ) -> None:
-    """Refuse a model without parameters, and parameters of so few bits that what an optimizer adds
-    is rounded away.
+    """Refuse a model without parameters, and parameters of so few bits that updates are lost.
+
+    Args:
+        params: the trained parameters.
+        frozen: the frozen ones.
+        rest: the other arrays of the model.
+        trainable: what `init` was given, which the error quotes.
+        strategy: the strategy of the state.
     """
     if not jax.tree.leaves(params):
         paths = [path for path, _ in (*named_leaves(frozen), *named_leaves(rest))]
+        others = "`make_model` returned a model without arrays."
+        if paths:
+            others = f"There are: {', '.join(paths)}."
         raise ValueError(
             "The optimizer has nothing to move: no leaf of the model is a parameter "
-            f"(`trainable={trainable!r}`, `frozen={strategy.frozen!r}`). "
-            + (
-                f"There are: {', '.join(paths)}."
-                if paths
-                else "`make_model` returned a model without arrays."
-            )
+            f"(`trainable={trainable!r}`, `frozen={strategy.frozen!r}`). {others}"
         )
     for path, leaf in named_leaves(params):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 16:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_float and jnp.finfo(leaf.dtype).bits < _FEWEST_BITS:
             raise ValueError(
                 f"`{path}` is {leaf.dtype}, of so few bits that an optimizer's steps would be "
                 "rounded away. Store it in a wider dtype and narrow it in the model, or leave it "
@@ -92,22 +113,29 @@ def check_trainable(
 def check_relations(
     relations: dict[str, Relation], leaves: dict[str, Any], strategy: Strategy
 ) -> None:
+    """Under `Zero(strict=True)`, refuse optimizer state that is held whole by every device.
+
+    Args:
+        relations: to which parameter each array of the optimizer's state belongs, by its path.
+        leaves: these arrays, or their shapes.
+        strategy: the strategy of the state.
+    """
     if not strategy.sharding.strict:
         return
-    if lost := [
-        path for path, relation in relations.items() if relation.kind in ("none", "ambiguous")
-    ]:
-        listed = "; ".join(
-            f"`{path}` of shape {leaves[path].shape}: {relations[path].reason}" for path in lost
-        )
+    unrelated: list[str] = []
+    for path, relation in relations.items():
+        if relation.kind in ("none", "ambiguous"):
+            unrelated.append(f"`{path}` of shape {leaves[path].shape}: {relation.reason}")
+    if unrelated:
         raise ValueError(
-            "`Zero(strict=True)`: of the optimizer's state there is what lies whole on every "
-            f"device, since it can be related to no parameter: {listed}. Choose another optimizer, "
-            "or leave `strict` out."
+            "`Zero(strict=True)`: some of the optimizer's state is whole on every device, since it "
+            f"can be related to no parameter: {'; '.join(unrelated)}. Choose another optimizer, or "
+            "leave `strict` out."
         )
 
 
 def check_layer_pattern(strategy: Strategy, paths: list[str]) -> None:
+    """Refuse a pattern for layers, `Zero(layers=...)`, that no parameter's path contains."""
     zero = strategy.sharding
     if zero.layers and not any(zero.group(path) for path in paths):
         raise ValueError(
@@ -118,15 +146,14 @@ def check_layer_pattern(strategy: Strategy, paths: list[str]) -> None:
 
 def check_stacked(strategy: Strategy, names: dict[str, Names]) -> None:
     """Refuse a name for stacked layers that no parameter has, but for the default."""
-    here = {
-        name
-        for of_dims in names.values()
-        if not isinstance(of_dims, PartitionSpec)
-        for name in of_dims or ()
-    }
+    used: set[str] = set()
+    for dim_names in names.values():
+        # Arrays that are laid out by a spec have no names.
+        if dim_names is not None and not isinstance(dim_names, PartitionSpec):
+            used.update(name for name in dim_names if name is not None)
     for name in strategy.sharding.stacked:
-        if name not in here and name != LAYERS:
-            listed = ", ".join(f"`{one}`" for one in sorted(filter(None, here))) or "none"
+        if name not in used and name != LAYERS:
+            listed = ", ".join(f"`{known}`" for known in sorted(used)) or "none"
             raise ValueError(
                 f"`Zero(stacked={strategy.sharding.stacked})`: no parameter has a dim of the name "
                 f"`{name}`. Names of the parameters' dims are: {listed}."
@@ -134,93 +161,131 @@ def check_stacked(strategy: Strategy, names: dict[str, Names]) -> None:
 
 
 def describe_nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tuple[str, ...]:
-    """What to say where ZeRO was asked for and every parameter stays whole."""
+    """What to warn of where ZeRO was asked for and every parameter stays whole.
+
+    Args:
+        strategy: the strategy of the state.
+        splits: how ZeRO splits each parameter, by path; one that it could not split has a reason.
+    """
     zero = strategy.sharding
     whole = {path: split for path, split in splits.items() if split.reason}
-    if not zero.stage or not whole or any(split.dim is not None for split in splits.values()):
+    some_are_split = any(split.dim is not None for split in splits.values())
+    if not zero.stage or not whole or some_are_split:
         return ()
-    path = max(whole, key=lambda path: whole[path].layer)
-    over = " x ".join(f"`{axis}={strategy.device_mesh.shape[axis]}`" for axis in strategy.zero_axes)
-    out = "Have a dim that divides, or another mesh, or leave `zero` out."
-    if whole[path].layer <= zero.small:
-        out = (
+    largest = max(whole, key=lambda path: whole[path].layer)
+    sizes = strategy.device_mesh.shape
+    over = " x ".join(f"`{axis}={sizes[axis]}`" for axis in strategy.zero_axes)
+    advice = "Have a dim that divides, or another mesh, or leave `zero` out."
+    if whole[largest].layer <= zero.small:
+        advice = (
             f"`Zero(small={zero.small})` leaves whole what has no more elements than that: to "
             f"split smaller ones too, `zero=sl.Zero({zero.stage}, small=0)`; for a model of this "
             "size `zero=0` does as well."
         )
     return (
         f"`Strategy(zero={strategy.zero!r})` splits nothing over {over}, and every device holds "
-        f"all parameters. The largest is `{path}` ({whole[path].reason}). {out}",
+        f"all parameters. The largest is `{largest}` ({whole[largest].reason}). {advice}",
     )
 
 
 def check_data_axes(
     specs: dict[str, PartitionSpec], names: dict[str, Names], strategy: Strategy
 ) -> None:
-    """Refuse parameters of which a loss would see one device's part, unless that is said to be
-    meant, as by `experts`.
+    """Refuse parameters that are split over an axis along which the step is manual.
+
+    The loss would see one device's part of them. That is meant for `experts`, whose name says so,
+    and where the strategy names its manual axes itself.
     """
+    if strategy.manual is not None:
+        return
     for path, spec in specs.items():
-        of_dims = names.get(path) or ()
-        # Whose names say what is meant.
-        experts = () if isinstance(of_dims, PartitionSpec) else of_dims
-        entries = [e for dim, e in enumerate(spec) if EXPERTS not in experts[dim : dim + 1]]
-        if strategy.manual is None and (
-            over := [
-                axis for axis in spec_axes(PartitionSpec(*entries)) if axis in strategy.data_axes
-            ]
-        ):
-            raise ValueError(
-                f"`{path}` is laid out as {spec}, and the step is manual over `{over[0]}`: the "
-                "loss would see one device's part of it. To have it gathered where it is used, "
-                "leave the axis to the partitioner, `manual=()`, or split parameters over an axis "
-                "of their own, as `sl.rules.fsdp` does. If each device is meant to use its own "
-                f"part, as experts are, say so: `Strategy(manual={strategy.data_axes})`."
-            )
+        split_over = spec_axes(_without_experts(spec, names.get(path)))
+        for axis in split_over:
+            if axis in strategy.data_axes:
+                raise ValueError(
+                    f"`{path}` is laid out as {spec}, and the step is manual over `{axis}`: the "
+                    "loss would see one device's part of it. To have it gathered where it is used, "
+                    "leave the axis to the partitioner, `manual=()`, or split parameters over an "
+                    "axis of their own, as `sl.rules.fsdp` does. If each device is meant to use "
+                    "its own part, as experts are, say so: "
+                    f"`Strategy(manual={strategy.data_axes})`."
+                )
+
+
+def _without_experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
+    """The entries of a spec of dims that are not called `experts`."""
+    if names is None or isinstance(names, PartitionSpec):
+        return spec
+    entries = []
+    for dim, entry in enumerate(spec):
+        if names[dim] != EXPERTS:
+            entries.append(entry)
+    return PartitionSpec(*entries)
 
 
 def check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRules) -> None:
-    """Refuse all unknown names and all wrong ranks at once, each with the parameters that carry
-    it.
+    """Refuse wrong ranks, and all unknown names at once, each with the parameters that carry it.
+
+    Args:
+        names: the names of the dims of each array, by its path.
+        leaves: the arrays, or their shapes; names of others are not looked at.
+        rules: the rules that must know every name.
     """
     unknown: dict[str, list[str]] = {}
-    for path, of_dims in names.items():
-        if of_dims is None or isinstance(of_dims, PartitionSpec) or path not in leaves:
+    for path, dim_names in names.items():
+        if dim_names is None or isinstance(dim_names, PartitionSpec) or path not in leaves:
             continue
-        shape = leaves[path].shape
-        if len(of_dims) != len(shape):
-            why = (
-                "Layers stacked by `nnx.vmap` or `nnx.scan` need "
-                '`transform_metadata={nnx.PARTITION_NAME: "layers"}` to name the new dim. '
-            )
-            raise ValueError(
-                f"`{path}` of shape {shape} has {len(shape)} dims and {len(of_dims)} names "
-                f"{of_dims}. "
-                + (why if len(of_dims) < len(shape) else "")
-                + f"Names that a layer gives are overridden by `sl.annotate(model, {{{path!r}: "
-                "names})`, with one for every dim."
-            )
-        for name in of_dims:
+        _check_rank(path, leaves[path].shape, dim_names)
+        for name in dim_names:
             if name is not None and name not in rules:
                 unknown.setdefault(name, []).append(path)
-    if unknown:
-        listed = "; ".join(
-            f"`{name}` on {', '.join(f'`{p}`' for p in paths)}" for name, paths in unknown.items()
+    if not unknown:
+        return
+    listed: list[str] = []
+    for name, paths in unknown.items():
+        carriers = ", ".join(f"`{path}`" for path in paths)
+        listed.append(f"`{name}` on {carriers}")
+    known = ", ".join(f"`{name}`" for name in rules.names)
+    suggestion = ", ".join(f"{name}=None" for name in unknown)
+    raise ValueError(
+        f"Parameters carry names that no rule knows: {'; '.join(listed)}. The rules know {known}. "
+        f"Add rules, `rules | AxisRules({suggestion})` with an axis or `None` for replicated."
+    )
+
+
+def _check_rank(path: str, shape: tuple[int, ...], dim_names: tuple[str | None, ...]) -> None:
+    if len(dim_names) == len(shape):
+        return
+    stacked = ""
+    # Too few names are most often those of one layer of a stack.
+    if len(dim_names) < len(shape):
+        stacked = (
+            "Layers stacked by `nnx.vmap` or `nnx.scan` need "
+            '`transform_metadata={nnx.PARTITION_NAME: "layers"}` to name the new dim. '
         )
-        known = ", ".join(f"`{name}`" for name in rules.names)
-        suggestion = ", ".join(f"{name}=None" for name in unknown)
-        raise ValueError(
-            f"Parameters carry names that no rule knows: {listed}. The rules know {known}. Add "
-            f"rules, `rules | AxisRules({suggestion})` with an axis or `None` for replicated."
-        )
+    raise ValueError(
+        f"`{path}` of shape {shape} has {len(shape)} dims and {len(dim_names)} names {dim_names}. "
+        f"{stacked}Names that a layer gives are overridden by `sl.annotate(model, {{{path!r}: "
+        "names})`, with one for every dim."
+    )
 
 
 def remarks(
-    path: str, leaf: Any, of_dims: Names, rules: AxisRules, mesh_shape: Any
+    path: str, leaf: Any, dim_names: Names, rules: AxisRules, mesh_shape: Any
 ) -> tuple[str, ...]:
-    if of_dims is None or isinstance(of_dims, PartitionSpec):
+    """What to warn of about the layout of one array, such as a rule that was not applied.
+
+    Args:
+        path: the path of the array.
+        leaf: the array, or its shape.
+        dim_names: the names of its dims; a spec or None has nothing to be said about.
+        rules: the rules that lay it out.
+        mesh_shape: the sizes of the mesh's axes.
+    """
+    if dim_names is None or isinstance(dim_names, PartitionSpec):
         return ()
-    resolution = resolve(rules, mesh_shape, of_dims, leaf.shape, what=path)
+    resolution = resolve(rules, mesh_shape, dim_names, leaf.shape, what=path)
+    # Activations may be padded to a size that divides, and sliced again. What is stored may not.
     if resolution.padded_shape != leaf.shape:
         raise ValueError(
             f"`{path}` of shape {leaf.shape} is a stored parameter, and `pad` would change what an "

@@ -34,7 +34,7 @@ from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import warn
 from shardlib.machine._agreement import gather_texts
-from shardlib.step._errors import saved
+from shardlib.step._saved_errors import saved
 from shardlib.step._state import State
 from shardlib.train._checkpoint_failures import (
     NoRoomError,

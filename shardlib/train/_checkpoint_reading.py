@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from shardlib._tree import named_leaves
-from shardlib.step._errors import from_saved, saved_like
+from shardlib.step._saved_errors import from_saved, saved_like
 from shardlib.step._state import State
 from shardlib.train._checkpoint_failures import (
     MISSING,
