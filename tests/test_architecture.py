@@ -38,7 +38,10 @@ LAYERS = [
     ("optimizers", "_stacked _local _onebit_adam"),
     ("pipeline.schedules", "_table _simulate _weave _search _rounds _schedule _published"),
     ("pipeline.schedules", "_draw _command"),
-    ("pipeline", "schedules _program _loop _wire _cut_checks _cut _layer _buffers _passes"),
+    (
+        "pipeline",
+        "schedules _program _schedule_checks _loop _wire _cut_checks _cut _layer _buffers _passes",
+    ),
     ("pipeline", "_execute"),
     ("experts", "_routing _dispatch _moe"),
     ("step", "_precision _exchange _strategy _batches _layer_order _state _init_checks _init"),

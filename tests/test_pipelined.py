@@ -421,7 +421,8 @@ def test_layers_are_laid_out_by_stages_and_read_as_the_model_has_them(schedule, 
     in_order = isinstance(schedule, pipeline.OneFOneB)
     assert np.array_equal(state.params["up"], other.params["up"]) == in_order
     assert (
-        "`layers` lie stage after stage, not as the model has them: 0" in str(sl.describe(state))
+        "`layers` are stored stage after stage, not in the model's order: 0"
+        in str(sl.describe(state))
     ) != in_order
     given = jax.tree.map(lambda x: 2 * np.asarray(x), other.params)
     jax.tree.map(np.testing.assert_array_equal, state.with_weights(given).model, given)

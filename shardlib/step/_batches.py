@@ -1,5 +1,12 @@
-"""Batches on the mesh, from anybody's iterator: each process gives the examples that its own
-devices hold.
+"""Batches on the mesh, from anybody's iterator.
+
+Each process gives the examples that its own devices hold. A thread reads ahead, and puts what it
+reads on the devices while they compute:
+
+    source -> iterator -> [a thread: put on the mesh] -> queue of `ahead` batches -> step
+
+With each batch the queue has the place of the source after it. So a checkpoint says where the data
+are to be read on, and not how far the thread had come.
 """
 
 import contextlib
@@ -17,52 +24,50 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._rules import parts_over
 from shardlib.step._strategy import Strategy
 
 State = dict[str, Any]
 
+# The most examples of a batch: their rows are listed one by one.
 MOST_EXAMPLES = 2**26
-"""Of a batch: rows are named one by one."""
-
 _MOST_AHEAD = 2**20
+# What the queue has after the last batch, and what an iterator gives that has ended.
+_ENDED = object()
 
 
 def batch_sharding(strategy: Strategy) -> NamedSharding:
-    """How a batch lies on the mesh: its examples, along dim 0, over the axes of the batch."""
+    """How a batch is laid out on the mesh: its examples, along dim 0, over the batch axes."""
     return NamedSharding(strategy.device_mesh, PartitionSpec(strategy.batch_axes or None))
 
 
 def check_batch(batch: Any, strategy: Strategy) -> None:
-    """Refuse what is no batch, or does not split over the mesh."""
+    """Refuse what is no batch, or does not split evenly over the mesh and into microbatches."""
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("The batch holds no arrays.")
     _check_arrays(leaves)
-    axes = {axis: strategy.device_mesh.shape[axis] for axis in strategy.batch_axes}
-    parts = strategy.microbatches
-    for size in axes.values():
-        parts *= size
-    rows = leaves[0][1].shape[0] if leaves[0][1].ndim else 0
+    first_path, first = leaves[0]
+    examples = first.shape[0] if first.ndim else 0
     for path, leaf in leaves:
-        if leaf.ndim == 0 or leaf.shape[0] != rows:
-            here = path or "the batch"
+        if leaf.ndim == 0 or leaf.shape[0] != examples:
             raise ValueError(
-                f"Every array of a batch has the examples along dim 0. `{leaves[0][0]}` has "
-                f"{rows}, `{here}` has shape {leaf.shape}. Give constants to the loss by closing "
-                "over them."
+                f"Every array of a batch has the examples along dim 0. `{first_path}` has "
+                f"{examples}, `{path or 'the batch'}` has shape {leaf.shape}. Give constants to "
+                "the loss by closing over them."
             )
-    if rows == 0 or rows % parts:
-        along = " x ".join(f"`{axis}={size}`" for axis, size in axes.items()) or "no axis"
+    sizes = strategy.device_mesh.shape
+    parts = parts_over(sizes, strategy.batch_axes) * strategy.microbatches
+    if examples == 0 or examples % parts:
+        over = " x ".join(f"`{axis}={sizes[axis]}`" for axis in strategy.batch_axes) or "no axis"
         raise ValueError(
-            f"A batch of {rows} examples does not split over {along} and "
-            f"{_microbatches(strategy)}: use a multiple of {parts}."
+            f"A batch of {examples} examples does not split over {over} and "
+            f"{_describe_microbatches(strategy)}: use a multiple of {parts}."
         )
 
 
 def _check_arrays(leaves: list[tuple[str, Any]]) -> None:
-    """Refuse leaves of a batch that are no arrays, or arrays of what JAX has no arrays of, such as
-    text.
-    """
+    """Refuse leaves of a batch that are no arrays, or that no device can hold, such as text."""
     for path, leaf in leaves:
         what = f"`{path or 'the batch'}` of the batch"
         if not hasattr(leaf, "ndim") or isinstance(leaf, type):
@@ -78,14 +83,17 @@ def _check_arrays(leaves: list[tuple[str, Any]]) -> None:
             )
 
 
-def _microbatches(strategy: Strategy) -> str:
+def _describe_microbatches(strategy: Strategy) -> str:
+    """The argument that says how many microbatches there are, for errors."""
     if strategy.pipeline is None:
         return f"`accumulate={strategy.accumulate}`"
     return f"the pipeline's `microbatches={strategy.microbatches}`"
 
 
 def local_rows(size: int, strategy: Strategy) -> np.ndarray:
-    """Which rows of a batch of so many examples the devices of this process hold, in order.
+    """Which rows of a batch of `size` examples the devices of this process hold, in order.
+
+    A source of data gives these rows, and no process reads what others hold.
 
     >>> import shardlib as sl
     >>> sl.local_rows(4, sl.Strategy(mesh="data=2,model=4", rules=sl.rules.data))
@@ -95,36 +103,45 @@ def local_rows(size: int, strategy: Strategy) -> np.ndarray:
     size = check.whole(
         "local_rows", "size", size, "a number of examples", least=1, most=MOST_EXAMPLES
     )
-    parts = int(
-        np.prod([strategy.device_mesh.shape[axis] for axis in strategy.batch_axes], dtype=int)
-    )
+    parts = parts_over(strategy.device_mesh.shape, strategy.batch_axes)
     if size % (parts * strategy.microbatches):
         raise ValueError(
             f"`local_rows(size={size})`: a batch of {size} examples does not split over the "
             f"{parts} parts that the axes {strategy.batch_axes} make of it and "
-            f"{_microbatches(strategy)}: use a multiple of {parts * strategy.microbatches}."
+            f"{_describe_microbatches(strategy)}: use a multiple of "
+            f"{parts * strategy.microbatches}."
         )
-    held = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
-    return np.unique(np.concatenate([np.arange(size)[rows] for rows in held if rows is not None]))
+    slices = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
+    # Devices along other axes hold the same rows, which are counted once.
+    rows = [np.arange(size)[part] for part in slices if part is not None]
+    return np.unique(np.concatenate(rows))
 
 
 def _check_strategy(function: str, strategy: Any) -> None:
     check.kind(function, "strategy", strategy, Strategy, "a `sl.Strategy`")
 
 
-def _is_no_source(source: Any) -> bool:
-    return isinstance(source, type | dict | str | bytes) or getattr(source, "ndim", 1) == 0
+def _is_source(source: Any) -> bool:
+    """Whether something may be iterated for batches; dicts and text may, but not for these."""
+    if isinstance(source, type | dict | str | bytes) or getattr(source, "ndim", 1) == 0:
+        return False
+    return hasattr(source, "local") or isinstance(source, Iterable)
 
 
 def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     """Put batches of numpy arrays on the mesh, `ahead` of them before they are asked for.
 
-    `source` is any iterable of trees of arrays with the examples along dim 0. Where several
-    processes train together, each gives the rows of its own devices, see `local_rows`; a source
-    with a method `local(rows)`, such as `shardlib.data.Sequences`, is told which. What comes out
-    remembers its place in the data: a source whose iterator has `get_state` and `set_state`, as
-    those of `grain` and of `shardlib.data` have, is asked for it; any other is read again from its
-    start and as many batches are dropped, so it should be the same each time.
+    What is returned is an iterator that remembers its place in the data, for checkpoints. A source
+    whose iterator has `get_state` and `set_state`, as those of `grain` and of `shardlib.data` have,
+    is asked for it. Any other is read again from its start, and as many batches are dropped, so it
+    should be the same each time.
+
+    Args:
+        source: any iterable of trees of arrays with the examples along dim 0. Where several
+            processes train together, each gives the rows of its own devices, see `local_rows`; a
+            source with a method `local(rows)`, such as `shardlib.data.Sequences`, is told which.
+        strategy: the strategy of the step.
+        ahead: how many batches are read and put on the mesh before they are asked for.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -140,11 +157,13 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
                 f"wanted as {batch_sharding(strategy)}. Make them with the strategy of the step."
             )
         return source
-    if not (hasattr(source, "local") or isinstance(source, Iterable)) or _is_no_source(source):
+    if not _is_source(source):
+        advice = ""
+        if isinstance(source, dict):
+            advice = " For one batch, a list of it: `[batch]`."
         raise ValueError(
             "`source` is an iterable of batches, each a tree of arrays; got "
-            f"{type(source).__name__}: {check.shown(source)}."
-            + (" For one batch, a list of it: `[batch]`." if isinstance(source, dict) else "")
+            f"{type(source).__name__}: {check.shown(source)}.{advice}"
         )
     ahead = check.whole("batches", "ahead", ahead, "a number of batches", least=1, most=_MOST_AHEAD)
     return Batches(source, strategy, ahead)
@@ -156,7 +175,8 @@ class Batches(Iterator[Any]):
     def __init__(self, source: Any, strategy: Strategy, ahead: int) -> None:
         self._source, self.strategy, self._ahead = source, strategy, ahead
         self._taken = 0
-        self._place: State | None = None  # of the source, after the last batch given out
+        # The place of the source after the last batch that was given out.
+        self._place: State | None = None
         self._reader: _Reader | None = None
 
     def __next__(self) -> Any:
@@ -167,23 +187,29 @@ class Batches(Iterator[Any]):
         return batch
 
     def state(self) -> State:
-        """The place in the data, for `restore`: how many batches were given out, and what the
-        source says of it.
+        """The place in the data, for `restore`.
+
+        It has the number of batches that were given out, and what the source says of its place.
         """
         return {"batches": self._taken, "source": self._place}
 
     @property
     def identity(self) -> str:
-        """Which data these are, of a source that gives each process its part of the same; to
-        compare between processes.
+        """Text that is the same in all processes which read the same data.
+
+        It is empty if the source does not give each process its part of the same, so that nothing
+        can be compared.
         """
-        return json.dumps(self._place) if hasattr(self._source, "local") else ""
+        if not hasattr(self._source, "local"):
+            return ""
+        return json.dumps(self._place)
 
     def restore(self, state: State) -> None:
         """Go on from a place that `state` gave, here or in an earlier run."""
         _check_place(state)
+        # At this place already: what was read ahead stays.
         if state == self.state():
-            return  # here already, and what was read ahead stays
+            return
         self.close()
         self._taken, self._place = int(state["batches"]), state["source"]
 
@@ -194,50 +220,57 @@ class Batches(Iterator[Any]):
             self._reader = None
 
     def _open(self) -> Iterator[Any]:
+        """An iterator of the source that goes on after the last batch that was given out."""
         source = self._source
-        iterator = (
-            source.local(local_rows(source.batch, self.strategy))
-            if hasattr(source, "local")
-            else iter(source)
-        )
-        kind, knows = type(source).__name__, hasattr(iterator, "set_state")
-        if self._place is not None and not knows:
+        if hasattr(source, "local"):
+            iterator = source.local(local_rows(source.batch, self.strategy))
+        else:
+            iterator = iter(source)
+        kind = type(source).__name__
+        knows_its_place = hasattr(iterator, "set_state")
+        if self._place is not None and not knows_its_place:
             raise ValueError(
                 f"The place in the data was kept by a source that could say where it is; {kind} "
                 "has no `set_state`. Give the source that the run was started with."
             )
         if self._place is not None:
             iterator.set_state(self._place)
-        elif self._taken and knows:
+        elif self._taken and knows_its_place:
             raise ValueError(
                 f"The place in the data, {self._taken} batches from its start, was kept for a "
                 f"source that could not say where it is; {kind} can, and is another. Give the "
                 "source that the run was started with."
             )
         elif self._taken:
-            if iterator is source and not _is_fresh(source):
-                raise ValueError(
-                    f"To go on after {self._taken} batches a source is read again from its start, "
-                    f"and this {kind} may have been read from before. Give one that starts anew "
-                    "each time it is iterated, a list or a class with `__iter__`, or a new "
-                    "generator."
-                )
-            for number in range(self._taken):
-                if next(iterator, _ENDED) is _ENDED:
-                    raise ValueError(
-                        f"To go on after {self._taken} batches, the source was read again from its "
-                        f"start, and it ended after {number}. Give one that starts anew each time "
-                        "it is iterated, and does not end before."
-                    )
+            self._drop_taken(iterator)
         return iterator
 
+    def _drop_taken(self, iterator: Iterator[Any]) -> None:
+        """Read as many batches from the start as were given out, and forget them."""
+        if iterator is self._source and not _is_fresh(self._source):
+            raise ValueError(
+                f"To go on after {self._taken} batches a source is read again from its start, and "
+                f"this {type(self._source).__name__} may have been read from before. Give one that "
+                "starts anew each time it is iterated, a list or a class with `__iter__`, or a new "
+                "generator."
+            )
+        for number in range(self._taken):
+            if next(iterator, _ENDED) is _ENDED:
+                raise ValueError(
+                    f"To go on after {self._taken} batches, the source was read again from its "
+                    f"start, and it ended after {number}. Give one that starts anew each time "
+                    "it is iterated, and does not end before."
+                )
+
     def _on_mesh(self, batch: Any) -> Any:
+        """The batch as arrays on the mesh, of which this process gives its rows."""
         sharding = batch_sharding(self.strategy)
         _check_arrays(named_leaves(batch))
 
         def put(path: str, leaf: Any) -> jax.Array:
+            # Such an array is on the mesh already.
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-                return leaf  # is on the mesh already
+                return leaf
             try:
                 # A copy, since a device may keep the memory it is given, and a source may use it
                 # again for its next batch.
@@ -256,47 +289,46 @@ def _check_place(state: Any) -> None:
         raise check.refusal(
             "restore", "state", state, "a place in the data, as `Batches.state()` gives it"
         )
-    check.whole(
-        "restore",
-        "state",
-        state["batches"],
-        "a place in the data, after a number of batches",
-        least=0,
-    )
-
-
-_ENDED = object()
+    takes = "a place in the data, after a number of batches"
+    check.whole("restore", "state", state["batches"], takes, least=0)
 
 
 def _is_fresh(source: Any) -> bool:
-    """Whether an iterator has given nothing yet, which of generators alone can be told."""
+    """Whether an iterator is known to have given nothing yet; only generators can tell."""
     return inspect.isgenerator(source) and inspect.getgeneratorstate(source) == inspect.GEN_CREATED
 
 
 def _place_of(iterator: Any) -> Any:
-    """Where an iterator is, as a checkpoint will give it back: a copy, which does not move on with
-    the source.
+    """The place of an iterator, as a checkpoint will give it back; None if it has none.
+
+    It is a copy, which does not move on with the source.
     """
     if not hasattr(iterator, "get_state"):
         return None
     place = iterator.get_state()
+    copied, reason = None, ""
     try:
         copied = json.loads(json.dumps(place))
     except TypeError as error:
-        copied, why = None, f": {error}"
-    else:
-        why = ""
+        reason = f": {error}"
+    # JSON turns tuples into lists and keys into text: what does not come back would be lost.
     if copied != place:
         raise ValueError(
             "The place in the data goes into checkpoints as JSON, and what `get_state` of "
-            f"{type(iterator).__name__} gives does not come back from it as it was{why}. Let it "
+            f"{type(iterator).__name__} gives does not come back from it as it was{reason}. Let it "
             "give dicts with text for keys, lists, numbers and text."
         )
     return copied
 
 
 class _Reader:
-    """A thread that draws batches ahead, each with the place of the source after it."""
+    """A thread that reads batches ahead, each with the place of the source after it.
+
+    Args:
+        iterator: the iterator of the source.
+        prepare: what is done to a batch before it is queued: it is put on the mesh.
+        ahead: how many batches may wait.
+    """
 
     def __init__(self, iterator: Iterator[Any], prepare: Any, ahead: int) -> None:
         self._ready: queue.Queue[tuple[Any, Any]] = queue.Queue(ahead)
@@ -306,20 +338,26 @@ class _Reader:
         self._thread.start()
 
     def take(self) -> tuple[Any, Any]:
+        """The next batch and the place after it, once it is there.
+
+        The end of the source and its errors are raised here, again at each later call.
+        """
         if self._failed is not None:
             raise self._failed
-        batch, of = self._ready.get()
+        batch, place = self._ready.get()
         if batch is _ENDED:
-            self._failed = of
-            raise of
-        return batch, of
+            self._failed = place
+            raise place
+        return batch, place
 
     def close(self) -> None:
+        """Stop the thread, and drop what it has read."""
         self._closed.set()
+        # A thread that waits for room in the queue gets some, and sees that it is closed.
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-        # It may be waiting for its source, and ends when that gives something.
+        # It may still be waiting for its source, and ends when that gives something.
         self._thread.join(timeout=1)
 
     def _read(self, iterator: Iterator[Any], prepare: Any) -> None:
@@ -328,10 +366,12 @@ class _Reader:
                 if not self._give((prepare(batch), _place_of(iterator))):
                     return
             self._give((_ENDED, StopIteration()))
-        except BaseException as error:  # of the user's source: raised where the batch is asked for
+        except BaseException as error:
+            # An error of the user's source is raised where the batch is asked for.
             self._give((_ENDED, error))
 
     def _give(self, item: tuple[Any, Any]) -> bool:
+        """Queue an item once there is room; False if the reader was closed meanwhile."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)

@@ -1,15 +1,19 @@
-"""The order of layers in a state: under some pipelines a stage holds parts of the model that do not
-follow each other.
+"""The order of layers in a state.
 
-At rest layers lie stage after stage, and of each stage part after part, so that no stage ever asks
-another for weights. To whoever reads a state, a model or a checkpoint, they lie as the model has
-them.
+Under some pipelines a stage holds parts of the model that do not follow each other. In a state,
+layers are stored stage after stage, and in each stage part after part, so that no stage ever asks
+another for weights. Eight layers in four parts on two stages, `Interleaved(2, chunks=2)`:
+
+    the model's order    0 1 | 2 3 | 4 5 | 6 7        parts 0 1 2 3, on stages 0 1 0 1
+    in the state         0 1   4 5 | 2 3   6 7        stage 0, stage 1
+
+To whoever reads a state, a model or a checkpoint, layers have the model's order, called natural.
 """
 
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,103 +27,146 @@ from shardlib.step._strategy import Strategy
 
 
 def loops_of(strategy: Strategy, names: dict[str, Any]) -> tuple[str, ...]:
-    """The names of stacked dims, of each of a model's loops over layers one, in order."""
-    present = {name for of in names.values() if type(of) is tuple for name in of}
+    """The names of the stacked dims of a model's loops over layers, in the order of the loops.
+
+    `names` are those of the dims of each parameter, by its path.
+    """
+    present: set[str] = set()
+    for dim_names in names.values():
+        if type(dim_names) is tuple:
+            present.update(dim_names)
     return tuple(name for name in strategy.layer_names if name in present)
 
 
 def order_of(
     strategy: Strategy, layers: int, loop: int = 0, loops: int = 1
 ) -> tuple[int, ...] | None:
-    """Which layer of a loop lies where: of each place the number of the layer; None if they lie as
-    the model has them.
+    """The layers of a loop in the order in which a state stores them.
+
+    None if that is the model's order.
+
+    Args:
+        strategy: the strategy, of which the schedule says which stage has which parts.
+        layers: the number of layers of the loop, a multiple of its parts.
+        loop: the number of the loop in the model.
+        loops: how many loops the model has; each has as many parts.
     """
     if strategy.pipeline is None:
         return None
     table = table_of(strategy.pipeline)
     parts = table.parts // loops
-    per = layers // parts
-    mine = table.placement[loop * parts : (loop + 1) * parts]
-    by_stage = [
-        part for stage in range(table.stages) for part, on in enumerate(mine) if on == stage
-    ]
-    order = tuple(part * per + k for part in by_stage for k in range(per))
-    return None if order == tuple(range(layers)) else order
+    layers_in_part = layers // parts
+    stage_of_part = table.placement[loop * parts : (loop + 1) * parts]
+    order: list[int] = []
+    for stage in range(table.stages):
+        for part in range(parts):
+            if stage_of_part[part] == stage:
+                first = part * layers_in_part
+                order.extend(range(first, first + layers_in_part))
+    if order == list(range(layers)):
+        return None
+    return tuple(order)
 
 
 def orders(
     strategy: Strategy, names: dict[str, Any], shapes: Iterable[tuple[str, tuple[int, ...]]]
 ) -> tuple[str, ...]:
-    """A line for each loop whose layers do not lie as the model has them."""
-    loops, lines = loops_of(strategy, names), {}
+    """A line of text for each loop whose layers are not stored in the model's order.
+
+    Args:
+        strategy: the strategy.
+        names: the names of the dims of each parameter, by its path.
+        shapes: the paths and shapes of all parameters.
+    """
+    loops = loops_of(strategy, names)
+    lines: dict[str, str] = {}
     for path, shape in shapes:
-        dim = stacked_dim(names.get(path))
-        if dim is None or names[path][dim] not in loops:
+        stack = _stack_of(names.get(path), loops)
+        if stack is None:
             continue
-        order = order_of(strategy, shape[dim], loops.index(names[path][dim]), len(loops))
-        if order is not None:
-            each = len(order) // table_of(strategy.pipeline).stages  # type: ignore[arg-type]
-            stages = [" ".join(map(str, order[k : k + each])) for k in range(0, len(order), each)]
-            lines[names[path][dim]] = (
-                f"`{names[path][dim]}` lie stage after stage, not as the model has them: "
-                f"{' | '.join(stages)} (`state.model` has them in order, `state.with_weights` "
-                "takes them so)"
-            )
+        order = order_of(strategy, shape[stack.dim], stack.loop, len(loops))
+        if order is None:
+            continue
+        assert strategy.pipeline is not None
+        in_stage = len(order) // table_of(strategy.pipeline).stages
+        stages: list[str] = []
+        for first in range(0, len(order), in_stage):
+            stages.append(" ".join(map(str, order[first : first + in_stage])))
+        # All parameters of a loop have the same line.
+        lines[stack.name] = (
+            f"`{stack.name}` are stored stage after stage, not in the model's order: "
+            f"{' | '.join(stages)} (`state.model` has them in order, `state.with_weights` "
+            "takes them so)"
+        )
     return tuple(lines.values())
 
 
 def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None:
-    """Refuse a state whose layers lie otherwise than a strategy has them."""
+    """Refuse a state whose layers are stored in another order than a strategy has them.
+
+    Args:
+        theirs: the strategy that the state was made with.
+        mine: the strategy that is to use it.
+        names: the names of the dims of each parameter of the state, by its path.
+    """
     loops = loops_of(theirs, names) or loops_of(mine, names)
-    count = math.lcm(
-        *(table_of(one.pipeline).parts for one in (theirs, mine) if one.pipeline is not None)
-    )
+    # Orders are compared for a number of layers that both can divide.
+    parts = [
+        table_of(strategy.pipeline).parts
+        for strategy in (theirs, mine)
+        if strategy.pipeline is not None
+    ]
+    layers = math.lcm(*parts)
     for loop in range(len(loops)):
-        if order_of(theirs, count, loop, len(loops)) != order_of(mine, count, loop, len(loops)):
+        stored = order_of(theirs, layers, loop, len(loops))
+        expected = order_of(mine, layers, loop, len(loops))
+        if stored != expected:
             raise ValueError(
-                f"The state was made for `pipeline={theirs.pipeline}`, and its layers lie in the "
-                f"order of that; this is for `pipeline={mine.pipeline}`, which has another. Use "
-                "the strategy that it was made with, `state.layout.strategy`; a checkpoint goes "
-                "from one schedule to another: `sl.Checkpoints`."
+                f"The state was made for `pipeline={theirs.pipeline}`, and its layers are stored "
+                f"in the order of that; this is for `pipeline={mine.pipeline}`, which has another. "
+                "Use the strategy that it was made with, `state.layout.strategy`; a checkpoint "
+                "goes from one schedule to another: `sl.Checkpoints`."
             )
 
 
 def check_state(
     strategy: Strategy, names: dict[str, Any], relations: dict[str, Any], shapes: dict[str, Any]
 ) -> None:
-    """Refuse an optimizer's state of which it is unknown how it follows the layers, if these lie in
-    an order of their own.
+    """Refuse an optimizer's state that must be reordered, if it is unknown along which dim.
+
+    Args:
+        strategy: the strategy.
+        names: the names of the dims of each parameter, by its path.
+        relations: to which parameter each array of the optimizer's state belongs, by its path.
+        shapes: these arrays, or their shapes.
     """
     loops = loops_of(strategy, names)
     for path, relation in relations.items():
-        of: Any = names.get(relation.parameter)
-        dim = stacked_dim(of)
-        if (
-            relation.kind != "ambiguous"
-            or dim is None
-            or of[dim] not in loops
-            or not shapes[path].ndim
-        ):
+        stack = _stack_of(names.get(relation.parameter), loops)
+        if relation.kind != "ambiguous" or stack is None or not shapes[path].ndim:
             continue
-        table = table_of(strategy.pipeline)  # type: ignore[arg-type]
-        if (
-            order_of(strategy, table.parts // len(loops), loops.index(of[dim]), len(loops))
-            is not None
-        ):
+        assert strategy.pipeline is not None
+        parts = table_of(strategy.pipeline).parts // len(loops)
+        if order_of(strategy, parts, stack.loop, len(loops)) is not None:
             raise ValueError(
                 f"`{path}` of the optimizer's state, of shape {shapes[path].shape}, "
-                f"{relation.reason}: under `{strategy.pipeline}` layers lie stage after stage, and "
-                "it must be known which dim of it counts them. Make the number of layers other "
-                "than the sizes beside it, or use a schedule with one part on a stage."
+                f"{relation.reason}: under `{strategy.pipeline}` layers are stored stage after "
+                "stage, and it must be known which dim of it counts them. Make the number of "
+                "layers other than the sizes beside it, or use a schedule with one part on a "
+                "stage."
             )
 
 
 def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, Any]) -> None:
-    """Refuse stacks that do not split evenly into the parts of a pipeline."""
-    schedule = strategy.pipeline
-    if schedule is None:
+    """Refuse a model whose loops over layers do not split evenly into the parts of a pipeline.
+
+    Args:
+        strategy: the strategy.
+        names: the names of the dims of each parameter, by its path.
+        shapes: the parameters, or their shapes.
+    """
+    if strategy.pipeline is None:
         return
-    table = table_of(schedule)
     loops = loops_of(strategy, {path: names.get(path) for path in shapes})
     if not loops:
         raise ValueError(
@@ -128,12 +175,25 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
             "or stack layers that are alike, `nnx.vmap` with "
             f'`transform_metadata={{nnx.PARTITION_NAME: "{LAYERS}"}}`, and scan them.'
         )
-    parts, on_stage = table.parts // len(loops), table.parts // schedule.stages
-    if on_stage % len(loops) or any(
-        table.placement[loop * parts : (loop + 1) * parts].count(stage) != on_stage // len(loops)
-        for loop in range(len(loops))
-        for stage in range(table.stages)
-    ):
+    _check_loops(strategy.pipeline, loops)
+    for path, leaf in shapes.items():
+        stack = _stack_of(names.get(path), loops)
+        if stack is not None:
+            _check_divides(strategy.pipeline, path, leaf.shape, stack.dim, len(loops))
+
+
+def _check_loops(schedule: Any, loops: tuple[str, ...]) -> None:
+    """Refuse a schedule in which a stage does not have as many parts of each loop."""
+    table = table_of(schedule)
+    parts = table.parts // len(loops)
+    on_stage = table.parts // schedule.stages
+    evenly = on_stage % len(loops) == 0
+    for loop in range(len(loops)):
+        stage_of_part = table.placement[loop * parts : (loop + 1) * parts]
+        for stage in range(table.stages):
+            if stage_of_part.count(stage) != on_stage // len(loops):
+                evenly = False
+    if not evenly:
         raise ValueError(
             f"The model has {len(loops)} loops over layers "
             f"({', '.join(f'`{name}`' for name in loops)}), and every stage has parts of each; "
@@ -141,41 +201,74 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
             f"{schedule.microbatches}, chunks={len(loops)})` has {len(loops)}, and so have `ZBV` "
             "and `VHalf` two."
         )
-    for path, leaf in shapes.items():
-        dim = stacked_dim(names.get(path))
-        if dim is None or names[path][dim] not in loops:
-            continue
-        if leaf.shape[dim] % parts:
-            per_stage = (
-                f", {parts // schedule.stages} on each stage" if parts != schedule.stages else ""
-            )
-            raise ValueError(
-                f"`{path}` of shape {leaf.shape} stacks {leaf.shape[dim]} layers, which do not "
-                f"split evenly into the {parts} parts of `{schedule}`{per_stage}: use a multiple "
-                f"of {parts} layers, or fewer stages."
-            )
 
 
-def stacked_dim(names: Any) -> int | None:
-    """Along which dim layers are stacked, by the names of a parameter."""
-    return (
-        next((k for k, name in enumerate(names) if counts_layers(name)), None)
-        if type(names) is tuple
-        else None
+def _check_divides(schedule: Any, path: str, shape: tuple[int, ...], dim: int, loops: int) -> None:
+    """Refuse a stack of layers that the parts of a pipeline cannot share evenly.
+
+    Args:
+        schedule: the schedule.
+        path: the path of the parameter.
+        shape: its shape.
+        dim: along which dim its layers are stacked.
+        loops: how many loops over layers the model has.
+    """
+    parts = table_of(schedule).parts // loops
+    if shape[dim] % parts == 0:
+        return
+    per_stage = ""
+    if parts != schedule.stages:
+        per_stage = f", {parts // schedule.stages} on each stage"
+    raise ValueError(
+        f"`{path}` of shape {shape} stacks {shape[dim]} layers, which do not split evenly into the "
+        f"{parts} parts of `{schedule}`{per_stage}: use a multiple of {parts} layers, or fewer "
+        "stages."
     )
 
 
+class _Stack(NamedTuple):
+    """The dim along which a parameter's layers are stacked, for one of the model's loops."""
+
+    dim: int
+    name: str
+    loop: int  # the number of the loop in the model
+
+
+def _stack_of(names: Any, loops: tuple[str, ...]) -> _Stack | None:
+    """Where a parameter with these names stacks layers of one of the loops; None if nowhere."""
+    dim = stacked_dim(names)
+    if dim is None or names[dim] not in loops:
+        return None
+    return _Stack(dim, names[dim], loops.index(names[dim]))
+
+
+def stacked_dim(names: Any) -> int | None:
+    """Along which dim a parameter with these names stacks layers; None if along none."""
+    if type(names) is not tuple:
+        return None
+    for dim, name in enumerate(names):
+        if counts_layers(name):
+            return dim
+    return None
+
+
 def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
-    """Parameters as a model has them, put where they lie at rest."""
+    """Parameters with layers in the model's order, put in the order in which a state stores them.
+
+    `names` are those of the dims of each parameter, by its path.
+    """
     move = Mover(strategy, names, natural=False)
     return map_named(lambda path, leaf: move(leaf, path, stacked_dim(names.get(path))), params)
 
 
 def reordered(state: Any, *, natural: bool) -> Any:
-    """The state with its layers as the model has them, or, if not `natural`, from there to where
-    they lie at rest.
+    """The state with its layers in the model's order.
+
+    If not `natural`, they are put from there into the order in which the state stores them.
     """
     layout = state.layout
+    if layout.strategy.pipeline is None:
+        return state
     names, relations = dict(layout.names), dict(layout.relations)
     move = Mover(layout.strategy, names, natural)
 
@@ -184,16 +277,14 @@ def reordered(state: Any, *, natural: bool) -> Any:
 
     def of_state(path: str, leaf: Any) -> Any:
         relation = relations.get(path)
-        if (
-            relation is None
-            or (dim := stacked_dim(names.get(relation.parameter))) is None
-            or dim not in relation.dims
-        ):
+        if relation is None:
+            return leaf
+        dim = stacked_dim(names.get(relation.parameter))
+        # A factor of Adafactor may be a sum over the layers, and has no dim of them.
+        if dim is None or dim not in relation.dims:
             return leaf
         return move(leaf, relation.parameter, relation.dims.index(dim))
 
-    if layout.strategy.pipeline is None:
-        return state
     return state.replaced(
         params=map_named(of_parameter, state.params),
         frozen=map_named(of_parameter, state.frozen),
@@ -202,8 +293,12 @@ def reordered(state: Any, *, natural: bool) -> Any:
 
 
 class Mover:
-    """Moves layers from where the model has them to where they lie at rest, or, if `natural`,
-    back.
+    """Moves layers between the model's order and that of the state.
+
+    Args:
+        strategy: the strategy of the state.
+        names: the names of the dims of each parameter, by its path.
+        natural: whether they move into the model's order, or out of it.
     """
 
     def __init__(self, strategy: Strategy, names: dict[str, Any], natural: bool) -> None:
@@ -211,21 +306,29 @@ class Mover:
         self.loops = loops_of(strategy, names)
 
     def __call__(self, leaf: Any, parameter: str, dim: int | None) -> Any:
-        """A leaf whose `dim` counts the layers of a parameter."""
+        """An array with its layers moved, if it has any.
+
+        Args:
+            leaf: the parameter, or an array of the optimizer's state that belongs to it.
+            parameter: the path of the parameter.
+            dim: which dim of the array counts layers; None if none does.
+        """
+        # Shapes and other things that are no arrays have no order.
         if dim is None or not isinstance(leaf, jax.Array):
             return leaf
-        name = self.names[parameter][stacked_dim(self.names[parameter])]
-        if name not in self.loops:
+        stack = _stack_of(self.names[parameter], self.loops)
+        if stack is None:
             return leaf
-        order = order_of(self.strategy, leaf.shape[dim], self.loops.index(name), len(self.loops))
+        order = order_of(self.strategy, leaf.shape[dim], stack.loop, len(self.loops))
         if order is None:
             return leaf
-        places = np.argsort(order) if self.natural else np.array(order)
+        indices = np.argsort(order) if self.natural else np.array(order)
         if isinstance(leaf, Tracer):
-            return jnp.take(leaf, places, axis=dim)
-        return _taker(dim, leaf.sharding)(leaf, places)
+            return jnp.take(leaf, indices, axis=dim)
+        return _compiled_take(dim, leaf.sharding)(leaf, indices)
 
 
 @lru_cache(maxsize=1024)
-def _taker(dim: int, sharding: Any) -> Any:
-    return jax.jit(lambda leaf, places: jnp.take(leaf, places, axis=dim), out_shardings=sharding)
+def _compiled_take(dim: int, sharding: Any) -> Any:
+    """`jnp.take` along a dim, whose result is sharded like its argument."""
+    return jax.jit(lambda leaf, indices: jnp.take(leaf, indices, axis=dim), out_shardings=sharding)

@@ -1,5 +1,8 @@
-"""Precision: in which dtypes a step computes, adds up and sends. What is stored keeps the dtype
-that it was made in.
+"""The dtypes in which a step computes, adds gradients up, and sends them.
+
+    stored (master weights) -> compute -> gradients -> accumulate -> reduce -> optimizer, stored
+
+What is stored keeps the dtype that it was made in.
 """
 
 import re
@@ -13,8 +16,11 @@ import jax.numpy as jnp
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 
+# Short names, and what they stand for.
 NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f32": "float32"}
 SUPPORTED = ("bfloat16", "float32", "float64")
+# The names of the dtype that a step computes in if nothing is said.
+_FULL = ("float32", "fp32", "f32")
 
 
 @dataclass(frozen=True)
@@ -51,37 +57,52 @@ class Precision:
         check.patterns("Precision", "keep", self.keep)
 
     def of(self, path: str, dtype: Any) -> Any:
-        """The dtype in which the model gets a parameter."""
+        """The dtype in which the model gets a parameter that is stored in `dtype`.
+
+        Integers, complex numbers and what `keep` matches stay as they are stored.
+        """
         if self.compute is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        return (
-            dtype
-            if any(re.fullmatch(pattern, path) for pattern in self.keep)
-            else jnp.dtype(self.compute)
-        )
+        for pattern in self.keep:
+            if re.fullmatch(pattern, path):
+                return dtype
+        return jnp.dtype(self.compute)
 
     def accumulated(self, dtype: Any) -> Any:
         """The dtype in which gradients of `dtype` are added up over microbatches."""
         return _wider(dtype, self.accumulate)
 
     def reduced(self, dtype: Any) -> Any:
-        """The dtype in which gradients of a parameter of `dtype` are added up over devices."""
+        """The dtype in which gradients of a parameter of `dtype` are added up over devices.
+
+        It may be narrower than the parameter's, to send less, but for parameters of more than
+        float32: who stores float64 wants all of it.
+        """
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32:
             return jnp.dtype(self.reduce)
         return _wider(dtype, self.reduce)
 
 
 def _wider(dtype: Any, other: Any) -> Any:
-    """The dtype that holds both, whatever the user said of promotion in the loss."""
+    """The dtype that holds both, by JAX's standard rules of promotion.
+
+    The user may have set stricter rules for the loss, `jax_numpy_dtype_promotion`.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 
 
 def _checked(field: str, value: Any) -> str:
-    """The name of a dtype that a step can compute, add up or send in."""
+    """The full name of a dtype that a step can compute, add up or send in.
+
+    Others are refused: those whose gradients are lost without a scaled loss, and float64 where JAX
+    would silently make float32 of it.
+    """
     takes = "the name of a dtype of floating-point numbers, such as `bf16`"
-    full = NAMES.get(value, value) if isinstance(value, str) else value
-    name = check_arrays.dtype("Precision", field, full, takes).name
+    dtype = value
+    if isinstance(value, str):
+        dtype = NAMES.get(value, value)
+    name = check_arrays.dtype("Precision", field, dtype, takes).name
     if name == "float16":
         raise ValueError(
             f"`Precision({field}={check.shown(value)})`: in float16 gradients below 6e-8 are zero "
@@ -89,12 +110,10 @@ def _checked(field: str, value: Any) -> str:
             "yet. Use `bf16`, which has the range of float32."
         )
     if name not in SUPPORTED:
-        few = (
-            "; dtypes of 8 bits and fewer take scales, which a step does not have"
-            if name.startswith("float")
-            else ""
-        )
-        raise check.refusal("Precision", field, value, f"{takes}, of {', '.join(SUPPORTED)}{few}")
+        takes = f"{takes}, of {', '.join(SUPPORTED)}"
+        if name.startswith("float"):
+            takes += "; dtypes of 8 bits and fewer take scales, which a step does not have"
+        raise check.refusal("Precision", field, value, takes)
     if jax.dtypes.canonicalize_dtype(name) != name:
         raise ValueError(
             f"`Precision({field}={check.shown(value)})`: JAX makes float32 of float64 unless it is "
@@ -104,13 +123,14 @@ def _checked(field: str, value: Any) -> str:
 
 
 def resolve_precision(value: Any) -> Precision:
-    """What `Strategy(precision=...)` says: a `Precision`, or the name of the dtype to compute
-    in.
+    """The `Precision` that `Strategy(precision=...)` stands for.
+
+    It is given as one, or as the name of the dtype to compute in; all else is then float32.
     """
     if isinstance(value, Precision):
         return value
     if isinstance(value, str):
-        if value in ("float32", "fp32", "f32"):
+        if value in _FULL:
             return Precision()
         try:
             return Precision(value)
@@ -122,7 +142,13 @@ def resolve_precision(value: Any) -> Precision:
 
 
 def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> None:
-    """Refuse a pattern that matches no path."""
+    """Refuse a pattern that matches no path, which is most often misspelt.
+
+    Args:
+        what: the argument that has the patterns, for the error.
+        patterns: regular expressions that match a whole path.
+        paths: the paths of all parameters.
+    """
     paths = list(paths)
     for pattern in patterns:
         if not any(re.fullmatch(pattern, path) for path in paths):
@@ -133,5 +159,7 @@ def check_patterns(what: str, patterns: Iterable[str], paths: Iterable[str]) -> 
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """In another dtype, or the array itself."""
-    return x if x.dtype == dtype else x.astype(dtype)
+    """An array in a dtype: the array itself if it has that, so that nothing is traced."""
+    if x.dtype == dtype:
+        return x
+    return x.astype(dtype)

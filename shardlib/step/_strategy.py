@@ -1,5 +1,8 @@
 """A strategy: everything that decides how a machine runs a model, as one value that prints,
 compares and hashes.
+
+What is asked for is in its fields. All else is derived from them, and named once here: the mesh,
+the axes over which the step is manual, those that ZeRO splits over, those of the slow network.
 """
 
 from collections.abc import Mapping
@@ -19,10 +22,12 @@ from shardlib.layouts._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple,
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.modeling._remat import REMATS
-from shardlib.pipeline._program import table_of
+from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
-from shardlib.pipeline.schedules._table import Table
 from shardlib.step._precision import Precision, resolve_precision
+
+# The count of microbatches is an int32 in the compiled step.
+_MOST_MICROBATCHES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -85,31 +90,45 @@ class Strategy:
     draws: Literal["same", "by_mesh"] = "same"
 
     def __post_init__(self) -> None:
+        self._check_fields()
+        axes = self._axis_sizes
+        self.rules.check_mesh(axes)
+        self._check_mesh()
+        self._check_manual()
+        resolve_precision(self.precision)
+        self._check_exchange(axes)
+        if self.pipeline is not None:
+            self._check_pipeline(axes)
+        elif self.remat == "stage":
+            raise ValueError(
+                '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: '
+                'give one, `pipeline=...`, or use `remat="full"`.'
+            )
+
+    @property
+    def _axis_sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes, without asking JAX for its devices."""
+        if isinstance(self.mesh, str):
+            return parse_axes(self.mesh)
+        return dict(self.mesh.shape)
+
+    def _check_fields(self) -> None:
+        """Refuse values of a wrong type or out of range, each field by itself."""
         check.kind(
             "Strategy", "rules", self.rules, AxisRules, "`AxisRules`, such as `sl.rules.data`"
         )
-        check.kind(
-            "Strategy",
-            "mesh",
-            self.mesh,
-            str | Mesh,
-            'text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`',
-        )
-        check.text(
-            "Strategy", "dcn", self.dcn, 'text: `"pod"`, or `"data=2"` for a factor of an axis'
-        )
+        takes = 'text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`'
+        check.kind("Strategy", "mesh", self.mesh, str | Mesh, takes)
+        takes = 'text: `"pod"`, or `"data=2"` for a factor of an axis'
+        check.text("Strategy", "dcn", self.dcn, takes)
         if not isinstance(self.mesh, str) and self.dcn:
             raise ValueError(
                 f"`Strategy(dcn={self.dcn!r})` is for a mesh given as text; this one is made: "
                 "`sl.make_mesh(..., dcn=...)`."
             )
+        takes = "a number of microbatches"
         accumulate = check.whole(
-            "Strategy",
-            "accumulate",
-            self.accumulate,
-            "a number of microbatches",
-            least=1,
-            most=2**31 - 1,
+            "Strategy", "accumulate", self.accumulate, takes, least=1, most=_MOST_MICROBATCHES
         )
         takes = 'an exchange, such as `sl.Exact()` or `sl.collectives.OneBit("data")`'
         check.kind("Strategy", "exchange", self.exchange, Exchange, takes)
@@ -126,68 +145,63 @@ class Strategy:
             )
             clip = check.number("Strategy", "clip", clip, takes, above=0)
         check.assign(self, accumulate=accumulate, clip=clip)
-        axes = parse_axes(self.mesh) if isinstance(self.mesh, str) else dict(self.mesh.shape)
-        self.rules.check_mesh(axes)
+
+    def _check_mesh(self) -> None:
+        """Refuse explicit axes, over which the partitioner decides nothing."""
         if not isinstance(self.mesh, str) and self.mesh.explicit_axes:
             raise ValueError(
                 f"`Strategy(mesh=...)` has the explicit axes {self.mesh.explicit_axes}; the step "
-                "needs automatic ones: `sl.make_mesh(...)` makes them. Annotations alone work on "
+                "needs automatic ones: `sl.make_mesh(...)` makes them. Only annotations work on "
                 "explicit axes: `with sl.use(rules, mesh):`."
             )
+
+    def _check_manual(self) -> None:
+        """Refuse manual axes along which devices do not have examples of their own."""
         for axis in self.manual or ():
             if axis not in self.rules.batch_axes:
                 raise ValueError(
                     f"`Strategy(manual={self.manual})`: `{axis}` does not split the batch; its "
                     f"axes are {self.rules.batch_axes}."
                 )
-        resolve_precision(self.precision)
-        zero = self.sharding
-        self._check_exchange(axes, zero)
-        self._check_pipeline(axes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what was derived from them holds devices, which belong to this
-        process.
-        """
-        chosen = {one.name: getattr(self, one.name) for one in fields(self)}
+        """The fields only: what was derived from them holds devices of this process."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.mesh, Mesh):
             chosen["mesh"] = PortableMesh.of(self.mesh)
         return chosen
 
     def __setstate__(self, chosen: dict[str, Any]) -> None:
         mesh = chosen["mesh"]
-        self.__dict__.update(chosen, mesh=mesh.here() if isinstance(mesh, PortableMesh) else mesh)
+        if isinstance(mesh, PortableMesh):
+            mesh = mesh.here()
+        # A frozen dataclass takes no assignments.
+        self.__dict__.update(chosen, mesh=mesh)
 
     def __copy__(self) -> "Strategy":
-        return self  # nothing of it ever changes
+        # Nothing of a strategy ever changes, and a mesh cannot be copied.
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         return self
 
-    def _check_exchange(self, axes: Mapping[str, int], zero: Zero) -> None:
+    def _check_exchange(self, axes: Mapping[str, int]) -> None:
         """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits."""
-        taken = self.exchange.axes
-        if taken and not self.data_axes:
+        zero = self.sharding
+        exchanged_over = self.exchange.axes
+        if not exchanged_over:
+            return
+        if not self.data_axes:
             raise ValueError(
                 f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch "
                 "and nothing else, so the partitioner sums the gradients. Give `batch` an axis of "
                 "its own in the rules, or name it: `manual=(...)`."
             )
-        for axis in taken:
+        for axis in exchanged_over:
             if axis not in self.data_axes:
-                why = "is no axis of the mesh"
-                if axis in self.rules.batch_axes:
-                    why = (
-                        "splits weights too, or is not manual, so that the partitioner sums "
-                        "gradients along it"
-                    )
-                elif axis in axes:
-                    why = (
-                        "splits no batch, so that no gradients differ along it; for it to, `rules "
-                        "| sl.AxisRules(batch=(...))`"
-                    )
                 raise ValueError(
-                    f"`Strategy(exchange={self.exchange})`: `{axis}` {why}. The mesh has "
+                    f"`Strategy(exchange={self.exchange})`: `{axis}` "
+                    f"{self._why_no_gradients_along(axis, axes)}. The mesh has "
                     f"{', '.join(map(repr, axes))}; gradients are exchanged over "
                     f"{', '.join(map(repr, self.data_axes))}."
                 )
@@ -197,7 +211,7 @@ class Strategy:
                     f"parameters over `{axis}` too, and every step gather them whole again over "
                     "it, in more bytes than the exchange saves. Split over other axes."
                 )
-        if taken and zero.stage and set(taken) >= set(self.data_axes):
+        if zero.stage and set(exchanged_over) >= set(self.data_axes):
             raise ValueError(
                 f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all "
                 "axes of data, and none is left for ZeRO, which would gather parameters whole over "
@@ -206,70 +220,26 @@ class Strategy:
                 '`exchange=...(axis="pod")`.'
             )
 
-    def _check_pipeline(self, axes: Mapping[str, int]) -> None:
-        """Refuse what a schedule cannot be run with."""
-        schedule = self.pipeline
-        if schedule is None:
-            if self.remat == "stage":
-                raise ValueError(
-                    '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: '
-                    'give one, `pipeline=...`, or use `remat="full"`.'
-                )
-            return
-        if isinstance(schedule, str):
-            raise ValueError(
-                f"`Strategy(pipeline={check.shown(schedule)})`: text is for the trainer's command "
-                "line; here it is a schedule, such as `sl.pipeline.OneFOneB(stages=4, "
-                "microbatches=16)`."
-            )
-        if isinstance(schedule, Table):
-            raise ValueError(
-                "`Strategy(pipeline=...)`: of a table a schedule is made by "
-                "`sl.pipeline.Custom(table)`."
-            )
-        if isinstance(schedule, type) or not all(
-            hasattr(schedule, name) for name in ("stages", "microbatches", "paired", "table")
-        ):
-            raise ValueError(
-                f"`Strategy(pipeline={check.shown(schedule)})` takes a schedule, such as "
-                "`sl.pipeline.OneFOneB(stages=4, microbatches=16)`: what has `stages`, "
-                "`microbatches`, `paired` and `table()`."
-            )
-        table = table_of(schedule)
-        if (table.stages, table.microbatches) != (schedule.stages, schedule.microbatches):
-            raise ValueError(
-                f"`{schedule}` says {schedule.stages} stages and {schedule.microbatches} "
-                f"microbatches, and its table has {table.stages} and {table.microbatches}."
-            )
-        if not table.trains:
-            raise ValueError(
-                f"The table of `{schedule}` has forward passes alone: nothing would be learned."
-            )
-        counts = [table.placement.count(stage) for stage in range(table.stages)]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"The table of `{schedule}` has {counts} parts on its stages: one program has as "
-                "many on each."
-            )
-        candidates = next((of for name, of in self.rules.items() if name == LAYERS), (None,))
-        if len(candidates) != 1 or len(as_tuple(candidates[0])) != 1:
-            raise ValueError(
-                f"`Strategy(pipeline=...)`: the rule `{LAYERS}` says which mesh axis has the "
-                "stages, and it is "
-                f"{candidates[0] if len(candidates) == 1 else list(candidates)!r}. Name one: "
-                f'`rules | sl.AxisRules({LAYERS}="stage")`, as `sl.rules.pipeline` does.'
-            )
-        (axis,) = as_tuple(candidates[0])
-        if axes[axis] != schedule.stages:
-            raise ValueError(
-                f"`{schedule}` has {schedule.stages} stages, and the mesh axis `{axis}` that the "
-                f"rule `{LAYERS}` names has size {axes[axis]}: make them the same."
-            )
+    def _why_no_gradients_along(self, axis: str, axes: Mapping[str, int]) -> str:
+        """Why devices along an axis have no gradients of their own, as the end of a sentence."""
         if axis in self.rules.batch_axes:
-            raise ValueError(
-                f"The axis `{axis}` splits the batch, and `{LAYERS}` too: every stage "
-                "sees all examples."
+            return (
+                "splits weights too, or is not manual, so that the partitioner sums gradients "
+                "along it"
             )
+        if axis in axes:
+            return (
+                "splits no batch, so that no gradients differ along it; for it to, `rules "
+                "| sl.AxisRules(batch=(...))`"
+            )
+        return "is no axis of the mesh"
+
+    def _check_pipeline(self, axes: Mapping[str, int]) -> None:
+        """Refuse a schedule that cannot be run, or not with the other fields."""
+        schedule: Any = self.pipeline
+        check_is_schedule(schedule)
+        check_table(schedule)
+        check_stage_axis(schedule, self.rules, axes)
         if self.accumulate != 1:
             raise ValueError(
                 f"`Strategy(accumulate={self.accumulate}, pipeline=...)`: the schedule says how "
@@ -290,108 +260,126 @@ class Strategy:
 
     @cached_property
     def stage_axis(self) -> str | None:
-        """The axis that has the stages of the pipeline."""
-        return None if self.pipeline is None else as_tuple(self.rules[LAYERS][0])[0]
+        """The axis that has the stages of the pipeline; None without one."""
+        if self.pipeline is None:
+            return None
+        return as_tuple(self.rules[LAYERS][0])[0]
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
-        """The names of stacked dims that the stages split: of each loop over layers one, in the
-        order of the loops.
+        """The names of stacked dims that the stages split.
+
+        Each of a model's loops over layers has one, and they are in the order of the loops.
         """
         if self.stage_axis is None:
             return ()
-        return tuple(
-            name
-            for name, axes in self.rules.items()
-            if counts_layers(name) and [as_tuple(of) for of in axes] == [(self.stage_axis,)]
-        )
+        names = []
+        for name, choices in self.rules.items():
+            axes_of_choices = [as_tuple(axes) for axes in choices]
+            if counts_layers(name) and axes_of_choices == [(self.stage_axis,)]:
+                names.append(name)
+        return tuple(names)
 
     @cached_property
     def manual_axes(self) -> tuple[str, ...]:
         """All axes over which the step is manual: those of the data, and that of the stages."""
-        return self.data_axes if self.stage_axis is None else (*self.data_axes, self.stage_axis)
+        if self.stage_axis is None:
+            return self.data_axes
+        return (*self.data_axes, self.stage_axis)
 
     @cached_property
     def every_axis(self) -> tuple[str, ...]:
-        """All axes of the mesh, the manual ones first: how what each device has of its own lies."""
-        return (
-            *self.manual_axes,
-            *(axis for axis in self.device_mesh.shape if axis not in self.manual_axes),
-        )
+        """All axes of the mesh, the manual ones first.
+
+        What each device has of its own, such as errors of compression, is split over these.
+        """
+        automatic = [axis for axis in self.device_mesh.shape if axis not in self.manual_axes]
+        return (*self.manual_axes, *automatic)
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts a device's examples are split, one after the other."""
-        return self.accumulate if self.pipeline is None else self.pipeline.microbatches
+        """The number of parts that a device's examples are divided into, one after the other."""
+        if self.pipeline is None:
+            return self.accumulate
+        return self.pipeline.microbatches
 
     @cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh, of real devices."""
-        return make_mesh(self.mesh, dcn=self.dcn) if isinstance(self.mesh, str) else self.mesh
+        """The mesh, of real devices or of those that a program is compiled for."""
+        if isinstance(self.mesh, str):
+            return make_mesh(self.mesh, dcn=self.dcn)
+        return self.mesh
 
     @cached_property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which the step is manual: each device along them has gradients of its
-        own.
+        """The axes of the batch over which the step is manual.
+
+        Each device along them has gradients of its own. By default they are the axes that split
+        nothing but the batch and experts.
         """
         if self.manual is not None:
             return tuple(axis for axis in self.rules.batch_axes if axis in self.manual)
-        elsewhere = AxisRules(
-            {name: list(axes) for name, axes in self.rules.items() if name not in (BATCH, EXPERTS)}
-        ).axes
-        return tuple(axis for axis in self.rules.batch_axes if axis not in elsewhere)
+        others: dict[str, Any] = {}
+        for name, axes in self.rules.items():
+            if name not in (BATCH, EXPERTS):
+                others[name] = list(axes)
+        used_elsewhere = AxisRules(others).axes
+        return tuple(axis for axis in self.rules.batch_axes if axis not in used_elsewhere)
 
     @property
     def skips(self) -> bool:
-        """Whether a step whose gradient is not finite leaves parameters and optimizer as they
-        were.
-        """
+        """Whether a step with a gradient that is not finite changes no parameter."""
         return self.nonfinite == "skip"
 
     @property
     def crossing(self) -> tuple[str, ...]:
         """The axes that cross the slow network."""
-        if isinstance(self.mesh, str):
-            return tuple(part.split("=")[0].strip() for part in self.dcn.split(",") if part.strip())
-        return slow_axes(self.mesh)
+        if not isinstance(self.mesh, str):
+            return slow_axes(self.mesh)
+        # Each entry is an axis, or an axis and the factor of it that crosses: "pod", "data=2".
+        entries = [entry.strip() for entry in self.dcn.split(",")]
+        return tuple(entry.split("=")[0].strip() for entry in entries if entry)
 
     @cached_property
     def sharding(self) -> Zero:
-        """What `zero` comes to."""
+        """The `Zero` that `zero` stands for, whether it is a stage, a name of FSDP's or one."""
         return resolve_zero(self.zero, self.crossing, self.data_axes)
 
     @cached_property
     def zero_axes(self) -> tuple[str, ...]:
-        """The axes that ZeRO splits over, those on the fast network first; over the other data
-        axes, state is repeated.
+        """The axes that ZeRO splits over, those on the fast network first.
 
-        By default those are all that the exchange does not take.
-
-        Under a pipeline what is outside the stages is split over these too, whatever the stage of
-        ZeRO.
+        By default those are all data axes that the exchange does not take. Over other data axes the
+        state is repeated. Under a pipeline, what is outside the stages is split over their axis
+        too, whatever the stage of ZeRO.
         """
         zero = self.sharding
-        free = tuple(axis for axis in self.data_axes if axis not in self.exchange.axes)
-        axes = () if not zero.stage else free if zero.axes is None else zero.axes
-        axes = axes if self.stage_axis is None else (*axes, self.stage_axis)
+        axes: tuple[str, ...] = ()
+        if zero.stage and zero.axes is not None:
+            axes = zero.axes
+        elif zero.stage:
+            axes = tuple(axis for axis in self.data_axes if axis not in self.exchange.axes)
+        if self.stage_axis is not None:
+            axes = (*axes, self.stage_axis)
         return tuple(sorted(axes, key=lambda axis: axis in self.crossing))
 
     @property
     def dtypes(self) -> Precision:
-        """What `precision` comes to."""
+        """The `Precision` that `precision` stands for."""
         return resolve_precision(self.precision)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch, manual ones first: each device's examples are
-        consecutive.
+        """The axes that split the batch, manual ones first.
+
+        In this order the examples of each device follow each other in the batch.
         """
-        return self.data_axes + tuple(
-            axis for axis in self.rules.batch_axes if axis not in self.data_axes
-        )
+        automatic = [axis for axis in self.rules.batch_axes if axis not in self.data_axes]
+        return (*self.data_axes, *automatic)
 
     def scope(self) -> AbstractContextManager[Scope]:
-        """Rules and mesh in force, for code of your own beside the step: evaluation, sampling, a
-        plain `jax.jit`.
+        """Rules and mesh in force, for your own code outside the step.
+
+        That is evaluation, sampling, or a plain `jax.jit`: `with strategy.scope():`.
         """
         return use(self.rules, self.device_mesh, remat=self.remat)
