@@ -147,7 +147,7 @@ def train(folder: Path, steps: int, made: Any) -> dict[str, Any]:
         sl.Loop(steps=steps, log_every=1, save_every=SAVE_EVERY, evaluate_every=3, keep=2),
         folder=folder / "run",
         evaluate=lambda state: measure(state, held_out),
-        sinks=[sl.JsonLines(folder / "run" / "metrics.jsonl")],
+        records=sl.Records(sinks=[sl.JsonLines(folder / "run" / "metrics.jsonl")]),
         about=ABOUT,
     )
     text = "the naïve ship 12"

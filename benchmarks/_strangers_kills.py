@@ -121,11 +121,13 @@ def train(folder: Path, go: Path, about: int) -> None:
         slow_batches(),
         sl.Loop(steps=STEPS, log_every=1, save_every=SAVE_EVERY, keep=3),
         folder=folder,
-        sinks=[
-            sl.JsonLines(folder / "metrics.jsonl"),
-            lambda record: print("step", record["step"], flush=True),
-        ],
-        watch={"writer": lambda step: about},
+        records=sl.Records(
+            sinks=[
+                sl.JsonLines(folder / "metrics.jsonl"),
+                lambda record: print("step", record["step"], flush=True),
+            ],
+            watch={"writer": lambda step: about},
+        ),
         about={"writer": about},
     )
     digest = hashlib.sha256()

@@ -86,7 +86,8 @@ def train(
     loop = sl.Loop(steps=steps, log_every=20)
     sinks: list[Any] = [records.append]
     batches = windows(texts()[1], seed)
-    state = sl.fit(sl.train_step(gpt.loss, strategy), state, batches, loop, sinks=sinks)
+    step = sl.train_step(gpt.loss, strategy)
+    state = sl.fit(step, state, batches, loop, records=sl.Records(sinks=sinks))
     return measured(state, strategy), [
         (record["step"], record["loss"]) for record in records if "loss" in record
     ]

@@ -81,8 +81,7 @@ def main() -> None:
             loop,
             folder=folder,
             evaluate=turn,
-            sinks=sinks,
-            unit="tokens",
+            records=sl.Records(sinks=sinks, unit="tokens"),
         )
         saved = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 

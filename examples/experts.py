@@ -66,7 +66,14 @@ def train(
     records: list[dict[str, Any]] = []
     loop = sl.Loop(steps=steps, log_every=10)
     sinks = [sl.Progress(steps), records.append]
-    state = sl.fit(sl.train_step(loss, strategy), state, windows(learned, seed), loop, sinks=sinks)
+    step = sl.train_step(loss, strategy)
+    state = sl.fit(
+        step,
+        state,
+        windows(learned, seed),
+        loop,
+        records=sl.Records(sinks=sinks),
+    )
 
     def cross_entropy(model: Any, batch: Any, rng: Any) -> sl.WeightedMean:
         found: Any = loss(nnx.view(model, deterministic=True), batch, None)

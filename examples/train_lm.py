@@ -82,14 +82,17 @@ def main(arguments: list[str]) -> None:
     sinks: list[Any] = [sl.Progress(steps), sl.JsonLines(run.home / "metrics.jsonl")]
     if run.tensorboard and jax.process_index() == 0:
         sinks.append(sl.TensorBoard(run.home / "tensorboard"))
-    state = sl.fit(
-        step, state, sl.batches(train, strategy), run.loop,
-        folder=run.home,
-        evaluate=evaluate if measured else None,
+    records = sl.Records(
         sinks=sinks,
         watch={"learning_rate": run.optimizer.schedule(steps)},
         unit="tokens",
         flops_per_unit=run.model.training_flops_per_token,
+    )
+    state = sl.fit(
+        step, state, sl.batches(train, strategy), run.loop,
+        folder=run.home,
+        evaluate=evaluate if measured else None,
+        records=records,
         about=about,
     )  # fmt: skip
     if run.prompt and int(state.step) == steps:

@@ -61,6 +61,7 @@ from shardlib.train._checkpoint import Checkpoints as Checkpoints
 from shardlib.train._checkpoint import Restored as Restored
 from shardlib.train._loop import fit as fit
 from shardlib.train._loop_options import Loop as Loop
+from shardlib.train._loop_options import Records as Records
 from shardlib.train._sinks import JsonLines as JsonLines
 from shardlib.train._sinks import Progress as Progress
 from shardlib.train._sinks import TensorBoard as TensorBoard

@@ -236,8 +236,7 @@ def test_two_numbers_of_a_record_have_two_names(name):
             state,
             [X] * 20,
             sl.Loop(steps=20, log_every=5),
-            sinks=[],
-            watch={name: lambda step: 0.0},
+            records=sl.Records(sinks=[], watch={name: lambda step: 0.0}),
         )
 
 

@@ -560,7 +560,7 @@ def fit(steps, evaluate=None, save_every=2):
     state = sl.init(lambda: {"w": jax.random.normal(jax.random.key(0), (8, 4096))}, optax.sgd(0.1), strategy)
     loop = sl.Loop(steps=steps, save_every=save_every, evaluate_every=3)
     batches = [np.full((8, 8), 1e-3, "f")] * 40
-    return sl.fit(step, state, batches, loop, folder=folder, sinks=[], evaluate=evaluate)
+    return sl.fit(step, state, batches, loop, folder=folder, records=sl.Records(sinks=[]), evaluate=evaluate)
 
 def failing(name, run):
     try:

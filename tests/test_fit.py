@@ -64,21 +64,17 @@ def held_out(model, batch, rng):
 MEASURE = sl.evaluation(held_out, STRATEGY)
 
 
-def fit(folder, source=None, loop=LOOP, step=STEP, **options):
-    """A run whose records come back beside its state."""
+def fit(folder, source=None, loop=LOOP, step=STEP, watch=None, **options):
+    """A run whose records come back with its state."""
     records = []
-    options = {
-        "evaluate": lambda state: MEASURE(state, text(2, seed=1)),
-        "unit": "tokens",
-        **options,
-    }
+    options = {"evaluate": lambda state: MEASURE(state, text(2, seed=1)), **options}
     state = sl.fit(
         step,
         start(step.strategy),
         source or text(),
         loop,
         folder=folder,
-        sinks=[records.append],
+        records=sl.Records(sinks=[records.append], watch=watch or {}, unit="tokens"),
         **options,
     )
     return state, records
@@ -225,7 +221,7 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
             source,
             loop,
             folder=tmp_path,
-            sinks=[records.append],
+            records=sl.Records(sinks=[records.append]),
         )
     told = [record["note"] for record in records if "finite" in record.get("note", "")]
     assert len(told) == 4 and all(
@@ -267,12 +263,21 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(
 
 
 def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, tmp_path):
-    state = sl.fit(STEP, start(abstract=True), text(), LOOP, folder=undisturbed[0], sinks=[])
+    state = sl.fit(
+        STEP,
+        start(abstract=True),
+        text(),
+        LOOP,
+        folder=undisturbed[0],
+        records=sl.Records(sinks=[]),
+    )
     assert bits(state) == undisturbed[1]
     with pytest.raises(
         ValueError, match="The state is abstract, and there is no checkpoint to fill it from"
     ):
-        sl.fit(STEP, start(abstract=True), text(), LOOP, folder=tmp_path, sinks=[])
+        sl.fit(
+            STEP, start(abstract=True), text(), LOOP, folder=tmp_path, records=sl.Records(sinks=[])
+        )
 
 
 @pytest.mark.long
@@ -296,7 +301,7 @@ def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
             source,
             loop,
             folder=tmp_path,
-            sinks=[records.append],
+            records=sl.Records(sinks=[records.append]),
         )
     assert sum("not saved" in record.get("note", "") for record in records) >= 1
     with sl.Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -326,7 +331,14 @@ def short_fit(folder, source, policy="skip", **loop):
     loop = {"steps": len(source), "save_every": 2, "keep": 100, "log_every": 1, **loop}
     failure = None
     try:
-        state = sl.fit(step, state, source, sl.Loop(**loop), folder=folder, sinks=[records.append])
+        state = sl.fit(
+            step,
+            state,
+            source,
+            sl.Loop(**loop),
+            folder=folder,
+            records=sl.Records(sinks=[records.append]),
+        )
     except FloatingPointError as error:
         failure = str(error)
     return state, records, failure
@@ -371,7 +383,13 @@ def test_a_loss_that_is_not_finite_for_a_batch_that_is_names_device_and_microbat
     good = np.ones((16, 4), np.float32)
     bad = good.copy()
     bad[example, 1] = -1
-    sl.fit(step, state, [good, bad, -good, good], sl.Loop(steps=4), sinks=[records.append])
+    sl.fit(
+        step,
+        state,
+        [good, bad, -good, good],
+        sl.Loop(steps=4),
+        records=sl.Records(sinks=[records.append]),
+    )
     one, all_of_them = (
         record["note"] for record in records if "at least" in record.get("note", "")
     )
@@ -392,7 +410,7 @@ def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
     step = sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x @ model["w"])), strategy)
     state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, strategy)
     batches = [np.zeros((8, 4), np.float32), np.ones((8, 4), np.float32)]
-    sl.fit(step, state, batches, sl.Loop(steps=2), sinks=[records.append])
+    sl.fit(step, state, batches, sl.Loop(steps=2), records=sl.Records(sinks=[records.append]))
     (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
     assert told.endswith(
         "the loss is 0; the step is skipped; the loss itself is finite on all devices"
@@ -432,7 +450,9 @@ def test_a_streak_ends_a_run_that_is_told_to_stop_without_a_checkpoint_of_it(tmp
     records, step = [], line_fit("skip")
     state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
     loop = sl.Loop(steps=12, save_every=2)
-    state = sl.fit(step, state, stopping(), loop, folder=tmp_path, sinks=[records.append])
+    state = sl.fit(
+        step, state, stopping(), loop, folder=tmp_path, records=sl.Records(sinks=[records.append])
+    )
     assert 4 < int(state.step) < 10 and saved_steps(tmp_path) == [2, 4]
     assert "asked to end" in records[-1]["note"] and "is saved" not in records[-1]["note"]
 
@@ -491,7 +511,7 @@ def test_a_record_that_cannot_be_written_costs_no_run(capsys):
     def full(record):
         raise OSError(28, "No space left on device")
 
-    state = sl.fit(STEP, start(), text(), LOOP, sinks=[full])
+    state = sl.fit(STEP, start(), text(), LOOP, records=sl.Records(sinks=[full]))
     assert (
         int(state.step) == 12
         and "a record of step 2 could not be written" in capsys.readouterr().err
@@ -502,7 +522,7 @@ def test_a_given_state_is_kept_where_the_checkpoint_is_of_another_model(undistur
     wider = dataclasses.replace(CONFIG, width=32)
     other = sl.init(lambda: gpt.GPT(wider, rngs=nnx.Rngs(0)), OPTIMIZER, STRATEGY)
     with pytest.raises(ValueError, match="another model or optimizer"):
-        sl.fit(STEP, other, text(), LOOP, folder=undisturbed[0], sinks=[])
+        sl.fit(STEP, other, text(), LOOP, folder=undisturbed[0], records=sl.Records(sinks=[]))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(other))
 
 
@@ -516,7 +536,7 @@ def test_batches_of_ones_own_are_gone_on_with():
 
     batches = sl.batches(noting(), STRATEGY)
     loop = dataclasses.replace(LOOP, steps=4)
-    sl.fit(STEP, start(), batches, loop, sinks=[])
+    sl.fit(STEP, start(), batches, loop, records=sl.Records(sinks=[]))
     assert batches.state()["batches"] == 4
     expected, found = text()[4], next(batches)
     np.testing.assert_array_equal(found["tokens"], expected["tokens"])
@@ -871,7 +891,15 @@ def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(tmp_path):
         TakenError, match=r"occupied.json is no longer held by this process.*writes nothing more"
     ):
         loop = sl.Loop(steps=12, log_every=1, save_every=3)
-        sl.fit(step, state, taken(), loop, folder=tmp_path, about={"run": "first"}, sinks=sinks)
+        sl.fit(
+            step,
+            state,
+            taken(),
+            loop,
+            folder=tmp_path,
+            about={"run": "first"},
+            records=sl.Records(sinks=sinks),
+        )
     recorded = [
         json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]

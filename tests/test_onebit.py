@@ -428,18 +428,24 @@ def test_a_run_says_how_long_it_is(tmp_path):
     step, records = sl.train_step(loss, strategy), []
     source = (batch(seed) for seed in range(10))
     loop = sl.Loop(steps=8, log_every=1)
-    state = sl.fit(step, sl.init(make, adam(0.5), strategy), source, loop, sinks=[records.append])
+    state = sl.fit(
+        step,
+        sl.init(make, adam(0.5), strategy),
+        source,
+        loop,
+        records=sl.Records(sinks=[records.append]),
+    )
     assert [record["compressed"] for record in records if "loss" in record] == [False] * 4 + [
         True
     ] * 4
     with pytest.raises(ValueError, match="beyond the run, which has 8 steps"):
-        sl.fit(step, sl.init(make, adam(8), strategy), source, loop, sinks=[])
+        sl.fit(step, sl.init(make, adam(8), strategy), source, loop, records=sl.Records(sinks=[]))
     again = sl.fit(
         step,
         jax.tree.map(jnp.copy, state),
         (batch(seed) for seed in range(4)),
         sl.Loop(steps=10),
-        sinks=[],
+        records=sl.Records(sinks=[]),
     )
     assert int(again.step) == 10  # longer than it was said to be
     other = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("data"))

@@ -662,7 +662,7 @@ def test_schedules_that_are_not_what_they_say():
     for schedule, words in [
         (few, ["sl.pipeline.Custom(table)"]),
         (Wrong(few), ["8 microbatches", "has 2 and 4"]),
-        (pipeline.Custom(forward), ["forward passes alone"]),
+        (pipeline.Custom(forward), ["only forward passes"]),
         (pipeline.Custom(uneven), ["[2, 1] parts"]),
         (object(), ["`paired`"]),
     ]:

@@ -10,7 +10,7 @@ An argument that could only fail later, in another thread or after hours, is ref
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from shardlib.step._state import State
 from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints
 from shardlib.train._folder import occupied
-from shardlib.train._loop_options import Loop, check_call, check_options
-from shardlib.train._run import Recording, Run
+from shardlib.train._loop_options import Loop, Records, check_call, check_options
+from shardlib.train._run import Run
 from shardlib.train._sinks import JsonLines, Progress, Sink
 
 
@@ -36,10 +36,7 @@ def fit(
     *,
     folder: str | os.PathLike[str] | None = None,
     evaluate: Callable[[State], Mapping[str, Any]] | None = None,
-    sinks: Sequence[Sink] | None = None,
-    watch: Mapping[str, Callable[[int], Any]] | None = None,
-    unit: str = "examples",
-    flops_per_unit: float | None = None,
+    records: Records | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> State:
     """Train, and return the last state.
@@ -52,13 +49,8 @@ def fit(
     - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`.
       Without it nothing is kept. A folder in which another run is under way is refused.
     - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
-    - `sinks`: called with every record, by the first process only; by default a bar, and
-      `metrics.jsonl` in the folder.
-    - `watch`: numbers to record, by how many steps were taken before, as a schedule of the learning
-      rate has it.
-    - `unit`: what the weights of the loss count, "tokens" say. With `flops_per_unit`, what training
-      on one takes, records say what part of the devices' peak that is (MFU), where their datasheet
-      is known.
+    - `records`: what is recorded and where, a `Records`; by default the metrics and the speed, on a
+      bar and in `metrics.jsonl` in the folder.
     - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes
       compare it before the first step.
 
@@ -73,23 +65,23 @@ def fit(
     >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2), strategy)
     >>> records = []
     >>> state = sl.fit(step, state, [np.ones((16, 3), "f")] * 20, sl.Loop(steps=20),
-    ...     sinks=[records.append])
+    ...     records=sl.Records(sinks=[records.append]))
     >>> [(record["step"], round(record["loss"], 4)) for record in records if "loss" in record]
     [(10, 0.1002), (20, 0.0078)]
     """
     check_call(step, state, loop)
-    check_options(evaluate, sinks, watch, unit, flops_per_unit, about)
+    check_options(evaluate, records, about)
     # An optimizer that depends on the run's length is made for this one, and given back as it was.
     optimizer = state.layout.optimizer
     if isinstance(optimizer, Local):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
     run_folder = _checked_folder(folder)
     _check_json(about)
-    if sinks is None:
-        sinks = _default_sinks(loop, run_folder)
-    recording = Recording(sinks, dict(watch or {}), unit, flops_per_unit)
+    records = Records() if records is None else records
+    if records.sinks is None:
+        records = replace(records, sinks=_default_sinks(loop, run_folder))
     run_batches = batches(source, step.strategy)
-    run = Run(step, run_batches, loop, run_folder, evaluate, recording, about)
+    run = Run(step, run_batches, loop, run_folder, evaluate, records, about)
     # Before anything is looked for in a folder, together.
     require_agreement({"configuration": _lines(run.about)})
     try:

@@ -4,13 +4,14 @@ All are checked before anything is computed or written. What is refused is named
 was given and with what would be right.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardlib.checks import _arguments as check
 from shardlib.step._state import State
 from shardlib.step._step import Step
+from shardlib.train._sinks import Sink
 
 # Steps are counted in 32 bits.
 _MOST_STEPS = 2**31 - 1
@@ -39,21 +40,59 @@ class Loop:
     profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "profile":
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name == "profile":
                 _check_profile(value)
                 continue
             value = check.whole(
                 "Loop",
-                field.name,
+                option.name,
                 value,
                 least=1,
                 most=_MOST_STEPS,
-                optional=field.name == "keep_every",
+                optional=option.name == "keep_every",
             )
             # A whole number of another type, NumPy's say, becomes an `int`.
-            check.assign(self, **{field.name: value})
+            check.assign(self, **{option.name: value})
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the records of a run hold, and where they go.
+
+    - `sinks`: called with every record, by the first process only. By default a bar on standard
+      error, and `metrics.jsonl` if the run has a folder.
+    - `watch`: further numbers, by name: each a function of how many steps were taken before, as a
+      schedule of the learning rate is.
+    - `unit`: what the weights of the loss count: `"tokens"`, for example.
+    - `flops_per_unit`: the FLOPs that training on one of these takes. With it, records say what
+      share of the devices' peak that is (MFU), if their datasheet is known.
+
+    >>> Records(watch={"half": lambda steps: steps / 2}, unit="tokens").unit
+    'tokens'
+    """
+
+    sinks: Sequence[Sink] | None = None
+    watch: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    unit: str = "examples"
+    flops_per_unit: float | None = None
+
+    def __post_init__(self) -> None:
+        takes = "a list of functions of a record"
+        check.kind("Records", "sinks", self.sinks, list | tuple, takes, optional=True)
+        for sink in self.sinks or ():
+            check.function("Records", "sinks", sink, "functions of a record")
+        takes = "a mapping from names to functions of a number of steps"
+        check.kind("Records", "watch", self.watch, Mapping, takes)
+        for name, function in self.watch.items():
+            takes = "names, as text, of functions of a number of steps"
+            check.text("Records", "watch", name, takes)
+            check.function("Records", "watch", function, "functions of a number of steps")
+        check.text("Records", "unit", self.unit, "what the weights of the loss count, as text")
+        takes = "a number of FLOPs"
+        flops = self.flops_per_unit
+        check.number("Records", "flops_per_unit", flops, takes, above=0, optional=True)
 
 
 def _check_profile(profile: Any) -> None:
@@ -96,48 +135,21 @@ def check_names(
         if name in names:
             raise ValueError(
                 f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of "
-                "the step, what is given by `watch`, and the speed, "
+                "the step, what `Records(watch=...)` names, and the speed, "
                 f"{listed}: call yours something else."
             )
         names.add(name)
 
 
-def check_options(
-    evaluate: Any, sinks: Any, watch: Any, unit: Any, flops_per_unit: Any, about: Any
-) -> None:
+def check_options(evaluate: Any, records: Any, about: Any) -> None:
     """Refuse options of `fit` that are of another kind than it takes.
 
-    Args:
-        evaluate: a function of a state, or None.
-        sinks: a list of functions of a record, or None.
-        watch: functions of a number of steps, by name, or None.
-        unit: a text.
-        flops_per_unit: a positive number, or None.
-        about: a mapping, or None; whether JSON can hold it is not looked at here.
+    Whether JSON can hold `about` is not looked at here.
     """
     check.function(
         "fit", "evaluate", evaluate, "a function of a state that measures it", optional=True
     )
-    check.kind(
-        "fit", "sinks", sinks, list | tuple, "a list of functions of a record", optional=True
-    )
-    for sink in sinks or ():
-        check.function("fit", "sinks", sink, "functions of a record")
-    check.kind(
-        "fit",
-        "watch",
-        watch,
-        Mapping,
-        "a mapping from names to functions of a number of steps",
-        optional=True,
-    )
-    for name, function in (watch or {}).items():
-        check.text("fit", "watch", name, "names, as text, of functions of a number of steps")
-        check.function("fit", "watch", function, "functions of a number of steps")
-    check.text("fit", "unit", unit, "what the weights of the loss count, as text")
-    check.number(
-        "fit", "flops_per_unit", flops_per_unit, "a number of FLOPs", above=0, optional=True
-    )
+    check.kind("fit", "records", records, Records, "a `sl.Records`", optional=True)
     check.kind(
         "fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True
     )

@@ -20,7 +20,6 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from shardlib.step._state import State
 from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
 from shardlib.train._folder import Occupied, add_failure, count_failures
-from shardlib.train._loop_options import Loop, check_names
+from shardlib.train._loop_options import Loop, Records, check_names
 from shardlib.train._nonfinite import describe_bad_end, describe_losses, gather_nonfinite
 from shardlib.train._run_steps import Due, StepInFlight, StepMetrics
 from shardlib.train._sinks import Sink
@@ -44,22 +43,6 @@ from shardlib.train._speed import Profile, Speed
 FAILURES = 2  # of attempts from one checkpoint, after which the one before it is tried
 # Steps that devices have before them: they never wait for the host, which is never far ahead.
 IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What the records of a run hold, and where they go.
-
-    - `sinks`: called with every record, in process 0.
-    - `watch`: further numbers, each a function of how many steps were taken before.
-    - `unit`: what the weights of the loss count.
-    - `flops_per_unit`: what training on one of them takes, for the share of the devices' peak.
-    """
-
-    sinks: Sequence[Sink]
-    watch: Mapping[str, Callable[[int], Any]]
-    unit: str
-    flops_per_unit: float | None
 
 
 class Run:
@@ -76,7 +59,7 @@ class Run:
         loop: Loop,
         folder: Path | None,
         evaluate: Callable[[State], Mapping[str, Any]] | None,
-        recording: Recording,
+        records: Records,
         about: Mapping[str, Any] | None,
     ) -> None:
         """Gather what a run needs; nothing is read, written or computed here.
@@ -87,7 +70,7 @@ class Run:
             loop: how long the run is, and how often what happens.
             folder: the run's folder, absolute, or None.
             evaluate: measures a state, or None.
-            recording: what is recorded, and where.
+            records: what is recorded, and where, with its sinks.
             about: what the run says of itself in its checkpoints.
         """
         self.step = step
@@ -95,12 +78,12 @@ class Run:
         self.loop = loop
         self.folder = folder
         self.evaluate = evaluate
-        self.watch = recording.watch
+        self.watch = records.watch
         self.sinks: Sequence[Sink] = ()
         if jax.process_index() == 0:
-            self.sinks = recording.sinks
+            self.sinks = records.sinks or ()
         self.about = dict(about or {})
-        self.speed = Speed(recording.unit, recording.flops_per_unit, step.strategy)
+        self.speed = Speed(records.unit, records.flops_per_unit, step.strategy)
         self.in_flight: deque[StepInFlight] = deque()
         self.nonfinite_in_a_row = 0
         self.parameter_paths: list[str] = []
