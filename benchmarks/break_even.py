@@ -27,13 +27,13 @@ def gain(gigabits: float, tokens: int, parameters: float = 1.5e9) -> sl.BreakEve
     second.
     """
     chip = sl.Target("gpu:h200:1x1x8").chip
+    flops = 6 * parameters * tokens
     return sl.break_even(
         parameters=parameters,
         workers=MACHINES,
         shards=GPUS,
-        tokens=GPUS * tokens,
         bandwidth=gigabits * 1e9 / 8 / GPUS,
-        flops=UTILIZATION * chip.flops["bf16"],
+        compute_seconds=flops / (UTILIZATION * chip.flops["bf16"]),
         memory_bandwidth=chip.hbm_bandwidth,
     )
 

@@ -117,8 +117,7 @@ def decoder(name: str, on: str) -> sl.Plan:
         config.decoder,
         examples=examples,
         recompute=remat,
-        tensor=tensor,
-        devices=mesh.shape["data"],
+        parallelism=sl.planning.Parallelism(data=mesh.shape["data"], tensor=tensor),
     )
     return sl.plan(
         sl.train_step(gpt.loss, strategy), state, batch, target, estimate=guess, name=name

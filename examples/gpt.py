@@ -50,15 +50,18 @@ def step_of(
     )
     state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
     batch = {"tokens": jax.ShapeDtypeStruct((examples, config.context + 1), "int32")}
+    weight_dtype = strategy.dtypes.of("", jnp.dtype("float32"))
     estimate = sl.estimate(
         config.decoder,
         examples=examples // strategy.accumulate // mesh.shape["data"],
-        weight_itemsize=strategy.dtypes.of("", jnp.dtype("float32")).itemsize,
+        itemsizes=sl.planning.ItemSizes(weights=weight_dtype.itemsize),
+        parallelism=sl.planning.Parallelism(
+            data=mesh.shape["data"],
+            zero=3 if split_parameters else strategy.sharding.stage,
+            tensor=mesh.shape.get("model", 1),
+            sequence="model" in mesh.shape,
+        ),
         recompute="none" if strategy.remat == "none" else "full",
-        tensor=mesh.shape.get("model", 1),
-        sequence_parallel="model" in mesh.shape,
-        devices=mesh.shape["data"],
-        zero=3 if split_parameters else strategy.sharding.stage,
         accumulate=strategy.accumulate,
     )
     return sl.train_step(gpt.loss, strategy), state, batch, estimate

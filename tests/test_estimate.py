@@ -14,6 +14,7 @@ from flax import nnx
 import examples.gpt
 import shardlib as sl
 from models import gpt
+from shardlib.planning import ItemSizes, Parallelism
 
 GPT1 = gpt.gpt1().decoder
 
@@ -76,23 +77,28 @@ def test_megatron_is_the_papers():
 
 def test_what_is_split_is_divided():
     whole = sl.estimate(GPT1, examples=2).kinds
-    sharded = sl.estimate(GPT1, examples=2, devices=8, zero=3).kinds
+    sharded = sl.estimate(GPT1, examples=2, parallelism=Parallelism(data=8, zero=3)).kinds
     for kind in ("parameters", "optimizer state", "gradients"):
         assert sharded[kind] * 8 == pytest.approx(whole[kind], rel=1e-6)
     for stage in (1, 2):
-        found = sl.estimate(GPT1, examples=2, devices=8, zero=stage, weight_itemsize=2).kinds
+        found = sl.estimate(
+            GPT1,
+            examples=2,
+            itemsizes=ItemSizes(weights=2),
+            parallelism=Parallelism(data=8, zero=stage),
+        ).kinds
         assert found["parameters"] == whole["parameters"] // 8
         assert found["copies of parameters"] == 2 * GPT1.parameters
         assert found["gradients"] == (
             2 * GPT1.parameters if stage == 1 else 4 * GPT1.parameters // 8
         )
     assert sharded["activations"] == whole["activations"]
-    parted = sl.estimate(GPT1, examples=2, tensor=4).kinds
+    parted = sl.estimate(GPT1, examples=2, parallelism=Parallelism(tensor=4)).kinds
     assert (
         parted["parameters"] == whole["parameters"] // 4
         and parted["activations"] < whole["activations"]
     )
-    summed = sl.estimate(GPT1, examples=2, accumulate=2, weight_itemsize=2).kinds
+    summed = sl.estimate(GPT1, examples=2, accumulate=2, itemsizes=ItemSizes(weights=2)).kinds
     assert summed["gradients"] == 4 * GPT1.parameters
     full = sl.estimate(GPT1, examples=2, recompute="full").kinds
     some = sl.estimate(GPT1, examples=2, recompute="selective").kinds
@@ -161,7 +167,10 @@ def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequ
     for recompute, gathered in (("none", 2 * decoder.layers + 1), ("full", 1)):
         whole, split = (
             sl.estimate(
-                decoder, examples=2, tensor=16, sequence_parallel=sequence, recompute=recompute
+                decoder,
+                examples=2,
+                parallelism=Parallelism(tensor=16, sequence=sequence),
+                recompute=recompute,
             )
             for sequence in (False, True)
         )

@@ -42,7 +42,7 @@ def state():
 @pytest.fixture(scope="module")
 def plan(state):
     step = sl.train_step(gpt.loss, state.layout.strategy)
-    guess = sl.estimate(CONFIG.decoder, examples=4, tensor=4)
+    guess = sl.estimate(CONFIG.decoder, examples=4, parallelism=sl.planning.Parallelism(tensor=4))
     return sl.plan(
         step, state, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")}, "cpu:8", estimate=guess
     )

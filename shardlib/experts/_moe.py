@@ -20,7 +20,7 @@ Shape suffixes: B batch, M width, G groups, S tokens of a group, E experts, C pl
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,19 @@ class MoEStats:
         }
 
 
+class DispatchOptions(TypedDict, total=False):
+    """How tokens are dispatched to their experts, as keywords of `moe`.
+
+    - `group`: so many consecutive tokens share the places of the experts; by default those of one
+      example.
+    - `form`: `"scatter"`, the default, moves rows; `"einsum"` is GShard's products with masks. The
+      results are equal.
+    """
+
+    group: int | None
+    form: Form
+
+
 def moe(
     x: jax.Array,
     router: Router,
@@ -83,27 +96,26 @@ def moe(
     gate: jax.Array,
     weights: Any,
     key: jax.Array | None = None,
-    group: int | None = None,
-    form: Form = "scatter",
     real: jax.Array | None = None,
     names: tuple[str | None, ...] = ("batch", "seq", "act_embed"),
+    **options: Unpack[DispatchOptions],
 ) -> tuple[jax.Array, MoEStats]:
     """Send each token to the experts that a router chooses, and add up their outputs.
 
-    A token that finds no place gives zeros: put the layer beside a residual stream.
+    A token that finds no place gives zeros: add the layer to a residual stream.
 
-    - `x`: the tokens, (batch, ..., width), with a name for each dim in `names`.
-    - `experts`: a function of weights and of tokens (experts, tokens, width), each expert's own;
-      `jax.vmap` makes one of a function of a single expert. It sees those experts that are on the
-      device.
-    - `gate`: (width, experts), whole on every device.
-    - `weights`: a tree of arrays with a dim for the experts first, which the rule `experts` splits.
-    - `key`: given while training: for the router's draws.
-    - `group`: so many consecutive tokens share the places of the experts; by default those of one
-      example.
-    - `form`: `"scatter"` moves rows, `"einsum"` is GShard's products with masks; the results are
-      equal.
-    - `real`: false for padding, (batch, ...), which goes to no expert and counts for nothing.
+    Args:
+        x: the tokens, (batch, ..., width).
+        router: chooses experts for each token: `Top2()`, `TopK(2)`, `Switch()`, or your own.
+        experts: a function of weights and of tokens (experts, tokens, width), each expert's own;
+            `jax.vmap` makes one of a function of a single expert. It sees those experts that are
+            on the device.
+        gate: (width, experts), whole on every device.
+        weights: a tree of arrays with a dim for the experts first, which the rule `experts` splits.
+        key: given while training, for the router's draws.
+        real: false for padding, (batch, ...), which goes to no expert and counts for nothing.
+        names: a name for each dim of `x`.
+        options: how tokens are dispatched, see `DispatchOptions`: `group`, `form`.
 
     >>> import shardlib as sl
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -117,7 +129,10 @@ def moe(
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
     _check_arrays(x, gate, names)
-    check.choice("moe", "form", form, FORMS)
+    for option in options:
+        if option not in DispatchOptions.__annotations__:
+            raise TypeError(f"moe() got an unexpected keyword argument {option!r}")
+    form = check.choice("moe", "form", options.get("form", "scatter"), FORMS)
     _check_real(x, real)
     _check_functions(router, experts, key)
     count = gate.shape[1]
@@ -127,7 +142,7 @@ def moe(
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)
     x = shard(x, *names)
-    group, groups = _group_sizes(x, group, exchange)
+    group, groups = _group_sizes(x, options.get("group"), exchange)
     # Each group has so many places of each expert, whether they are taken or not.
     capacity = places(router, group, count)
 

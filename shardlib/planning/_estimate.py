@@ -265,31 +265,74 @@ class Estimate:
         return "\n\n".join(sections)
 
 
+@dataclass(frozen=True)
+class ItemSizes:
+    """Bytes of one number, by what it is for.
+
+    - `compute`: activations, 2 for bfloat16.
+    - `parameters`: parameters as they are stored.
+    - `weights`: parameters as the model gets them, 2 for `Strategy(precision="bf16")`; None is as
+      they are stored.
+    """
+
+    compute: int = 2
+    parameters: int = 4
+    weights: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "parameters", "weights"):
+            value = getattr(self, name)
+            optional = name == "weights"
+            takes = "a number of bytes"
+            size = check.whole("ItemSizes", name, value, takes, least=1, optional=optional)
+            check.assign(self, **{name: size})
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How many devices share a decoder, and what each of them holds.
+
+    - `data`: devices with examples of their own, which share what ZeRO's stage `zero` splits.
+    - `zero`: at rest every stage splits everything; during a step, stage 1 holds whole parameters
+      and gradients, stage 2 whole parameters, stage 3 those of one layer.
+    - `tensor`: devices that split each layer, as Megatron does; and with `sequence`, its sequence
+      parallelism, they split the stream between layers too.
+    """
+
+    data: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        data, tensor = _counts("Parallelism", data=self.data, tensor=self.tensor)
+        zero = check.whole("Parallelism", "zero", self.zero, "a stage of ZeRO", least=0, most=3)
+        check.boolean("Parallelism", "sequence", self.sequence)
+        check.assign(self, data=data, tensor=tensor, zero=zero)
+
+
 def estimate(
     decoder: Decoder,
     *,
     examples: int,
-    itemsize: int = 2,
-    parameter_itemsize: int = 4,
-    weight_itemsize: int | None = None,
+    itemsizes: ItemSizes | None = None,
+    parallelism: Parallelism | None = None,
     optimizer: str = "adamw",
     recompute: Recompute = "none",
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    devices: int = 1,
-    zero: int = 0,
     accumulate: int = 1,
     training: bool = True,
 ) -> Estimate:
     """What a step of a decoder takes, from formulas only.
 
-    - `examples` that one device sees at a time, computed in a dtype of `itemsize` bytes.
-    - `parameter_itemsize` bytes of each parameter at rest; the model gets it in `weight_itemsize`,
-      2 of `Strategy(precision="bf16")`, by default as it rests.
-    - `tensor` devices split each layer, and the stream too if `sequence_parallel`.
-    - `devices` share what ZeRO's stage `zero` splits: at rest everything; in a step stage 1 holds
-      whole parameters and gradients, 2 whole parameters, 3 a layer's.
-    - `accumulate` microbatches, whose gradients are summed in float32, in place.
+    Args:
+        decoder: the shape of the decoder.
+        examples: how many examples one device sees at a time.
+        itemsizes: bytes of each number; by default parameters are float32, activations 16 bits.
+        parallelism: how devices share the work; by default there is one.
+        optimizer: its name, which says how much state there is for each parameter.
+        recompute: what the backward pass computes again.
+        accumulate: microbatches of a step, whose gradients are summed in float32, in place.
+        training: whether there is a backward pass, and a state of an optimizer.
 
     >>> gpt2 = Decoder(layers=12, width=768, heads=12, sequence=1024, vocab=50_304)
     >>> found = estimate(gpt2, examples=4)
@@ -298,61 +341,90 @@ def estimate(
     'activations': 6915}, 8732)
     """
     check.kind("estimate", "decoder", decoder, Decoder, "a `sl.planning.Decoder`")
-    examples, itemsize, parameter_itemsize = _counts(
-        "estimate", examples=examples, itemsize=itemsize, parameter_itemsize=parameter_itemsize
-    )
-    tensor, devices, accumulate = _counts(
-        "estimate", tensor=tensor, devices=devices, accumulate=accumulate
-    )
-    takes = "a number of bytes"
-    weight_itemsize = check.whole(
-        "estimate", "weight_itemsize", weight_itemsize, takes, least=1, optional=True
-    )
+    takes = "a `sl.planning.ItemSizes`"
+    check.kind("estimate", "itemsizes", itemsizes, ItemSizes, takes, optional=True)
+    takes = "a `sl.planning.Parallelism`"
+    check.kind("estimate", "parallelism", parallelism, Parallelism, takes, optional=True)
+    examples, accumulate = _counts("estimate", examples=examples, accumulate=accumulate)
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     check.choice("estimate", "recompute", recompute, get_args(Recompute))
-    zero = check.whole("estimate", "zero", zero, "a stage of ZeRO", least=0, most=3)
-    check.boolean("estimate", "sequence_parallel", sequence_parallel)
     check.boolean("estimate", "training", training)
-    modules = decoder.modules(examples, itemsize, tensor)
-    stream = examples * decoder.sequence * decoder.width * itemsize
-    scores = decoder.heads * decoder.sequence**2 * examples // tensor * (4 + itemsize)
-    activations = _activations(
-        decoder, modules, stream, scores, tensor if sequence_parallel else 1, recompute
-    )
-    parameters = decoder.parameters // tensor
-    at_rest = parameters * parameter_itemsize // (devices if zero else 1)
-    # A module's FLOPs are those of one of `tensor` devices.
-    forward = sum(module.count * module.flops for module in modules) * tensor * devices
+    sizes = ItemSizes() if itemsizes is None else itemsizes
+    shared = Parallelism() if parallelism is None else parallelism
+
+    modules = decoder.modules(examples, sizes.compute, shared.tensor)
+    activations = _activations(decoder, modules, examples, sizes, shared, recompute)
+    # A module's FLOPs are those of one of the devices that split it.
+    devices = shared.tensor * shared.data
+    forward = sum(module.count * module.flops for module in modules) * devices
     if not training:
-        total = at_rest + max(activations.logits, activations.layer)
-        return Estimate({"parameters": at_rest}, total, forward, modules)
-    weight = weight_itemsize or parameter_itemsize
-    copied = zero in (1, 2) or (not zero and weight < parameter_itemsize)
-    # Sums, over microbatches or devices, are in float32.
-    gradient = 4 if accumulate > 1 or zero >= 2 else weight
+        parameters = _state_bytes(decoder, sizes.parameters, shared)
+        total = parameters + max(activations.logits, activations.layer)
+        return Estimate({"parameters": parameters}, total, forward, modules)
+
     kinds = {
-        "parameters": at_rest,
-        "optimizer state": parameters * OPTIMIZERS[optimizer] // (devices if zero else 1),
-        "copies of parameters": parameters * weight if copied else 0,
-        "gradients": parameters * gradient // (devices if zero >= 2 else 1),
+        "parameters": _state_bytes(decoder, sizes.parameters, shared),
+        "optimizer state": _state_bytes(decoder, OPTIMIZERS[optimizer], shared),
+        "copies of parameters": _copied_bytes(decoder, sizes, shared),
+        "gradients": _gradient_bytes(decoder, sizes, shared, accumulate),
         "activations": activations.kept,
     }
-    # Stage 3 of ZeRO gathers one layer's parameters at a time.
-    gathered = 0
-    if zero >= 3:
-        of_layer = sum(module.parameters for module in _layer_modules(decoder, modules))
-        gathered = of_layer // tensor * (weight_itemsize or itemsize)
+    in_state = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"]
     # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of
-    # their size, and there are no other gradients but sums of earlier microbatches. At the first
-    # layer all gradients are there, and what was dropped of the layer is there again.
+    # their size, and there are no other gradients but sums of earlier microbatches.
     summed = kinds["gradients"] if accumulate > 1 else 0
     at_head = activations.kept + activations.logits + summed
+    # At the first layer all gradients are there, what was dropped of the layer is there again, and
+    # with stage 3 of ZeRO its parameters are whole.
     at_layer = activations.kept - activations.outside + activations.recomputed
-    at_layer += gathered + kinds["gradients"]
-    total = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"]
+    at_layer += _gathered_bytes(decoder, modules, sizes, shared) + kinds["gradients"]
     # A backward pass costs two forward passes; recomputing everything costs one more.
     passes = 4 if recompute == "full" else 3
-    return Estimate(kinds, total + max(at_head, at_layer), forward * passes * accumulate, modules)
+    total = in_state + max(at_head, at_layer)
+    return Estimate(kinds, total, forward * passes * accumulate, modules)
+
+
+def _state_bytes(decoder: Decoder, itemsize: int, shared: Parallelism) -> int:
+    """Bytes at rest of an array for each parameter, which every stage of ZeRO splits."""
+    size = decoder.parameters // shared.tensor * itemsize
+    if shared.zero:
+        size //= shared.data
+    return size
+
+
+def _copied_bytes(decoder: Decoder, sizes: ItemSizes, shared: Parallelism) -> int:
+    """Bytes of whole parameters during a step, where these are not the stored ones.
+
+    Stages 1 and 2 of ZeRO gather them, and a narrower dtype needs a copy.
+    """
+    itemsize = sizes.weights or sizes.parameters
+    narrowed = shared.zero == 0 and itemsize < sizes.parameters
+    if shared.zero in (1, 2) or narrowed:
+        return decoder.parameters // shared.tensor * itemsize
+    return 0
+
+
+def _gradient_bytes(
+    decoder: Decoder, sizes: ItemSizes, shared: Parallelism, accumulate: int
+) -> int:
+    """Bytes of all gradients; sums over microbatches or devices are in float32."""
+    itemsize = sizes.weights or sizes.parameters
+    if accumulate > 1 or shared.zero >= 2:
+        itemsize = 4
+    size = decoder.parameters // shared.tensor * itemsize
+    if shared.zero >= 2:
+        size //= shared.data
+    return size
+
+
+def _gathered_bytes(
+    decoder: Decoder, modules: tuple[Module, ...], sizes: ItemSizes, shared: Parallelism
+) -> int:
+    """Bytes of the parameters that stage 3 of ZeRO gathers at a time: those of one layer."""
+    if shared.zero < 3:
+        return 0
+    parameters = sum(module.parameters for module in _layer_modules(decoder, modules))
+    return parameters // shared.tensor * (sizes.weights or sizes.compute)
 
 
 @dataclass(frozen=True)
@@ -375,33 +447,41 @@ class _Activations:
 def _activations(
     decoder: Decoder,
     modules: tuple[Module, ...],
-    stream: int,
-    scores: int,
-    shard: int,
+    examples: int,
+    sizes: ItemSizes,
+    shared: Parallelism,
     recompute: Recompute,
 ) -> _Activations:
     """The activations of a decoder, from what its modules keep.
 
     Args:
-        decoder: The decoder.
-        modules: Its modules, for the examples of one microbatch.
-        stream: Bytes of the stream between modules, not split.
-        scores: Bytes of the attention scores of a layer, which selective recomputing drops.
-        shard: Over how many devices the stream is split along the sequence.
-        recompute: What the backward pass computes again.
+        decoder: the decoder.
+        modules: its modules, for the examples of one microbatch.
+        examples: how many examples that are.
+        sizes: bytes of each number.
+        shared: how devices share the work.
+        recompute: what the backward pass computes again.
     """
+    # The stream between modules, whole; along the sequence it may be split.
+    stream = examples * decoder.sequence * decoder.width * sizes.compute
+    parts = shared.tensor if shared.sequence else 1
+    # Each score of a layer's attention has an exponential in float32 and a probability.
+    scores = decoder.heads * decoder.sequence**2 * examples // shared.tensor
+    scores_bytes = scores * (4 + sizes.compute)
     in_layers = _layer_modules(decoder, modules)
-    layer = sum(_kept_of(module, stream, shard) for module in in_layers)
-    outside = 0
+    layer, outside = 0, 0
     for module in modules:
-        if module not in in_layers:
-            outside += _kept_of(module, stream, shard)
-    kept = {"none": layer, "selective": layer - scores, "full": stream // shard}[recompute]
+        if module in in_layers:
+            layer += _kept_of(module, stream, parts)
+        else:
+            outside += _kept_of(module, stream, parts)
+    kept = {"none": layer, "selective": layer - scores_bytes, "full": stream // parts}
+    recomputed = {"none": 0, "selective": scores_bytes, "full": layer}
     return _Activations(
-        kept=decoder.layers * kept + outside,
+        kept=decoder.layers * kept[recompute] + outside,
         outside=outside,
         layer=layer,
-        recomputed={"none": 0, "selective": scores, "full": layer}[recompute],
+        recomputed=recomputed[recompute],
         logits=modules[-1].kept_bytes,
     )
 

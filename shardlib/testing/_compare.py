@@ -67,15 +67,11 @@ def check_step(
     rules: AxisRules,
     *,
     meshes: Iterable[str] | None = None,
-    accumulate: Sequence[int] = (1,),
     steps: int = 2,
     tolerance: float | None = None,
-    trainable: Any = None,
     **options: Any,
 ) -> list[Comparison]:
     """Compare a step on each mesh with one device that takes the whole batch.
-
-    Each mesh is tried with each number of microbatches.
 
     Compared after every step: the loss and metrics, the gradients, the optimizer's state, the
     model's other state, and what the loss function's key and the model's own random streams draw.
@@ -95,11 +91,22 @@ def check_step(
     purpose, such as a compressed exchange.
 
     An `AssertionError` names the mesh, the first step at which anything differs, and what differs
-    first in it, by how much, with its worst entries. `meshes` are by default all ways to arrange
-    the devices along the axes that the rules, or the parameters' own specs, mention, with as many
-    stages as a `pipeline` has; `options` are other fields of `Strategy`, such as `remat`,
-    `exchange` or `pipeline`. With `draws="by_mesh"` random numbers are not compared, and what is
-    made of them may differ.
+    first in it, by how much, with its worst entries.
+
+    Args:
+        make_model: makes the model, as for `init`.
+        optimizer: the optimizer.
+        loss_fn: the loss, as for `train_step`.
+        batch: the batch of every step.
+        rules: the rules of every mesh.
+        meshes: by default all ways to arrange the devices along the axes that the rules, or the
+            parameters' own specs, mention, with as many stages as a `pipeline` has.
+        steps: how many steps are taken and compared.
+        tolerance: see above.
+        options: `trainable`, as `init` takes it, and other fields of `Strategy`, such as `remat`,
+            `exchange` or `pipeline`. `accumulate` may be a list of numbers, each of which is tried
+            on each mesh. With `draws="by_mesh"` random numbers are not compared, and what is made
+            of them may differ.
 
     >>> import jax.numpy as jnp
     >>> rules = AxisRules(batch="data", embed=None, mlp="model")
@@ -110,11 +117,11 @@ def check_step(
     ... # doctest: +ELLIPSIS
     [Comparison(mesh='data=8,model=1', accumulate=1, loss=0.0, ...)]
     """
-    if isinstance(meshes, str) or isinstance(accumulate, int) or steps < 1:
-        raise ValueError(
-            "`check_step` takes lists of meshes and of numbers of microbatches, and takes at least "
-            "one step."
-        )
+    if isinstance(meshes, str) or steps < 1:
+        raise ValueError("`check_step` takes a list of meshes, and takes at least one step.")
+    trainable = options.pop("trainable", None)
+    accumulate = options.pop("accumulate", 1)
+    microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(
             f"`check_step(tolerance={tolerance!r})` takes a number from 0 up, or None."
@@ -133,7 +140,7 @@ def check_step(
     experiment = Experiment(make_model, optimizer, loss_fn, batch, steps, trainable)
     expected = reference(Run(experiment, _single_device(axes, rules, options)), tolerance)
     comparisons = []
-    for shape, count in itertools.product(shapes, accumulate):
+    for shape, count in itertools.product(shapes, microbatches):
         mesh = make_mesh(shape, devices=_first_devices(shape))
         # A strategy that is given a mesh takes no `dcn`: it lays its own text out over slices.
         strategy_mesh = shape if options.get("dcn") else mesh

@@ -11,7 +11,7 @@ the kernel or of `x`:
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,23 @@ IMPLEMENTATIONS = (
 )
 
 
+class LossOptions(TypedDict, total=False):
+    """What defines a cross-entropy besides its arrays, as keywords of `linear_cross_entropy`.
+
+    - `vocab`: how many of the kernel's rows count; all, unless the kernel has more to fill up.
+    - `z_loss`: the factor of a further term, the square of the logarithm of the softmax's divisor.
+    - `smoothing`: the share of each target that all of the vocabulary has evenly.
+    - `cap`: logits are softly kept between this and its negative.
+    - `ignored`: a target whose loss and gradient are zero, by default -1.
+    """
+
+    vocab: int | None
+    z_loss: float
+    smoothing: float
+    cap: float | None
+    ignored: int
+
+
 def linear_cross_entropy(
     x: jax.Array,
     kernel: jax.Array,
@@ -47,12 +64,8 @@ def linear_cross_entropy(
     *,
     names: Names | None = None,
     vocab_name: str | None = None,
-    vocab: int | None = None,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    cap: float | None = None,
-    ignored: int = -1,
     implementation: str | None = None,
+    **options: Unpack[LossOptions],
 ) -> jax.Array:
     """The cross-entropy of each row's target under `softmax(kernel @ row)`, in float32.
 
@@ -66,12 +79,9 @@ def linear_cross_entropy(
         names: of the dims of `x`, where they are split over devices; its width must be whole.
         vocab_name: of the kernel's rows. Where devices have different ones, they exchange four
             numbers for each row of `x`, and backward the gradient to `x`.
-        vocab: how many of the kernel's rows count; all, unless the kernel has more to fill up.
-        z_loss: by what the square of the logarithm of the softmax's divisor is added.
-        smoothing: the share of each target that all of the vocabulary has evenly.
-        cap: logits are softly kept between this and its negative.
-        ignored: a target whose loss and gradient are zero.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        options: what defines the loss besides, each with a default, see `LossOptions`: `vocab`,
+            `z_loss`, `smoothing`, `cap`, `ignored`.
 
     It keeps one number for each row for backward, which makes the logits again.
 
@@ -90,7 +100,7 @@ def linear_cross_entropy(
     # There is a target for each row: all dims but the width.
     targets_layout = x_layout.select(*range(x.ndim - 1))
     rows = kernel_layout.global_shape[0]
-    loss = _checked_loss(rows, vocab, ignored, Loss(0, z_loss, smoothing, cap))
+    loss = _checked_loss(rows, options)
     _check_whole_width(x_layout)
     targets = targets.astype(jnp.int32)
     local = {
@@ -212,25 +222,25 @@ def _axes_to_sum(call: Call, x: Any) -> tuple[str, ...]:
 _losses.defvjp(_forward, _backward)
 
 
-def _checked_loss(rows: int, vocab: Any, ignored: Any, loss: Loss) -> Loss:
-    """What is asked for of the loss, if it makes sense for a kernel of so many rows.
-
-    `loss` holds the arguments that have not been checked; `vocab` is None for all rows.
-    """
+def _checked_loss(rows: int, options: LossOptions) -> Loss:
+    """The loss that options define, if they make sense for a kernel of so many rows."""
+    for name in options:
+        if name not in LossOptions.__annotations__:
+            raise TypeError(f"{OP}() got an unexpected keyword argument {name!r}")
     takes = f"a number of the kernel's rows, of which there are {rows}"
-    vocab = rows if vocab is None else check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
+    vocab = options.get("vocab")
+    vocab = check.whole(OP, "vocab", rows if vocab is None else vocab, takes, least=1, most=rows)
+    ignored = options.get("ignored", -1)
     ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
     if 0 <= ignored < vocab:
         raise ValueError(
             f"`{OP}(ignored={ignored})` is a token of the {vocab}: choose one that is none."
         )
-    return Loss(
-        vocab,
-        float(check.number(OP, "z_loss", loss.z_loss, "a factor", least=0)),
-        float(check.number(OP, "smoothing", loss.smoothing, "a share", least=0, below=1)),
-        check.number(OP, "cap", loss.cap, "a largest logit", above=0, optional=True),
-        ignored,
-    )
+    z_loss = check.number(OP, "z_loss", options.get("z_loss", 0.0), "a factor", least=0)
+    smoothing = options.get("smoothing", 0.0)
+    smoothing = check.number(OP, "smoothing", smoothing, "a share", least=0, below=1)
+    cap = check.number(OP, "cap", options.get("cap"), "a largest logit", above=0, optional=True)
+    return Loss(vocab, float(z_loss), float(smoothing), cap, ignored)
 
 
 def _check(x: Any, kernel: Any, targets: Any) -> None:
