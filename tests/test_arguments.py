@@ -157,6 +157,19 @@ def test_onebit_adam_takes_numbers(name, value):
         sl.optimizers.onebit_adam(1e-3, **{name: value})
 
 
+def test_a_misspelt_keyword_of_experts_and_kernels_is_refused():
+    """These take typed keywords, which only a type checker would look at."""
+    x = jnp.ones((2, 4, 8))
+    with pytest.raises(TypeError, match=r"moe\(\) .*'groop'; it takes `group`, `form`"):
+        sl.experts.moe(
+            x, sl.experts.Top2(), lambda w, y: y, gate=jnp.ones((8, 2)), weights={}, groop=2
+        )
+    with pytest.raises(TypeError, match=r"linear_cross_entropy\(\) .*'z_los'; it takes `vocab`"):
+        sl.kernels.linear_cross_entropy(
+            x, jnp.ones((16, 8)), jnp.zeros((2, 4), jnp.int32), z_los=1e-4
+        )
+
+
 @pytest.mark.parametrize(
     "value", [None, 0, 1, "true", (), np.ones(1), object()], ids=lambda value: type(value).__name__
 )

@@ -2,6 +2,7 @@
 program.
 """
 
+import dataclasses
 import re
 import types
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_megatron_is_the_papers():
         == 34 / 8 * unit
     )
     assert one.megatron_activation_bytes(recompute="full") == 2 * unit
+
+
+@pytest.mark.parametrize("recompute", ("none", "selective", "full"))
+def test_estimate_grows_by_as_much_with_each_layer_from_the_first_on(recompute):
+    """Embedding, last norm and head are outside the layers, however few layers there are."""
+    kept = []
+    for layers in (1, 2, 3):
+        decoder = dataclasses.replace(GPT1, layers=layers, final_norm=True)
+        kept.append(sl.estimate(decoder, examples=2, recompute=recompute).kinds["activations"])
+    assert kept[1] - kept[0] == kept[2] - kept[1]
 
 
 def test_what_is_split_is_divided():

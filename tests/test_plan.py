@@ -26,7 +26,7 @@ from shardlib import testing
 from shardlib.compiled._compile import _words
 from shardlib.compiled._memory import KINDS, Memory
 from shardlib.machine._chips import CHIPS
-from shardlib.planning._plan import _advice
+from shardlib.planning._advice import advice_for
 
 WIDTH, LAYERS, ROWS = 256, 3, 64
 MATRIX = WIDTH * WIDTH * 4
@@ -497,7 +497,7 @@ def advised(target_mesh="data=8", **options):
     strategy = sl.Strategy(mesh=target_mesh, **{"rules": sl.rules.data, "remat": "full", **options})
     kinds = dict.fromkeys(KINDS, 2**30)
     memory = Memory(kinds, dict(kinds), (), 0, 0, 0, None)
-    return "\n".join(_advice(memory, CHIPS["v5e"], strategy))
+    return "\n".join(advice_for(memory, CHIPS["v5e"], strategy))
 
 
 @pytest.mark.parametrize(

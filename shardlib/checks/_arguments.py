@@ -321,6 +321,28 @@ def function(
     raise refusal(caller, argument, value, takes + _or_none(optional))
 
 
+def keywords(function: str, options: Mapping[str, Any], known: type) -> None:
+    """Refuse keywords that a function does not take, as Python does for those that it spells out.
+
+    `known` is the `TypedDict` that describes the function's `**options`: only type checkers look
+    at it, so that a misspelt keyword would be ignored when the function is called.
+
+    >>> from typing import TypedDict
+    >>> class Options(TypedDict, total=False):
+    ...     group: int
+    >>> keywords("moe", {"groop": 2}, Options)
+    Traceback (most recent call last):
+    TypeError: moe() got an unexpected keyword argument 'groop'; it takes `group`
+    """
+    taken = known.__annotations__
+    for name in options:
+        if name not in taken:
+            listed = ", ".join(f"`{each}`" for each in taken)
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}; it takes {listed}"
+            )
+
+
 def called(caller: str, argument: str, function: Any, *arguments: Any) -> Any:
     """What a function of the user returns for some arguments.
 

@@ -129,9 +129,7 @@ def moe(
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
     _check_arrays(x, gate, names)
-    for option in options:
-        if option not in DispatchOptions.__annotations__:
-            raise TypeError(f"moe() got an unexpected keyword argument {option!r}")
+    check.keywords("moe", options, DispatchOptions)
     form = check.choice("moe", "form", options.get("form", "scatter"), FORMS)
     _check_real(x, real)
     _check_functions(router, experts, key)

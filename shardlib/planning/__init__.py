@@ -4,9 +4,9 @@ programs say.
 
 from shardlib.compiled._memory import Memory as Memory
 from shardlib.compiled._memory import Piece as Piece
-from shardlib.planning._estimate import Decoder as Decoder
+from shardlib.planning._decoder import Decoder as Decoder
+from shardlib.planning._decoder import Module as Module
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import ItemSizes as ItemSizes
-from shardlib.planning._estimate import Module as Module
 from shardlib.planning._estimate import Parallelism as Parallelism
 from shardlib.planning._prices import Price as Price

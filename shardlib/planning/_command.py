@@ -27,7 +27,8 @@ from typing import Any
 from shardlib._text import terminal_width
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._plan import line_of_user, plan
+from shardlib.planning._lower import line_of_user
+from shardlib.planning._plan import plan
 
 _CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
 

@@ -6,188 +6,15 @@ every intermediate that a derivative reads.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import get_args
 
 from shardlib._text import human_bytes, table, terminal_width
 from shardlib.checks import _arguments as check
-
-Recompute = Literal["none", "selective", "full"]
+from shardlib.planning._decoder import Decoder, Module, Recompute, counts
 
 # Bytes of state per parameter, in float32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "lion": 4, "muon": 4, "adam": 8, "adamw": 8, "lamb": 8}
-
-
-@dataclass(frozen=True)
-class Module:
-    """A part of a decoder, of which there are `count`; figures are of one.
-
-    `flops` are those of a forward pass, `output` is the shape of what the module hands on, and
-    `kept_bytes` is what JAX keeps of it for the backward pass.
-    """
-
-    name: str
-    count: int
-    parameters: int
-    flops: int
-    output: tuple[int, ...]
-    kept_bytes: int
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """The shape of a decoder: what the formulas ask about.
-
-    >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False,
-    ...     final_norm=False)
-    >>> f"{gpt1.parameters:,}"
-    '147,674,112'
-    >>> f"{gpt1.megatron_activation_bytes():,}"
-    '349,175,808'
-    """
-
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-    vocab: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    hidden: int | None = None
-    norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
-    positions: Literal["learned", "rotary"] = "learned"
-    bias: bool = True
-    tied: bool = True
-    final_norm: bool = True
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if hint is bool:
-                check.boolean("Decoder", name, value)
-            elif get_origin(hint) is Literal:
-                check.choice("Decoder", name, value, get_args(hint))
-            else:
-                optional = hint is not int
-                checked = check.whole("Decoder", name, value, least=1, optional=optional)
-                check.assign(self, **{name: checked})
-
-    def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
-        """The modules of the decoder, in order; a layer's are there once, with their count.
-
-        Figures are for so many `examples` in a dtype of `itemsize` bytes. FLOPs and what is kept
-        are those of one of `tensor` devices, split as Megatron splits.
-        """
-        examples, itemsize, tensor = _counts(
-            "modules", examples=examples, itemsize=itemsize, tensor=tensor
-        )
-        tokens, width = examples * self.sequence, self.width
-        stream = (examples, self.sequence, width)
-        has_bias = self.norm == "layer" and self.bias
-        # A norm keeps three float32 intermediates of the whole stream, and what it hands on.
-        norm = Module(
-            name="norm",
-            count=1,
-            parameters=width * (1 + has_bias),
-            flops=5 * tokens * width,
-            output=stream,
-            kept_bytes=tokens * width * (12 + itemsize),
-        )
-        learned = self.positions == "learned"
-        embedding = Module(
-            name="embedding",
-            count=1,
-            parameters=width * (self.vocab + learned * self.sequence),
-            flops=0,
-            output=stream,
-            kept_bytes=0,
-        )
-        head = Module(
-            name="head",
-            count=1,
-            parameters=0 if self.tied else self.vocab * width,
-            flops=2 * tokens * width * self.vocab // tensor,
-            output=(examples, self.sequence, self.vocab),
-            kept_bytes=tokens * self.vocab * itemsize // tensor,
-        )
-        modules = [
-            embedding,
-            replace(norm, name="attention_norm", count=self.layers),
-            self._attention(examples, itemsize, tensor),
-            replace(norm, name="mlp_norm", count=self.layers),
-            self._mlp(examples, itemsize, tensor),
-        ]
-        if self.final_norm:
-            modules.append(norm)
-        return (*modules, head)
-
-    def _attention(self, examples: int, itemsize: int, tensor: int) -> Module:
-        """The attention of a layer: projections to queries, keys, values and back, and scores."""
-        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
-        head_dim = self.head_dim or width // self.heads
-        queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
-        scores = self.heads * self.sequence * tokens // tensor
-        return Module(
-            name="attention",
-            count=self.layers,
-            parameters=2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
-            flops=4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
-            output=(examples, self.sequence, width),
-            # Queries, keys, values, output; of each score its exponential in float32 and its
-            # probability.
-            kept_bytes=2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
-        )
-
-    def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
-        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""
-        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
-        hidden = self.hidden or 4 * width
-        matrices = 3 if self.mlp == "swiglu" else 2
-        return Module(
-            name="mlp",
-            count=self.layers,
-            parameters=matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
-            flops=2 * matrices * tokens * width * hidden // tensor,
-            output=(examples, self.sequence, width),
-            # The argument of the activation and each step of its formula.
-            kept_bytes=6 * tokens * hidden * itemsize // tensor,
-        )
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the whole decoder."""
-        return sum(module.count * module.parameters for module in self.modules())
-
-    def megatron_activation_bytes(
-        self,
-        examples: int = 1,
-        *,
-        tensor: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-    ) -> int:
-        """Megatron's formula for activations, in 16 bits with dropout, and its variants.
-
-        It is s b h L (10 + 24/t + 5 a s / (h t)), for a sequence of s, b examples, width h, L
-        layers, a heads and t devices. Splitting along the sequence divides the 10 by t too;
-        selective recomputing drops the last term, and full recomputing leaves 2 s b h L.
-        """
-        examples, tensor = _counts("megatron_activation_bytes", examples=examples, tensor=tensor)
-        check.boolean("megatron_activation_bytes", "sequence_parallel", sequence_parallel)
-        check.choice("megatron_activation_bytes", "recompute", recompute, get_args(Recompute))
-        s, h, a, t = self.sequence, self.width, self.heads, tensor
-        stream = s * examples * h * self.layers
-        if recompute == "full":
-            return 2 * stream // (t if sequence_parallel else 1)
-        outside = 10 * stream // t if sequence_parallel else 10 * stream
-        scores = 5 * a * s * s * examples * self.layers // t if recompute == "none" else 0
-        return outside + 24 * stream // t + scores
-
-
-def _counts(function: str, **counts: Any) -> list[int]:
-    """Numbers of at least one each, in order."""
-    return [check.whole(function, name, value, least=1) for name, value in counts.items()]
 
 
 def zero_bytes(
@@ -305,7 +132,7 @@ class Parallelism:
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        data, tensor = _counts("Parallelism", data=self.data, tensor=self.tensor)
+        data, tensor = counts("Parallelism", data=self.data, tensor=self.tensor)
         zero = check.whole("Parallelism", "zero", self.zero, "a stage of ZeRO", least=0, most=3)
         check.boolean("Parallelism", "sequence", self.sequence)
         check.assign(self, data=data, tensor=tensor, zero=zero)
@@ -345,7 +172,7 @@ def estimate(
     check.kind("estimate", "itemsizes", itemsizes, ItemSizes, takes, optional=True)
     takes = "a `sl.planning.Parallelism`"
     check.kind("estimate", "parallelism", parallelism, Parallelism, takes, optional=True)
-    examples, accumulate = _counts("estimate", examples=examples, accumulate=accumulate)
+    examples, accumulate = counts("estimate", examples=examples, accumulate=accumulate)
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     check.choice("estimate", "recompute", recompute, get_args(Recompute))
     check.boolean("estimate", "training", training)
@@ -377,7 +204,7 @@ def estimate(
     # At the first layer all gradients are there, what was dropped of the layer is there again, and
     # with stage 3 of ZeRO its parameters are whole.
     at_layer = activations.kept - activations.outside + activations.recomputed
-    at_layer += _gathered_bytes(decoder, modules, sizes, shared) + kinds["gradients"]
+    at_layer += _gathered_bytes(modules, sizes, shared) + kinds["gradients"]
     # A backward pass costs two forward passes; recomputing everything costs one more.
     passes = 4 if recompute == "full" else 3
     total = in_state + max(at_head, at_layer)
@@ -417,13 +244,11 @@ def _gradient_bytes(
     return size
 
 
-def _gathered_bytes(
-    decoder: Decoder, modules: tuple[Module, ...], sizes: ItemSizes, shared: Parallelism
-) -> int:
+def _gathered_bytes(modules: tuple[Module, ...], sizes: ItemSizes, shared: Parallelism) -> int:
     """Bytes of the parameters that stage 3 of ZeRO gathers at a time: those of one layer."""
     if shared.zero < 3:
         return 0
-    parameters = sum(module.parameters for module in _layer_modules(decoder, modules))
+    parameters = sum(module.parameters for module in modules if module.in_layer)
     return parameters // shared.tensor * (sizes.weights or sizes.compute)
 
 
@@ -468,10 +293,9 @@ def _activations(
     # Each score of a layer's attention has an exponential in float32 and a probability.
     scores = decoder.heads * decoder.sequence**2 * examples // shared.tensor
     scores_bytes = scores * (4 + sizes.compute)
-    in_layers = _layer_modules(decoder, modules)
     layer, outside = 0, 0
     for module in modules:
-        if module in in_layers:
+        if module.in_layer:
             layer += _kept_of(module, stream, parts)
         else:
             outside += _kept_of(module, stream, parts)
@@ -484,11 +308,6 @@ def _activations(
         recomputed=recomputed[recompute],
         logits=modules[-1].kept_bytes,
     )
-
-
-def _layer_modules(decoder: Decoder, modules: tuple[Module, ...]) -> list[Module]:
-    """The modules that are in each layer, known by there being as many of them as layers."""
-    return [module for module in modules if module.count == decoder.layers]
 
 
 def _kept_of(module: Module, stream: int, shard: int) -> int:

@@ -9,23 +9,16 @@ The compiler is the target's own, so what it says is what the step will take the
 does not fit, the plan adds advice, sorted by the bytes that it could save.
 """
 
-import contextlib
 import dataclasses
 import math
 import re
-import sysconfig
-import time
-import traceback
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
 from shardlib.compiled._compile import compile_apart
@@ -33,7 +26,9 @@ from shardlib.compiled._memory import Memory, attribute
 from shardlib.machine._chips import CHIPS, Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import Target
+from shardlib.planning._advice import advice_for
 from shardlib.planning._estimate import Estimate
+from shardlib.planning._lower import lower
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
@@ -216,7 +211,7 @@ def plan(
                 f"{type(step).__name__}."
             )
     platform, chip, options = _machine_of(mesh, machine)
-    lowered, paths, lower_seconds = _lower(step, state, batch)
+    lowered, paths, lower_seconds = lower(step, state, batch)
     compiled = compile_apart(lowered, platform, options)
     memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
@@ -227,7 +222,7 @@ def plan(
     # Advice is only for a step that does not fit or that the compiler refuses.
     advice: tuple[str, ...] = ()
     if memory.total_bytes > chip.usable_bytes or compiled.refusal:
-        advice = _advice(memory, chip, strategy)
+        advice = advice_for(memory, chip, strategy)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
         target=str(machine or f"{mesh.size if mesh else 1} {chip.name} devices"),
@@ -337,113 +332,6 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
     return platform, chip, options
 
 
-_LARGEST_CONSTANT = 2**20
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-
-
-def _lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], float]:
-    """Trace and lower a step.
-
-    It returns the step ready to be compiled, the path of each leaf of its arguments, and the
-    seconds that it took. Errors that come from planning, and not from the step as such, are raised
-    as a `ValueError` which says what to change and where.
-    """
-    started = time.perf_counter()
-    try:
-        with _whole_tracebacks():
-            traced = step.trace(state, batch)
-            _check_constants(traced.jaxpr)
-            lowered = traced.lower()
-    except Exception as error:
-        message = _lowering_message(error)
-        if not message:
-            raise
-        raise ValueError(message) from error
-    return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
-
-
-def _lowering_message(error: Exception) -> str:
-    """What to tell of an error in tracing or lowering that is due to planning, else nothing."""
-    line = line_of_user(error)
-    where = f" at {line}" if line else ""
-    # JAX raises a plain `TypeError` for a shape that depends on values, known only by its text.
-    dynamic_shape = "Shapes must be 1D sequences of concrete values" in str(error)
-    if isinstance(error, _NEEDS_VALUES) or dynamic_shape:
-        reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
-        return (
-            f"The step needs values while it is traced{where}, and a plan has only shapes: "
-            f"{reason}. Choose by `jnp.where` or `jax.lax.cond`, or make what decides a "
-            "constant of the step."
-        )
-    # A callback is lowered for a backend in this process, and there is none of an absent GPU.
-    if "Unknown backend" in str(error):
-        return (
-            f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
-            "which cannot be compiled for GPUs that are not there. Leave that out of the step "
-            "that is planned."
-        )
-    return ""
-
-
-def line_of_user(error: BaseException) -> str:
-    """The last line in a traceback that is neither ours nor of something installed.
-
-    It is `file:line`, or an empty string where no frame is the user's. A syntax error is in the
-    file that it names, which has no frame since it never ran.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    installed = (Path(__file__).parent.parent, Path(sysconfig.get_paths()["stdlib"]))
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(folder in Path(frame.filename).parents for folder in installed)
-        and not frame.filename.startswith("<")
-        and "site-packages" not in frame.filename
-    ]
-    return frames[-1] if frames else ""
-
-
-def _check_constants(jaxpr: Any) -> None:
-    """Refuse a step that closes over large concrete arrays.
-
-    They would be compiled into the program as constants, whole on every device. Small ones, below
-    `_LARGEST_CONSTANT` bytes each, are let through.
-    """
-    large = []
-    for constant in _constants(jaxpr):
-        if getattr(constant, "nbytes", 0) >= _LARGEST_CONSTANT:
-            size = human_bytes(constant.nbytes)
-            large.append(f"{constant.dtype}{list(constant.shape)} ({size})")
-    if large:
-        raise ValueError(
-            f"The step closes over concrete arrays, {', '.join(large)}, which every device would "
-            "hold whole as constants of its program. Hand them in with the state or the batch, or "
-            "make them inside the step."
-        )
-
-
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a traced function and of those that it calls.
-
-    Functions that are called, such as branches and the bodies of loops, are parameters of their
-    equation, which may also be in a tuple or a dictionary.
-    """
-    yield from getattr(jaxpr, "consts", ())
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _constants(inner)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
-
-
 def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     """The kind of memory that each argument is, by its path.
 
@@ -471,138 +359,3 @@ def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
             "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
             "TPU, or for the GPUs at hand."
         )
-
-
-@contextlib.contextmanager
-def _whole_tracebacks() -> Iterator[None]:
-    """Keep enough of each traceback to find the user's line under any number of library frames."""
-    before = jax.config.values["jax_traceback_in_locations_limit"]
-    jax.config.update("jax_traceback_in_locations_limit", 50)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", before)
-
-
-def _advice(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
-    """What to change, the most promising first, where a step does not fit.
-
-    Each piece of advice goes with the bytes that it is about. Those below a hundredth of the total
-    are left out, and the others are sorted by them.
-    """
-    kinds = memory.kinds
-    kept = kinds["parameters"] + kinds["optimizer state"]
-    advice = [
-        *_recomputation(memory, strategy),
-        _fewer_examples(memory, strategy),
-        (kept, _split_at_rest(human_bytes(kept), strategy)),
-    ]
-    if strategy is not None:
-        advice += _later_stages(kinds, strategy)
-    # A lone device is the one at hand, of whose memory JAX reserves only a part by default.
-    if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:
-        advice.append(
-            (
-                chip.hbm_bytes - chip.usable_bytes,
-                f"JAX takes {human_bytes(chip.usable_bytes)} of {human_bytes(chip.hbm_bytes)} here "
-                "by default: set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
-            )
-        )
-    worthwhile = [item for item in advice if item[0] > 0.01 * memory.total_bytes]
-    # The sort is stable: of equal sizes, what is written first above stays first.
-    worthwhile.sort(key=lambda item: -item[0])
-    texts = [text for _, text in worthwhile if text]
-    if memory.total_bytes > chip.usable_bytes:
-        excess = human_bytes(memory.total_bytes - chip.usable_bytes)
-        texts.insert(0, f"It is {excess} too much.")
-    return tuple(texts)
-
-
-def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:
-    """Advice to recompute activations, for a step of ours that keeps all of them."""
-    saved = memory.most["activations"]
-    if strategy is None or strategy.remat != "none" or not saved:
-        return []
-    return [(saved, f'Recompute activations, {human_bytes(saved)}: `Strategy(remat="full")`.')]
-
-
-def _fewer_examples(memory: Memory, strategy: Strategy | None) -> tuple[float, str]:
-    """Advice to take fewer examples at once, with the largest array that depends on them."""
-    working = memory.kinds["activations"] + memory.kinds["temporaries"]
-    text = (
-        f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: "
-        f"{_smaller(strategy)}a smaller batch, or more devices along its axis."
-    )
-    for piece in memory.pieces:  # the largest comes first
-        if piece.kind in ("activations", "temporaries"):
-            source = piece.source or "the compiler"
-            text += f" The largest is {piece.type}, {human_bytes(piece.size)}, of {source}."
-            break
-    return working, text
-
-
-def _smaller(strategy: Strategy | None) -> str:
-    """How a step of ours takes fewer examples at a time."""
-    if strategy is None:
-        return ""
-    if strategy.pipeline is None:
-        return "`Strategy(accumulate=...)`, "
-    return "more microbatches in the schedule, "
-
-
-def _split_at_rest(size: str, strategy: Strategy | None) -> str:
-    """Advice on how to split parameters and optimizer state further.
-
-    From its first stage on, ZeRO splits both at rest over the axes of data, so that only a longer
-    axis or another one helps.
-    """
-    split = f"Split parameters and optimizer state, {size}, over more devices"
-    rules = "rules such as `sl.rules.fsdp`"
-    if strategy is None or not _data_devices(strategy):
-        return f"{split}: {rules}, or a longer axis."
-    if strategy.sharding.stage:
-        mesh = strategy.device_mesh.shape
-        over = ",".join(f"{axis}={mesh[axis]}" for axis in strategy.zero_axes)
-        return (
-            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or "
-            f"{rules} over another one."
-        )
-    first = "`Strategy(zero=1)`, " if _takes_stage(strategy, 1) else ""
-    return f"{split}: {first}{rules}, or a longer axis."
-
-
-def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float, str]]:
-    """Advice to take a later stage of ZeRO, with the bytes that would no longer be held whole.
-
-    Stage 2 scatters gradients as they are made, and stage 3 gathers parameters a layer at a time.
-    Stages that the strategy cannot have are left out.
-    """
-    if not _data_devices(strategy):
-        return []
-    advice: list[tuple[float, str]] = []
-    now = strategy.sharding.stage
-    gradients, copies = kinds["gradients"], kinds["copies of parameters"]
-    if now < 2 and _takes_stage(strategy, 2):
-        what = (
-            f"Scatter each layer's gradients as soon as they are there, {human_bytes(gradients)} "
-            "now"
-        )
-        advice.append((gradients, f"{what}: `Strategy(zero=2)`."))
-    if 1 <= now < 3 and _takes_stage(strategy, 3):
-        what = f"Gather parameters a layer at a time, {human_bytes(copies)} of copies now"
-        advice.append((copies, f"{what}: `Strategy(zero=3)`."))
-    return advice
-
-
-def _data_devices(strategy: Strategy) -> bool:
-    """Whether there are several devices along the axes of data."""
-    return math.prod(strategy.device_mesh.shape[axis] for axis in strategy.data_axes) > 1
-
-
-def _takes_stage(strategy: Strategy, stage: int) -> bool:
-    """Whether the strategy could have that stage of ZeRO, beside its pipeline and its exchange."""
-    try:
-        dataclasses.replace(strategy, zero=dataclasses.replace(strategy.sharding, stage=stage))
-    except ValueError:
-        return False
-    return True

@@ -224,9 +224,7 @@ _losses.defvjp(_forward, _backward)
 
 def _checked_loss(rows: int, options: LossOptions) -> Loss:
     """The loss that options define, if they make sense for a kernel of so many rows."""
-    for name in options:
-        if name not in LossOptions.__annotations__:
-            raise TypeError(f"{OP}() got an unexpected keyword argument {name!r}")
+    check.keywords(OP, options, LossOptions)
     takes = f"a number of the kernel's rows, of which there are {rows}"
     vocab = options.get("vocab")
     vocab = check.whole(OP, "vocab", rows if vocab is None else vocab, takes, least=1, most=rows)

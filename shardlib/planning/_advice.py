@@ -1,0 +1,145 @@
+"""What to change where a step does not fit: advice, sorted by the bytes that it could save.
+
+Each piece of advice goes with the bytes of memory that it is about. That is an upper bound of what
+it saves, and enough to say what to try first:
+
+    recompute activations     those that are kept for the backward pass
+    fewer examples            activations and temporaries
+    split further at rest     parameters and optimizer state
+    a later stage of ZeRO     gradients (2), whole copies of parameters (3)
+    JAX's share of a GPU      what JAX leaves to others by default
+
+Advice that the strategy cannot take, such as a stage that its pipeline refuses, is left out.
+"""
+
+import dataclasses
+import math
+
+from shardlib._text import human_bytes
+from shardlib.compiled._memory import Memory
+from shardlib.machine._chips import Chip
+from shardlib.step._strategy import Strategy
+
+
+def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
+    """What to change, the most promising first, where a step does not fit.
+
+    Each piece of advice goes with the bytes that it is about. Those below a hundredth of the total
+    are left out, and the others are sorted by them.
+    """
+    kinds = memory.kinds
+    kept = kinds["parameters"] + kinds["optimizer state"]
+    advice = [
+        *_recomputation(memory, strategy),
+        _fewer_examples(memory, strategy),
+        (kept, _split_at_rest(human_bytes(kept), strategy)),
+    ]
+    if strategy is not None:
+        advice += _later_stages(kinds, strategy)
+    # A lone device is the one at hand, of whose memory JAX reserves only a part by default.
+    if chip.devices == 1 and chip.usable_bytes < 0.8 * chip.hbm_bytes:
+        advice.append(
+            (
+                chip.hbm_bytes - chip.usable_bytes,
+                f"JAX takes {human_bytes(chip.usable_bytes)} of {human_bytes(chip.hbm_bytes)} here "
+                "by default: set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95`.",
+            )
+        )
+    worthwhile = [item for item in advice if item[0] > 0.01 * memory.total_bytes]
+    # The sort is stable: of equal sizes, what is written first above stays first.
+    worthwhile.sort(key=lambda item: -item[0])
+    texts = [text for _, text in worthwhile if text]
+    if memory.total_bytes > chip.usable_bytes:
+        excess = human_bytes(memory.total_bytes - chip.usable_bytes)
+        texts.insert(0, f"It is {excess} too much.")
+    return tuple(texts)
+
+
+def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:
+    """Advice to recompute activations, for a step of ours that keeps all of them."""
+    saved = memory.most["activations"]
+    if strategy is None or strategy.remat != "none" or not saved:
+        return []
+    return [(saved, f'Recompute activations, {human_bytes(saved)}: `Strategy(remat="full")`.')]
+
+
+def _fewer_examples(memory: Memory, strategy: Strategy | None) -> tuple[float, str]:
+    """Advice to take fewer examples at once, with the largest array that depends on them."""
+    working = memory.kinds["activations"] + memory.kinds["temporaries"]
+    text = (
+        f"Take fewer examples at once, {human_bytes(working)} of activations and temporaries: "
+        f"{_smaller(strategy)}a smaller batch, or more devices along its axis."
+    )
+    for piece in memory.pieces:  # the largest comes first
+        if piece.kind in ("activations", "temporaries"):
+            source = piece.source or "the compiler"
+            text += f" The largest is {piece.type}, {human_bytes(piece.size)}, of {source}."
+            break
+    return working, text
+
+
+def _smaller(strategy: Strategy | None) -> str:
+    """How a step of ours takes fewer examples at a time."""
+    if strategy is None:
+        return ""
+    if strategy.pipeline is None:
+        return "`Strategy(accumulate=...)`, "
+    return "more microbatches in the schedule, "
+
+
+def _split_at_rest(size: str, strategy: Strategy | None) -> str:
+    """Advice on how to split parameters and optimizer state further.
+
+    From its first stage on, ZeRO splits both at rest over the axes of data, so that only a longer
+    axis or another one helps.
+    """
+    split = f"Split parameters and optimizer state, {size}, over more devices"
+    rules = "rules such as `sl.rules.fsdp`"
+    if strategy is None or not _data_devices(strategy):
+        return f"{split}: {rules}, or a longer axis."
+    if strategy.sharding.stage:
+        mesh = strategy.device_mesh.shape
+        over = ",".join(f"{axis}={mesh[axis]}" for axis in strategy.zero_axes)
+        return (
+            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or "
+            f"{rules} over another one."
+        )
+    first = "`Strategy(zero=1)`, " if _takes_stage(strategy, 1) else ""
+    return f"{split}: {first}{rules}, or a longer axis."
+
+
+def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float, str]]:
+    """Advice to take a later stage of ZeRO, with the bytes that would no longer be held whole.
+
+    Stage 2 scatters gradients as they are made, and stage 3 gathers parameters a layer at a time.
+    Stages that the strategy cannot have are left out.
+    """
+    if not _data_devices(strategy):
+        return []
+    advice: list[tuple[float, str]] = []
+    now = strategy.sharding.stage
+    gradients, copies = kinds["gradients"], kinds["copies of parameters"]
+    if now < 2 and _takes_stage(strategy, 2):
+        what = (
+            f"Scatter each layer's gradients as soon as they are there, {human_bytes(gradients)} "
+            "now"
+        )
+        advice.append((gradients, f"{what}: `Strategy(zero=2)`."))
+    if 1 <= now < 3 and _takes_stage(strategy, 3):
+        what = f"Gather parameters a layer at a time, {human_bytes(copies)} of copies now"
+        advice.append((copies, f"{what}: `Strategy(zero=3)`."))
+    return advice
+
+
+def _data_devices(strategy: Strategy) -> bool:
+    """Whether there are several devices along the axes of data."""
+    return math.prod(strategy.device_mesh.shape[axis] for axis in strategy.data_axes) > 1
+
+
+def _takes_stage(strategy: Strategy, stage: int) -> bool:
+    """Whether the strategy could have that stage of ZeRO, beside its pipeline and its exchange."""
+    try:
+        dataclasses.replace(strategy, zero=dataclasses.replace(strategy.sharding, stage=stage))
+    except ValueError:
+        return False
+    return True

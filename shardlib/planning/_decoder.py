@@ -1,0 +1,192 @@
+"""A decoder by its shape: its modules, and what each has, computes and keeps.
+
+A decoder is described by a few numbers, and its modules follow from them:
+
+    embedding -> layers x [ norm -> attention -> norm -> MLP ] -> norm -> head
+
+Each module has its parameters, the FLOPs of a forward pass, and the bytes that JAX keeps of it for
+the backward pass, where the module is written plainly: every intermediate that a derivative reads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from shardlib.checks import _arguments as check
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A part of a decoder, of which there are `count`; figures are of one.
+
+    `flops` are those of a forward pass, `output` is the shape of what the module hands on, and
+    `kept_bytes` is what JAX keeps of it for the backward pass. `in_layer` says whether each layer
+    has one, as it has an attention, or the decoder has one, as it has a head.
+    """
+
+    name: str
+    count: int
+    parameters: int
+    flops: int
+    output: tuple[int, ...]
+    kept_bytes: int
+    in_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The shape of a decoder: what the formulas ask about.
+
+    >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False,
+    ...     final_norm=False)
+    >>> f"{gpt1.parameters:,}"
+    '147,674,112'
+    >>> f"{gpt1.megatron_activation_bytes():,}"
+    '349,175,808'
+    """
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocab: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
+    positions: Literal["learned", "rotary"] = "learned"
+    bias: bool = True
+    tied: bool = True
+    final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if hint is bool:
+                check.boolean("Decoder", name, value)
+            elif get_origin(hint) is Literal:
+                check.choice("Decoder", name, value, get_args(hint))
+            else:
+                optional = hint is not int
+                checked = check.whole("Decoder", name, value, least=1, optional=optional)
+                check.assign(self, **{name: checked})
+
+    def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
+        """The modules of the decoder, in order; a layer's are there once, with their count.
+
+        Figures are for so many `examples` in a dtype of `itemsize` bytes. FLOPs and what is kept
+        are those of one of `tensor` devices, split as Megatron splits.
+        """
+        examples, itemsize, tensor = counts(
+            "modules", examples=examples, itemsize=itemsize, tensor=tensor
+        )
+        tokens, width = examples * self.sequence, self.width
+        stream = (examples, self.sequence, width)
+        has_bias = self.norm == "layer" and self.bias
+        # A norm keeps three float32 intermediates of the whole stream, and what it hands on.
+        norm = Module(
+            name="norm",
+            count=1,
+            parameters=width * (1 + has_bias),
+            flops=5 * tokens * width,
+            output=stream,
+            kept_bytes=tokens * width * (12 + itemsize),
+        )
+        learned = self.positions == "learned"
+        embedding = Module(
+            name="embedding",
+            count=1,
+            parameters=width * (self.vocab + learned * self.sequence),
+            flops=0,
+            output=stream,
+            kept_bytes=0,
+        )
+        head = Module(
+            name="head",
+            count=1,
+            parameters=0 if self.tied else self.vocab * width,
+            flops=2 * tokens * width * self.vocab // tensor,
+            output=(examples, self.sequence, self.vocab),
+            kept_bytes=tokens * self.vocab * itemsize // tensor,
+        )
+        modules = [
+            embedding,
+            replace(norm, name="attention_norm", count=self.layers, in_layer=True),
+            self._attention(examples, itemsize, tensor),
+            replace(norm, name="mlp_norm", count=self.layers, in_layer=True),
+            self._mlp(examples, itemsize, tensor),
+        ]
+        if self.final_norm:
+            modules.append(norm)
+        return (*modules, head)
+
+    def _attention(self, examples: int, itemsize: int, tensor: int) -> Module:
+        """The attention of a layer: projections to queries, keys, values and back, and scores."""
+        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
+        head_dim = self.head_dim or width // self.heads
+        queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
+        scores = self.heads * self.sequence * tokens // tensor
+        return Module(
+            name="attention",
+            count=self.layers,
+            parameters=2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
+            flops=4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
+            output=(examples, self.sequence, width),
+            # Queries, keys, values, output; of each score its exponential in float32 and its
+            # probability.
+            kept_bytes=2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
+            in_layer=True,
+        )
+
+    def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
+        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""
+        tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
+        hidden = self.hidden or 4 * width
+        matrices = 3 if self.mlp == "swiglu" else 2
+        return Module(
+            name="mlp",
+            count=self.layers,
+            parameters=matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
+            flops=2 * matrices * tokens * width * hidden // tensor,
+            output=(examples, self.sequence, width),
+            # The argument of the activation and each step of its formula.
+            kept_bytes=6 * tokens * hidden * itemsize // tensor,
+            in_layer=True,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the whole decoder."""
+        return sum(module.count * module.parameters for module in self.modules())
+
+    def megatron_activation_bytes(
+        self,
+        examples: int = 1,
+        *,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> int:
+        """Megatron's formula for activations, in 16 bits with dropout, and its variants.
+
+        It is s b h L (10 + 24/t + 5 a s / (h t)), for a sequence of s, b examples, width h, L
+        layers, a heads and t devices. Splitting along the sequence divides the 10 by t too;
+        selective recomputing drops the last term, and full recomputing leaves 2 s b h L.
+        """
+        examples, tensor = counts("megatron_activation_bytes", examples=examples, tensor=tensor)
+        check.boolean("megatron_activation_bytes", "sequence_parallel", sequence_parallel)
+        check.choice("megatron_activation_bytes", "recompute", recompute, get_args(Recompute))
+        s, h, a, t = self.sequence, self.width, self.heads, tensor
+        stream = s * examples * h * self.layers
+        if recompute == "full":
+            return 2 * stream // (t if sequence_parallel else 1)
+        outside = 10 * stream // t if sequence_parallel else 10 * stream
+        scores = 5 * a * s * s * examples * self.layers // t if recompute == "none" else 0
+        return outside + 24 * stream // t + scores
+
+
+def counts(function: str, **counts: Any) -> list[int]:
+    """Numbers of at least one each, in order."""
+    return [check.whole(function, name, value, least=1) for name, value in counts.items()]

@@ -1,0 +1,139 @@
+"""Lowering a step that is planned, and errors that say what a plan cannot do.
+
+A plan has shapes and no values, and devices that are not there. Steps that run well may fail here
+for one of three reasons, each of which is told with the user's line:
+
+    the step reads values while it is traced     there are only shapes
+    the step calls back into Python              no backend of an absent GPU can lower that
+    the step closes over large arrays            they would be constants of the program
+"""
+
+import contextlib
+import re
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib._text import human_bytes
+
+_LARGEST_CONSTANT = 2**20
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], float]:
+    """Trace and lower a step.
+
+    It returns the step ready to be compiled, the path of each leaf of its arguments, and the
+    seconds that it took. Errors that come from planning, and not from the step as such, are raised
+    as a `ValueError` which says what to change and where.
+    """
+    started = time.perf_counter()
+    try:
+        with _whole_tracebacks():
+            traced = step.trace(state, batch)
+            _check_constants(traced.jaxpr)
+            lowered = traced.lower()
+    except Exception as error:
+        message = _lowering_message(error)
+        if not message:
+            raise
+        raise ValueError(message) from error
+    return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
+
+
+def _lowering_message(error: Exception) -> str:
+    """What to tell of an error in tracing or lowering that is due to planning, else nothing."""
+    line = line_of_user(error)
+    where = f" at {line}" if line else ""
+    # JAX raises a plain `TypeError` for a shape that depends on values, known only by its text.
+    dynamic_shape = "Shapes must be 1D sequences of concrete values" in str(error)
+    if isinstance(error, _NEEDS_VALUES) or dynamic_shape:
+        reason = re.split(r"\n|\. ", str(error))[0].rstrip(".")
+        return (
+            f"The step needs values while it is traced{where}, and a plan has only shapes: "
+            f"{reason}. Choose by `jnp.where` or `jax.lax.cond`, or make what decides a "
+            "constant of the step."
+        )
+    # A callback is lowered for a backend in this process, and there is none of an absent GPU.
+    if "Unknown backend" in str(error):
+        return (
+            f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
+            "which cannot be compiled for GPUs that are not there. Leave that out of the step "
+            "that is planned."
+        )
+    return ""
+
+
+def line_of_user(error: BaseException) -> str:
+    """The last line in a traceback that is neither ours nor of something installed.
+
+    It is `file:line`, or an empty string where no frame is the user's. A syntax error is in the
+    file that it names, which has no frame since it never ran.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    installed = (Path(__file__).parent.parent, Path(sysconfig.get_paths()["stdlib"]))
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(folder in Path(frame.filename).parents for folder in installed)
+        and not frame.filename.startswith("<")
+        and "site-packages" not in frame.filename
+    ]
+    return frames[-1] if frames else ""
+
+
+def _check_constants(jaxpr: Any) -> None:
+    """Refuse a step that closes over large concrete arrays.
+
+    They would be compiled into the program as constants, whole on every device. Small ones, below
+    `_LARGEST_CONSTANT` bytes each, are let through.
+    """
+    large = []
+    for constant in _constants(jaxpr):
+        if getattr(constant, "nbytes", 0) >= _LARGEST_CONSTANT:
+            size = human_bytes(constant.nbytes)
+            large.append(f"{constant.dtype}{list(constant.shape)} ({size})")
+    if large:
+        raise ValueError(
+            f"The step closes over concrete arrays, {', '.join(large)}, which every device would "
+            "hold whole as constants of its program. Hand them in with the state or the batch, or "
+            "make them inside the step."
+        )
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants of a traced function and of those that it calls.
+
+    Functions that are called, such as branches and the bodies of loops, are parameters of their
+    equation, which may also be in a tuple or a dictionary.
+    """
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _constants(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+@contextlib.contextmanager
+def _whole_tracebacks() -> Iterator[None]:
+    """Keep enough of each traceback to find the user's line under any number of library frames."""
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 50)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
