@@ -408,7 +408,7 @@ NOT_CALLED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("collectives.Codec", "experts.Router", "pipeline.Schedule", "data.Tokenizer", "Exchange",
-        "experts.Form"),
+        "experts.Form", "experts.DispatchOptions", "kernels.LossOptions"),
         "a class to derive from, or a type",
     ),
     **dict.fromkeys(("pipeline.UNIT", "ShardingWarning"), "a value, or a warning"),

@@ -1,6 +1,7 @@
-"""Layers of experts: tokens routed to a few of many, which lie on different devices."""
+"""Layers of experts: tokens are routed to a few of many, which are on different devices."""
 
 from shardlib.experts._dispatch import Form as Form
+from shardlib.experts._moe import DispatchOptions as DispatchOptions
 from shardlib.experts._moe import MoEStats as MoEStats
 from shardlib.experts._moe import local_experts as local_experts
 from shardlib.experts._moe import moe as moe

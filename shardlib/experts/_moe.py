@@ -115,7 +115,8 @@ def moe(
         key: given while training, for the router's draws.
         real: false for padding, (batch, ...), which goes to no expert and counts for nothing.
         names: a name for each dim of `x`.
-        options: how tokens are dispatched, see `DispatchOptions`: `group`, `form`.
+        options: how tokens are dispatched, see `DispatchOptions`: `group`, how many tokens share
+            places, by default those of an example; `form`, `"scatter"` or `"einsum"`.
 
     >>> import shardlib as sl
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])

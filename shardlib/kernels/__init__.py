@@ -7,6 +7,7 @@ runs on each device's own shard from the names of its arrays' dims.
 from shardlib.kernels._choice import Explained as Explained
 from shardlib.kernels._choice import Explanation as Explanation
 from shardlib.kernels._choice import explain as explain
+from shardlib.kernels._linear_cross_entropy import LossOptions as LossOptions
 from shardlib.kernels._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from shardlib.kernels._norm import layer_norm as layer_norm
 from shardlib.kernels._norm import rms_norm as rms_norm

@@ -80,8 +80,9 @@ def linear_cross_entropy(
         vocab_name: of the kernel's rows. Where devices have different ones, they exchange four
             numbers for each row of `x`, and backward the gradient to `x`.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
-        options: what defines the loss besides, each with a default, see `LossOptions`: `vocab`,
-            `z_loss`, `smoothing`, `cap`, `ignored`.
+        options: what defines the loss besides, see `LossOptions`: `vocab` (all of the kernel's
+            rows), `z_loss` (0), `smoothing` (0), `cap` (none) and `ignored` (-1), the target
+            without a loss.
 
     It keeps one number for each row for backward, which makes the logits again.
 
