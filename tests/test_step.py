@@ -769,7 +769,7 @@ def test_the_whole_batch_needs_rules_to_know_it():
             lambda: testing.check_step(
                 make(), optax.sgd(0.1), masked_loss, BATCH, RULES, meshes="data=8"
             ),
-            "takes lists",
+            "takes a list of meshes",
         ),
         (
             lambda: testing.check_step(
