@@ -114,15 +114,20 @@ def table(
         widths[columns - 1] = 0
     lines: list[str] = []
     for row in rows:
-        cells: list[str] = []
-        for column, cell in enumerate(row):
-            if column in right:
-                cells.append(cell.rjust(widths[column]))
-            else:
-                cells.append(cell.ljust(widths[column]))
         # No spaces at the ends of lines, where the last cells are empty or narrow.
-        lines.append(gap.join(cells).rstrip())
+        lines.append(gap.join(_aligned(row, widths, right)).rstrip())
     return "\n".join(lines)
+
+
+def _aligned(row: Sequence[str], widths: Mapping[int, int], right: Collection[int]) -> list[str]:
+    """The cells of a row, each as wide as its column; those of the columns `right` end alike."""
+    cells: list[str] = []
+    for column, cell in enumerate(row):
+        if column in right:
+            cells.append(cell.rjust(widths[column]))
+        else:
+            cells.append(cell.ljust(widths[column]))
+    return cells
 
 
 def _widths(rows: Sequence[Sequence[str]], columns: Iterable[int]) -> dict[int, int]:
@@ -132,7 +137,8 @@ def _widths(rows: Sequence[Sequence[str]], columns: Iterable[int]) -> dict[int, 
     """
     widths: dict[int, int] = {}
     for column in columns:
-        widths[column] = max((len(row[column]) for row in rows if column < len(row)), default=0)
+        lengths = [len(row[column]) for row in rows if column < len(row)]
+        widths[column] = max(lengths, default=0)
     return widths
 
 

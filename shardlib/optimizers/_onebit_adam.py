@@ -205,25 +205,35 @@ class _OneBitAdam:
             count: the number of this step, from 1.
             seen: how many steps the variance has seen, this one included.
         """
-
-        def moments(
-            g: jax.Array, mu: jax.Array, nu: jax.Array, sent: bool
-        ) -> tuple[jax.Array, ...]:
+        structure = jax.tree.structure(updates)
+        new_mu, new_nu, steps = [], [], []
+        for g, mu, nu, is_sent in zip(
+            jax.tree.leaves(updates),
+            structure.flatten_up_to(state.mu),
+            structure.flatten_up_to(state.nu),
+            structure.flatten_up_to(sent),
+            strict=True,
+        ):
             # What is averaged after the freeze has the old momentum in it already.
-            averaged = jnp.logical_and(sent, state.frozen)
+            averaged = jnp.logical_and(is_sent, state.frozen)
             mu = jnp.where(averaged, g, (1 - self.b1) * g + self.b1 * mu)
             nu = jnp.where(averaged, nu, (1 - self.b2) * (g * g.conj()).real + self.b2 * nu)
             # The variance of a leaf that is summed exactly sees every step.
-            unbiased = nu / (1 - self.b2 ** (seen if sent else count)).astype(nu.dtype)
-            step = mu / (1 - self.b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + self.eps)
-            return mu.astype(g.dtype), nu, step
+            nu_steps = seen if is_sent else count
+            steps.append(self._step_of(mu, nu, count, nu_steps))
+            new_mu.append(mu.astype(g.dtype))
+            new_nu.append(nu)
+        return structure.unflatten(new_mu), structure.unflatten(new_nu), structure.unflatten(steps)
 
-        by_leaf = jax.tree.map(moments, updates, state.mu, state.nu, sent)
+    def _step_of(
+        self, mu: jax.Array, nu: jax.Array, count: jax.Array, nu_steps: jax.Array
+    ) -> jax.Array:
+        """Adam's step for one parameter, both means without their bias towards zero.
 
-        def component(k: int) -> Any:
-            return jax.tree.map(lambda _, of_leaf: of_leaf[k], updates, by_leaf)
-
-        return component(0), component(1), component(2)
+        `mu` has seen `count` gradients and `nu` the squares of `nu_steps` of them.
+        """
+        unbiased = nu / (1 - self.b2**nu_steps).astype(nu.dtype)
+        return mu / (1 - self.b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + self.eps)
 
     def _freezes_by_itself(
         self, state: OneBitAdamState, count: jax.Array, nu: Any
@@ -232,20 +242,35 @@ class _OneBitAdam:
 
         It is compared with itself as many steps ago as it remembers, and not in between.
         """
+        # The memory of an exponential mean: the weight of older steps is below 1 / e.
         interval = max(1, round(1 / (1 - self.b2)))
 
-        def compared() -> tuple[jax.Array, jax.Array]:
-            unbias = 1 - self.b2 ** count.astype(jnp.float32)
-            total: Any = 0
-            for leaf in jax.tree.leaves(nu):
-                total += jnp.sum(leaf.real.astype(jnp.float32))
-            norm = total / unbias
-            settled = (state.norm > 0) & (jnp.abs(norm / state.norm - 1) < SETTLED)
-            # A variance that settles while the learning rate warms up changes again.
-            return settled & jnp.logical_not(_rises(self.learning_rate, state.steps)), norm
+        def compare() -> tuple[jax.Array, jax.Array]:
+            return self._compared(state, count, nu)
+
+        def leave() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros((), bool), state.norm
 
         due = (count % interval == 0) & ~state.frozen
-        return jax.lax.cond(due, compared, lambda: (jnp.zeros((), bool), state.norm))
+        # Most steps do not read the variance for this: by default one in a thousand does.
+        return jax.lax.cond(due, compare, leave)
+
+    def _compared(
+        self, state: OneBitAdamState, count: jax.Array, nu: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the norm of the variance has changed little since it was last compared; the norm.
+
+        The norm is the sum of the elements, which are not negative, in float32.
+        """
+        unbias = 1 - self.b2 ** count.astype(jnp.float32)
+        total: Any = 0
+        for leaf in jax.tree.leaves(nu):
+            total += jnp.sum(leaf.real.astype(jnp.float32))
+        norm = total / unbias
+        # At the first comparison there is no earlier norm.
+        settled = (state.norm > 0) & (jnp.abs(norm / state.norm - 1) < SETTLED)
+        # A variance that settles while the learning rate warms up changes again.
+        return settled & jnp.logical_not(_rises(self.learning_rate, state.steps)), norm
 
     def for_run(self, length: int) -> Local:
         """The same optimizer for a run of so many steps.

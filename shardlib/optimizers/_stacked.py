@@ -69,6 +69,7 @@ class _ByMember:
         parameters = [None] * structure.num_leaves
         if params is not None:
             parameters = structure.flatten_up_to(params)
+        # For each parameter there is a whole state, a tree, which is not to be flattened further.
         states = structure.flatten_up_to(state)
 
         def update_member(update: Any, state: Any, parameter: Any) -> tuple[Any, Any]:
@@ -88,11 +89,13 @@ class _ByMember:
     def _mapped(self, path: str, leaf: Any, function: Callable) -> Callable:
         """A function of one member as one of all of them: mapped over each leading dim."""
         dims = self.stacked(path, leaf)
+        # `True` is an `int` too, and no number of dims.
         if type(dims) is not int or not 0 <= dims <= leaf.ndim:
             raise ValueError(
                 f"`per_layer_and_expert`: `{path}` of shape {leaf.shape} cannot have "
                 f"{check.shown(dims)} leading dims, as `stacked` says."
             )
+        # One `vmap` for each leading dim, which scalars of the optimizer's state get as well.
         for _ in range(dims):
             function = jax.vmap(function)
         return function

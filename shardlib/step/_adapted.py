@@ -9,7 +9,6 @@ the step: constraints lose the axes that are manual, along which each device has
 already, and `batch` becomes the data axes.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardlib.layouts._annotate import all_automatic
 from shardlib.layouts._flax_rules import in_force, pairs_in_force
-from shardlib.layouts._rules import BATCH, keep_axes
+from shardlib.layouts._rules import BATCH, keep_axes, parts_over
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._jaxpr import evaluate
 
@@ -44,47 +43,72 @@ def adapted(function: Callable[..., Any], strategy: Strategy) -> Callable[..., A
     The function is traced once for all calls with arguments of the same shapes and dtypes under the
     same mesh. Its Python code must depend on nothing else.
     """
-    axes, automatic = strategy.data_axes, strategy.device_mesh.abstract_mesh
+    return _Adapted(function, strategy)
 
-    # Modules that a loss makes of values it has, as `nnx.bridge.ToLinen` does, are not laid out as
-    # they are made.
-    def lazily(*args: Any) -> Any:
-        with in_force(pairs_in_force(), eager=False):
-            return function(*args)
 
-    # An axis of the mesh that is called `batch` itself needs no stand-in.
-    bound: list[tuple[str, int]] = []
-    if BATCH not in automatic.shape:
-        bound.append((BATCH, math.prod(automatic.shape[axis] for axis in axes)))
+@dataclass(frozen=True, eq=False)
+class _Adapted:
+    """What `adapted` returns: a function with the traces that were made of it.
 
-    def traced(mesh: AbstractMesh, args: Any) -> _Traced:
+    The step looks at the trace of a loss before it differentiates it. Tracing a model takes a
+    notable part of the time in which a step compiles, so it is done once for the same arguments.
+    """
+
+    function: Callable[..., Any]
+    strategy: Strategy
+    traces: dict[Any, _Traced] = field(default_factory=dict)
+
+    def __call__(self, *args: Any) -> Any:
+        """The result of the function, from a trace that is evaluated in the step."""
+        mesh = jax.sharding.get_abstract_mesh()
+        leaves, treedef = jax.tree.flatten(args)
+        types = tuple(jax.typeof(leaf) for leaf in leaves)
+        # The same arguments mean another trace under another mesh, or with other manual axes.
+        key = (mesh, treedef, types)
+        if key not in self.traces:
+            self.traces[key] = self._trace(mesh, args)
+        traced = self.traces[key]
+        return evaluate(traced.jaxpr, traced.out, args)
+
+    def _trace(self, mesh: AbstractMesh, args: Any) -> _Traced:
+        """Trace the function, and bring the trace onto the step's `mesh`.
+
+        A function whose constraints JAX refuses there is traced again with no axis manual.
+        """
+        automatic = self.strategy.device_mesh.abstract_mesh
+        bound = self._bound_axes(automatic)
         try:
-            jaxpr, out = jax.make_jaxpr(lazily, axis_env=bound, return_shape=True)(*args)
+            trace = jax.make_jaxpr(self._call_lazily, axis_env=bound, return_shape=True)
+            jaxpr, out = trace(*args)
             everywhere = False
         except NameError as error:
+            # A misspelt variable in the loss is a `NameError` too, and the user's to see.
             if "unbound axis name" not in str(error):
                 raise
             raise ValueError(_unbound(str(error), mesh.manual_axes)) from error
         except ValueError as error:
+            # Where nothing is manual, JAX's refusal is right, and another trace would not differ.
             if not mesh.manual_axes or not _is_about_meshes(error):
                 raise
-            jaxpr, out = _as_if_automatic(lazily, bound, automatic, args, error)
+            jaxpr, out = _as_if_automatic(self._call_lazily, bound, automatic, args, error)
             everywhere = True
-        return _Traced(_Rewriting(mesh, automatic, axes, everywhere).closed(jaxpr), out)
+        rewriting = _Rewriting(mesh, automatic, self.strategy.data_axes, everywhere)
+        return _Traced(rewriting.closed(jaxpr), out)
 
-    # The step looks at the trace of a loss before it differentiates it. Tracing a model takes long
-    # enough to notice in the time that a step compiles in, so it is done once.
-    traces: dict[Any, _Traced] = {}
+    def _call_lazily(self, *args: Any) -> Any:
+        """Call the function, in which Flax does not lay out variables as they are made.
 
-    def call(*args: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        leaves, treedef = jax.tree.flatten(args)
-        arguments = (mesh, treedef, tuple(jax.typeof(leaf) for leaf in leaves))
-        if arguments not in traces:
-            traces[arguments] = traced(mesh, args)
-        return evaluate(traces[arguments].jaxpr, traces[arguments].out, args)
+        A loss may make modules of values that it has, as `nnx.bridge.ToLinen` does.
+        """
+        with in_force(pairs_in_force(), eager=False):
+            return self.function(*args)
 
-    return call
+    def _bound_axes(self, automatic: AbstractMesh) -> list[tuple[str, int]]:
+        """The names and sizes of axes that the trace binds besides those of the mesh."""
+        # An axis of the mesh that is called `batch` itself needs no stand-in.
+        if BATCH in automatic.shape:
+            return []
+        return [(BATCH, parts_over(automatic.shape, self.strategy.data_axes))]
 
 
 def _is_about_meshes(error: ValueError) -> bool:
@@ -215,6 +239,7 @@ class _Rewriting:
         """The variable itself, or a new one if the sharding in its type names the traced mesh."""
         sharding = getattr(variable.aval, "sharding", None)
         moved = self._value(sharding)
+        # Most variables name no mesh. They stay the same objects, which costs nothing.
         if moved is sharding:
             return variable
         return type(variable)(variable.aval.update(sharding=moved))
@@ -232,6 +257,8 @@ class _Rewriting:
                 params[key] = self._value(value)
         if name == "shard_map" and self.everywhere:
             raise ValueError(_refusal("a `shard_map` beside it runs on each device's own shard."))
+        # Only equations that name `batch` change: those over axes of the mesh, which are bound in
+        # the step too, mean there what they meant in the trace.
         named = _axes_of(params)
         if name == "axis_index" and params["axis_name"] == BATCH:
             params["axis_name"] = self._one_axis(name)
@@ -259,6 +286,7 @@ class _Rewriting:
             return self.mesh if value == self.automatic else value
         if isinstance(value, NamedSharding) and value.mesh.abstract_mesh == self.automatic:
             return NamedSharding(self.mesh, keep_axes(value.spec, self.mesh.auto_axes))
+        # Parameters such as the branches of a `cond` are tuples of functions.
         if type(value) is tuple:
             return tuple(self._value(item) for item in value)
         if type(value) is list:
@@ -295,6 +323,8 @@ class _Rewriting:
         Groups of devices are numbered along one axis, and most collectives need at least one: both
         are refused where the data axes cannot serve.
         """
+        # The data axes take the place of `batch`, in the order of the mesh: collectives that
+        # concatenate depend on it.
         position = named.index(BATCH)
         axes = (*named[:position], *self.axes, *named[position + 1 :])
         grouped = params.get("axis_index_groups") is not None

@@ -48,6 +48,7 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
         raise ValueError("The batch holds no arrays.")
     _check_arrays(leaves)
     first_path, first = leaves[0]
+    # A scalar has no examples, and the loop below names it.
     examples = first.shape[0] if first.ndim else 0
     for path, leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[0] != examples:
@@ -111,6 +112,7 @@ def local_rows(size: int, strategy: Strategy) -> np.ndarray:
             f"{_describe_microbatches(strategy)}: use a multiple of "
             f"{parts * strategy.microbatches}."
         )
+    # Any dims behind the first are not split, so that a shape of one dim says it all.
     slices = batch_sharding(strategy).addressable_devices_indices_map((size,)).values()
     # Devices along other axes hold the same rows, which are counted once.
     rows = [np.arange(size)[part] for part in slices if part is not None]
@@ -174,6 +176,7 @@ class Batches(Iterator[Any]):
 
     def __init__(self, source: Any, strategy: Strategy, ahead: int) -> None:
         self._source, self.strategy, self._ahead = source, strategy, ahead
+        # Batches that were given out, not those that were read ahead: a checkpoint counts these.
         self._taken = 0
         # The place of the source after the last batch that was given out.
         self._place: State | None = None
@@ -331,9 +334,11 @@ class _Reader:
     """
 
     def __init__(self, iterator: Iterator[Any], prepare: Any, ahead: int) -> None:
+        # A full queue stops the thread: no more than `ahead` batches take memory on the devices.
         self._ready: queue.Queue[tuple[Any, Any]] = queue.Queue(ahead)
         self._closed = threading.Event()
         self._failed: BaseException | None = None
+        # A daemon, since a source may block for ever and must not keep the process from ending.
         self._thread = threading.Thread(target=self._read, args=(iterator, prepare), daemon=True)
         self._thread.start()
 

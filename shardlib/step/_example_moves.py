@@ -11,7 +11,7 @@ total or coupled (the walk in `_coupled` has dealt with those), and returns the 
 `MOVE_RULES` at the end maps the names of primitives to these rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardlib.step._example_rules import along_axis, couple, elementwise, unknow
 from shardlib.step._examples import (
     Fact,
     Factor,
+    Rows,
     factors_of,
     has_row,
     plain,
@@ -125,6 +126,7 @@ def _stack(equation: Any, operands: list[Fact]) -> Fact:
     fact = _first_with_rows(operands)
     if fact.rows is None:
         return Fact(single=any(operand.single for operand in operands))
+    # The operands have equal shapes, so that the rows of one stand for all.
     rows = list(fact.rows)
     rows.insert(equation.params["axis"], ((len(operands), False),))
     return replace(fact, rows=tuple(rows))
@@ -142,25 +144,34 @@ def _gather(equation: Any, operands: list[Fact]) -> Fact:
     operand, indices = operands
     numbers = equation.params["dimension_numbers"]
     shape = equation.outvars[0].aval.shape
+    operand_rank = len(equation.invars[0].aval.shape)
     rows = list(plain(shape))
     # The dims of the result are those of the indices and, at `offset_dims`, the dims of the
     # operand that are neither collapsed nor batched.
-    index_dims = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+    index_dims = _other_dims(len(shape), numbers.offset_dims)
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    operand_rank = len(equation.invars[0].aval.shape)
-    window_dims = [dim for dim in range(operand_rank) if dim not in dropped]
+    window_dims = _other_dims(operand_rank, dropped)
     if indices.rows is not None:
         # The last dim of the indices is the index vector itself.
         for dim, factors in zip(index_dims, indices.rows[:-1], strict=True):
             rows[dim] = factors
-    elif operand.dims - set(window_dims):  # examples picked by numbers that do not depend on them
-        for dim in index_dims:
+    else:
+        counting_dims: list[int] = []
+        # Examples are picked by numbers that do not depend on them: the result has some of them.
+        if operand.dims - set(window_dims):
+            counting_dims += index_dims
+        for output_dim, window_dim in zip(numbers.offset_dims, window_dims, strict=True):
+            if window_dim in operand.dims:
+                counting_dims.append(output_dim)
+        for dim in counting_dims:
             rows[dim] = ((shape[dim], True),)
-    for output_dim, window_dim in zip(numbers.offset_dims, window_dims, strict=True):
-        if window_dim in operand.dims and indices.rows is None:
-            rows[output_dim] = ((shape[output_dim], True),)
     single = operand.single or indices.single
     return with_rows(Fact(rows=(), single=single), tuple(rows))
+
+
+def _other_dims(rank: int, dims: Sequence[int]) -> list[int]:
+    """The dims of an array of some rank that are not among `dims`, in order."""
+    return [dim for dim in range(rank) if dim not in dims]
 
 
 def _scatter(equation: Any, operands: list[Fact]) -> Fact:
@@ -185,6 +196,7 @@ def _scatter(equation: Any, operands: list[Fact]) -> Fact:
         return Fact(rows=tuple(rows))
     if shape and shape[0] in _example_lengths(equation, operands):
         return with_examples(shape)
+    # Nothing that is written depends on the examples.
     if not (indices.varies or updates.varies):
         return operand
     return _sum_over_examples(equation)
@@ -231,8 +243,7 @@ class _ProductSide:
 
     def free_factors(self) -> list[tuple[Factor, ...]]:
         """The factors of the free dims, in order."""
-        used = (*self.contracted, *self.batched)
-        free = [dim for dim in range(len(self.shape)) if dim not in used]
+        free = _other_dims(len(self.shape), (*self.contracted, *self.batched))
         return [factors_of(self.fact, dim, self.shape) for dim in free]
 
 
@@ -244,10 +255,9 @@ def _dot_general(equation: Any, operands: list[Fact]) -> Fact:
     paired by a batched dim, each meets only itself.
     """
     contracted, batched = equation.params["dimension_numbers"]
-    left, right = [
-        _ProductSide(fact, atom.aval.shape, contracted[side], batched[side])
-        for side, (fact, atom) in enumerate(zip(operands, equation.invars, strict=True))
-    ]
+    left_atom, right_atom = equation.invars
+    left = _ProductSide(operands[0], left_atom.aval.shape, contracted[0], batched[0])
+    right = _ProductSide(operands[1], right_atom.aval.shape, contracted[1], batched[1])
     summed = left.sums_examples or right.sums_examples
     paired = left.batches_examples or right.batches_examples
     each_against_each = left.has_free_examples and right.has_free_examples
@@ -258,16 +268,22 @@ def _dot_general(equation: Any, operands: list[Fact]) -> Fact:
         # A product with what is no example scales, as a mean by a vector of 1/n does.
         scaled = not all(fact.varies for fact in operands)
         return Fact(total="sum", scaled=scaled, reduced=line_of(equation))
+    single = any(fact.single for fact in operands)
+    return with_rows(Fact(rows=(), single=single), _product_rows(left, right))
+
+
+def _product_rows(left: _ProductSide, right: _ProductSide) -> Rows:
+    """The rows of a product whose sides do not couple: batched dims, then the free ones."""
     rows: list[tuple[Factor, ...]] = []
     for left_dim, right_dim in zip(left.batched, right.batched, strict=True):
+        # Where only one side holds examples along a batched dim, the result has them from there.
         if left_dim in left.fact.dims:
             rows.append(factors_of(left.fact, left_dim, left.shape))
         else:
             rows.append(factors_of(right.fact, right_dim, right.shape))
     rows += left.free_factors()
     rows += right.free_factors()
-    single = any(fact.single for fact in operands)
-    return with_rows(Fact(rows=(), single=single), tuple(rows))
+    return tuple(rows)
 
 
 def _conv_general_dilated(equation: Any, operands: list[Fact]) -> Fact:
@@ -278,6 +294,7 @@ def _conv_general_dilated(equation: Any, operands: list[Fact]) -> Fact:
     """
     numbers = equation.params["dimension_numbers"]
     images, kernel = operands
+    # Forward, a kernel is a parameter and belongs to no example.
     if kernel.varies:
         return _sum_over_examples(equation)
     if images.rows is None:

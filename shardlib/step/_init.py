@@ -94,8 +94,10 @@ def init(
         specs = state_specs(State(*shapes, layout=layout))
         shardings = _shardings_of(specs, strategy.device_mesh)
         if abstract:
+            # The shapes and shardings that the arrays would have: a step compiles for them alike.
             leaves = jax.tree.map(_with_sharding, shapes, shardings)
         else:
+            # XLA computes each shard on its own device, so that initializers run in parts too.
             leaves = jax.jit(build, out_shardings=shardings)()
     return State(*leaves, layout=layout)
 
@@ -180,6 +182,7 @@ class _StateBuilder:
             if self._first_trace is None:
                 self._first_trace = self._traced(model, parts, names)
         layout, names = self.first_trace.layout, self.first_trace.names
+        # Before layers are moved, which needs them to divide evenly into the parts.
         check_layers(self.strategy, names, dict(named_leaves(parts.params)))
         # The layers of a pipeline are stacked in the order in which its stages hold them.
         params = place_layers(self.strategy, parts.params, names)
@@ -192,7 +195,9 @@ class _StateBuilder:
         key = jax.random.key(self.seed, impl=self._generator)
         count = jnp.int32(0)
         if self.optimizer is not None:
+            # A compressed exchange begins with nothing left over.
             errors = layout.no_errors(params)
+        # A weak type would become a strong one in the first step, and the second be compiled anew.
         return drop_weak_types(
             (count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count)
         )
@@ -225,33 +230,43 @@ def _checked_layout(
     """
     _, params, frozen, opt_state, _, _, rest, *_ = shapes
     names, layout = first_trace.names, first_trace.layout
-    optimizer = layout.optimizer
     # Checks speak of parameters by their paths, whether they are trained or not.
     parameters = combine(params, frozen)
-    named_parameters = list(named_leaves(parameters))
-    named_rest = list(named_leaves(rest))
-    named_state = dict(named_leaves(opt_state))
-    paths = [path for path, _ in named_parameters]
-    check_names(names, {**dict(named_parameters), **dict(named_rest)}, layout.rules)
-    check_patterns("Precision(keep=...)", strategy.dtypes.keep, paths)
+    named_parameters = dict(named_leaves(parameters))
+    named_arrays = {**named_parameters, **dict(named_leaves(rest))}
+    check_names(names, named_arrays, layout.rules)
+    check_patterns("Precision(keep=...)", strategy.dtypes.keep, named_parameters)
+    layout = _related_layout(layout, params, dict(named_leaves(opt_state)))
 
+    for path, leaf in named_arrays.items():
+        warn(remarks(path, leaf, names.get(path), layout.rules, strategy.device_mesh.shape))
+    placed = place(layout.named, parameters)
+    check_data_axes(dict(named_leaves(placed, is_leaf=_is_spec)), names, strategy)
+    check_layer_pattern(strategy, list(named_parameters))
+    check_stacked(strategy, names)
+    warn(describe_nothing_split(strategy, layout.splits(parameters)))
+    return layout
+
+
+def _related_layout(layout: Layout, params: Any, named_state: dict[str, Any]) -> Layout:
+    """The layout with the relations of the optimizer's state to parameters, all checked.
+
+    Args:
+        layout: the layout without relations.
+        params: the shapes of the trained parameters.
+        named_state: the shapes of the optimizer's state, by path.
+    """
+    strategy, optimizer = layout.strategy, layout.optimizer
     # Which parameter each array of the optimizer's state belongs to is read off `optimizer.init`.
     relations: dict[str, Any] = {}
     if optimizer is not None:
         relations = relate(optimizer.init, params)
     layout = replace(layout, relations=tuple(sorted(relations.items())))
+    # A state that is only evaluated has no gradients to send.
     if optimizer is not None and strategy.exchange.axes:
         check_exchange(strategy.exchange, layout, params)
     check_relations(relations, named_state, strategy)
-    check_state(strategy, names, relations, named_state)
-
-    for path, leaf in (*named_parameters, *named_rest):
-        warn(remarks(path, leaf, names.get(path), layout.rules, strategy.device_mesh.shape))
-    placed = place(layout.named, parameters)
-    check_data_axes(dict(named_leaves(placed, is_leaf=_is_spec)), names, strategy)
-    check_layer_pattern(strategy, paths)
-    check_stacked(strategy, names)
-    warn(describe_nothing_split(strategy, layout.splits(parameters)))
+    check_state(strategy, dict(layout.names), relations, named_state)
     return layout
 
 
@@ -294,6 +309,7 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
 
 def _specs_of_function(make_model: Callable[[], Any], rules: AxisRules, mesh: Any) -> Any:
     """The specs of the parameters of the model that a function makes; it is only traced."""
+    # `eval_shape` returns only shapes: the model and its names are handed out by these lists.
     models: list[Any] = []
     completed: list[dict[str, Names]] = []
 

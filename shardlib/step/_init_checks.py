@@ -41,6 +41,7 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
     leaves = dict(named_leaves(params))
     if isinstance(exchange, Compressed):
         check_patterns("exact=...", exchange.exact, list(leaves))
+    # A parameter that is split over all the axes of the exchange has nobody to exchange it with.
     exchanged: list[str] = []
     for path, parameter in layout.parameters(params).items():
         if exchange.over(parameter):
@@ -53,6 +54,7 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
     if not isinstance(exchange, Compressed):
         return
     for path in exchanged:
+        # Codes are signs or levels of real numbers; a complex sign has infinitely many values.
         if jnp.iscomplexobj(leaves[path]):
             raise ValueError(
                 f"`Strategy(exchange={exchange})` compresses real numbers, and `{path}` is "
@@ -71,6 +73,7 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
             "exchange that sends codes, `exchange=sl.collectives.OneBit(axis=...)`; or for "
             "averaged gradients `optax.adamw`."
         )
+    # A norm can be computed of workers' own gradients; what a transformation needs is unknown.
     if isinstance(strategy.clip, optax.GradientTransformation):
         raise ValueError(
             "`Strategy(clip=...)` has a transformation that looks at the averaged gradient, which "
@@ -101,6 +104,7 @@ def check_trainable(
             f"(`trainable={trainable!r}`, `frozen={strategy.frozen!r}`). {others}"
         )
     for path, leaf in named_leaves(params):
+        # Whole numbers are refused elsewhere, since they have no gradient at all.
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         if is_float and jnp.finfo(leaf.dtype).bits < _FEWEST_BITS:
             raise ValueError(
@@ -124,6 +128,7 @@ def check_relations(
         return
     unrelated: list[str] = []
     for path, relation in relations.items():
+        # Scalars, such as counts of steps, have a relation of their own kind, and may be whole.
         if relation.kind in ("none", "ambiguous"):
             unrelated.append(f"`{path}` of shape {leaves[path].shape}: {relation.reason}")
     if unrelated:
@@ -172,6 +177,7 @@ def describe_nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tupl
     some_are_split = any(split.dim is not None for split in splits.values())
     if not zero.stage or not whole or some_are_split:
         return ()
+    # The largest says most about why: small ones are left whole on purpose.
     largest = max(whole, key=lambda path: whole[path].layer)
     sizes = strategy.device_mesh.shape
     over = " x ".join(f"`{axis}={sizes[axis]}`" for axis in strategy.zero_axes)
@@ -199,6 +205,7 @@ def check_data_axes(
     if strategy.manual is not None:
         return
     for path, spec in specs.items():
+        # The dim of experts is the one that may be split over data axes: tokens are sent to it.
         split_over = spec_axes(_without_experts(spec, names.get(path)))
         for axis in split_over:
             if axis in strategy.data_axes:
@@ -231,6 +238,7 @@ def check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRule
         leaves: the arrays, or their shapes; names of others are not looked at.
         rules: the rules that must know every name.
     """
+    # All unknown names are collected, so that one run tells the whole of what is missing.
     unknown: dict[str, list[str]] = {}
     for path, dim_names in names.items():
         if dim_names is None or isinstance(dim_names, PartitionSpec) or path not in leaves:
@@ -239,15 +247,19 @@ def check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRule
         for name in dim_names:
             if name is not None and name not in rules:
                 unknown.setdefault(name, []).append(path)
-    if not unknown:
-        return
+    if unknown:
+        raise ValueError(_describe_unknown(unknown, rules))
+
+
+def _describe_unknown(unknown: dict[str, list[str]], rules: AxisRules) -> str:
+    """The error for names without a rule, of which each has the paths that carry it."""
     listed: list[str] = []
     for name, paths in unknown.items():
         carriers = ", ".join(f"`{path}`" for path in paths)
         listed.append(f"`{name}` on {carriers}")
     known = ", ".join(f"`{name}`" for name in rules.names)
     suggestion = ", ".join(f"{name}=None" for name in unknown)
-    raise ValueError(
+    return (
         f"Parameters carry names that no rule knows: {'; '.join(listed)}. The rules know {known}. "
         f"Add rules, `rules | AxisRules({suggestion})` with an axis or `None` for replicated."
     )
@@ -256,6 +268,7 @@ def check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRule
 def _check_rank(path: str, shape: tuple[int, ...], dim_names: tuple[str | None, ...]) -> None:
     if len(dim_names) == len(shape):
         return
+    # The message ends with the way out that is always there.
     stacked = ""
     # Too few names are most often those of one layer of a stack.
     if len(dim_names) < len(shape):

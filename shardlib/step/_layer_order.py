@@ -63,6 +63,7 @@ def order_of(
             if stage_of_part[part] == stage:
                 first = part * layers_in_part
                 order.extend(range(first, first + layers_in_part))
+    # With one part on each stage nothing moves, and no program needs to take anything.
     if order == list(range(layers)):
         return None
     return tuple(order)
@@ -88,17 +89,22 @@ def orders(
         if order is None:
             continue
         assert strategy.pipeline is not None
-        in_stage = len(order) // table_of(strategy.pipeline).stages
-        stages: list[str] = []
-        for first in range(0, len(order), in_stage):
-            stages.append(" ".join(map(str, order[first : first + in_stage])))
         # All parameters of a loop have the same line.
         lines[stack.name] = (
             f"`{stack.name}` are stored stage after stage, not in the model's order: "
-            f"{' | '.join(stages)} (`state.model` has them in order, `state.with_weights` "
-            "takes them so)"
+            f"{_listed_by_stage(order, strategy.pipeline)} (`state.model` has them in order, "
+            "`state.with_weights` takes them so)"
         )
     return tuple(lines.values())
+
+
+def _listed_by_stage(order: tuple[int, ...], schedule: Any) -> str:
+    """The numbers of layers in the order in which they are stored, with bars between stages."""
+    in_stage = len(order) // table_of(schedule).stages
+    stages: list[str] = []
+    for first in range(0, len(order), in_stage):
+        stages.append(" ".join(map(str, order[first : first + in_stage])))
+    return " | ".join(stages)
 
 
 def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None:
@@ -116,6 +122,7 @@ def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None
         for strategy in (theirs, mine)
         if strategy.pipeline is not None
     ]
+    # Where one of them has no pipeline, its order is the model's, for any number of layers.
     layers = math.lcm(*parts)
     for loop in range(len(loops)):
         stored = order_of(theirs, layers, loop, len(loops))
@@ -143,6 +150,7 @@ def check_state(
     loops = loops_of(strategy, names)
     for path, relation in relations.items():
         stack = _stack_of(names.get(relation.parameter), loops)
+        # Only an ambiguous relation leaves open which dim counts layers.
         if relation.kind != "ambiguous" or stack is None or not shapes[path].ndim:
             continue
         assert strategy.pipeline is not None
@@ -322,7 +330,10 @@ class Mover:
         order = order_of(self.strategy, leaf.shape[dim], stack.loop, len(self.loops))
         if order is None:
             return leaf
+        # `order[k]` is the layer that the state stores at `k`; the inverse says where a layer is.
         indices = np.argsort(order) if self.natural else np.array(order)
+        # Inside `jit` the operation joins the program; outside it is compiled for the array's own
+        # sharding, so that a device never holds the whole stack.
         if isinstance(leaf, Tracer):
             return jnp.take(leaf, indices, axis=dim)
         return _compiled_take(dim, leaf.sharding)(leaf, indices)

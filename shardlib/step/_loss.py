@@ -74,10 +74,12 @@ def call_loss(
         key: the key that the loss is given.
         batch: the examples.
     """
+    # A module is made anew for each call: what the loss does to it is seen only in `after`.
     model = layout.definition.merge(params, streams, rest)
     out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
     means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
     after = layout.definition.state_of(model)
+    # The state of a step is the argument of the next, and of one compiled program.
     _check_structure((streams, rest), after)
     # Keys know which examples they draw for only inside the step: the state holds ordinary ones.
     streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
@@ -133,6 +135,7 @@ def forward(
     means = returned.means
     total = means["loss"].total
     if number is not None:
+        # The report is no part of what is differentiated.
         is_bad = ~jnp.isfinite(lax.stop_gradient(total))
         means = means | {
             NONFINITE: WeightedMean(jnp.where(is_bad, number, 0.0), is_bad.astype(jnp.float32))
@@ -146,6 +149,7 @@ def nonfinite_metrics(found: WeightedMean) -> dict[str, jax.Array]:
     The number is -1 unless it was a single microbatch.
     """
     count = found.weight.astype(jnp.int32)
+    # The sum of several numbers says nothing of any of them.
     number = jnp.where(count == 1, found.total.astype(jnp.int32), -1)
     return {NONFINITE: count, "nonfinite_microbatch": number}
 
@@ -157,6 +161,7 @@ def as_means(out: Any, rows: int) -> dict[str, WeightedMean]:
     their number.
     """
     loss, metrics = out, {}
+    # A `WeightedMean` is no tuple, so that a loss may return one by itself.
     if isinstance(out, tuple) and len(out) == 2:
         loss, metrics = out
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
@@ -210,6 +215,7 @@ def _check_structure(before: Any, after: Any) -> None:
     leaves_before, leaves_after = _described_leaves(before), _described_leaves(after)
     if leaves_before == leaves_after:
         return
+    # The symmetric difference has what was added, removed, and both sides of what changed.
     changed = {path for path, _ in leaves_before ^ leaves_after}
     raise ValueError(
         "The loss changed the structure of the model's state: "

@@ -80,10 +80,16 @@ def check_loss(
         state=state,
         values=values,
     )
+    _check_traced(traced, strategy)
+
+
+def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
+    """Look for everything in a traced loss: what is refused first, and then what is warned of."""
     if strategy.remat == "full":
-        _check_marked(jaxpr)
+        _check_marked(traced.jaxpr)
     _check_parts(traced, strategy)
-    if strategy.data_axes and state:
+    # Without data axes all devices compute the same, and so does their state.
+    if strategy.data_axes and traced.state:
         _check_state(traced, strategy)
     _warn_of_wide_products(traced, strategy)
     _warn_of_coupled_examples(traced, strategy)
@@ -132,6 +138,8 @@ def _check_parts(traced: _TracedLoss, strategy: Strategy) -> None:
     axes = _split_axes(strategy)
     if strategy.manual is not None:
         return
+    # One collective over these axes, of whatever it be, is taken as a sign that the author of the
+    # loss knows that there are other parts: `sl.experts.moe` sends tokens to them.
     in_parts = [parameter for parameter in traced.parameters if _is_split(parameter, axes)]
     if in_parts and not sends_between(traced.jaxpr, axes):
         raise ValueError(_describe_part(in_parts[0], axes, strategy))
@@ -140,20 +148,31 @@ def _check_parts(traced: _TracedLoss, strategy: Strategy) -> None:
 def _check_state(traced: _TracedLoss, strategy: Strategy) -> None:
     """Refuse a model whose state would differ between devices after the step."""
     axes = strategy.data_axes
+    # The inputs of the trace in order: parameters, the rest of the state, examples.
     differs_before = [_is_split(parameter, axes) for parameter in traced.parameters]
     differs_before += [False] * len(traced.rest)
     differs_before += [True] * len(traced.examples)
     differs_after = varying_outputs(traced.jaxpr, differs_before, axes)
-    differing = [
-        path for (path, _), differs in zip(traced.state, differs_after, strict=False) if differs
-    ]
+    differing: list[str] = []
+    # The state comes first among the outputs; those after it may differ.
+    for (path, _), differs in zip(traced.state, differs_after, strict=False):
+        if differs:
+            differing.append(path)
     if differing:
         raise ValueError(describe_varying(differing))
-    # Keys in raw form, arrays of uint32, are not known to be keys: they would draw the same rows on
-    # all devices.
-    paths = [path if leaf.dtype == jnp.uint32 else None for path, leaf in traced.rest]
-    before, after = [None] * len(traced.parameters), [None] * len(traced.examples)
-    raw = raw_keys(traced.jaxpr.jaxpr, before + paths + after)
+    _check_raw_keys(traced)
+
+
+def _check_raw_keys(traced: _TracedLoss) -> None:
+    """Refuse keys in raw form, arrays of uint32, in the model's state.
+
+    They are not known to be keys, and so would draw the same rows on all devices.
+    """
+    paths: list[str | None] = [None] * len(traced.parameters)
+    for path, leaf in traced.rest:
+        paths.append(path if leaf.dtype == jnp.uint32 else None)
+    paths += [None] * len(traced.examples)
+    raw = raw_keys(traced.jaxpr.jaxpr, paths)
     if raw:
         raise ValueError(describe_raw_keys(raw))
 
@@ -165,6 +184,8 @@ def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
         return
     narrowed: list[str | None] = []
     for parameter in traced.parameters:
+        # `whole` has the dtype that the model gets, `dtype` is the one that is stored. What is
+        # stored in the narrow dtype was narrow before anything was asked for.
         is_narrowed = parameter.whole.dtype == compute != parameter.dtype
         narrowed.append(parameter.path if is_narrowed else None)
     others = len(traced.rest) + len(traced.examples)
@@ -177,6 +198,7 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
     """Warn of the first value that is not a mean over examples."""
     if not _batch_is_split(strategy):
         return
+    # Parameters and state are the same for all examples, whatever they are laid out like.
     given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
     given += [with_examples(leaf.shape) for leaf in traced.examples]
     known = facts(traced.jaxpr, given, _split_axes(strategy))[len(traced.state) :]
@@ -189,6 +211,7 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
 
 def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The shape of an array on a mesh, of whose axes none splits it explicitly."""
+    # Without a mesh, in a plain evaluation, there is nothing to put the array on.
     if mesh.empty:
         return shape
     sharding = NamedSharding(mesh, PartitionSpec())

@@ -43,11 +43,13 @@ class Microbatches:
         A draw with a row per example draws each row by the example's number in the whole batch, so
         that it does not depend on the device that makes it.
         """
+        # Rows of a microbatch are every `count`-th row, from `first_row + number` on.
         start = self.first_row + number
         return tuple(self._keyed(tree, start) for tree in trees)
 
     def _keyed(self, tree: Any, start: Any) -> Any:
         def keyed(leaf: Any) -> Any:
+            # Numbers of the user's own pass through: only keys know which rows they draw for.
             if not is_key(leaf):
                 return leaf
             return row_keys(
@@ -64,6 +66,7 @@ class Microbatches:
 def microbatches_of(batch: Any, strategy: Strategy) -> Microbatches:
     """The microbatches of a device's examples, inside the region that is manual over the data."""
     rows = jax.tree.leaves(batch)[0].shape[0]
+    # The index counts over all data axes, the last the fastest, as a batch is laid out.
     worker = lax.axis_index(strategy.data_axes) if strategy.data_axes else 0
     return Microbatches(
         count=strategy.microbatches,
@@ -78,6 +81,7 @@ def every_nth(batch: Any, count: int, number: Any = ...) -> Any:
     """All microbatches of a batch, stacked along a new first dim, or the one of a `number`."""
 
     def split(x: jax.Array) -> jax.Array:
+        # Rows k, k + n, k + 2n ... of the batch, for a stride of n, are column k of this reshape.
         stacked = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
         return stacked[number]
 

@@ -51,6 +51,7 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("compute", "accumulate", "reduce"):
             value = getattr(self, field)
+            # Only `compute` may be left to the arrays; gradients are always added up in some dtype.
             if value is None and field == "compute":
                 continue
             check.assign(self, **{field: _checked(field, value)})
@@ -63,6 +64,7 @@ class Precision:
         """
         if self.compute is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
+        # The whole path has to match, so that `norm` alone does not keep `norms_of/kernel` too.
         for pattern in self.keep:
             if re.fullmatch(pattern, path):
                 return dtype
@@ -78,6 +80,7 @@ class Precision:
         It may be narrower than the parameter's, to send less, but for parameters of more than
         float32: who stores float64 wants all of it.
         """
+        # Complex gradients are added up as they are: there is no narrower complex dtype.
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32:
             return jnp.dtype(self.reduce)
         return _wider(dtype, self.reduce)
@@ -114,6 +117,7 @@ def _checked(field: str, value: Any) -> str:
         if name.startswith("float"):
             takes += "; dtypes of 8 bits and fewer take scales, which a step does not have"
         raise check.refusal("Precision", field, value, takes)
+    # Without `jax_enable_x64` arrays of float64 cannot exist, whatever a strategy says.
     if jax.dtypes.canonicalize_dtype(name) != name:
         raise ValueError(
             f"`Precision({field}={check.shown(value)})`: JAX makes float32 of float64 unless it is "
@@ -130,6 +134,7 @@ def resolve_precision(value: Any) -> Precision:
     if isinstance(value, Precision):
         return value
     if isinstance(value, str):
+        # Full precision is no cast at all, so that what is stored in bfloat16 stays so.
         if value in _FULL:
             return Precision()
         try:

@@ -38,6 +38,7 @@ def saved(state: State) -> State:
     state = reordered(state, natural=True)
     if not state.errors:
         return state
+    # A tuple, since it is part of the key by which the program is remembered.
     parameters = tuple(_exchanged_parameters(state).values())
     conversion = _Conversion(state.layout.strategy, parameters)
     errors = _program(conversion, by_worker=True)(state.errors)
@@ -137,6 +138,7 @@ class _Conversion:
 
     def shared(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes along which devices hold the same, so that each sends a part of it."""
+        # Axes that split the parameter hold different parts of it, and workers send their own.
         taken = (*self.workers(parameter), *spec_axes(parameter.stored))
         return tuple(axis for axis in self.strategy.device_mesh.shape if axis not in taken)
 
@@ -144,6 +146,7 @@ class _Conversion:
         """How errors are laid out as a checkpoint stores them."""
         specs = {}
         for parameter in self.parameters:
+            # A dim of workers in front, split over them, and then the dims of the parameter.
             worker = PartitionSpec(self.workers(parameter), *parameter.stored)
             specs[parameter.path] = Errors(worker, parameter.stored)
         return specs
@@ -183,6 +186,7 @@ class _Conversion:
         workers, shared = self.workers(parameter), self.shared(parameter)
         cut = pieces(self.strategy.exchange, parameter, self.strategy.device_mesh.shape)
         # Without devices that hold the same, there is one part.
+        # Each of the devices that hold the same took its part of the rows; here it takes them back.
         part = lax.axis_index(shared) if shared else 0
         worker = cut.all_rows(errors.worker)[part]
         server = cut.all_rows(errors.server)[part]
@@ -198,6 +202,7 @@ class _Conversion:
             worker, server = errors[parameter.path]
             sizes = self.strategy.device_mesh.shape
             count = math.prod(sizes[axis] for axis in self.workers(parameter))
+            # What is owed is the mean over workers, and it stays the same if each has that mean.
             if worker.shape[0] != count:
                 worker = jnp.broadcast_to(jnp.mean(worker, 0), (count, *worker.shape[1:]))
             spread[parameter.path] = Errors(worker, server)

@@ -66,6 +66,7 @@ class Occupied:
         reason = ""
         if failure is not None:
             reason = str(failure)
+        # Every process takes part in this exchange before any of them raises.
         first_reason = gather_texts(reason)[0]
         if failure is not None:
             raise failure
@@ -105,6 +106,7 @@ def add_failure(folder: Path, step: int) -> None:
 
 def _write_at_once(path: Path, text: str) -> None:
     """Write a file so that whoever reads it meanwhile sees the old one or the new, never a part."""
+    # Renaming is one step for a file system; writing is not.
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)

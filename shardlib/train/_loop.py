@@ -75,6 +75,7 @@ def fit(
     optimizer = state.layout.optimizer
     if isinstance(optimizer, Local):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
+    # Nothing has been written so far: what is wrong with an argument leaves no trace.
     run_folder = _checked_folder(folder)
     _check_json(about)
     records = Records() if records is None else records

@@ -42,6 +42,7 @@ class Loop:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
+            # All options are numbers of steps but this one, a pair of them.
             if option.name == "profile":
                 _check_profile(value)
                 continue
@@ -85,6 +86,7 @@ class Records:
             check.function("Records", "sinks", sink, "functions of a record")
         takes = "a mapping from names to functions of a number of steps"
         check.kind("Records", "watch", self.watch, Mapping, takes)
+        # A wrong name or function would only fail at the first record, after the step has compiled.
         for name, function in self.watch.items():
             takes = "names, as text, of functions of a number of steps"
             check.text("Records", "watch", name, takes)
@@ -129,6 +131,7 @@ def check_names(
     A record has the metrics of the step, the numbers that are watched, and the speed. The last is
     empty before the second step, so that this is called for every record.
     """
+    # Names are looked at before values: a dict would silently keep the last of two.
     names = {"step", "note", *metrics}
     listed = ", ".join(f"`{name}`" for name in speed) or "none yet"
     for name in (*watched, *speed):

@@ -46,6 +46,7 @@ def describe_losses(count: int, number: int, strategy: Strategy) -> str:
         return (
             f"the loss is not finite in {count} of the {microbatches} microbatches of all devices"
         )
+    # Microbatches are counted worker by worker, so that a quotient names the worker.
     worker, microbatch = divmod(number, strategy.microbatches)
     part = "the examples on "
     if strategy.microbatches > 1:
@@ -73,6 +74,7 @@ def _devices_of(worker: int, strategy: Strategy) -> Sequence[Any]:
 
 def _listed_by_process(devices: Sequence[Any]) -> str:
     """The numbers of devices, grouped by their processes; of many devices the first few."""
+    # In the order of the mesh, in which the devices of one process follow each other.
     shown = devices[:_MOST_DEVICES]
     by_process: dict[int, list[str]] = {}
     for device in shown:

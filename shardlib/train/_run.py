@@ -255,12 +255,14 @@ class Run:
         if checkpoints is not None and due.checkpoint:
             self._save(state, done, checkpoints, due.last or due.stopped)
         if due.stopped and not due.last:
-            remark = ""
-            if self.saved_step == done:
-                remark = "; the state is saved"
-            self._note(
-                done, f"asked to end: stopped after step {done} of {self.loop.steps}{remark}"
-            )
+            self._note_stop(done)
+
+    def _note_stop(self, done: int) -> None:
+        """Note that the run was asked to end, and whether its state is saved."""
+        remark = ""
+        if self.saved_step == done:
+            remark = "; the state is saved"
+        self._note(done, f"asked to end: stopped after step {done} of {self.loop.steps}{remark}")
 
     def _evaluate(self, state: State, done: int, checkpoints: Checkpoints | None) -> None:
         """Evaluate the state, and record what is measured.

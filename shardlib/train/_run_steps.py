@@ -39,6 +39,7 @@ class StepMetrics:
     @classmethod
     def fetch(cls, metrics: Mapping[str, jax.Array]) -> "StepMetrics":
         """Copy metrics to the host, which waits for their step to end."""
+        # One transfer for all metrics, each of which is a few numbers.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         return cls(
             weight=values.pop("weight"),

@@ -76,6 +76,7 @@ class JsonLines:
 
     def _ends_within_a_line(self) -> bool:
         """Whether the last record was written in part, without the end of its line."""
+        # An empty file has no last byte to look at.
         if not self.path.stat().st_size:
             return False
         with self.path.open("rb") as file:
@@ -95,6 +96,7 @@ class JsonLines:
             line_step = self._checked_step(number, line)
             if line_step is None:
                 continue
+            # Records are written in the order of their steps: a smaller one is damaged or foreign.
             if line_step < previous_step:
                 self._warn(
                     number,
@@ -246,6 +248,7 @@ class Progress:
         if not self._file.isatty():
             self._line(f"step {step}/{self.steps}{left}  {text}")
             return
+        # A run of no steps, whose state was complete, still has a bar.
         filled = self.width * step // max(self.steps, 1)
         bar = "█" * filled + "·" * (self.width - filled)
         line = f"{bar} {step}/{self.steps}{left}  {text}"[: _columns()]
@@ -347,6 +350,7 @@ def _short(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     if abs(value) >= _LEAST_SHORTENED:
+        # The largest unit first.
         for size, letter in _LETTERS:
             if abs(value) >= size:
                 return f"{value / size:.3g}{letter}"
