@@ -225,7 +225,7 @@ def _prices(plan: Any) -> str:
     """
     if not plan.prices:
         return ""
-    rows = [("ZeRO, by formula", "sends per step", "holds beside what is at rest", "")]
+    rows = [("ZeRO, by formula", "sends per step", "holds besides what is at rest", "")]
     for price in plan.prices:
         held = human_bytes(price.held_bytes)
         # Stage 3 gathers parameters a layer at a time, and so holds one layer's besides its shard.
