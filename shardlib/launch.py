@@ -249,12 +249,7 @@ class _Launch:
 
     def wait(self) -> int:
         """Wait for all to end; if one dies, end the others and say which one it was."""
-        first_dead, ended = None, 0
-        while first_dead is None and ended < len(self.processes):
-            process = self.ended.get()
-            ended += 1
-            if process.popen.returncode:
-                first_dead = process
+        first_dead, ended = self._wait_for_death()
         if first_dead is None:
             self._drain()
             return 0
@@ -265,7 +260,7 @@ class _Launch:
 
         if len(self.received) > 1:  # it was we who killed them
             return 128 + self.received[0]
-        # As shells do it: 128 and the number of the signal.
+        # `Popen` has the negative number of a signal that killed a process. Shells add it to 128.
         code = first_dead.popen.returncode
         if code < 0:
             code = 128 - code
@@ -274,6 +269,17 @@ class _Launch:
             report = _report(first_dead, self.processes, living, stopped)
             self._write(sys.stderr, f"\nshardlib.launch: {report}\n")
         return code
+
+    def _wait_for_death(self) -> tuple[_Process | None, int]:
+        """The first process to end with an error, or None, and how many have ended by then."""
+        ended = 0
+        while ended < len(self.processes):
+            # Processes come in the order in which they end.
+            process = self.ended.get()
+            ended += 1
+            if process.popen.returncode:
+                return process, ended
+        return None, ended
 
     def _end_others(self, count: int) -> None:
         """Ask `count` processes to end, kill them if they take long, and wait for their output."""

@@ -95,15 +95,27 @@ def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum 
     kept_GSK = kept_GP.reshape(-1, ranks, tokens).swapaxes(1, 2)
     if form == "einsum":
         position_GSK = position_GP.reshape(-1, ranks, tokens).swapaxes(1, 2)
-        of_expert = jax.nn.one_hot(choices.expert, experts) * kept_GSK[..., None]
-        of_place = jax.nn.one_hot(position_GSK, places)
-        dispatched = jnp.einsum("gske,gskc->gsec", of_expert, of_place)
-        combined = jnp.einsum("gsk,gske,gskc->gsec", choices.weight, of_expert, of_place)
-        # Where tokens go has no gradient; with what weight they come back has one.
-        return Einsum(jax.lax.stop_gradient(dispatched), combined, kept_GSK)
+        return _masks(choices, position_GSK, kept_GSK, experts, places)
+    # Places are numbered expert by expert; one number more than there are stands for none.
     place_GP = jnp.where(kept_GP, expert_GP * places + position_GP, experts * places)
     source_GJ = jax.vmap(lambda place: _inverse(place, experts * places))(place_GP)
     return Scatter(place_GP, source_GJ, weight_GP, (tokens, experts, places), kept_GSK)
+
+
+def _masks(
+    choices: Choices, position_GSK: jax.Array, kept_GSK: jax.Array, experts: int, places: int
+) -> Einsum:
+    """GShard's masks for choices that have these positions at their experts, where they are kept.
+
+    Each mask is a product of two one-hot vectors for each choice, that of its expert and that of
+    its place, summed over the choices of a token.
+    """
+    expert_GSKE = jax.nn.one_hot(choices.expert, experts) * kept_GSK[..., None]
+    place_GSKC = jax.nn.one_hot(position_GSK, places)
+    dispatched = jnp.einsum("gske,gskc->gsec", expert_GSKE, place_GSKC)
+    combined = jnp.einsum("gsk,gske,gskc->gsec", choices.weight, expert_GSKE, place_GSKC)
+    # Where tokens go has no gradient; with what weight they come back has one.
+    return Einsum(jax.lax.stop_gradient(dispatched), combined, kept_GSK)
 
 
 def _positions(expert_GP: jax.Array, experts: int, form: Form) -> jax.Array:

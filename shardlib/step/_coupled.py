@@ -311,8 +311,8 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
         automatic += ", with `accumulate=1`"
     return (
         f"{subject} {problem}. Each device, and each microbatch, has examples of its own, so the "
-        "result depends on how many there are. For a mean with unequal weights return the two sums, "
-        "`sl.weighted_mean(total, weight)`. For a statistic of the whole batch use "
+        "result depends on how many there are. For a mean with unequal weights return the two "
+        "sums, `sl.weighted_mean(total, weight)`. For a statistic of the whole batch use "
         "`sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which "
         f"sees all of it: {automatic}."
     )

@@ -9,7 +9,7 @@ So no device ever holds the whole model, not even for a moment.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -379,17 +379,23 @@ def _rules_of_variables(
             if name in used_names:
                 _check_same_rule(path, name, axes, own, rules)
                 own[name] = axes
-    for dim_names in names.values():
-        # Arrays that are laid out by a spec have no names.
-        if isinstance(dim_names, tuple):
-            for name in dim_names:
-                if name is None or name in rules or name in own:
-                    continue
-                if name in mesh.shape:
-                    own[name] = name
+    for name in _all_names(names):
+        if name in mesh.shape and name not in rules and name not in own:
+            own[name] = name
     own_rules = AxisRules(own)
     own_rules.check_mesh(mesh.shape)
     return own_rules
+
+
+def _all_names(names: dict[str, Names]) -> Iterator[str]:
+    """The names of the dims of all arrays, each as often as it occurs."""
+    for dim_names in names.values():
+        # Arrays that are laid out by a spec have no names.
+        if not isinstance(dim_names, tuple):
+            continue
+        for name in dim_names:
+            if name is not None:
+                yield name
 
 
 def _check_same_rule(
