@@ -29,7 +29,10 @@ def empty(shapes: Sequence[Any], slots: int, *more: int) -> Arrays:
     """
     if not slots:
         return []
-    return [jnp.zeros((slots, *more, *shape.shape), shape.dtype) for shape in shapes]
+    buffer = []
+    for shape in shapes:
+        buffer.append(jnp.zeros((slots, *more, *shape.shape), shape.dtype))
+    return buffer
 
 
 def zeros(shapes: Sequence[Any]) -> Arrays:
@@ -44,14 +47,16 @@ def read_slot(buffer: Arrays, slot: Any) -> Arrays:
 
 def with_slot(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
     """The buffer with values in a slot."""
-    return [
-        lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0)
-        for x, new in zip(buffer, values, strict=True)
-    ]
+    updated = []
+    for x, new in zip(buffer, values, strict=True):
+        updated.append(lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0))
+    return updated
 
 
 def read_layer(buffer: Arrays, slot: Any, layer: Any) -> Arrays:
     """What a slot holds of one layer."""
+    # Slot and layer are traced numbers: one slice for both, rather than a slot first, which would
+    # be copied whole.
     values = []
     for x in buffer:
         start = (slot, layer, *([0] * (x.ndim - 2)))
@@ -80,10 +85,10 @@ def rows_of(arrays: Arrays, first: Any, count: int) -> Arrays:
 
 def with_rows(arrays: Arrays, first: Any, rows: Arrays) -> Arrays:
     """The arrays with other rows from a first one on."""
-    return [
-        lax.dynamic_update_slice_in_dim(x, new, first, 0)
-        for x, new in zip(arrays, rows, strict=True)
-    ]
+    updated = []
+    for x, new in zip(arrays, rows, strict=True):
+        updated.append(lax.dynamic_update_slice_in_dim(x, new, first, 0))
+    return updated
 
 
 def replaced(arrays: Sequence[Any], positions: Sequence[int], values: Arrays) -> Arrays:
@@ -101,5 +106,6 @@ def split_differentiable(
 
     The function gives the whole list again. It is for `jax.vjp`, which takes no integers.
     """
+    # The others, integers, are captured by the function as they are.
     positions = [k for k, flag in enumerate(differentiable) if flag]
     return [arrays[k] for k in positions], partial(replaced, arrays, positions)

@@ -88,8 +88,8 @@ class Cut:
         for loop in self.loops:
             if loop.batch_only_outputs:
                 outputs = [loop.equation.outvars[k] for k in loop.batch_only_outputs]
-                made = batch_only_values(loop, *self._local_inputs(loop, values))
-                values |= dict(zip(outputs, made, strict=True))
+                computed = batch_only_values(loop, *self._local_inputs(loop, values))
+                values |= dict(zip(outputs, computed, strict=True))
         return values
 
     def _local_inputs(self, loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
@@ -97,8 +97,9 @@ class Cut:
         inputs = loop.equation.invars
         shared = [inputs[k] for k in loop.shared_inputs]
         per_layer = [inputs[k] for k in loop.per_layer_inputs]
-        made = made_of(self.jaxpr, [*shared, *per_layer], values)
-        return made[: len(shared)], made[len(shared) :]
+        # Computed together, since they may have equations in common.
+        computed = made_of(self.jaxpr, [*shared, *per_layer], values)
+        return computed[: len(shared)], computed[len(shared) :]
 
     def _after(self, loop: int, travelled: Arrays) -> dict[Any, Any]:
         """The values that are known from what comes out of the last part of a loop."""
@@ -118,10 +119,13 @@ class Cut:
         values = self._values(outer, inputs)
         if loop > 0:
             values |= self._after(loop - 1, travelled)
-        made = made_of(self.jaxpr, [*target.entering, *target.passing], values)
-        made = [jnp.asarray(x) for x in made]
-        stacked = target.travelling[len(made) :]
-        return made + [jnp.zeros(shape.shape, shape.dtype) for shape in stacked]
+        travelling = []
+        for x in made_of(self.jaxpr, [*target.entering, *target.passing], values):
+            # A carry may start as a literal, a Python number.
+            travelling.append(jnp.asarray(x))
+        for shape in target.travelling[len(travelling) :]:
+            travelling.append(jnp.zeros(shape.shape, shape.dtype))
+        return travelling
 
     def local_inputs(self, loop: int, outer: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
         """What every stage computes for itself from the inputs of a microbatch.
@@ -137,9 +141,9 @@ class Cut:
         names = [*self.jaxpr.constvars, *[self.jaxpr.invars[k] for k in self.outer]]
         values = dict(zip(names, [*self.consts, *outer], strict=True))
         numbers = (*target.trained_constants, *target.frozen_constants)
-        made = made_of(self.jaxpr, [target.equation.invars[k] for k in numbers], values)
+        computed = made_of(self.jaxpr, [target.equation.invars[k] for k in numbers], values)
         split = len(target.trained_constants)
-        return made[:split], made[split:]
+        return computed[:split], computed[split:]
 
     def after(
         self, outer: Arrays, inputs: Arrays, travelled: Arrays, wanted: Sequence[int]
@@ -252,13 +256,11 @@ def cut(
     jaxpr = flat.jaxpr
     scans = _scans_over(jaxpr, is_stacked)
     check_loops(jaxpr, scans, weights, names)
-    scan_over = {k: scan.equation for scan in scans for k in scan.weights}
-    for k, weight in enumerate(weights):
-        if is_stacked[k]:
-            check_reader(jaxpr, jaxpr.invars[k], weight.path, scan_over.get(k))
+    _check_readers(jaxpr, weights, scans)
     parts = _followed(jaxpr, weights, [scan.equation for scan in scans])
     loops: list[Loop] = []
     for scan in scans:
+        # What a loop takes is sorted by what the loops before it gave.
         loop = _with_inputs_sorted(parts, scan.equation, loops)
         check_inputs(jaxpr, loop, loops, _unnamed_paths(parts, loop))
         loops.append(_with_outputs_sorted(jaxpr, loop))
@@ -271,6 +273,16 @@ def cut(
         weight_count=len(weights),
         trained_sources=parts.of_trained,
     )
+
+
+def _check_readers(jaxpr: Jaxpr, weights: Sequence[Weight], scans: Sequence[LayerScan]) -> None:
+    """Refuse stacked weights that anything but their loop reads."""
+    scan_over: dict[int, Any] = {}
+    for scan in scans:
+        scan_over.update(dict.fromkeys(scan.weights, scan.equation))
+    for k, weight in enumerate(weights):
+        if weight.stacked_dim is not None:
+            check_reader(jaxpr, jaxpr.invars[k], weight.path, scan_over.get(k))
 
 
 def _with_loops_outside(traced: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJaxpr:
@@ -286,12 +298,16 @@ def _with_loops_outside(traced: ClosedJaxpr, flags: Sequence[bool]) -> ClosedJax
 
 def _find_calls_with_loops(jaxpr: Jaxpr, flags: Sequence[bool], calls: set[int]) -> None:
     """Add to `calls` the ids of the calls, nested ones too, that loop over flagged inputs."""
-    flagged = {var for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+    flagged = set()
+    for variable, flag in zip(jaxpr.invars, flags, strict=True):
+        if flag:
+            flagged.add(variable)
     for equation in jaxpr.eqns:
         if equation.primitive.name not in JITS:
             continue
         read = [not isinstance(atom, Literal) and atom in flagged for atom in equation.invars]
         inner = equation.params["jaxpr"].jaxpr
+        # Only a call with a loop over layers within is opened.
         if any(read) and has_layers(inner, read):
             calls.add(id(equation))
             _find_calls_with_loops(inner, read, calls)
@@ -315,9 +331,13 @@ def _followed(jaxpr: Jaxpr, weights: Sequence[Weight], loops: list[Any]) -> _Tra
     """The loss with what each of its variables is computed from, other than through `loops`."""
     number_of = {jaxpr.invars[k]: k for k in range(len(weights))}
     outer = {var: k for var, k in number_of.items() if weights[k].stacked_dim is None}
-    of_weights = {var: frozenset({k}) for var, k in outer.items()}
-    of_trained = {var: of_weights[var] for var, k in outer.items() if weights[k].trained}
-    # Of inputs it does not matter which: all have the same number.
+    of_weights: Sources = {}
+    of_trained: Sources = {}
+    for variable, k in outer.items():
+        of_weights[variable] = frozenset({k})
+        if weights[k].trained:
+            of_trained[variable] = frozenset({k})
+    # It does not matter which input something is computed from: all have the same number.
     of_inputs = dict.fromkeys(jaxpr.invars[len(weights) :], frozenset({0}))
     return _Traced(
         jaxpr,
@@ -336,6 +356,7 @@ def _propagated(jaxpr: Jaxpr, known: Sources, loops: list[Any], stop: str | None
         numbers: frozenset[int] = frozenset()
         for variable in variables(equation.invars):
             numbers |= sources.get(variable, frozenset())
+        # A loop's outputs depend on stages: what is made of them is no constant of any kind.
         if numbers and equation not in loops and equation.primitive.name != stop:
             sources.update(dict.fromkeys(equation.outvars, numbers))
     return sources
@@ -343,20 +364,7 @@ def _propagated(jaxpr: Jaxpr, known: Sources, loops: list[Any], stop: str | None
 
 def _with_inputs_sorted(traced: _Traced, equation: Any, earlier: Sequence[Loop]) -> Loop:
     """A loop whose inputs are sorted by how a stage gets them, given the loops before it."""
-
-    def weight_at(position: int) -> int | None:
-        atom = equation.invars[position]
-        if isinstance(atom, Literal):
-            return None
-        number = traced.number_of.get(atom)
-        if number is None or traced.weights[number].stacked_dim is None:
-            return None
-        return number
-
-    places = [(weight_at(k), k) for k in range(len(equation.invars))]
-    stacked = [(number, k) for number, k in places if number is not None]
-    # The derivative of a layer wants trained weights before frozen ones.
-    stacked.sort(key=lambda place: (not traced.weights[place[0]].trained, place[1]))
+    weight_inputs = _stacked_inputs(traced, equation)
     carried, trained, frozen = [], [], []
     constants, _ = scan_parts(equation)
     for k, atom in enumerate(equation.invars[:constants]):
@@ -364,6 +372,8 @@ def _with_inputs_sorted(traced: _Traced, equation: Any, earlier: Sequence[Loop])
             continue
         from_weights = atom in traced.of_weights
         from_both = from_weights and atom in traced.of_inputs
+        # It differs between microbatches and has a gradient that goes on beyond the loop: only what
+        # travels has both.
         if from_both or outputs_behind(traced.jaxpr, [atom], earlier):
             carried.append(k)
         elif from_weights and traced.has_gradient(atom):
@@ -372,12 +382,34 @@ def _with_inputs_sorted(traced: _Traced, equation: Any, earlier: Sequence[Loop])
             frozen.append(k)
     return Loop(
         equation,
-        weight_inputs=tuple(k for _, k in stacked),
-        weight_numbers=tuple(number for number, _ in stacked),
+        weight_inputs=tuple(weight_inputs),
+        weight_numbers=tuple(weight_inputs.values()),
         carried_inputs=tuple(carried),
         trained_constants=tuple(trained),
         frozen_constants=tuple(frozen),
     )
+
+
+def _stacked_inputs(traced: _Traced, equation: Any) -> dict[int, int]:
+    """The positions of a loop's inputs that are stacked weights, each with the weight's number.
+
+    Trained weights come before frozen ones, as the derivative of a layer wants them.
+    """
+    trained: dict[int, int] = {}
+    frozen: dict[int, int] = {}
+    for position, atom in enumerate(equation.invars):
+        # A literal is no weight, and cannot be looked up: it is not hashable.
+        if isinstance(atom, Literal) or atom not in traced.number_of:
+            continue
+        number = traced.number_of[atom]
+        weight = traced.weights[number]
+        if weight.stacked_dim is None:
+            continue
+        if weight.trained:
+            trained[position] = number
+        else:
+            frozen[position] = number
+    return trained | frozen
 
 
 def _unnamed_paths(traced: _Traced, loop: Loop) -> list[str]:
@@ -401,6 +433,7 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
 
     Outputs that nobody reads are in neither list, and are not computed.
     """
+    # Whatever anything outside the loop reads.
     read = set(variables(jaxpr.outvars))
     for equation in jaxpr.eqns:
         read.update(variables(equation.invars))
@@ -413,9 +446,15 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
     for k in range(carries, len(outputs)):
         if outputs[k] not in read:
             continue
-        made = behind(body, [body.outvars[k]])
-        needed = inputs_of(made) if made else variables([body.outvars[k]])
-        (batch_only if local.issuperset(needed) else stacked).append(k)
+        equations = behind(body, [body.outvars[k]])
+        needed = inputs_of(equations)
+        # An output may be an input as it is, with no equation in between.
+        if not equations:
+            needed = variables([body.outvars[k]])
+        if local.issuperset(needed):
+            batch_only.append(k)
+        else:
+            stacked.append(k)
     return replace(loop, batch_only_outputs=tuple(batch_only), stacked_outputs=tuple(stacked))
 
 

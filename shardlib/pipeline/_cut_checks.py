@@ -4,7 +4,9 @@ Each function refuses one kind of loss with a `ValueError` that names the line a
 instead.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -41,6 +43,7 @@ def _first_with_effects(jaxpr: Jaxpr) -> Any:
             continue
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
+            # The innermost equation is the one that the user wrote, at the line that is named.
             if isinstance(inner, Jaxpr) and _has_side_effects(inner):
                 return _first_with_effects(inner) or equation
         return equation
@@ -69,12 +72,13 @@ def check_loops(
     stacked_dims = {weight.stacked_dim for weight in weights}
     expected = [name for name in names if name in stacked_dims]
     dims_of_scans = [_stacked_dims_of(scan, weights) for scan in scans]
-    looped_over = [name for dims in dims_of_scans for name in dims]
+    looped_over = list(chain(*dims_of_scans))
     for name in expected:
         if name not in looped_over:
             raise ValueError(_no_loop_over(name, jaxpr, weights))
     lines = " and ".join(line_of(scan.equation) or _UNKNOWN_LINE for scan in scans)
     _check_used_once(scans, weights, lines)
+    # Every name has its loop by now: more loops than names are several loops of one name.
     if len(scans) > len(expected):
         raise ValueError(
             f"The loss has {len(scans)} loops over layers, at {lines}, and of stacked dims there "
@@ -129,9 +133,8 @@ def _no_loop_over(name: str, jaxpr: Jaxpr, weights: Sequence[Weight]) -> str:
 
 def _check_used_once(scans: Sequence[LayerScan], weights: Sequence[Weight], lines: str) -> None:
     """Refuse weights that several loops go over: a stage would have to be in two places."""
-    looped_over = [k for scan in scans for k in scan.weights]
-    for k in looped_over:
-        times = looped_over.count(k)
+    times_used = Counter(chain(*[scan.weights for scan in scans]))
+    for k, times in times_used.items():
         if times > 1:
             raise ValueError(
                 f"`{weights[k].path}` goes through {times} loops over layers, at {lines}: "
@@ -143,6 +146,7 @@ def _two_dims_in_a_loop(
     scan: LayerScan, dims: Sequence[str | None], weights: Sequence[Weight]
 ) -> str:
     """The message that one loop goes over weights whose stacked dims have different names."""
+    # Backwards, so that the first path of each dim remains.
     first_paths = {}
     for k in reversed(scan.weights):
         first_paths[weights[k].stacked_dim] = weights[k].path
@@ -162,6 +166,7 @@ def check_reader(jaxpr: Jaxpr, variable: Any, path: str, loop: Any) -> None:
     is_output = variable in variables(jaxpr.outvars)
     if not readers and not is_output:
         return
+    # Constants and carries come first among a loop's inputs; a layer would see these whole.
     if readers == [loop] and not is_output:
         positions = [k for k, atom in enumerate(loop.invars) if atom is variable]
         if len(positions) == 1 and positions[0] >= sum(scan_parts(loop)):
@@ -208,6 +213,7 @@ def check_inputs(
                 "from layer to layer, or give all of it to each."
             )
     constants, carries = loop.parts
+    # A key is no array to a collective, and `ppermute` refuses it.
     for atom in equation.invars[constants : constants + carries]:
         if jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key):
             raise ValueError(

@@ -14,7 +14,6 @@ whole on each stage, and the weights of a stage are only there, as are the sums 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -67,19 +66,18 @@ class Executor:
         the totals come to on this stage, and `sums` with its gradients added.
         """
         stage = lax.axis_index(self.axis)
-        trained = [
-            [k for k in loop.weight_numbers if k in self.cut.trained] for loop in self.cut.loops
-        ]
         layer_sums = []
-        for loop, numbers in enumerate(trained):
+        for loop in range(len(self.cut.loops)):
             of_constants = self.passes.empty_constant_sums(loop)
-            layer_sums.append([*of_constants, *[sums[k] for k in numbers]])
+            of_stacked = [sums[k] for k in self._trained_stacks(loop)]
+            layer_sums.append([*of_constants, *of_stacked])
         start = _State(
             self.passes.buffers(),
             [sums[k] for k in self.cut.outer],
             layer_sums,
             self._empty_totals(),
         )
+        # Both branches of a `cond` have results: a stage without a pass in a tick sends zeros.
         nothing = zeros(self.cut.wire.shapes)
         no_gradients = zeros(self.cut.wire.gradient_shapes)
 
@@ -88,40 +86,65 @@ class Executor:
             return self._tick(row, state, nothing, no_gradients), None
 
         state, _ = lax.scan(tick, start, self._rows())
-        outer_sums, of_stacks = self._sums_after(state)
-        updated = [*self.cut.outer, *chain(*trained)]
-        return state.totals, replaced(sums, updated, [*outer_sums, *of_stacks])
+        outer_sums, stack_sums = self._sums_after(state)
+        positions = list(self.cut.outer)
+        for loop in range(len(self.cut.loops)):
+            positions += self._trained_stacks(loop)
+        return state.totals, replaced(sums, positions, [*outer_sums, *stack_sums])
+
+    def _trained_stacks(self, loop: int) -> list[int]:
+        """The numbers of a loop's stacked weights that are trained, in the loop's order."""
+        return [k for k in self.cut.loops[loop].weight_numbers if k in self.cut.trained]
 
     def _tick(
         self, row: dict[str, Any], state: _State, nothing: Arrays, no_gradients: Arrays
     ) -> _State:
         """One tick of this stage; `nothing` and `no_gradients` are sent where it has no pass."""
-        passes, backward = self.passes, Pass(row, "B")
-        buffers, outer_sums, layer_sums, totals = state
+        sent, state = self._forward(row, state, nothing)
+        gradients, state = self._backward(row, state, no_gradients)
+        buffers = self._with_arrivals(state.buffers, row, "F", sent)
+        buffers = self._with_arrivals(buffers, row, "B", gradients)
+        return state._replace(buffers=buffers)
+
+    def _forward(
+        self, row: dict[str, Any], state: _State, nothing: Arrays
+    ) -> tuple[Arrays, _State]:
+        """The forward pass of a tick, if there is one, and after the last part the head."""
+        passes = self.passes
         sent, buffers = lax.cond(
             Pass(row, "F").happens(),
             partial(passes.forward, row),
             lambda buffers: (nothing, buffers),
-            buffers,
+            state.buffers,
         )
         buffers, outer_sums, totals = lax.cond(
             self._is_last(row),
             lambda *operands: passes.head(row, sent, *operands),
             lambda *same: same,
-            *(buffers, outer_sums, totals),
+            *(buffers, state.outer_sums, state.totals),
         )
+        return sent, state._replace(buffers=buffers, outer_sums=outer_sums, totals=totals)
+
+    def _backward(
+        self, row: dict[str, Any], state: _State, no_gradients: Arrays
+    ) -> tuple[Arrays, _State]:
+        """The backward pass of a tick, if there is one, and that of weights where they are split.
+
+        `B` and `W` of one tick may be of the same microbatch: `W` reads what `B` has just left.
+        """
+        passes, backward = self.passes, Pass(row, "B")
         gradients, buffers, layer_sums = lax.cond(
             backward.happens(),
             partial(passes.backward, row),
             lambda buffers, layer_sums: (no_gradients, buffers, layer_sums),
-            *(buffers, layer_sums),
+            *(state.buffers, state.layer_sums),
         )
         # The first part of a loop is followed, backward, by the start of the loop.
         gradients, outer_sums = lax.cond(
             backward.happens() & (backward["part"] % passes.parts_per_loop == 0),
             lambda gradients, sums: passes.start_backward(row, gradients, buffers, sums),
             lambda *same: same,
-            *(gradients, outer_sums),
+            *(gradients, state.outer_sums),
         )
         if self.table.splits:
             layer_sums = lax.cond(
@@ -130,50 +153,51 @@ class Executor:
                 lambda same: same,
                 layer_sums,
             )
-        buffers = self._with_arrivals(buffers, row, "F", sent)
-        buffers = self._with_arrivals(buffers, row, "B", gradients)
-        return _State(buffers, outer_sums, layer_sums, totals)
+        state = state._replace(buffers=buffers, outer_sums=outer_sums, layer_sums=layer_sums)
+        return gradients, state
 
     def _sums_after(self, state: _State) -> tuple[Arrays, Arrays]:
         """The sums of outer weights, complete, and those of stacked weights, loop after loop.
 
         Gradients of trained constants go back to the weights that the constants are made of.
         """
-        outer_sums, of_stacks = state.outer_sums, []
+        outer_sums, stack_sums = state.outer_sums, []
         for loop, constants in enumerate(self.passes.trained_constants):
+            # The sums of a loop are those of its constants, then those of its stacked weights.
             sums = state.layer_sums[loop]
             if constants:
-                of_constants = sums[: len(constants)]
-                outer_sums = self.passes.constants_backward(loop, outer_sums, of_constants)
-            of_stacks += sums[len(constants) :]
-        return outer_sums, of_stacks
+                constant_sums = sums[: len(constants)]
+                outer_sums = self.passes.constants_backward(loop, outer_sums, constant_sums)
+            stack_sums += sums[len(constants) :]
+        return outer_sums, stack_sums
 
     def measure(self) -> Arrays:
         """What the totals come to on this stage, for a program of forward passes only."""
         stage = lax.axis_index(self.axis)
         nothing = zeros(self.cut.wire.shapes)
-        last = len(self.cut.loops) - 1
 
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
             buffers, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
-            step = Pass(row, "F")
             sent = lax.cond(
-                step.happens(), lambda: self.passes.forward(row, buffers)[0], lambda: nothing
+                Pass(row, "F").happens(),
+                lambda: self.passes.forward(row, buffers)[0],
+                lambda: nothing,
             )
-
-            def head(totals: Arrays) -> Arrays:
-                travelled = self.cut.wire.unpacked(last, sent)
-                inputs = self.inputs(step["microbatch"])
-                outputs = self.cut.after(self.passes.outer, inputs, travelled, self.totals)
-                return [total + output for total, output in zip(totals, outputs, strict=True)]
-
+            head = partial(self._measured_head, row, sent)
             totals = lax.cond(self._is_last(row), head, lambda same: same, totals)
             return (self._with_arrivals(buffers, row, "F", sent), totals), None
 
         start = self.passes.buffers(), self._empty_totals()
         (_, totals), _ = lax.scan(tick, start, self._rows())
         return totals
+
+    def _measured_head(self, row: dict[str, Any], sent: Arrays, totals: Arrays) -> Arrays:
+        """The totals with the outputs of the microbatch that has come out of the last part."""
+        travelled = self.cut.wire.unpacked(len(self.cut.loops) - 1, sent)
+        inputs = self.inputs(Pass(row, "F")["microbatch"])
+        outputs = self.cut.after(self.passes.outer, inputs, travelled, self.totals)
+        return [total + output for total, output in zip(totals, outputs, strict=True)]
 
     def _is_last(self, row: dict[str, Any]) -> Any:
         """Whether this stage has a forward pass through the last part in this tick."""
@@ -190,6 +214,7 @@ class Executor:
         def after(*travelled: Any) -> Any:
             return self.cut.after(self.passes.outer, self.inputs(0), list(travelled), self.totals)
 
+        # Only the shapes are computed: the layers are not run for this.
         return zeros(jax.eval_shape(after, *self.cut.loops[-1].travelling))
 
     def _with_arrivals(
@@ -204,6 +229,7 @@ class Executor:
         for distance, pairs in self.program.channels[kind].items():
             arrived = made
             if distance != 0:
+                # A stage that is no pair's target gets zeros.
                 arrived = [lax.ppermute(x, self.axis, pairs) for x in made]
             slot = row[channel(kind, distance)]
             buffers = buffers | {buffer: with_slot(buffers[buffer], slot, arrived)}

@@ -60,7 +60,10 @@ class Layer:
         """What travels on, the layer's rows of the stacked outputs, and the residuals."""
         floats, others = [], []
         for array, differentiable in zip(travelling, self.differentiable, strict=True):
-            (floats if differentiable else others).append(array)
+            if differentiable:
+                floats.append(array)
+            else:
+                others.append(array)
         made, residuals = self.run_forward(*floats, *others, *weights, *local_inputs)
         entering = len(self.differentiable)
         return made[:entering], made[entering:], residuals
@@ -97,20 +100,27 @@ def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
     shapes = _shapes_of(closed.jaxpr.invars)
     entering = len(loop.entering)
     differentiable = loop.differentiable[:entering]
+    # The arguments of `loop.layer` begin with what enters, differentiable arrays first.
     count = sum(differentiable)
     trained = len(loop.trained_constants) + sum(k in trained_weights for k in loop.weight_numbers)
     floats, others, arguments = shapes[:count], shapes[count:entering], shapes[entering:]
     forward, backward = derivative(closed, [True] * count, trained, floats, others, arguments)
+    # What is kept is seen only once the forward function is traced.
     kept = jax.eval_shape(forward, *floats, *others, *arguments)[1]
     split = None
     if splits:
-        results = [
-            shape
-            for shape in _shapes_of(closed.jaxpr.outvars)
-            if jnp.issubdtype(shape.dtype, jnp.inexact)
-        ]
+        results = _differentiable_shapes(closed.jaxpr.outvars)
         split = _split(backward, count, kept, arguments, results)
     return Layer(differentiable, forward, backward, kept, split)
+
+
+def _differentiable_shapes(variables_of: Sequence[Any]) -> Shapes:
+    """The shapes of those variables that can have gradients: not of counters, for instance."""
+    shapes = []
+    for shape in _shapes_of(variables_of):
+        if jnp.issubdtype(shape.dtype, jnp.inexact):
+            shapes.append(shape)
+    return shapes
 
 
 def _shapes_of(variables_of: Sequence[Any]) -> Shapes:
@@ -165,17 +175,27 @@ class _SplitBackward:
     def _run(self, equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
         """The values of `wanted` after some equations, given those of what these read."""
         needed = inputs_of(equations)
-        wanted_variables = set(variables(wanted))
-        outputs: dict[Any, None] = {}
-        for equation in equations:
-            for variable in equation.outvars:
-                if variable in wanted_variables:
-                    outputs[variable] = None
-        stretch = Stretch(self.jaxpr, equations, needed, list(outputs))
+        outputs = _outputs_among(wanted, equations)
+        # Equations may read each other's results, and all else comes as an argument.
+        stretch = Stretch(self.jaxpr, equations, needed, outputs)
         results = stretch([values[variable] for variable in needed])
         values = values | dict(zip(outputs, results, strict=True))
         # A gradient that is zero whatever happens is a literal.
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in wanted]
+
+
+def _outputs_among(wanted: Sequence[Any], equations: Sequence[Any]) -> list[Any]:
+    """Those of the wanted variables that some equations compute, in the order of these, each once.
+
+    The others are inputs of the equations, or literals.
+    """
+    wanted_variables = set(variables(wanted))
+    outputs: dict[Any, None] = {}
+    for equation in equations:
+        for variable in equation.outvars:
+            if variable in wanted_variables:
+                outputs[variable] = None
+    return list(outputs)
 
 
 def _split(
@@ -207,10 +227,7 @@ def _split(
     first = behind(jaxpr, to_inputs)
     # What is left for later is only what gradients went into. What is made of residuals only, such
     # as all that is recomputed, is computed again rather than held.
-    from_gradients = set(gradients)
-    for equation in first:
-        if from_gradients.intersection(variables(equation.invars)):
-            from_gradients.update(equation.outvars)
+    from_gradients = _made_from(gradients, first)
     second = behind(jaxpr, to_weights, from_gradients)
     read = dict.fromkeys([*inputs_of(second), *variables(to_weights)])
     return _SplitBackward(
@@ -225,3 +242,15 @@ def _split(
         second=second,
         left=[variable for variable in read if variable in from_gradients],
     )
+
+
+def _made_from(sources: Sequence[Any], equations: Sequence[Any]) -> set[Any]:
+    """Some variables, and all that equations compute from them, directly or not.
+
+    The equations are in the order in which they are computed.
+    """
+    reached = set(sources)
+    for equation in equations:
+        if reached.intersection(variables(equation.invars)):
+            reached.update(equation.outvars)
+    return reached

@@ -109,6 +109,7 @@ class Loop:
 
         They do not travel: it is cheaper to compute them again on each stage than to send them.
         """
+        # Constants that are sorted into no other list are made of the microbatch.
         elsewhere = {*self.carried_inputs, *self.trained_constants, *self.frozen_constants}
         return [k for k in range(self.parts[0]) if k not in elsewhere]
 
@@ -140,8 +141,10 @@ class Loop:
     def travelling(self) -> Shapes:
         """Shapes and dtypes of the arrays that travel from part to part, in their order."""
         stacked = [self.equation.outvars[k] for k in self.stacked_outputs]
-        atoms = [*self.entering, *self.passing, *stacked]
-        return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
+        shapes = []
+        for atom in (*self.entering, *self.passing, *stacked):
+            shapes.append(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype))
+        return shapes
 
     @cached_property
     def differentiable(self) -> list[bool]:
@@ -160,24 +163,12 @@ class Loop:
         and the layer's slices of the per-layer inputs. The results are what enters the next layer,
         in the order of `entering`, and then the layer's rows of the stacked outputs.
         """
-        constants, carries = self.parts
+        _, carries = self.parts
         body = self.equation.params["jaxpr"]
-        entering = [*range(constants, constants + carries), *self.carried_inputs]
-        floats, others = [], []
-        # `differentiable` is longer: it goes on with what passes by and with stacked outputs.
-        for k, differentiable in zip(entering, self.differentiable, strict=False):
-            (floats if differentiable else others).append(k)
-        order = [
-            *floats,
-            *others,
-            *self.trained_constants,
-            *self.weight_inputs,
-            *self.frozen_constants,
-            *self.shared_inputs,
-            *self.per_layer_inputs,
-        ]
+        order = self._argument_order
 
         def layer(*arguments: Any) -> Arrays:
+            # The body wants its inputs by position; `order` says which argument each of them is.
             inputs = dict(zip(order, arguments, strict=True))
             results = jaxpr_as_fun(body)(*[inputs[k] for k in range(len(body.jaxpr.invars))])
             return [
@@ -186,9 +177,33 @@ class Loop:
                 *[results[k] for k in self.stacked_outputs],
             ]
 
-        avals = [body.jaxpr.invars[k].aval for k in order]
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        shapes = []
+        for k in order:
+            aval = body.jaxpr.invars[k].aval
+            shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return jax.make_jaxpr(layer)(*shapes)
+
+    @property
+    def _argument_order(self) -> list[int]:
+        """The positions of the body's inputs, in the order of the arguments of `layer`."""
+        constants, carries = self.parts
+        entering = [*range(constants, constants + carries), *self.carried_inputs]
+        floats, others = [], []
+        # `differentiable` is longer: it goes on with what passes by and with stacked outputs.
+        for k, differentiable in zip(entering, self.differentiable, strict=False):
+            if differentiable:
+                floats.append(k)
+            else:
+                others.append(k)
+        return [
+            *floats,
+            *others,
+            *self.trained_constants,
+            *self.weight_inputs,
+            *self.frozen_constants,
+            *self.shared_inputs,
+            *self.per_layer_inputs,
+        ]
 
 
 def batch_only_values(loop: Loop, shared: Arrays, per_layer: Arrays) -> Arrays:
@@ -199,6 +214,7 @@ def batch_only_values(loop: Loop, shared: Arrays, per_layer: Arrays) -> Arrays:
     body is what is left of the layer.
     """
     body = body_of(loop.equation)
+    # Inlining keeps the inputs and outputs of the body where they are.
     names = [body.jaxpr.invars[k] for k in (*loop.shared_inputs, *loop.per_layer_inputs)]
     wanted = [body.jaxpr.outvars[k] for k in loop.batch_only_outputs]
 
@@ -230,10 +246,11 @@ def outputs_behind(
         outputs = loop.equation.outvars
         loop_of_output.update(dict.fromkeys(outputs, number))
         without_layers.update(outputs[k] for k in loop.batch_only_outputs)
+    # An output of a loop is taken as given here: what lies behind it is the loop's own affair.
     equations = behind(jaxpr, wanted, loop_of_output)
     read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])
-    return [
-        (loop_of_output[var], var)
-        for var in read
-        if var in loop_of_output and var not in without_layers
-    ]
+    outputs_read = []
+    for variable in read:
+        if variable in loop_of_output and variable not in without_layers:
+            outputs_read.append((loop_of_output[variable], variable))
+    return outputs_read

@@ -32,7 +32,7 @@ from shardlib.pipeline._buffers import (
     with_slot,
 )
 from shardlib.pipeline._cut import Cut
-from shardlib.pipeline._layer import layer
+from shardlib.pipeline._layer import Layer, layer
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._program import Program
 
@@ -87,6 +87,20 @@ class _BackwardPart:
     first_row: Any
 
 
+@dataclass(frozen=True, eq=False)
+class _ArrivedGradients:
+    """The gradients that arrive at a part going backward, by what they are gradients of.
+
+    - `entering` are those of what the part's last layer handed on, which its layers go through.
+    - `passing` are those of what the layers do not change, which are sent on as they are.
+    - `rows` are the part's own rows of those of stacked outputs, one row for each layer.
+    """
+
+    entering: Arrays
+    passing: Arrays
+    rows: Arrays
+
+
 @dataclass(eq=False)
 class Passes:
     """The passes that one stage can do, for a cut function and a program.
@@ -107,16 +121,24 @@ class Passes:
 
     def __post_init__(self) -> None:
         cut, self.table = self.cut, self.program.table
-        self.layers = [layer(loop, cut.trained, self.table.splits) for loop in cut.loops]
-        self.outer = [self.weights[k] for k in cut.outer]
-        constants = [cut.constants(loop, self.outer) for loop in range(len(cut.loops))]
-        self.trained_constants = [trained for trained, _ in constants]
-        self.frozen_constants = [frozen for _, frozen in constants]
-        self.stacks = [[self.weights[k] for k in loop.weight_numbers] for loop in cut.loops]
         self.parts_per_loop = self.table.parts // len(cut.loops)
         # How many parts of each loop are on each stage.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
-        self.layers_per_part = [loop.layers // self.parts_per_loop for loop in cut.loops]
+        self.outer = [self.weights[k] for k in cut.outer]
+        # The following lists have one entry for each loop.
+        self.layers: list[Layer] = []
+        self.stacks: list[Arrays] = []
+        self.layers_per_part: list[int] = []
+        for loop in cut.loops:
+            self.layers.append(layer(loop, cut.trained, self.table.splits))
+            self.stacks.append([self.weights[k] for k in loop.weight_numbers])
+            self.layers_per_part.append(loop.layers // self.parts_per_loop)
+        self.trained_constants: list[Arrays] = []
+        self.frozen_constants: list[Arrays] = []
+        for number in range(len(cut.loops)):
+            trained, frozen = cut.constants(number, self.outer)
+            self.trained_constants.append(trained)
+            self.frozen_constants.append(frozen)
 
     # What a stage has.
 
@@ -125,19 +147,15 @@ class Passes:
 
         Those for what is sent have one slot more than is used, for what arrives and nobody reads.
         """
-        slots = self.program.slots
+        slots, wire = self.program.slots, self.cut.wire
+        activations = empty(wire.shapes, slots["activations"][0] + 1)
+        gradients = empty(wire.gradient_shapes, slots["gradients"][0] + 1)
         kept, left = [], []
         for loop, of_loop in enumerate(self.layers):
-            count = self.layers_per_part[loop]
-            kept.append((of_loop.kept, slots["kept"][loop], count))
-            left.append((of_loop.left, slots["left"][loop], count))
-        wire = self.cut.wire
-        return {
-            "activations": empty(wire.shapes, slots["activations"][0] + 1),
-            "gradients": empty(wire.gradient_shapes, slots["gradients"][0] + 1),
-            "kept": [empty(*arguments) for arguments in kept],
-            "left": [empty(*arguments) for arguments in left],
-        }
+            kept.append(empty(of_loop.kept, slots["kept"][loop], self.layers_per_part[loop]))
+        for loop, of_loop in enumerate(self.layers):
+            left.append(empty(of_loop.left, slots["left"][loop], self.layers_per_part[loop]))
+        return {"activations": activations, "gradients": gradients, "kept": kept, "left": left}
 
     def for_loop(self, part: Any, do: Callable[..., Any], *operands: Any) -> Any:
         """`do(loop, *operands)` for the loop that a part belongs to.
@@ -147,6 +165,7 @@ class Passes:
         count = len(self.cut.loops)
         if count == 1:
             return do(0, *operands)
+        # Parts are numbered through all loops, so that the quotient is the number of the loop.
         branches = [partial(do, loop) for loop in range(count)]
         return lax.switch(part // self.parts_per_loop, branches, *operands)
 
@@ -156,9 +175,11 @@ class Passes:
 
     def part_weights(self, step: Pass, loop: int) -> tuple[Any, Arrays]:
         """The first of the stage's layers that belongs to a pass's part, and the part's weights."""
+        # With one part on a stage nothing is sliced. A slice with a traced start would be a copy.
         if self.chunks_per_loop == 1:
             return 0, self.stacks[loop]
         count = self.layers_per_part[loop]
+        # Chunks of a stage are numbered through all loops, its rows only within one.
         first = (step["chunk"] - loop * self.chunks_per_loop) * count
         return first, rows_of(self.stacks[loop], first, count)
 
@@ -181,11 +202,14 @@ class Passes:
         arrived = read_slot(buffers["activations"], step["activations"])
 
         def start() -> Arrays:
+            # The first loop starts from the microbatch itself. A later one starts from what the
+            # loop before it gave, which arrived in the layout of that loop.
             travelled = []
             if loop > 0:
                 travelled = self.cut.wire.unpacked(loop - 1, arrived)
             return self.cut.start(loop, self.outer, inputs, travelled)
 
+        # A traced number: one program serves all parts, so that a `cond` chooses at run time.
         is_first = step["part"] == loop * self.parts_per_loop
         return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
 
@@ -234,6 +258,7 @@ class Passes:
         return self.for_loop(row["F.part"], partial(self._forward, Pass(row, "F")), buffers)
 
     def _forward(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
+        # An empty list leaves no trace in the program.
         kept: Arrays = []
         if self.table.trains and not self.program.recompute:
             kept = buffers["kept"][loop]
@@ -268,6 +293,7 @@ class Passes:
         """
         step, last = Pass(row, "F"), len(self.cut.loops) - 1
         inputs = self.inputs(step["microbatch"])
+        # Only these have a gradient here. The others would make the program hold zeros.
         trained = self.cut.head_weights
         floats, with_floats = split_differentiable(
             self.cut.wire.unpacked(last, sent), self.cut.loops[last].differentiable
@@ -276,6 +302,7 @@ class Passes:
         def loss(floats: Arrays, weights: Arrays) -> tuple[Any, Arrays]:
             outer = replaced(self.outer, trained, weights)
             travelled = with_floats(floats)
+            # Output 0 is the loss, which is differentiated; the rest is only added up.
             total, *others = self.cut.after(outer, inputs, travelled, [0, *self.totals])
             return total, others
 
@@ -307,34 +334,44 @@ class Passes:
         self, step: Pass, loop: int, buffers: Buffers, layer_sums: list[Arrays]
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         local = self.local_inputs(step, loop)
-        arrived = read_slot(buffers["gradients"], step["gradients"])
-        gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
-        # They are in the order of what travels: what enters layers, what passes by, stacked rows.
-        target = self.cut.loops[loop]
-        entering = sum(target.differentiable[: len(target.entering)])
-        stacked = sum(target.differentiable[len(target.travelling) - len(target.stacked_outputs) :])
-        passing = gradients[entering:]
-        of_stacked = gradients[len(gradients) - stacked :]
-        of_rows = rows_of(of_stacked, local.first_layer, self.layers_per_part[loop])
+        arrived = self._arrived_gradients(step, loop, buffers, local.first_layer)
         kept, slot = self._residuals(step, loop, buffers)
         first_row, weights = self.part_weights(step, loop)
         part = _BackwardPart(loop, local, kept, slot, first_row)
         numbers = jnp.arange(self.layers_per_part[loop])
-        scanned = (numbers, weights, local.per_layer, of_rows)
+        scanned = (numbers, weights, local.per_layer, arrived.rows)
+        # Backward, the last layer comes first. Besides the gradients, the scan carries what layers
+        # write: what is left for the weights' gradients, or the sums of these themselves.
         if self.table.splits:
             body = partial(self._input_gradients_of_layer, part, step["left"])
-            start = gradients[:entering], buffers["left"][loop]
+            start = arrived.entering, buffers["left"][loop]
         else:
             body = partial(self._gradients_of_layer, part)
-            start = gradients[:entering], layer_sums[loop]
-        (of_entering, end), _ = lax.scan(body, start, scanned, reverse=True)
+            start = arrived.entering, layer_sums[loop]
+        (gradients, written), _ = lax.scan(body, start, scanned, reverse=True)
         if self.table.splits:
-            buffers = with_loop(buffers, "left", loop, end)
+            buffers = with_loop(buffers, "left", loop, written)
+            # A stage that recomputes has made the residuals again, and `W` reads them too.
             buffers = with_loop(buffers, "kept", loop, kept)
         else:
-            layer_sums = replaced(layer_sums, [loop], [end])
-        sent = self.cut.wire.packed(loop, [*of_entering, *passing], backward=True)
+            layer_sums = replaced(layer_sums, [loop], [written])
+        sent = self.cut.wire.packed(loop, [*gradients, *arrived.passing], backward=True)
         return sent, buffers, layer_sums
+
+    def _arrived_gradients(
+        self, step: Pass, loop: int, buffers: Buffers, first_layer: Any
+    ) -> _ArrivedGradients:
+        """What waits for a backward pass; `first_layer` is the part's first within the loop."""
+        arrived = read_slot(buffers["gradients"], step["gradients"])
+        gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
+        # They are in the order of what travels: what enters layers, what passes by, stacked rows.
+        target = self.cut.loops[loop]
+        stacked_from = len(target.travelling) - len(target.stacked_outputs)
+        entering = sum(target.differentiable[: len(target.entering)])
+        stacked = sum(target.differentiable[stacked_from:])
+        of_stacked = gradients[len(gradients) - stacked :]
+        rows = rows_of(of_stacked, first_layer, self.layers_per_part[loop])
+        return _ArrivedGradients(gradients[:entering], gradients[entering:], rows)
 
     def _residuals(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Any]:
         """Where the residuals of a backward pass are: a buffer, and a slot in it.
@@ -466,10 +503,10 @@ class Passes:
 
     def empty_constant_sums(self, loop: int) -> Arrays:
         """Empty sums of gradients of a loop's trained constants, in float32 at least."""
-        return [
-            jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-            for x in self.trained_constants[loop]
-        ]
+        sums = []
+        for x in self.trained_constants[loop]:
+            sums.append(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+        return sums
 
     def constants_backward(self, loop: int, outer_sums: Arrays, sums: Arrays) -> Arrays:
         """The sums of the outer weights with what comes back through a loop's trained constants.

@@ -154,19 +154,26 @@ def _assigned_slots(table: Table, tick_of: dict[Op, int], loops: int, recompute:
     counts: dict[str, tuple[int, ...]] = {}
     for buffer, spans in _lifetimes(table, tick_of, loops, recompute).items():
         # What passes keep and leave has another shape in each loop, and hence buffers of its own.
-        groups = loops if buffer in ("kept", "left") else 1
-        sharing: dict[tuple[int, int], dict[Item, Span]] = {}
-        for (microbatch, part), span in spans.items():
-            group = table.placement[part], part * groups // table.parts
-            sharing.setdefault(group, {})[microbatch, part] = span
-        used = [0] * groups
-        for (_, loop), spans_of_group in sharing.items():
-            slot_of, count = _coloured(spans_of_group)
+        kinds = loops if buffer in ("kept", "left") else 1
+        used = [0] * kinds
+        for (_, loop), sharing in _grouped(table, spans, kinds).items():
+            slot_of, count = _coloured(sharing)
             used[loop] = max(used[loop], count)
             for (microbatch, part), slot in slot_of.items():
                 slots[buffer, microbatch, part] = slot
         counts[buffer] = tuple(used)
     return _Slots(slots, counts)
+
+
+def _grouped(
+    table: Table, spans: dict[Item, Span], loops: int
+) -> dict[tuple[int, int], dict[Item, Span]]:
+    """The spans that share one array of slots: those of one stage and one loop, by these two."""
+    groups: dict[tuple[int, int], dict[Item, Span]] = {}
+    for (microbatch, part), span in spans.items():
+        group = table.placement[part], part * loops // table.parts
+        groups.setdefault(group, {})[microbatch, part] = span
+    return groups
 
 
 class _Rows:
@@ -175,6 +182,7 @@ class _Rows:
     def __init__(self, table: Table, slots: _Slots, ticks: int) -> None:
         self.table, self.slots = table, slots
         self.shape = (ticks, table.stages)
+        # All rows exist from the start: a program has the same ones whatever the schedule does.
         self.rows: dict[str, np.ndarray] = {}
         self.channels: dict[str, dict[int, set[tuple[int, int]]]] = {"F": {}, "B": {}}
         for kind in KINDS:
@@ -210,6 +218,7 @@ class _Rows:
         distance = _distance(table.stages, sender, target)
         self.channels[kind].setdefault(distance, set()).add((sender, target))
         buffer = "activations" if kind == "F" else "gradients"
+        # A stage that expects nothing through a channel writes what comes to the unread slot.
         row = self._row(channel(kind, distance), self.slots.unread(buffer))
         row[tick, target] = self.slots.of(buffer, receiver)
 
@@ -252,38 +261,64 @@ def _lifetimes(
 ) -> dict[str, dict[Item, Span]]:
     """From when to when each thing waits, by buffer, microbatch and part."""
     lives: dict[str, dict[Item, Span]] = {buffer: {} for buffer in BUFFERS}
-    moment_of = {op: tick + _MOMENTS[op.kind] for op, tick in tick_of.items()}
     parts_per_loop = table.parts // loops
-    for op, forward in moment_of.items():
+    for op in tick_of:
         if op.kind != "F":
             continue
-        item = op.microbatch, op.part
-        backward = forward
+        # What goes into a loop is made of what came out of the one before, forward and backward.
+        read_again = recompute or op.part % parts_per_loop == 0
+        spans = _activation_span(table, tick_of, op, read_again)
         if table.trains:
-            backward = moment_of[op._replace(kind="B")]
-        if op.part > 0:
-            # What goes into a loop is made of what came out of the one before, forward and
-            # backward.
-            read_again = recompute or op.part % parts_per_loop == 0
-            arrives = tick_of[op._replace(part=op.part - 1)] + _ARRIVAL
-            lives["activations"][item] = arrives, backward if read_again else forward
-        if not table.trains:
-            continue
-        end = backward
-        if table.splits:
-            end = moment_of[op._replace(kind="W")]
-            lives["left"][item] = backward, end
-        if not recompute:
-            lives["kept"][item] = forward, end
-        elif table.splits:
-            # It is made again by B, and waits for W.
-            lives["kept"][item] = backward, end
-        if op.part == table.parts - 1:
-            lives["gradients"][item] = forward, backward
-        else:
-            after = tick_of[Op("B", op.microbatch, op.part + 1)]
-            lives["gradients"][item] = after + _ARRIVAL, backward
+            spans |= _training_spans(table, tick_of, op, recompute)
+        for buffer, span in spans.items():
+            lives[buffer][op.microbatch, op.part] = span
     return lives
+
+
+def _moment(tick_of: dict[Op, int], op: Op) -> float:
+    """When a pass reads and writes, in ticks and fractions of ticks."""
+    return tick_of[op] + _MOMENTS[op.kind]
+
+
+def _activation_span(
+    table: Table, tick_of: dict[Op, int], forward: Op, read_again: bool
+) -> dict[str, Span]:
+    """How long the input of a forward pass waits, if it was sent; nothing for the first part.
+
+    It waits for the backward pass too where that has to `read_again` what arrived.
+    """
+    if forward.part == 0:
+        return {}
+    arrives = tick_of[forward._replace(part=forward.part - 1)] + _ARRIVAL
+    reader = forward
+    if read_again and table.trains:
+        reader = forward._replace(kind="B")
+    return {"activations": (arrives, _moment(tick_of, reader))}
+
+
+def _training_spans(
+    table: Table, tick_of: dict[Op, int], forward: Op, recompute: bool
+) -> dict[str, Span]:
+    """How long that waits, by buffer, which only training needs of a microbatch and a part."""
+    spans: dict[str, Span] = {}
+    begin = _moment(tick_of, forward)
+    backward = _moment(tick_of, forward._replace(kind="B"))
+    end = backward
+    if table.splits:
+        end = _moment(tick_of, forward._replace(kind="W"))
+        spans["left"] = backward, end
+    if not recompute:
+        spans["kept"] = begin, end
+    elif table.splits:
+        # It is made again by B, and waits for W.
+        spans["kept"] = backward, end
+    if forward.part == table.parts - 1:
+        # The head makes the first gradients together with the forward pass.
+        spans["gradients"] = begin, backward
+    else:
+        after = tick_of[Op("B", forward.microbatch, forward.part + 1)]
+        spans["gradients"] = after + _ARRIVAL, backward
+    return spans
 
 
 def _coloured(spans: dict[Item, Span]) -> tuple[dict[Item, int], int]:
@@ -297,6 +332,7 @@ def _coloured(spans: dict[Item, Span]) -> tuple[dict[Item, int], int]:
     busy: list[tuple[float, int]] = []
     used = 0
     for item, (begin, end) in sorted(spans.items(), key=lambda entry: entry[1]):
+        # A slot is free again at the moment at which its last reader has read it.
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:

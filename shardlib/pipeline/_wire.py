@@ -38,16 +38,20 @@ class Wire:
 
     @cached_property
     def _differentiable(self) -> list[int]:
-        return [
-            k for k, shape in enumerate(self.shapes) if jnp.issubdtype(shape.dtype, jnp.inexact)
-        ]
+        """The places whose arrays have gradients, which are sent backward, in order."""
+        places = []
+        for place, shape in enumerate(self.shapes):
+            if jnp.issubdtype(shape.dtype, jnp.inexact):
+                places.append(place)
+        return places
 
     def _places_of(self, loop: int, backward: bool) -> list[int]:
         """Where the arrays of a loop are in what is sent in a direction."""
         if not backward:
             return self.places[loop]
-        positions = {k: position for position, k in enumerate(self._differentiable)}
-        return [positions[k] for k in self.places[loop] if k in positions]
+        # Backward, places are counted among those that are sent that way.
+        sent_places = self._differentiable
+        return [sent_places.index(k) for k in self.places[loop] if k in sent_places]
 
     def packed(self, loop: int, arrays: Arrays, *, backward: bool = False) -> Arrays:
         """What travels through a loop, or its gradients, as the list that is sent.
@@ -55,10 +59,15 @@ class Wire:
         Places of other loops are filled with zeros.
         """
         array_at = dict(zip(self._places_of(loop, backward), arrays, strict=True))
-        shapes = self.gradient_shapes if backward else self.shapes
+        shapes = self.shapes
+        if backward:
+            shapes = self.gradient_shapes
         sent = []
-        for k, shape in enumerate(shapes):
-            sent.append(array_at[k] if k in array_at else jnp.zeros(shape.shape, shape.dtype))
+        for place, shape in enumerate(shapes):
+            if place in array_at:
+                sent.append(array_at[place])
+            else:
+                sent.append(jnp.zeros(shape.shape, shape.dtype))
         return sent
 
     def unpacked(self, loop: int, sent: Arrays, *, backward: bool = False) -> Arrays:
@@ -75,6 +84,7 @@ def wire_of(loops: Sequence[Loop]) -> Wire:
     shapes: Shapes = []
     places: list[list[int]] = []
     for loop in loops:
+        # A loop uses each place once: two arrays of one shape that it sends have two places.
         free = list(range(len(shapes)))
         places_of_loop = []
         for shape in loop.travelling:
