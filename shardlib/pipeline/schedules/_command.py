@@ -5,6 +5,7 @@ by side.
 import argparse
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ these are apart:
     F0 F1 B0 B1
     F0 B0 F1 B1
 """
+# Options of a known schedule, which a table of one's own says itself; and what they are by default.
+_DEFAULTS = {"stages": 4, "microbatches": 8, "chunks": 2}
+_HEAD = ("schedule", "takes", "bubble", "in ticks", "bubble in ticks", "held at most", "sends")
 
 
 def add_command(commands: Any) -> None:
@@ -48,6 +52,13 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--chunks", type=int, help="parts on a stage, of `interleaved` (default: 2)"
     )
+    _add_costs(command)
+    command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture there")
+    command.set_defaults(run=run)
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    """Add the options for what passes take, in any unit of time."""
     command.add_argument(
         "--forward", type=float, default=1.0, help="what a stage's forward pass takes (default: 1)"
     )
@@ -60,82 +71,105 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--send", type=float, default=0.0, help="what sending to the next stage takes (default: 0)"
     )
-    command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture there")
-    command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command; 2 for a mistake."""
     try:
-        costs = Costs(arguments.forward, arguments.backward, arguments.weights, arguments.send)
-        if not any((arguments.forward, arguments.backward, arguments.weights)):
-            raise ValueError(
-                "--forward, --backward and --weights are all 0: then nothing takes any time."
-            )
-        _check_options(arguments)
-        if arguments.schedule is None and arguments.table is None:
-            if arguments.svg is not None:
-                raise ValueError("--svg draws one schedule: say which, --schedule NAME.")
-            print(_compared(arguments, costs))
-        else:
-            print(_shown(arguments, costs))
+        print(_report(arguments))
     except (OSError, ValueError) as error:
         print(f"shardlib pipeline: {error}", file=sys.stderr)
         return 2
     return 0
 
 
+def _report(arguments: argparse.Namespace) -> str:
+    """What the command prints: one schedule with its picture, or a comparison of all."""
+    costs = Costs(arguments.forward, arguments.backward, arguments.weights, arguments.send)
+    if not any((arguments.forward, arguments.backward, arguments.weights)):
+        raise ValueError(
+            "--forward, --backward and --weights are all 0: then nothing takes any time."
+        )
+    _check_options(arguments)
+    if arguments.schedule is None and arguments.table is None:
+        if arguments.svg is not None:
+            raise ValueError("--svg draws one schedule: say which, --schedule NAME.")
+        return _comparison(arguments, costs)
+    return _description(arguments, costs)
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse what would not be used; fill in the rest."""
+    """Refuse options that would not be used, and fill in the rest.
+
+    That an option was given is only seen while its default is not filled in.
+    """
     if arguments.table is not None:
         if arguments.schedule is not None:
             raise ValueError("--schedule and --table: give one of them.")
-        if unused := [
-            name
-            for name in ("stages", "microbatches", "chunks")
-            if getattr(arguments, name) is not None
-        ]:
-            raise ValueError(f"--{unused[0]}: the table says that itself.")
+        for name in _DEFAULTS:
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name}: the table says that itself.")
     elif arguments.paired:
         raise ValueError("--paired is for a --table; the other schedules know.")
     if arguments.chunks is not None and arguments.schedule not in (None, "interleaved"):
         raise ValueError(f"--chunks is for `interleaved`; got --schedule {arguments.schedule}.")
-    for name, default in (("stages", 4), ("microbatches", 8), ("chunks", 2)):
+    for name, default in _DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
 
 
-def _made(name: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Table, bool]:
-    more: dict[str, Any] = {"costs": costs} if name in COSTED else {}
+@dataclass(frozen=True)
+class _Named:
+    """A schedule by its name: its table, and whether ticks have a forward and a backward pass."""
+
+    name: str
+    table: Table
+    paired: bool
+
+
+def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> _Named:
+    """A published schedule of the size that the options say."""
+    options: dict[str, Any] = {}
+    # Most schedules are the same for all costs.
+    if name in COSTED:
+        options["costs"] = costs
     if name == "interleaved":
-        more["chunks"] = arguments.chunks
-    schedule: Any = SCHEDULES[name](arguments.stages, arguments.microbatches, **more)
-    return schedule.table(), schedule.paired
+        options["chunks"] = arguments.chunks
+    schedule: Any = SCHEDULES[name](arguments.stages, arguments.microbatches, **options)
+    return _Named(name, schedule.table(), schedule.paired)
 
 
-def _shown(arguments: argparse.Namespace, costs: Costs) -> str:
-    if arguments.table is not None:
-        name = str(arguments.table)
-        made = Table.parse(arguments.table.read_text())
-        paired = arguments.paired
-    else:
-        name, (made, paired) = arguments.schedule, _made(arguments.schedule, arguments, costs)
-    timeline = simulate(made, costs)
+def _chosen(arguments: argparse.Namespace, costs: Costs) -> _Named:
+    """The schedule that is asked for, out of a file or by its name."""
+    if arguments.table is None:
+        return _named(arguments.schedule, arguments, costs)
+    table = Table.parse(arguments.table.read_text())
+    return _Named(str(arguments.table), table, arguments.paired)
+
+
+def _description(arguments: argparse.Namespace, costs: Costs) -> str:
+    """One schedule: its picture in letters, what they mean, and its numbers."""
+    schedule = _chosen(arguments, costs)
+    table, timeline = schedule.table, simulate(schedule.table, costs)
     width = shutil.get_terminal_size((100, 24)).columns
-    shown = text(timeline, width, colour=sys.stdout.isatty())
-    small = "; small letters: further parts of a stage" if made.parts > made.stages else ""
-    lines = [
-        shown,
-        "",
-        f"F forward, B backward{', W gradients of weights' if made.splits else ''}{small}",
-        "",
-    ]
-    lines += [text_table([_HEAD, _row(name, timeline, paired)])]
+    picture = text(timeline, width, colour=sys.stdout.isatty())
+    legend = "F forward, B backward"
+    if table.splits:
+        legend += ", W gradients of weights"
+    if table.parts > table.stages:
+        legend += "; small letters: further parts of a stage"
     live = ", ".join(f"{held:g}" for held in timeline.live)
-    lines.append(f"\nmicrobatches' activations that each stage holds at its fullest: {live}")
+    lines = [
+        picture,
+        "",
+        legend,
+        "",
+        text_table([_HEAD, _row(schedule, timeline)]),
+        f"\nmicrobatches' activations that each stage holds at its fullest: {live}",
+    ]
     if arguments.svg is not None:
         title = (
-            f"{name}: {made.stages} stages, {made.microbatches} microbatches, bubble "
+            f"{schedule.name}: {table.stages} stages, {table.microbatches} microbatches, bubble "
             f"{timeline.bubble:.1%}"
         )
         arguments.svg.write_text(svg(timeline, title))
@@ -143,34 +177,37 @@ def _shown(arguments: argparse.Namespace, costs: Costs) -> str:
     return "\n".join(lines)
 
 
-_HEAD = ("schedule", "takes", "bubble", "in ticks", "bubble in ticks", "held at most", "sends")
-
-
-def _row(name: str, timeline: Timeline, paired: bool) -> tuple[str, ...]:
-    ticks = pack(timeline.table, paired)
+def _row(schedule: _Named, timeline: Timeline) -> tuple[str, ...]:
+    """The numbers of a schedule, in the columns of `_HEAD`."""
+    ticks = pack(timeline.table, schedule.paired)
+    count = str(len(ticks.rows))
+    if schedule.paired:
+        count += " paired"
     return (
-        name,
+        schedule.name,
         f"{timeline.makespan:g}",
         f"{timeline.bubble:.1%}",
-        f"{len(ticks.rows)}{' paired' if paired else ''}",
+        count,
         f"{ticks.bubble(timeline.costs):.1%}",
         f"{max(timeline.live):g}",
         str(timeline.sends),
     )
 
 
-def _compared(arguments: argparse.Namespace, costs: Costs) -> str:
+def _comparison(arguments: argparse.Namespace, costs: Costs) -> str:
+    """All schedules of one size in a table, and why some of them are not in it."""
     rows, left_out = [], []
     for name in SCHEDULES:
+        # Some take only certain numbers of microbatches.
         try:
-            made, paired = _made(name, arguments, costs)
+            schedule = _named(name, arguments, costs)
         except ValueError as error:
             left_out.append(f"{name}: {error}")
             continue
-        rows.append(_row(name, simulate(made, costs), paired))
+        rows.append(_row(schedule, simulate(schedule.table, costs)))
     if not rows:
         raise ValueError(left_out[0])
-    said = (
+    heading = (
         f"{arguments.stages} stages, {arguments.microbatches} microbatches; see --schedule NAME "
         "for one with a picture\n"
     )
@@ -178,4 +215,4 @@ def _compared(arguments: argparse.Namespace, costs: Costs) -> str:
         "takes: in the units of --forward; a tick: one part, or where paired, there and back; "
         "held: in microbatches"
     )
-    return "\n".join([said, text_table([_HEAD, *rows]), "", units, *left_out])
+    return "\n".join([heading, text_table([_HEAD, *rows]), "", units, *left_out])

@@ -139,18 +139,30 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     table = timeline.table
     # What is before the letters takes as much room on each line as for the last stage.
     room = width - len(f"stage {table.stages - 1} | ")
-    lengths = [timeline.end[op] - timeline.start[op] for op in timeline.end]
-    shortest = min(length for length in lengths if length > 0)
-    columns = round(timeline.elapsed / shortest)
+    # As many columns as the shortest pass goes into the whole, so that each has one to itself.
+    columns = round(timeline.elapsed / _shortest_pass(timeline))
     digits = len(str(table.microbatches - 1))
+    # A cell is a letter, a number, and a space. Without room for it, letters stand close together.
     if columns * (digits + 2) > room:
         digits = 0
         columns = max(1, min(room, columns))
     cells = _Cells(timeline, columns, digits, colour)
-    names = [f"stage {stage}" for stage in range(table.stages)]
-    longest = len(names[-1])
-    lines = [f"{name:{longest}} | {cells.line(stage)}".rstrip() for stage, name in enumerate(names)]
+    longest = len(f"stage {table.stages - 1}")
+    lines = []
+    for stage in range(table.stages):
+        name = f"stage {stage}".ljust(longest)
+        lines.append(f"{name} | {cells.line(stage)}".rstrip())
     return "\n".join(lines)
+
+
+def _shortest_pass(timeline: Timeline) -> float:
+    """The time of the shortest pass that takes any."""
+    shortest = timeline.elapsed
+    for op, end in timeline.end.items():
+        length = end - timeline.start[op]
+        if 0 < length < shortest:
+            shortest = length
+    return shortest
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""The published schedules. Each is a value that makes a table, with the closed formulas of its
-paper beside it.
+"""The published schedules, each a value that makes a table, with the closed formulas of its paper.
 
-Stage numbers s run from 0 to S - 1; of M microbatches. Costs F, B and W are those of a whole stage.
+Those that go through the stages and back, as a V, are in `_v_shaped`. In formulas S is the number
+of stages, s that of one of them, from 0 on, and M the number of microbatches. Costs F, B and W are
+those of a whole stage. `gap` is for how long stages wait in a step, and `live` how many
+microbatches' activations a stage holds at its fullest.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,22 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlib.checks import _arguments as check
-from shardlib.pipeline.schedules._rounds import rounds
 from shardlib.pipeline.schedules._schedule import (
     MOST_PASSES,
     Schedule,
     check_costs,
     check_schedule,
     checked_stages,
-    equal_cost,
     require_for_formula,
     single_costs,
     total_cost,
 )
 from shardlib.pipeline.schedules._search import search
 from shardlib.pipeline.schedules._simulate import UNIT, Costs
-from shardlib.pipeline.schedules._table import Kind, Op, Table
-from shardlib.pipeline.schedules._weave import weave
+from shardlib.pipeline.schedules._table import Op, Table
+from shardlib.pipeline.schedules._v_shaped import ZBV, DualPipeV, VHalf, VMin
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def _in_turn(
     passes are split, the gradients of weights follow `weights_behind` backward passes behind.
     """
     order = [Op("F", *item) for item in forwards[:ahead]]
+    # Gradients of weights whose backward pass is done, the oldest first.
     weights = []
     for number, item in enumerate(backwards):
         order.append(Op("B", *item))
@@ -74,7 +75,9 @@ def _table_in_turn(
     orders = []
     for stage in range(schedule.stages):
         items = [(microbatch, stage) for microbatch in range(schedule.microbatches)]
-        behind = None if weights_behind is None else weights_behind[stage]
+        behind = None
+        if weights_behind is not None:
+            behind = weights_behind[stage]
         order = _in_turn(items, items, min(ahead[stage], len(items)), behind)
         orders.append(tuple(order))
     return Table(tuple(orders), tuple(range(schedule.stages)))
@@ -192,8 +195,9 @@ class ZBH2(_Plain):
         return _table_in_turn(self, range(2 * self.stages - 1, 0, -2), range(0, 2 * self.stages, 2))
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B - 2 W), when M is at least 2 S - 1, F at least W, and F + B at least 2
-        W.
+        """(S - 1)(F + B - 2 W).
+
+        That holds when M is at least 2 S - 1, F at least W, and F + B at least 2 W.
         """
         forward, backward, weights = single_costs(costs)
         enough = self.microbatches >= 2 * self.stages - 1
@@ -244,12 +248,14 @@ class Interleaved:
         stages, chunks, count = self.stages, self.chunks, self.microbatches * self.chunks
         orders = []
         for stage in range(stages):
-            turns = [
-                (k // (stages * chunks) * stages + k % stages, k // stages % chunks)
-                for k in range(count)
-            ]
-            forwards = [(m, chunk * stages + stage) for m, chunk in turns]
-            backwards = [(m, (chunks - 1 - chunk) * stages + stage) for m, chunk in turns]
+            forwards, backwards = [], []
+            for turn in range(count):
+                # Each group of S microbatches goes through all chunks before the next group does.
+                microbatch = turn // (stages * chunks) * stages + turn % stages
+                chunk = turn // stages % chunks
+                forwards.append((microbatch, chunk * stages + stage))
+                # Backward, the chunks come in the opposite order.
+                backwards.append((microbatch, (chunks - 1 - chunk) * stages + stage))
             ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
             orders.append(tuple(_in_turn(forwards, backwards, min(ahead, count), None)))
         return Table(tuple(orders), tuple(part % stages for part in range(stages * chunks)))
@@ -262,243 +268,6 @@ class Interleaved:
         """(2 (S - s - 1) + (chunks - 1) S + 1) / chunks."""
         most = 2 * (self.stages - stage - 1) + (self.chunks - 1) * self.stages + 1
         return min(most / self.chunks, self.microbatches)
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """When the four passes of microbatch 0 start on a stage with two parts, in units of time.
-
-    The *first* part is the one on the way through the stages, part s; the *second* the one on the
-    way back, part 2 S - 1 - s.
-    """
-
-    forward_first: int
-    forward_second: int
-    backward_second: int
-    backward_first: int
-
-
-def _v_table(schedule: "VMin | VHalf") -> Table:
-    """The table of a schedule that goes through the stages and back, as a V.
-
-    The pattern of one microbatch, repeated every six units of time, decides the order of passes,
-    and with it how long activations are held. The gradients of weights go where a stage would wait.
-    """
-    stages, orders = schedule.stages, []
-    for stage in range(stages):
-        first, second = stage, 2 * stages - 1 - stage
-        pattern = schedule._pattern(stage)
-        timed = []
-        for microbatch in range(schedule.microbatches):
-            start = 6 * microbatch
-            timed += [
-                (start + pattern.forward_first, Op("F", microbatch, first)),
-                (start + pattern.forward_second, Op("F", microbatch, second)),
-                (start + pattern.backward_second, Op("B", microbatch, second)),
-                (start + pattern.backward_first, Op("B", microbatch, first)),
-            ]
-        orders.append([op for _, op in sorted(timed)])
-    placement = (*range(stages), *reversed(range(stages)))
-    return weave(orders, placement, max(map(schedule.live, range(stages))))
-
-
-@dataclass(frozen=True)
-class VMin:
-    """V-Min: a third of the memory of 1F1B, for two thirds of its gap.
-
-    Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
-    """
-
-    stages: int
-    microbatches: int
-    paired: bool = False
-
-    def __post_init__(self) -> None:
-        check_schedule(self, parts=2)
-
-    def table(self) -> Table:
-        """What each stage does, in order; `W`s are where it would wait."""
-        return _v_table(self)
-
-    def _pattern(self, stage: int) -> _Pattern:
-        """When the passes of microbatch 0 start, such that no two of a stage fall on one unit.
-
-        A delay of two before the backward passes sees to that where 3 divides S.
-        """
-        stages = self.stages
-        delay = 0 if stages % 3 else 2
-        return _Pattern(
-            forward_first=stage,
-            forward_second=2 * stages - 1 - stage,
-            backward_second=2 * stages + delay + stage,
-            backward_first=4 * stages + delay - 1 - stage,
-        )
-
-    def gap(self, costs: Costs) -> float:
-        """2 (S - 1)(F + B + W) / 3, for F = B = W, half an F less; or half an F more, where 3
-        divides S.
-        """
-        forward = equal_cost(costs)
-        more = forward / 2 if self.stages % 3 == 0 else -forward / 2
-        return 2 * (self.stages - 1) * forward + more if self.stages > 1 else 0.0
-
-    def live(self, stage: int) -> float:
-        """S / 3, and at most two more."""
-        return min(self.stages / 3 + 2, self.microbatches)
-
-
-@dataclass(frozen=True)
-class VHalf:
-    """V-Half: half the memory of 1F1B, for half its gap.
-
-    Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
-    """
-
-    stages: int
-    microbatches: int
-    paired: bool = False
-
-    def __post_init__(self) -> None:
-        check_schedule(self, parts=2)
-
-    def table(self) -> Table:
-        """What each stage does, in order; `W`s are where it would wait."""
-        return _v_table(self)
-
-    def _pattern(self, stage: int) -> _Pattern:
-        """When the passes of microbatch 0 start, such that no two of a stage fall on one unit.
-
-        A delay of three before the backward passes sees to that for an even S.
-        """
-        stages = self.stages
-        delay = 0 if stages % 2 else 3
-        return _Pattern(
-            forward_first=2 * stage,
-            forward_second=3 * stages - 2 - stage,
-            backward_second=3 * stages - 1 + delay + 2 * stage,
-            backward_first=6 * stages - 2 + delay - stage,
-        )
-
-    def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B + W) / 2, for F = B = W and an even S; half an F less for an odd one."""
-        less = equal_cost(costs) / 2 if self.stages % 2 and self.stages > 1 else 0.0
-        return (self.stages - 1) * 3 * equal_cost(costs) / 2 - less
-
-    def live(self, stage: int) -> float:
-        """S / 2 and one."""
-        return min(self.stages // 2 + 1, self.microbatches)
-
-
-@dataclass(frozen=True)
-class ZBV:
-    """ZB-V: no bubble at all for the memory of 1F1B.
-
-    That holds where forward passes, backward passes and `W` take equally long.
-
-    Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some
-    of the gap.
-    """
-
-    stages: int
-    microbatches: int
-    costs: Costs = UNIT
-    paired: bool = False
-
-    def __post_init__(self) -> None:
-        check_costs(self)
-        check_schedule(self, checked_stages(self), why=", as many as there are stages", parts=2)
-
-    def table(self) -> Table:
-        """What each stage does."""
-        return rounds(self.stages, self.microbatches, self.live(0), self.costs)
-
-    def gap(self, costs: Costs) -> float:
-        """0, for F = B = W and M at least 2 S; (S - 1) F / 2 for M = S."""
-        forward, count = equal_cost(costs), self.microbatches
-        if self.stages < count < 2 * self.stages:
-            raise ValueError(
-                f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` "
-                "takes any."
-            )
-        return 0.0 if count >= 2 * self.stages else (self.stages - 1) * forward / 2
-
-    def live(self, stage: int) -> float:
-        """S at each stage."""
-        return min(self.stages, self.microbatches)
-
-
-@dataclass(frozen=True)
-class DualPipeV:
-    """DeepSeek's DualPipe cut in half: two parts on each stage.
-
-    In most steps a forward pass runs beside a backward one.
-
-    Paired, a tick has both, so that what one sends may go while the other computes.
-    """
-
-    stages: int
-    microbatches: int
-    paired: bool = True
-
-    def __post_init__(self) -> None:
-        check_schedule(
-            self, 2 * checked_stages(self), why=", twice as many as there are stages", parts=2
-        )
-
-    def table(self) -> Table:
-        """What each stage does."""
-        return Table(
-            tuple(self._order(stage) for stage in range(self.stages)),
-            (*range(self.stages), *reversed(range(self.stages))),
-        )
-
-    def _order(self, stage: int) -> tuple[Op, ...]:
-        after = self.stages - stage - 1  # stages behind this one
-        order: list[Op] = []
-        late: list[Op] = []  # gradients of weights, not made yet
-        done: dict[str, int] = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
-
-        def put(names: str, *, split: bool = False) -> None:
-            for name in names.split():
-                if name == "W":
-                    order.append(late.pop(0))
-                    continue
-                kind: Kind = "F" if name[0] == "F" else "B"
-                part = stage if name[1] == "0" else 2 * self.stages - 1 - stage
-                op = Op(kind, done[name], part)
-                done[name] += 1
-                order.append(op)
-                if kind == "B":
-                    (late if split else order).append(op._replace(kind="W"))
-
-        for _ in range(2 * after):
-            put("F0")
-        for _ in range(stage + 1):
-            put("F0 F1")
-        for _ in range(after):
-            put("B1", split=True)
-            put("W F1")
-        for _ in range(self.microbatches - 2 * self.stages + stage + 1):
-            put("F0 B1 F1 B0")
-        for _ in range(after):
-            put("B1 F1 B0")
-        # Of the last backward passes half leave the gradients of weights for later.
-        for number in range(2 * (stage + 1)):
-            put("B0" if number % 2 else "B1", split=number > stage)
-        for _ in range(after):
-            put("W")
-            put("B0", split=True)
-        while late:
-            put("W")
-        return tuple(order)
-
-    def gap(self, costs: Costs) -> float:
-        """(S - 1) F / 2, for F = B = W."""
-        return (self.stages - 1) * equal_cost(costs) / 2
-
-    def live(self, stage: int) -> float:
-        """S and a half."""
-        return min(self.stages + 0.5, self.microbatches)
 
 
 @dataclass(frozen=True)
@@ -526,19 +295,23 @@ class ZeroBubble:
 
     def live(self, stage: int) -> float:
         """The limit, at most."""
-        return min(self.stages if self.limit is None else self.limit, self.microbatches)
+        return min(self._limit, self.microbatches)
 
     def table(self) -> Table:
         """What each stage does."""
-        return search(
-            self.stages,
-            self.microbatches,
-            self.costs,
-            self.stages if self.limit is None else self.limit,
-        )
+        return search(self.stages, self.microbatches, self.costs, self._limit)
+
+    @property
+    def _limit(self) -> float:
+        """How many microbatches' activations a stage may hold: as many as there are stages."""
+        if self.limit is None:
+            return self.stages
+        return self.limit
 
 
 def _zb_2p(stages: int, microbatches: int, costs: Costs = UNIT) -> ZeroBubble:
+    """ZB-2p: the search with twice the memory of 1F1B."""
+    # `replace`, so that errors about stages come from the schedule and not from this product.
     return replace(ZeroBubble(stages, microbatches, costs), limit=2 * stages)
 
 

@@ -34,8 +34,9 @@ class Schedule(Protocol):
 MOST_STAGES = 256
 """The most stages that a schedule is made for: more than any pipeline has."""
 MOST_PASSES = 2**16
-"""Of microbatches through parts, the most that a table is made of: it has two or three entries for
-each.
+"""The most passes of one kind, microbatches times parts, that a table is made of.
+
+A table has two or three entries for each.
 """
 
 
@@ -47,7 +48,16 @@ def check_schedule(
     parts: int = 1,
     most: int = MOST_PASSES,
 ) -> None:
-    """Refuse numbers of stages and microbatches that a schedule does not take."""
+    """Refuse numbers of stages and microbatches that a schedule does not take.
+
+    Args:
+        schedule: the schedule, whose numbers are replaced by checked ones.
+        least: the fewest microbatches that it takes.
+        multiple: what the number of microbatches is a multiple of.
+        why: the reason for these two, for the error.
+        parts: how many parts are on each stage.
+        most: the most passes of one kind.
+    """
     kind = type(schedule).__name__
     stages = checked_stages(schedule)
     count = check.whole(
@@ -59,10 +69,10 @@ def check_schedule(
         most=MOST_PASSES,
     )
     if count < least or count % multiple:
-        of = f", a multiple of {multiple}" if multiple > 1 else ""
-        raise ValueError(
-            f"`{kind}(stages={stages}, microbatches={count!r})`: at least {least}{of}{why}."
-        )
+        what = f"at least {least}"
+        if multiple > 1:
+            what += f", a multiple of {multiple}"
+        raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: {what}{why}.")
     if stages * parts * count > most:
         raise ValueError(
             f"`{kind}(stages={stages}, microbatches={count})` has {stages * parts * count:,} "
@@ -78,6 +88,7 @@ def check_schedule(
 
 
 def checked_stages(schedule: Any) -> int:
+    """The number of stages of a schedule, as an `int`; anything else is refused."""
     return check.whole(
         type(schedule).__name__,
         "stages",
@@ -89,11 +100,16 @@ def checked_stages(schedule: Any) -> int:
 
 
 def check_costs(schedule: Any) -> None:
+    """Refuse a schedule that is made for costs and was given something else."""
     takes = "`sl.pipeline.Costs`, such as `Costs(forward=1, backward=2)`"
     check.kind(type(schedule).__name__, "costs", schedule.costs, Costs, takes)
 
 
 def single_costs(costs: Costs) -> tuple[float, float, float]:
+    """The costs F, B and W of a stage, if they are one number each.
+
+    Closed formulas know no stages that differ from others.
+    """
     check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
     forward, backward, weights = costs.forward, costs.backward, costs.weights
     if (
@@ -108,6 +124,7 @@ def single_costs(costs: Costs) -> tuple[float, float, float]:
 
 
 def require_for_formula(holds: bool, condition: str, costs: Costs) -> None:
+    """Refuse to evaluate a closed formula where the condition that it was derived for fails."""
     if not holds:
         raise ValueError(
             f"The closed formula is for {condition}; got {costs}. `simulate` takes any."
@@ -115,10 +132,12 @@ def require_for_formula(holds: bool, condition: str, costs: Costs) -> None:
 
 
 def equal_cost(costs: Costs) -> float:
+    """The cost F for a formula that holds where F = B = W."""
     forward, backward, weights = single_costs(costs)
     require_for_formula(forward == backward == weights, "F = B = W", costs)
     return forward
 
 
 def total_cost(costs: Costs) -> float:
+    """F + B + W: what a microbatch takes on a stage in all."""
     return sum(single_costs(costs))

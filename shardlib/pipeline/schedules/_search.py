@@ -93,24 +93,30 @@ class _Builder:
 
     def build(self) -> Table:
         """Make the schedule."""
-        count = self.problem.microbatches
         self._warm_up()
-        for number in range(count):
-            if number > 0:
-                for stage in self._going_forward():
-                    self._fill_gap(stage, "F")
-                    self._do(stage, "F")
-            for stage in reversed(range(self.problem.stages)):
-                if number > 0:
-                    self._fill_gap(stage, "B")
-                if stage == 0 and self.stages[0].done["F"] == count:
-                    # Nobody waits for the first stage any more.
-                    self._do_pending(0)
-                self._do(stage, "B")
+        self._backward_round(fills_gaps=False)
+        for _ in range(self.problem.microbatches - 1):
+            for stage in self._going_forward():
+                self._fill_gap(stage, "F")
+                self._do(stage, "F")
+            self._backward_round(fills_gaps=True)
         for stage in range(self.problem.stages):
             self._do_pending(stage)
         orders = tuple(tuple(stage.order) for stage in self.stages)
         return Table(orders, tuple(range(self.problem.stages)))
+
+    def _backward_round(self, fills_gaps: bool) -> None:
+        """A backward pass of every stage, from the last to the first.
+
+        Before the first of these rounds there are no gradients of weights to fill gaps with.
+        """
+        for stage in reversed(range(self.problem.stages)):
+            if fills_gaps:
+                self._fill_gap(stage, "B")
+            if stage == 0 and self.stages[0].done["F"] == self.problem.microbatches:
+                # Nobody waits for the first stage any more.
+                self._do_pending(0)
+            self._do(stage, "B")
 
     def _arrival(self, stage: int, kind: Kind) -> float:
         """When what the next op of a kind needs from another stage has come."""
@@ -158,6 +164,7 @@ class _Builder:
             self._do(stage, "W")
 
     def _most_waited(self) -> float:
+        """For how long the stage has waited that has waited longest."""
         return max(stage.waited for stage in self.stages)
 
     def _warm_up(self) -> None:
@@ -184,9 +191,11 @@ class _Builder:
             while (
                 ahead[stage] < problem.microbatches and ahead[stage] + 1 <= problem.limit + _SLACK
             ):
-                if self.rules.early and clock >= comes:
-                    break
-                if not self.rules.early and clock + cost["F"] > comes:
+                # Either it may start until the backward pass has come, or must end before that.
+                is_too_late = clock + cost["F"] > comes
+                if self.rules.early:
+                    is_too_late = clock >= comes
+                if is_too_late:
                     break
                 ahead[stage] += 1
                 clock += cost["F"]
@@ -227,13 +236,19 @@ class _Builder:
         needed = after.clock + after.cost["F"] + after.cost["B"] + self.problem.costs.send
         if target.clock >= needed:
             return False
-        # To make room for the pass, gradients of weights may have to come first.
-        weights, held = 0.0, target.held + 1
+        is_late = target.clock + target.cost["F"] + self._time_to_make_room(target) > needed
+        can_wait = needed - target.clock <= self._most_waited() - target.waited
+        return not (is_late and can_wait)
+
+    def _time_to_make_room(self, target: _Stage) -> float:
+        """What the gradients of weights take that have to come first for another forward pass.
+
+        Each of them lets go of one microbatch's activations.
+        """
+        time, held = 0.0, target.held + 1
         for _ in range(target.pending):
             if held <= self.problem.limit + _SLACK:
                 break
-            weights += target.cost["W"]
+            time += target.cost["W"]
             held -= 1
-        is_late = target.clock + target.cost["F"] + weights > needed
-        can_wait = needed - target.clock <= self._most_waited() - target.waited
-        return not (is_late and can_wait)
+        return time

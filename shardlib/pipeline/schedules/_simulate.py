@@ -48,7 +48,9 @@ class Costs:
         if op.kind == "W":
             return weights
         backward = _share(self.backward, table, op.part, "backward")
-        return backward if table.splits else backward + weights
+        if table.splits:
+            return backward
+        return backward + weights
 
 
 def _checked_cost(name: str, value: Any) -> float | tuple[float, ...]:
@@ -56,7 +58,10 @@ def _checked_cost(name: str, value: Any) -> float | tuple[float, ...]:
     if hasattr(value, "tolist") and not isinstance(value, type):  # an array
         value = value.tolist()
     if isinstance(value, tuple | list) and value:
-        return tuple(float(check.number("Costs", name, cost, "a cost", least=0)) for cost in value)
+        costs = []
+        for cost in value:
+            costs.append(float(check.number("Costs", name, cost, "a cost", least=0)))
+        return tuple(costs)
     takes = "a cost, or a tuple of one for each part"
     return float(check.number("Costs", name, value, takes, least=0))
 
@@ -65,6 +70,7 @@ def _share(cost: float | Sequence[float], table: Table, part: int, name: str) ->
     """What a part takes of a cost, which the parts of a stage share evenly unless it says more."""
     if not isinstance(cost, Sequence):
         return cost / table.placement.count(table.placement[part])
+    # A cost for each part says how unevenly the model is cut, so that nothing is shared out.
     if len(cost) != table.parts:
         raise ValueError(
             f"`Costs({name}=...)` has {len(cost)} numbers, and the table has {table.parts} parts."
@@ -157,12 +163,14 @@ def _is_sent_away(table: Table, op: Op) -> bool:
     """Whether what an op makes goes to another stage; gradients of weights never do."""
     if op.kind == "W":
         return False
+    # What the first part makes backward, and the last one forward, goes nowhere.
     to = op.part + {"F": 1, "B": -1}[op.kind]
     return 0 <= to < table.parts and table.placement[to] != table.placement[op.part]
 
 
 def _held(table: Table, order: Sequence[Op], kept: float) -> tuple[float, ...]:
     """What a stage holds after each of its ops, in microbatches' activations."""
+    # Each of a stage's parts holds an even share of a microbatch's activations.
     parts = table.placement.count(table.placement[order[0].part])
     # Where passes are split, `W` still needs a share of what `F` kept.
     backward = kept - 1.0 if table.splits else -1.0
@@ -191,6 +199,7 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
     check.kind("simulate", "costs", costs, Costs, _TAKES_COSTS)
     play = _Play(table, costs)
     # A stage goes on until it waits for another one, and is taken up again when that has come.
+    # Stages are taken up in any order: when an op starts depends only on what it waits for.
     ready = list(range(table.stages))
     while ready:
         stage = ready.pop()
@@ -244,9 +253,10 @@ class _Play:
         op = self.table.orders[stage][self.position[stage]]
         start = max(self.clock[stage], 0.0)
         for needed in self.table.before(op):
-            comes_from_far = self.table.placement[needed.part] != stage
-            sending = self.costs.send if comes_from_far else 0.0
-            start = max(start, self.end[needed] + sending)
+            arrives = self.end[needed]
+            if self.table.placement[needed.part] != stage:
+                arrives += self.costs.send
+            start = max(start, arrives)
         self.start[op] = start
         self.end[op] = self.clock[stage] = start + self.costs.of(self.table, op)
         self.position[stage] += 1
@@ -321,20 +331,27 @@ def pack(table: Table, paired: bool) -> Ticks:
     while left > 0:
         row = []
         for stage, order in enumerate(table.orders):
-            ops: list[Op] = []
-            while position[stage] < len(order):
-                op = order[position[stage]]
-                if not _fits(table, op, ops, tick_of, paired):
-                    break
-                ops.append(op)
-                position[stage] += 1
-            row.append(tuple(ops))
+            ops = _ops_of_tick(table, order[position[stage] :], tick_of, paired)
+            position[stage] += len(ops)
+            row.append(ops)
         # Only now, so that what a stage makes is not there for others in the same tick.
         for op in _flat(row):
             tick_of[op] = len(rows)
             left -= 1
         rows.append(tuple(row))
     return Ticks(table, tuple(rows))
+
+
+def _ops_of_tick(
+    table: Table, rest: Sequence[Op], earlier: dict[Op, int], paired: bool
+) -> tuple[Op, ...]:
+    """The ops that a stage does in a tick, of the `rest` of its order: as many as there can be."""
+    ops: list[Op] = []
+    for op in rest:
+        if not _fits(table, op, ops, earlier, paired):
+            break
+        ops.append(op)
+    return tuple(ops)
 
 
 def _flat(row: Sequence[Sequence[Op]]) -> Iterator[Op]:

@@ -79,7 +79,10 @@ class Table:
         orders = []
         for stage, words in enumerate(lines):
             parts = [part for part, where in enumerate(placed) if where == stage]
-            orders.append(tuple(_op(word, stage, at, parts) for at, word in enumerate(words)))
+            order = []
+            for at, word in enumerate(words):
+                order.append(_op(word, stage, at, parts))
+            orders.append(tuple(order))
         return cls(tuple(orders), placed)
 
     @property
@@ -119,9 +122,12 @@ class Table:
         """
         kind, microbatch, part = op
         if kind == "F":
-            return (Op("F", microbatch, part - 1),) if part else ()
+            if part == 0:
+                return ()
+            return (Op("F", microbatch, part - 1),)
         if kind == "W":
             return (Op("B", microbatch, part),)
+        # What is left is a backward pass.
         forward = Op("F", microbatch, part)
         if part == self.parts - 1:
             return (forward,)
@@ -154,9 +160,11 @@ def _named_placement(lines: Sequence[Sequence[str]]) -> Sequence[int]:
     stage_of: dict[int, int] = {}
     for stage, words in enumerate(lines):
         for word in words:
+            # Only the end of the word is looked at: whether it is an op at all is checked later.
             named = re.search(r"@(\d{1,9})$", word)
             if named:
                 stage_of[int(named[1])] = stage
+    # Parts that are missing would be placed by guessing, and are left to be found missing.
     if sorted(stage_of) == list(range(len(stage_of))) and len(stage_of) > len(lines):
         return [stage_of[part] for part in range(len(stage_of))]
     return range(len(lines))
@@ -170,13 +178,16 @@ def _op(word: str, stage: int, at: int, parts: Sequence[int]) -> Op:
         reason = "an op is `F3`, `B3` or `W3`"
         if match is not None:
             reason = f"stage {stage} has the parts {list(parts)}: say which"
-        example = parts[0] if parts else 0
+        example = next(iter(parts), 0)
         raise ValueError(
             f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
             f"{reason}, as in `F3@{example}`."
         )
-    kind: Kind = next(kind for kind in KINDS if kind == match[1])
-    return Op(kind, int(match[2]), int(match[3]) if names_part else parts[0])
+    # The pattern has matched one of the kinds.
+    kind: Kind = KINDS[KINDS.index(match[1])]
+    if names_part:
+        return Op(kind, int(match[2]), int(match[3]))
+    return Op(kind, int(match[2]), parts[0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,6 +257,7 @@ def _check(table: Table) -> None:
     if not table.orders or not any(table.orders):
         raise ValueError("`Table(orders=...)`: a schedule has at least one stage, and an op.")
     _check_placement(table)
+    # Where each op is, in words, for the error about one that is there twice.
     positions: dict[Op, str] = {}
     for stage, order in enumerate(table.orders):
         for at, op in enumerate(order):

@@ -71,26 +71,41 @@ class _Weaving:
         if self.made[stage] and self.end[self.made[stage][-1]] > now:
             return  # woken while at work
         op = self._next(stage)
-        missing = None
-        arrives = now
-        if op is not None:
-            missing = next(
-                (needed for needed in self.table.before(op) if needed not in self.end), None
-            )
-            if missing is None:
-                arrives = max(now, self._arrival(stage, op))
-        ready = op is not None and missing is None and arrives <= now
-        if op is not None and ready and not (self._is_full(stage, op) and self.pending[stage]):
+        if op is not None and self._starts_now(stage, op, now):
             self.position[stage] += 1
             if op.kind == "B":
                 self.pending[stage].append(op)
             self._do(stage, op, now)
         elif self.pending[stage]:
+            # The stage would wait, or hold too much: it makes gradients of weights.
             self._do(stage, self.pending[stage].pop(0)._replace(kind="W"), now)
-        elif missing is not None:
-            self.asleep.setdefault(missing, []).append(stage)
         elif op is not None:
-            heapq.heappush(self.queue, (arrives, stage))
+            self._wait_for(stage, op, now)
+
+    def _starts_now(self, stage: int, op: Op, now: float) -> bool:
+        """Whether all has come that the next op of a stage needs, and there is room for it.
+
+        If there is no room and nothing that would make some, the op is done all the same.
+        """
+        if self._missing(op) is not None or self._arrival(stage, op) > now:
+            return False
+        return not (self._is_full(stage, op) and self.pending[stage])
+
+    def _wait_for(self, stage: int, op: Op, now: float) -> None:
+        """Have a stage look for work when what its next op needs arrives, or is at least done."""
+        missing = self._missing(op)
+        if missing is not None:
+            self.asleep.setdefault(missing, []).append(stage)
+            return
+        arrives = max(now, self._arrival(stage, op))
+        heapq.heappush(self.queue, (arrives, stage))
+
+    def _missing(self, op: Op) -> Op | None:
+        """The first op that another one needs and that is not done yet, or None."""
+        for needed in self.table.before(op):
+            if needed not in self.end:
+                return needed
+        return None
 
     def _next(self, stage: int) -> Op | None:
         """The next op in the order of a stage, if there is one more."""
@@ -102,8 +117,10 @@ class _Weaving:
         """When all has come that an op needs; it is done already."""
         arrival = 0.0
         for needed in self.table.before(op):
-            sending = self.costs.send if self.placement[needed.part] != stage else 0.0
-            arrival = max(arrival, self.end[needed] + sending)
+            comes = self.end[needed]
+            if self.placement[needed.part] != stage:
+                comes += self.costs.send
+            arrival = max(arrival, comes)
         return arrival
 
     def _is_full(self, stage: int, op: Op) -> bool:
