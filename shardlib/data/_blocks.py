@@ -65,17 +65,16 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._digests = np.asarray(digests, _DIGEST)
         with self.path.open("rb") as file:
             self.nbytes = os.fstat(file.fileno()).st_size
-            if self.nbytes % self.dtype.itemsize or -(-self.nbytes // BLOCK_BYTES) != len(
-                self._digests
-            ):
+            blocks = -(-self.nbytes // BLOCK_BYTES)
+            if self.nbytes % self.dtype.itemsize or blocks != len(self._digests):
                 raise ValueError(
                     f"`{self.path}` is damaged: it has {self.nbytes} bytes, and digests of "
                     f"{len(self._digests)} blocks of {BLOCK_BYTES}. {self._way_out()}"
                 )
             # A file without bytes cannot be mapped.
-            self._all = (
-                np.memmap(file, self.dtype, mode="r") if self.nbytes else np.empty(0, self.dtype)
-            )
+            self._all: np.ndarray = np.empty(0, self.dtype)
+            if self.nbytes:
+                self._all = np.memmap(file, self.dtype, mode="r")
             self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
         self._checked = np.zeros(len(self._digests), bool)
@@ -106,23 +105,35 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            places = range(self.size)[index]
-            if len(places):
-                first, last = sorted((places[0], places[-1]))
-                self.check(np.array([first]), np.array([last + 1]))
+            self._check_slice(index)
             return np.asarray(self._all[index])
-        chosen = (
-            np.asarray(index) if isinstance(index, list | np.ndarray | int | np.integer) else None
-        )
-        if chosen is None or chosen.dtype.kind not in "iu":
-            self.check_all()
-            return np.asarray(self._all)[index]
-        starts = chosen.astype(np.int64).ravel()  # numbers of 8 bits cannot count blocks
+        if isinstance(index, list | np.ndarray | int | np.integer):
+            chosen = np.asarray(index)
+            if chosen.dtype.kind in "iu":
+                self._check_numbers(chosen, index)
+                return self._all[chosen]
+        # Masks, ellipses, new axes: rare, and may read anything.
+        self.check_all()
+        return np.asarray(self._all)[index]
+
+    def _check_slice(self, index: slice) -> None:
+        """Check the blocks of a slice, which are all from its first element to its last."""
+        places = range(self.size)[index]
+        if len(places):
+            first, last = sorted((places[0], places[-1]))
+            self.check(np.array([first]), np.array([last + 1]))
+
+    def _check_numbers(self, chosen: np.ndarray, index: Any) -> None:
+        """Check the blocks of elements by their numbers, of which negative ones count from the end.
+
+        `index` is what the caller wrote, for the error.
+        """
+        # Numbers of 8 bits, as `chosen` may have, cannot count blocks.
+        starts = chosen.astype(np.int64).ravel()
         starts = np.where(starts < 0, starts + self.size, starts)
         if ((starts < 0) | (starts >= self.size)).any():
             raise IndexError(f"{self!r} has no element of each of these numbers: {index}")
         self.check(starts, starts + 1)
-        return self._all[chosen]
 
     def __iter__(self) -> Any:
         return iter(np.asarray(self))
@@ -134,10 +145,16 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError(
                 f"A `CheckedArray` of {self.dtype} cannot be one of {dtype} without a copy."
             )
-        return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
+        if copy:
+            return np.array(whole, dtype)
+        return np.asarray(whole, dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        arrays = [np.asarray(one) if isinstance(one, CheckedArray) else one for one in inputs]
+        arrays = []
+        for operand in inputs:
+            if isinstance(operand, CheckedArray):
+                operand = np.asarray(operand)
+            arrays.append(operand)
         return getattr(ufunc, method)(*arrays, **options)
 
     def windows(self, starts: np.ndarray, size: int) -> np.ndarray:
@@ -152,7 +169,8 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def check(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Check the blocks of the elements from each start up to its stop."""
-        # Two threads may check a block at the same time; both find the same.
+        # The blocks of each element range, `counts` of them from `first` on, in one array. Two
+        # threads may check a block at the same time; both find the same.
         first = starts * self.dtype.itemsize // BLOCK_BYTES
         counts = (stops * self.dtype.itemsize - 1) // BLOCK_BYTES - first + 1
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -161,9 +179,7 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._check_block(int(block))
 
     def find_damage(self) -> str:
-        """The first block that is not what was written, for a message; an empty text where all
-        are.
-        """
+        """The first block that is not what was written, for a message; empty if all are right."""
         for block in np.flatnonzero(~self._checked):
             if not self._is_right(int(block)):
                 return self._called(int(block))
@@ -200,9 +216,10 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _way_out(self) -> str:
         folder = self.path.parent
-        again = (
-            "Run again" if os.path.lexists(folder / SUSPECT) else f"Delete `{folder}` and run again"
-        )
+        again = f"Delete `{folder}` and run again"
+        # Where the suspicion could be noted, the store is checked and made again by itself.
+        if os.path.lexists(folder / SUSPECT):
+            again = "Run again"
         return (
             f"{again}: `prepare` makes the tokens again from the texts. If the texts are gone, "
             f"take the folder `{folder}` from a copy."

@@ -1,5 +1,11 @@
-"""Making a token store: documents are read, held out or not, encoded and written with their
-digests.
+r"""Making a token store: documents are read, held out or not, encoded and written with digests.
+
+    files -> documents -> batches -> ids -> train.ids, train.ends, train.crc32
+                                        \-> held_out.ids, held_out.ends, held_out.crc32
+                     and at the end the description, meta.json, and the digests, sha256sums
+
+Which part a document goes to is decided by a hash of its text, so that the same document is always
+on the same side. Only a batch of documents is in memory at a time.
 """
 
 import contextlib
@@ -10,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,158 +29,246 @@ from shardlib.data._documents import read_documents
 from shardlib.data._files import left_out
 from shardlib.data._progress import Progress, log
 from shardlib.data._seals import PARTS, SUMS, sealed_names, sha256sum
-from shardlib.data._tokenizer import Tokenizer, learn_tokenizer, learned_size, read_tokenizer
+from shardlib.data._tokenizer import (
+    Bytes,
+    HuggingFace,
+    Tokenizer,
+    learn_tokenizer,
+    learned_size,
+    read_tokenizer,
+)
 from shardlib.data._tokens import stored_tokenizer, tokenizer_of_store
 
-VERSION = 2  # of what a store is: part of every key
+VERSION = 2
+"""The format of a store. It is part of every key, so that a store of another one is not found."""
+
+# A batch of documents is full at so many of them, or of their characters.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 4 << 20
-_LEARN_BYTES = 64 << 20  # of text, at most, that a tokenizer is learned from
+# A tokenizer is learned from at most so many bytes of text.
+_LEARN_BYTES = 64 << 20
+# Documents are ordered by a hash of so many bytes.
+_HASH_BYTES = 8
 
 
 def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
-    """Make the store of a corpus in an empty folder."""
+    """Make the store of a corpus in an empty folder.
+
+    Files that are no documents, change while they are read, or leave nothing to train on are a
+    `ValueError`. A full disk is an `OSError` that says so.
+    """
     learned = _learn(corpus, sources, folder)
     content = read_tokenizer(tokenizer_of_store(corpus, folder))
-    tokenizer_sha256 = hashlib.sha256(content).hexdigest() if content else ""
+    tokenizer_sha256 = ""
+    if content:
+        tokenizer_sha256 = hashlib.sha256(content).hexdigest()
     tokenizer = stored_tokenizer(corpus, folder, tokenizer_sha256)
-    dtype = "<u2" if tokenizer.vocab <= 1 << 16 else "<u4"
-    reading, start, unknown = Reading(), time.monotonic(), 0
-    progress = Progress(
-        f"reading {describe_files(sources)}", sum(source.size for source in sources)
-    )
+    builder = _Builder(corpus, sources, folder, tokenizer)
     try:
-        with contextlib.ExitStack() as stack:
-            parts = [_Part(stack, folder, name, dtype, tokenizer) for name in PARTS]
-            for texts in _batches(read_documents(sources, corpus, reading)):
-                raw = [text.encode() for text in texts]
-                held_out = [_is_held_out(one, corpus.held_out) for one in raw]
-                encoded = tokenizer.encode_batch(texts)
-                if tokenizer.unknown is not None:
-                    unknown += sum(int((ids == tokenizer.unknown).sum()) for ids in encoded)
-                for part, side in zip(parts, (False, True), strict=True):
-                    chosen = [k for k, other in enumerate(held_out) if other == side]
-                    part.append([encoded[k] for k in chosen], sum(len(raw[k]) for k in chosen))
-                progress.at(reading.bytes)
-            _check(corpus, sources, reading, *parts)
-            for part in parts:
-                part.finish()
-        told: dict[str, Any] = {
-            "version": VERSION,
-            "corpus": asdict(corpus),
-            "dtype": dtype,
-            "vocab": tokenizer.vocab,
-            "end": tokenizer.end,
-            "learned": learned,
-            "tokenizer_sha256": tokenizer_sha256,
-            "unknown": unknown,
-            "block_bytes": BLOCK_BYTES,
-            "files": len(sources),
-            "empty": reading.empty,
-            "left_out": left_out(corpus),
-            "skipped": [asdict(one) for one in reading.skipped.values()],
-            "sizes": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-            "seconds": round(time.monotonic() - start, 1),
-            **{name: part.told() for name, part in zip(PARTS, parts, strict=True)},
-        }
-        _write_text(folder / "meta.json", json.dumps(told, indent=1))
-        _write_text(
-            folder / SUMS, "".join(sha256sum(folder / name).line() for name in sealed_names(corpus))
-        )
+        builder.write_tokens()
+        builder.write_description({"learned": learned, "tokenizer_sha256": tokenizer_sha256})
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            token_bytes = np.dtype(builder.dtype).itemsize
             raise OSError(
                 error.errno,
                 f"The disk of `{folder.parent}` is full; nothing is left of the store that was "
-                f"being made. Tokens take {np.dtype(dtype).itemsize} bytes each. Make room, or "
+                f"being made. Tokens take {token_bytes} bytes each. Make room, or "
                 "name another folder: `prepare(corpus, cache=...)`",
             ) from error
         raise
+    for skipped in builder.reading.skipped.values():
+        log(str(skipped))
+
+
+@dataclass
+class _Builder:
+    """A store while it is made.
+
+    - `reading` says how far the files have been read, and what was passed over.
+    - `unknown` counts tokens that stand for characters that the tokenizer lacks.
+    - `described` has what the description says of each part, once that is written.
+    """
+
+    corpus: Corpus
+    sources: tuple[Source, ...]
+    folder: Path
+    tokenizer: Bytes | HuggingFace
+    reading: Reading = field(default_factory=Reading)
+    start: float = field(default_factory=time.monotonic)
+    unknown: int = 0
+    described: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the stored ids: two bytes each, if the vocabulary has no more."""
+        if self.tokenizer.vocab <= 1 << 16:
+            return "<u2"
+        return "<u4"
+
+    def write_tokens(self) -> None:
+        """Read and encode all documents, and write the files of both parts."""
+        documents = read_documents(self.sources, self.corpus, self.reading)
+        with _progress("reading", self.sources) as progress, contextlib.ExitStack() as stack:
+            train, held_out = [
+                _Part(stack, self.folder, name, self.dtype, self.tokenizer) for name in PARTS
+            ]
+            for texts in _batches(documents):
+                self._append(texts, train, held_out)
+                progress.at(self.reading.bytes)
+            _check(self.corpus, self.sources, self.reading, train, held_out)
+            for name, part in zip(PARTS, (train, held_out), strict=True):
+                part.finish()
+                self.described[name] = part.description()
+
+    def _append(self, texts: list[str], train: "_Part", held_out: "_Part") -> None:
+        """Encode a batch of documents, and write each to its part."""
+        # Together, since the tokenizer encodes texts in several threads.
+        encoded = self.tokenizer.encode_batch(texts)
+        documents: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        sizes = {False: 0, True: 0}
+        for text, ids in zip(texts, encoded, strict=True):
+            raw = text.encode()
+            side = _is_held_out(raw, self.corpus.held_out)
+            documents[side].append(ids)
+            sizes[side] += len(raw)
+            if self.tokenizer.unknown is not None:
+                self.unknown += int((ids == self.tokenizer.unknown).sum())
+        train.append(documents[False], sizes[False])
+        held_out.append(documents[True], sizes[True])
+
+    def write_description(self, tokenizer: dict[str, Any]) -> None:
+        """Write `meta.json`, and the digests of all small files.
+
+        `tokenizer` has the digest of the tokenizer's file, and what it was learned from.
+        """
+        description: dict[str, Any] = {
+            "version": VERSION,
+            "corpus": asdict(self.corpus),
+            "dtype": self.dtype,
+            "vocab": self.tokenizer.vocab,
+            "end": self.tokenizer.end,
+            **tokenizer,
+            "unknown": self.unknown,
+            "block_bytes": BLOCK_BYTES,
+            "files": len(self.sources),
+            "empty": self.reading.empty,
+            "left_out": left_out(self.corpus),
+            "skipped": [asdict(skipped) for skipped in self.reading.skipped.values()],
+            "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
+            "seconds": round(time.monotonic() - self.start, 1),
+            **self.described,
+        }
+        _write_text(self.folder / "meta.json", json.dumps(description, indent=1))
+        # Last, since it has a digest of the description too.
+        sums = [sha256sum(self.folder / name).line() for name in sealed_names(self.corpus)]
+        _write_text(self.folder / SUMS, "".join(sums))
+
+
+@contextlib.contextmanager
+def _progress(doing: str, sources: tuple[Source, ...]) -> Iterator[Progress]:
+    """A bar for work on all files, which is taken away at the end."""
+    total = sum(source.size for source in sources)
+    progress = Progress(f"{doing} {describe_files(sources)}", total)
+    try:
+        yield progress
     finally:
         progress.close()
-    for one in reading.skipped.values():
-        log(str(one))
 
 
 def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[str, int]:
-    """Put the tokenizer into the folder of a store, if it is one to be learned; tell what it was
-    learned from.
+    """Put the tokenizer into the folder of a store, if it is one to be learned.
+
+    Returns from how many documents and bytes it was learned, or nothing.
     """
     size = learned_size(corpus.tokenizer)
     if size is None:
         return {}
-    texts = _sample(corpus, sources)
-    total = sum(map(len, texts))
+    sample = _sample(corpus, sources)
+    total = sum(map(len, sample))
     progress = Progress(f"learning {size:,} tokens", total)
 
-    def told() -> Iterator[str]:
+    def texts() -> Iterator[str]:
         done = 0
-        for text in texts:
-            yield text.decode(errors="ignore")  # one that was cut may end within a character
-            progress.at(done := done + len(text))
+        for raw in sample:
+            # A text that was cut may end within a character.
+            yield raw.decode(errors="ignore")
+            done += len(raw)
+            progress.at(done)
 
     try:
-        learned = learn_tokenizer(size, told(), corpus.end).to_str(pretty=True)
+        learned = learn_tokenizer(size, texts(), corpus.end).to_str(pretty=True)
     finally:
         progress.close()
     _write_text(folder / "tokenizer.json", learned)
-    return {"learned_documents": len(texts), "learned_bytes": total}
+    return {"learned_documents": len(sample), "learned_bytes": total}
 
 
 def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
-    """Documents to train on: all, or those that come first in an order of no meaning, as many as a
-    tokenizer is learned from.
+    """The documents that a tokenizer is learned from: all, or as many as it may be learned from.
+
+    Those are chosen that come first by the hash of their text: as good as drawn, and the same ones
+    in whatever order the files are read.
     """
-    chosen: list[tuple[int, int, bytes]] = []  # a heap, the last in that order on top
+    # A heap of documents with the last one by hash on top, which is the first to be given up.
+    chosen: list[tuple[int, int, bytes]] = []
     reading, total = Reading(), 0
-    progress = Progress(
-        f"choosing from {describe_files(sources)}", sum(source.size for source in sources)
-    )
-    try:
+    with _progress("choosing from", sources) as progress:
         for number, text in enumerate(read_documents(sources, corpus, reading)):
             raw = text.encode()
             if not _is_held_out(raw, corpus.held_out):
                 part = raw[:_LEARN_BYTES]
-                heapq.heappush(chosen, (-_place(raw), -number, part))
+                # The number breaks ties between documents of one text.
+                heapq.heappush(chosen, (-_text_hash(raw), -number, part))
                 total += len(part)
             while total > _LEARN_BYTES:
                 total -= len(heapq.heappop(chosen)[2])
             progress.at(reading.bytes)
-    finally:
-        progress.close()
     return [raw for _, _, raw in chosen]
 
 
 class _Part:
-    """One part of a store while it is written."""
+    """One part of a store, `train` or `held_out`, while it is written.
+
+    It has three files: the ids of all documents, where in them each document ends, and a digest of
+    each block of the ids.
+    """
 
     def __init__(
         self, stack: contextlib.ExitStack, folder: Path, name: str, dtype: str, tokenizer: Tokenizer
     ) -> None:
-        # Files of their own, never through a link that another put there.
+        # "x" makes new files, and so never writes through a link that another put there.
         self.ids = stack.enter_context((folder / f"{name}.ids").open("xb"))
         self.ends = stack.enter_context((folder / f"{name}.ends").open("xb"))
         self.crc32 = stack.enter_context((folder / f"{name}.crc32").open("xb"))
-        self.dtype, self.vocab, self.end = dtype, tokenizer.vocab, np.array([tokenizer.end], dtype)
+        self.dtype, self.vocab = dtype, tokenizer.vocab
+        self.end = np.array([tokenizer.end], dtype)
         self.tokens = self.documents = self.bytes = 0
         self.hash, self.digests = hashlib.blake2b(digest_size=16), Digests()
 
     def append(self, documents: list[np.ndarray], size_bytes: int) -> None:
+        """Write the ids of some documents, whose texts have so many bytes in all."""
         if not documents:
             return
-        joined = np.concatenate([one for ids in documents for one in (ids, self.end)])
-        if (highest := int(joined.max())) >= self.vocab:
+        pieces: list[np.ndarray] = []
+        lengths: list[int] = []
+        for ids in documents:
+            pieces += [ids, self.end]
+            lengths.append(len(ids) + 1)
+        # Before ids are cut to the dtype in which they are stored, each must be in the vocabulary.
+        joined = np.concatenate(pieces)
+        highest = int(joined.max())
+        if highest >= self.vocab:
             raise ValueError(
                 f"The tokenizer gave the id {highest}, and its vocabulary has {self.vocab} tokens: "
                 "its file contradicts itself."
             )
-        ended = joined.astype(self.dtype)
-        ends = self.tokens + np.cumsum([len(ids) + 1 for ids in documents], dtype="<i8")
-        self.hash.update(ended.data)
-        self.digests.update(ended.data)
-        _write(self.ids, ended)
-        _write(self.ends, ends)
-        self.tokens += len(ended)
+        stored = joined.astype(self.dtype)
+        self.hash.update(stored.data)
+        self.digests.update(stored.data)
+        _write(self.ids, stored)
+        _write(self.ends, self.tokens + np.cumsum(lengths, dtype="<i8"))
+        self.tokens += len(stored)
         self.documents += len(documents)
         self.bytes += size_bytes
 
@@ -184,7 +278,8 @@ class _Part:
         for file in (self.ids, self.ends, self.crc32):
             _to_disk(file)
 
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
+        """What the description of the store says of this part."""
         return {"bytes": self.bytes, "fingerprint": self.hash.hexdigest()}
 
 
@@ -193,17 +288,20 @@ def _write(file: BinaryIO, array: np.ndarray) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
+    """Write a new file, and have it on disk."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
         _to_disk(file)
 
 
 def _to_disk(file: Any) -> None:
+    # Without this, a machine that loses power may keep a renamed folder with empty files.
     file.flush()
     os.fsync(file.fileno())
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Documents in lists, each large enough that encoding it keeps all threads busy."""
     batch: list[str] = []
     characters = 0
     for document in documents:
@@ -217,29 +315,24 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _is_held_out(text: bytes, share: float) -> bool:
-    """Whether a document is kept for evaluation, told from its content so that its duplicates go
-    with it.
+    """Whether a document is kept for evaluation.
+
+    Its content decides, so that its duplicates go with it.
     """
-    return _place(text) < share * 2**64
+    return _text_hash(text) < share * 2 ** (8 * _HASH_BYTES)
 
 
-def _place(text: bytes) -> int:
-    """Where a document stands, of 2**64 places, in an order that is as good as drawn."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+def _text_hash(text: bytes) -> int:
+    """A number below 2**64 that a document's text decides, as good as drawn."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_HASH_BYTES).digest(), "little")
 
 
 def _check(
     corpus: Corpus, sources: tuple[Source, ...], reading: Reading, train: _Part, held_out: _Part
 ) -> None:
+    """Refuse files without documents, without any to train on, or that changed meanwhile."""
     if not train.documents + held_out.documents:
-        named = ", ".join(f"`{source.path}`" for source in sources[:3]) + (
-            ", …" if len(sources) > 3 else ""
-        )
-        passed = (
-            f"{reading.empty} are empty and {sum(one.count for one in reading.skipped.values())} "
-            "were skipped"
-        )
-        raise ValueError(f"{named} hold no document: {passed}.")
+        raise ValueError(_describe_no_documents(sources, reading))
     if not train.documents:
         raise ValueError(
             f"`Corpus(held_out={corpus.held_out})` leaves nothing to train on: of "
@@ -254,10 +347,22 @@ def _check(
             )
 
 
+def _describe_no_documents(sources: tuple[Source, ...], reading: Reading) -> str:
+    """The error for files that hold no document, or only empty and bad ones."""
+    named = ", ".join(f"`{source.path}`" for source in sources[:3])
+    if len(sources) > 3:
+        named += ", …"
+    skipped = sum(skipped.count for skipped in reading.skipped.values())
+    return f"{named} hold no document: {reading.empty} are empty and {skipped} were skipped."
+
+
 def describe_files(sources: tuple[Source, ...]) -> str:
+    """The files of a corpus for a message: the name of one, or how many there are, and their size.
+
+    >>> describe_files((Source(Path("a/wiki.txt"), "text", 2048, 0),))
+    'wiki.txt (2.0 KiB)'
+    """
     size = human_bytes(sum(source.size for source in sources))
-    return (
-        f"{sources[0].path.name} ({size})"
-        if len(sources) == 1
-        else f"{len(sources)} files ({size})"
-    )
+    if len(sources) == 1:
+        return f"{sources[0].path.name} ({size})"
+    return f"{len(sources)} files ({size})"

@@ -1,6 +1,4 @@
-"""Arguments, checked: a wrong one is a `ValueError` that names it, whatever its kind, however
-large.
-"""
+"""Arguments, checked: a wrong one is a `ValueError` that names it, whatever its kind or size."""
 
 import operator
 import os
@@ -22,12 +20,17 @@ def shown(value: Any) -> str:
     # Python refuses to write out the largest.
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"an int of {value.bit_length()} bits"
+    is_cut = False
+    # A text may have gigabytes, which are not to be spelt out for this.
+    if isinstance(value, str | bytes) and len(value) > _SHOWN:
+        value, is_cut = value[:_SHOWN], True
     try:
-        text = repr(value[:_SHOWN] if isinstance(value, str | bytes) else value)
+        text = repr(value)
     except Exception:
         text = f"a {type(value).__name__}"
-    cut = len(text) > _SHOWN or (isinstance(value, str | bytes) and len(value) > _SHOWN)
-    return f"{text[: _SHOWN - 1]}…" if cut else text
+    if is_cut or len(text) > _SHOWN:
+        return f"{text[: _SHOWN - 1]}…"
+    return text
 
 
 def listed(names: Any, most: int = 8) -> str:
@@ -38,12 +41,15 @@ def listed(names: Any, most: int = 8) -> str:
     """
     all_names = list(names)
     text = ", ".join(f"`{str(name)[:_SHOWN]}`" for name in all_names[:most])
-    return text + (f" and {len(all_names) - most} more" if len(all_names) > most else "")
+    if len(all_names) > most:
+        text += f" and {len(all_names) - most} more"
+    return text
 
 
 def whole_number(what: str, value: Any, least: int, most: int) -> int:
-    """`value` as an int if it is a whole number in this range; `what` is how the caller spells the
-    argument.
+    """`value` as an int, if it is a whole number in this range.
+
+    `what` is how the caller spells the argument, with dots for the value.
 
     >>> whole_number("Sequences(length=...)", np.int64(3), 1, 10)
     3

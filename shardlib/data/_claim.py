@@ -1,5 +1,7 @@
-"""One process does a piece of work, the others wait: on one machine or over a shared file
-system.
+"""One process does a piece of work, the others wait: on one machine or over a shared file system.
+
+The lock only saves work. What keeps results whole is that each is made in a folder of its own, and
+gets its name by one atomic rename when it is complete.
 """
 
 import contextlib
@@ -11,20 +13,25 @@ from pathlib import Path
 from shardlib._lock import POLL_SECONDS, Other, hold
 from shardlib.data._progress import log
 
-_DEAD_SECONDS = 60.0  # of no beat: a file server may be slow, a builder may sit in one long call
+# So long without a beat: a file server may be slow, and a builder may be in one long call.
+_DEAD_SECONDS = 60.0
 _WHY = {"dead": "is dead", "stalled": "has given no sign of life for long"}
 
 
 @contextlib.contextmanager
 def claim(lock: Path, what: str) -> Iterator[Path | None]:
-    """Hold `lock` and be given a folder to work in, which is gone afterwards unless renamed; or
-    wait, and be given None.
+    """Hold a lock and be given a folder to work in; or wait for its holder, and be given None.
 
-    None says that the one who held it has finished or died: look whether what was wanted is there,
-    or claim again. The lock saves work, it is not what keeps results whole: finish by one atomic
-    rename, and be content to find that another came first. Whoever takes the lock away from a
-    process that was only stopped renames its folder first, so that it can neither go on writing
-    there nor publish it: a `FileNotFoundError`.
+    The folder is removed afterwards, unless it was renamed. None says that the one who held the
+    lock has finished or died: look whether what was wanted is there, or claim again.
+
+    Finish by one atomic rename, and be content to find that another came first. Whoever takes the
+    lock away from a process that was only stopped renames its folder first. So that process can
+    neither go on writing there nor publish it: it gets a `FileNotFoundError`.
+
+    Args:
+        lock: the path of the lock; the folder is next to it.
+        what: what its holder is doing, for the message of those who wait.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -40,31 +47,37 @@ def claim(lock: Path, what: str) -> Iterator[Path | None]:
 
 
 def _wait(lock: Path, what: str) -> None:
-    """Until the lock is gone, or its holder is dead or does nothing; then take it away."""
-    other, start, said = Other(lock), time.monotonic(), False
-    while (found := other.look(_DEAD_SECONDS)) != "gone":
-        if found in ("dead", "stalled"):
+    """Wait until the lock is gone, or take it away from a holder that is dead or does nothing."""
+    other, start, announced = Other(lock), time.monotonic(), False
+    while True:
+        condition = other.look(_DEAD_SECONDS)
+        if condition == "gone":
+            return
+        if condition in ("dead", "stalled"):
             if other.take_away():
-                log(f"{other.name}, which held {lock}, {_WHY[found]}; taking over")
+                log(f"{other.name}, which held {lock}, {_WHY[condition]}; taking over")
                 _discard(lock, other.nonce)
             return
-        if not said and time.monotonic() - start > 1:
-            said = True
+        # Most work is done in a moment, and not worth a word.
+        if not announced and time.monotonic() - start > 1:
+            announced = True
             log(f"waiting for {other.name}, which is {what}")
         time.sleep(POLL_SECONDS)
 
 
 def _discard(lock: Path, nonce: str) -> None:
-    """Remove the folder of a process that held the lock. Renamed at first, nothing that goes on by
-    its name can be published.
+    """Remove the folder of a process that held the lock.
+
+    It is renamed first, so that nothing that goes on by its name can be published.
     """
     scratch = _scratch(lock, nonce)
-    beside = scratch.with_suffix(".abandoned")
+    abandoned = scratch.with_suffix(".abandoned")
     if nonce and scratch.exists():
         with contextlib.suppress(OSError):
-            scratch.rename(beside)
-        shutil.rmtree(beside, ignore_errors=True)
+            scratch.rename(abandoned)
+        shutil.rmtree(abandoned, ignore_errors=True)
 
 
 def _scratch(lock: Path, nonce: str) -> Path:
+    """The folder in which the holder of a lock works; `nonce` is drawn anew for each holder."""
     return lock.with_suffix(f".{nonce}.partial")

@@ -1,6 +1,4 @@
-"""What is to be read, as a user says it, and what was found of it: files, and records that were
-passed over.
-"""
+"""What is to be read, as a user says it, and what was found: files, and records passed over."""
 
 import difflib
 import os
@@ -15,19 +13,20 @@ from shardlib.data._tokenizer import learned_size, tokenizer_name
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrayrecord"]
 
+_SUFFIXES_OF_TEXT = (
+    # Prose, markup and settings.
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml"),
+    # Code.
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js"),
+    *(".ts", ".jl", ".r", ".rb", ".scala", ".sh", ".sql"),
+)
 SUFFIXES = {
-    **dict.fromkeys(
-        (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".toml", ".yaml", ".yml"), "text"
-    ),
-    **dict.fromkeys(
-        (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js"),
-        "text",
-    ),
-    **dict.fromkeys((".ts", ".jl", ".r", ".rb", ".scala", ".sh", ".sql"), "text"),
+    **dict.fromkeys(_SUFFIXES_OF_TEXT, "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     ".parquet": "parquet",
     **dict.fromkeys((".arrayrecord", ".array_record"), "arrayrecord"),
 }
+"""The format that a file's suffix tells."""
 COMPRESSED = (".gz", ".zst")
 FILES_EXAMPLES = (
     'Give a path, a folder or a pattern, or several of them in a tuple, as in `Corpus(("books", '
@@ -56,8 +55,9 @@ class Corpus:
     tokenizer has no token for is refused, unless its file has a token for what is unknown, or
     `unknown` names one.
 
-    `held_out` is the share of documents kept for evaluation. Which ones is a matter of their
-    content alone, so that it never changes as the corpus grows, and no document is on both sides.
+    `held_out` is the share of documents kept for evaluation. Which ones is a matter of
+    their content only, so that it never changes as the corpus grows, and no document is on both
+    sides.
 
     `bad` says what happens to a record that is not what the format says: `"stop"`, or `"skip"` and
     report.
@@ -81,14 +81,10 @@ class Corpus:
     unknown: str | None = None
 
     def __post_init__(self) -> None:
+        # The fields of a frozen dataclass are set by `object`.
         object.__setattr__(self, "files", _checked_files(self.files))
-        for name, choices in (("format", get_args(Format)), ("bad", ("stop", "skip"))):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise ValueError(
-                    f"`Corpus({name}={shown(value)})`: choose "
-                    f"{' or '.join(map(repr, choices))}{nearest(value, choices)}"
-                )
+        _check_choice("format", self.format, get_args(Format))
+        _check_choice("bad", self.bad, ("stop", "skip"))
         for name in ("field", "separator", "end", "unknown"):
             text_or_none(f"Corpus({name}=...)", getattr(self, name))
         object.__setattr__(
@@ -100,23 +96,30 @@ class Corpus:
                 f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
                 f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
-        if (
-            isinstance(self.held_out, bool)
-            or not isinstance(self.held_out, int | float)
-            or not 0 <= self.held_out < 1
-        ):
+        is_number = isinstance(self.held_out, int | float) and not isinstance(self.held_out, bool)
+        if not is_number or not 0 <= self.held_out < 1:
             raise ValueError(
                 f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for "
                 "evaluation: at least 0, below 1."
             )
 
 
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of some texts, and name the nearest of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"`Corpus({name}={shown(value)})`: choose "
+            f"{' or '.join(map(repr, choices))}{nearest(value, choices)}"
+        )
+
+
 def _checked_files(files: Any) -> str | tuple[str, ...]:
+    """Paths and patterns as text, a single one by itself; one that is listed twice is refused."""
     if isinstance(files, str | os.PathLike):
         return path_text("Corpus(files=...)", files, FILES_EXAMPLES)
     if not isinstance(files, list | tuple) or not files:
         raise ValueError(f"`Corpus(files={shown(files)})` names no files. {FILES_EXAMPLES}")
-    texts = tuple(path_text("Corpus(files=(..., …))", one, FILES_EXAMPLES) for one in files)
+    texts = tuple(path_text("Corpus(files=(..., …))", file, FILES_EXAMPLES) for file in files)
     for text, count in Counter(texts).items():
         if count > 1:
             raise ValueError(
@@ -155,7 +158,12 @@ class Skipped:
 
 @dataclass
 class Reading:
-    """How far a reading has come."""
+    """How far a reading has come.
+
+    - `finished_bytes` is the size of the files that are read, `position` how far the file is read
+      that is being read now, both in bytes as they are on disk.
+    - `empty` counts empty documents, and `skipped` has bad records by file.
+    """
 
     finished_bytes: int = 0
     position: Callable[[], float] = lambda: 0.0
@@ -168,10 +176,16 @@ class Reading:
         return self.finished_bytes + int(self.position())
 
 
-def nearest(got: Any, choices: Iterable[str]) -> str:
-    near = (
-        difflib.get_close_matches(got, list(choices), 1)
-        if isinstance(got, str) and len(got) < 256
-        else []
-    )
-    return f"; did you mean {near[0]!r}?" if near else "."
+def nearest(value: Any, choices: Iterable[str]) -> str:
+    """The end of a message about a wrong text: the choice that is most like it, if one is.
+
+    >>> nearest("jsnol", ["text", "jsonl"])
+    "; did you mean 'jsonl'?"
+    """
+    # To compare long texts takes long.
+    if not isinstance(value, str) or len(value) >= 256:
+        return "."
+    near = difflib.get_close_matches(value, list(choices), 1)
+    if not near:
+        return "."
+    return f"; did you mean {near[0]!r}?"

@@ -1,7 +1,9 @@
 """From files to documents: text, JSON lines, Parquet, ArrayRecord.
 
-Every document is a `str` that UTF-8 can hold. What a file has that is none is a bad record: named
-by file and position, it stops the reading, or is counted and passed over, as the corpus says.
+    file -> records, each with its number -> parse -> document
+
+Every document is a `str` that UTF-8 can hold. A record that is none is *bad*: named by file and
+position, it stops the reading, or is counted and passed over, as the corpus says.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from shardlib._text import human_bytes
@@ -18,10 +21,14 @@ from shardlib.data._checks import listed
 from shardlib.data._corpus import Corpus, Reading, Skipped, Source
 from shardlib.data._packages import package
 
-_MARK = b"\xef\xbb\xbf"  # that some editors begin a file with
+_MARK = b"\xef\xbb\xbf"
+"""The byte order mark, which some editors begin a file with."""
+
 _BUFFER = _BLOCK = 1 << 20
-_LOOK = 256  # records between two looks at whether a file has grown
-# At most: a file without an end, or without a line's end, must not fill the memory.
+# Records between two looks at whether a file has grown, and records that are read together.
+_LOOK = _ROWS = 256
+# At most so large is a document: a file without an end, or without a line's end, must not fill the
+# memory.
 _DOCUMENT_BYTES = 1 << 30
 
 
@@ -29,119 +36,197 @@ class _BadRecordError(Exception):
     """A record that is not what its format says."""
 
 
+Numbered = tuple[int, Any]
+"""A record with its number, as messages give it.
+
+The record is bytes, None, or a `_BadRecordError` for one that could not even be read.
+"""
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How files of a format are read.
+
+    - `records` goes through a file, with the corpus and how far the reading is.
+    - `unit` is what the number of a record counts: lines, rows or records.
+    - `parse` takes a record and the key of its text to a document.
+    """
+
+    records: Callable[[Source, Corpus, Reading], Iterator[Numbered]]
+    unit: str
+    parse: Callable[[Any, str | None], str]
+
+
 def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading) -> Iterator[str]:
-    """The documents of files, in order, each of at least one character; `reading` says how far it
-    is.
+    """The documents of files, in order, each of at least one character.
+
+    `reading` says how far it is, and is kept up to date on the way.
     """
     for source in sources:
-        records, unit, parse = _FORMATS[source.format]
-        count = 0
         try:
-            for number, raw in records(source, corpus, reading):
-                count += 1
-                if count % _LOOK == 0 and reading.position() > source.size:
-                    raise ValueError(
-                        f"`{source.path}` has more than the {source.size:,} bytes it had when it "
-                        "was found: it grows, or has no end. Copy what is to be read into a file "
-                        "that stays as it is."
-                    )
-                try:
-                    if isinstance(raw, _BadRecordError):
-                        raise raw
-                    text = parse(raw, corpus.field)
-                    text.encode()  # JSON may spell what no UTF-8 can hold
-                except (_BadRecordError, UnicodeError) as error:
-                    _bad(source, corpus, reading, *_told(error, number, unit, raw))
-                    continue
-                if text:
-                    yield text
-                else:
-                    reading.empty += 1
+            yield from _documents_of(source, corpus, reading)
         # A compressed file that ends early, or whose bytes have changed, is found out only as it is
         # read.
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"`{source.path}` cannot be read: {error}.") from error
-        if not count and source.format != "text":
-            raise ValueError(
-                f"`{source.path}` is empty: it has no {unit}. Remove it, or see what became of its "
-                "content."
-            )
         reading.finished_bytes += source.size
         reading.position = lambda: 0.0
 
 
-def _bad(source: Source, corpus: Corpus, reading: Reading, where: str, reason: str) -> None:
+def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[str]:
+    """The documents of one file; bad records stop it or are counted, empty documents are counted.
+
+    A file without records is refused, as is one that grows.
+    """
+    file_format = _FORMATS[source.format]
+    count = 0
+    for number, raw in file_format.records(source, corpus, reading):
+        count += 1
+        if count % _LOOK == 0 and reading.position() > source.size:
+            raise ValueError(
+                f"`{source.path}` has more than the {source.size:,} bytes it had when it "
+                "was found: it grows, or has no end. Copy what is to be read into a file "
+                "that stays as it is."
+            )
+        try:
+            if isinstance(raw, _BadRecordError):
+                raise raw
+            text = file_format.parse(raw, corpus.field)
+            # JSON may spell what UTF-8 cannot hold.
+            text.encode()
+        except (_BadRecordError, UnicodeError) as error:
+            place = f"{file_format.unit} {_place(error, number, file_format.unit)}"
+            _pass_over(source, corpus, reading, place, _reason(error))
+            continue
+        if text:
+            yield text
+        else:
+            reading.empty += 1
+    # A text file without content is an empty document, or none.
+    if not count and source.format != "text":
+        raise ValueError(
+            f"`{source.path}` is empty: it has no {file_format.unit}. Remove it, or see what "
+            "became of its content."
+        )
+
+
+def _pass_over(source: Source, corpus: Corpus, reading: Reading, place: str, reason: str) -> None:
+    """Count a bad record, or refuse it, as the corpus says."""
     if corpus.bad == "stop":
         raise ValueError(
-            f"`{source.path}`, {where}: {reason}. Fix it, or skip bad records: `Corpus(..., "
+            f"`{source.path}`, {place}: {reason}. Fix it, or skip bad records: `Corpus(..., "
             'bad="skip")`.'
         )
+    count, first = 0, f"{place}: {reason}"
     earlier = reading.skipped.get(source.path)
-    count, first = (earlier.count, earlier.first) if earlier else (0, f"{where}: {reason}")
+    if earlier is not None:
+        count, first = earlier.count, earlier.first
     reading.skipped[source.path] = Skipped(str(source.path), count + 1, first)
 
 
-def _told(error: Exception, number: int, unit: str, raw: Any) -> tuple[str, str]:
+def _place(error: Exception, number: int, unit: str) -> int:
+    """The number of the line, row or record that an error is about.
+
+    A document may have many lines, of which the one that is meant is named.
+    """
+    if unit == "line" and isinstance(error, UnicodeDecodeError):
+        return number + error.object[: error.start].count(b"\n")
+    return number
+
+
+def _reason(error: Exception) -> str:
+    """Why a record is bad, for a message."""
     if isinstance(error, UnicodeDecodeError):
-        if unit == "line":  # of a text with many, the one that is meant
-            number += error.object[: error.start].count(b"\n")
-        return (
-            f"{unit} {number}",
-            f"not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})",
-        )
+        return f"not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason})"
     if isinstance(error, UnicodeEncodeError):
         half = error.object[error.start].encode("unicode_escape").decode()
-        return f"{unit} {number}", f"`{half}` is half of a character, which UTF-8 cannot hold"
-    return f"{unit} {number}", str(error)
+        return f"`{half}` is half of a character, which UTF-8 cannot hold"
+    return str(error)
 
 
-def _texts(
-    source: Source, corpus: Corpus, reading: Reading
-) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+# Text.
+
+
+def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered]:
+    """The documents of a text file: the file itself, or what is between separators."""
     with _opened(source, reading) as file:
-        if corpus.separator is None:
-            document = file.read(_DOCUMENT_BYTES + 1)
-            way_out = "say what separates documents, `Corpus(..., separator=...)`, or cut the file"
+        if corpus.separator is not None:
+            yield from _separated(file, corpus.separator.encode())
+            return
+        # One byte more shows that there is more.
+        document = file.read(_DOCUMENT_BYTES + 1)
+        if len(document) > _DOCUMENT_BYTES:
             yield (
                 1,
-                _too_long(way_out)
-                if len(document) > _DOCUMENT_BYTES
-                else document.removeprefix(_MARK),
+                _too_long(
+                    "say what separates documents, `Corpus(..., separator=...)`, or cut the file"
+                ),
             )
-            return
-        yield from _separated(file, corpus.separator.encode())
+        else:
+            yield 1, document.removeprefix(_MARK)
 
 
-def _separated(file: BinaryIO, separator: bytes) -> Iterator[tuple[int, bytes | _BadRecordError]]:
-    """What stands between two separators, in time that grows as the file does, however long the
-    documents.
+def _separated(file: BinaryIO, separator: bytes) -> Iterator[Numbered]:
+    """What is between two separators, with the number of the line that it begins in.
+
+    The time grows with the file only, however long documents are: no byte is searched twice.
     """
-    rest = bytearray()
-    # Of this document: bytes known to hold no separator, and bytes too many to be kept.
-    searched = dropped = 0
-    begun = line = 1
-    lines = separator.count(b"\n")
+    scan = _SeparatedScan(separator)
+    # The first block has at least the mark, whatever the size of blocks.
     block = file.read(max(_BLOCK, len(_MARK))).removeprefix(_MARK)
     while block:
-        rest += block
-        if rest.find(separator, searched) >= 0:
-            *whole, last = bytes(rest).split(separator)
-            for document in whole:
-                is_long = dropped + len(document) > _DOCUMENT_BYTES
-                yield (begun, _too_long("cut it")) if is_long else _trimmed(document, begun)
-                begun = line = line + document.count(b"\n") + lines
-                dropped = 0
-            rest = bytearray(last)
-        searched = max(0, len(rest) - len(separator) + 1)
-        if searched > _DOCUMENT_BYTES:
-            line += rest.count(b"\n", 0, searched)
-            del rest[:searched]
-            searched, dropped = 0, dropped + searched
+        yield from scan.documents_with(block)
         block = file.read(_BLOCK)
-    if dropped + len(rest) > _DOCUMENT_BYTES:
-        yield begun, _too_long("cut it")
-    elif rest.strip(b"\r\n"):
-        yield _trimmed(bytes(rest), begun)
+    yield from scan.last_document()
+
+
+class _SeparatedScan:
+    """A text that is read block by block and cut at separators.
+
+    - `rest` are the bytes of the document that is not complete yet, of which the first `searched`
+      are known to hold no separator.
+    - `dropped` counts bytes of it that were too many to be kept.
+    - `begun` is the line in which it begins, and `line` the one in which `rest` does: they differ
+      where bytes were dropped.
+    """
+
+    def __init__(self, separator: bytes) -> None:
+        self.separator = separator
+        self.rest = bytearray()
+        self.searched = self.dropped = 0
+        self.begun = self.line = 1
+
+    def documents_with(self, block: bytes) -> Iterator[Numbered]:
+        """The documents that the next block completes."""
+        self.rest += block
+        if self.rest.find(self.separator, self.searched) >= 0:
+            *whole, last = bytes(self.rest).split(self.separator)
+            for document in whole:
+                yield self._completed(document)
+            self.rest = bytearray(last)
+        # A separator may begin in this block and end in the next.
+        self.searched = max(0, len(self.rest) - len(self.separator) + 1)
+        if self.searched > _DOCUMENT_BYTES:
+            self.line += self.rest.count(b"\n", 0, self.searched)
+            del self.rest[: self.searched]
+            self.dropped += self.searched
+            self.searched = 0
+
+    def last_document(self) -> Iterator[Numbered]:
+        """What is behind the last separator, if it is more than ends of lines."""
+        if self.dropped + len(self.rest) > _DOCUMENT_BYTES:
+            yield self.begun, _too_long("cut it")
+        elif self.rest.strip(b"\r\n"):
+            yield _trimmed(bytes(self.rest), self.begun)
+
+    def _completed(self, document: bytes) -> Numbered:
+        """A document that a separator follows; the next one begins behind that."""
+        record = _trimmed(document, self.begun)
+        if self.dropped + len(document) > _DOCUMENT_BYTES:
+            record = self.begun, _too_long("cut it")
+        self.line += document.count(b"\n") + self.separator.count(b"\n")
+        self.begun, self.dropped = self.line, 0
+        return record
 
 
 def _too_long(way_out: str) -> _BadRecordError:
@@ -149,63 +234,91 @@ def _too_long(way_out: str) -> _BadRecordError:
 
 
 def _trimmed(document: bytes, line: int) -> tuple[int, bytes]:
+    """A document without empty lines around it, and the line in which it begins then."""
     text = document.lstrip(b"\r\n")
-    return line + document.count(b"\n", 0, len(document) - len(text)), text.rstrip(b"\r\n")
+    skipped = len(document) - len(text)
+    return line + document.count(b"\n", 0, skipped), text.rstrip(b"\r\n")
 
 
-def _lines(
-    source: Source, corpus: Corpus, reading: Reading
-) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+# JSON lines.
+
+
+def _lines(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered]:
+    """The lines of a file that are not blank, without the white space around them."""
     with _opened(source, reading) as file:
         bounded = functools.partial(file.readline, _DOCUMENT_BYTES + 1)
         for number, line in enumerate(iter(bounded, b""), 1):
             if len(line) > _DOCUMENT_BYTES:
-                rest = line
-                while rest and not rest.endswith(b"\n"):
-                    rest = file.readline(_BLOCK)
+                _skip_line(file, line)
                 yield number, _too_long("see whether lines are ended by newlines, and cut it")
-            elif stripped := line.removeprefix(_MARK if number == 1 else b"").strip():
+                continue
+            if number == 1:
+                line = line.removeprefix(_MARK)
+            stripped = line.strip()
+            if stripped:
                 yield number, stripped
 
 
-def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[tuple[int, bytes | None]]:
+def _skip_line(file: BinaryIO, begun: bytes) -> None:
+    """Read to the end of a line that was begun, and forget it."""
+    rest = begun
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(_BLOCK)
+
+
+# Parquet.
+
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered]:
+    """The rows of a column of a Parquet file, as bytes, or None for null."""
     arrow, parquet = package("pyarrow", "Parquet"), package("pyarrow.parquet", "Parquet")
     column = corpus.field or "text"
     try:
         with parquet.ParquetFile(source.path, page_checksum_verification=True) as file:
-            schema = file.schema_arrow
-            if schema.get_field_index(column) < 0:
-                raise ValueError(
-                    f"`{source.path}` has no column `{column[:80]}`; it has "
-                    f"{listed(schema.names)}. Say which one holds the text: `Corpus(..., "
-                    "field=...)`."
-                )
-            of_type = schema.field(column).type
-            if arrow.types.is_dictionary(of_type):
-                of_type = of_type.value_type
-            if not any(getattr(arrow.types, f"is_{kind}")(of_type) for kind in _TEXT_TYPES):
-                raise ValueError(
-                    f"The column `{column}` of `{source.path}` holds {of_type}, where "
-                    "text was expected."
-                )
+            text_type = _text_type(arrow, source, file.schema_arrow, column)
             number, total = 0, max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=256, columns=[column]):
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
                 # As bytes, since a column may hold what is not UTF-8, and a batch would fail as a
                 # whole.
-                for raw in batch.column(0).cast(of_type).cast(arrow.large_binary()).to_pylist():
+                values = batch.column(0).cast(text_type).cast(arrow.large_binary())
+                for raw in values.to_pylist():
                     yield number, raw
                     number += 1
+                # Parquet says nothing of bytes: rows are taken to be alike.
                 reading.position = lambda done=number: source.size * done / total
     except arrow.ArrowException as error:
         raise ValueError(f"`{source.path}` cannot be read as Parquet: {error}") from error
 
 
-_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+def _text_type(arrow: Any, source: Source, schema: Any, column: str) -> Any:
+    """The type of a column's texts; a file without the column, or without texts in it, is refused.
+
+    A column may be a dictionary, whose values are the texts.
+    """
+    if schema.get_field_index(column) < 0:
+        raise ValueError(
+            f"`{source.path}` has no column `{column[:80]}`; it has "
+            f"{listed(schema.names)}. Say which one holds the text: `Corpus(..., "
+            "field=...)`."
+        )
+    column_type = schema.field(column).type
+    if arrow.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    if not any(getattr(arrow.types, f"is_{kind}")(column_type) for kind in _TEXT_TYPES):
+        raise ValueError(
+            f"The column `{column}` of `{source.path}` holds {column_type}, where "
+            "text was expected."
+        )
+    return column_type
 
 
-def _records(
-    source: Source, corpus: Corpus, reading: Reading
-) -> Iterator[tuple[int, bytes | _BadRecordError]]:
+# ArrayRecord.
+
+
+def _records(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered]:
+    """The records of an ArrayRecord file."""
     module = package("array_record.python.array_record_module", "ArrayRecord")
     reader = module.ArrayRecordReader(str(source.path), "readahead_buffer_size:0")
     if not reader.ok():
@@ -215,19 +328,24 @@ def _records(
         )
     try:
         total = reader.num_records()
-        for start in range(0, total, 256):
-            numbers = range(start, min(start + 256, total))
-            try:
-                records = reader.read(numbers.start, numbers.stop)
-            except RuntimeError:  # somewhere among them; the others can be read
-                records = [_record(reader, number) for number in numbers]
-            yield from zip(numbers, records, strict=True)
+        for start in range(0, total, _ROWS):
+            numbers = range(start, min(start + _ROWS, total))
+            yield from zip(numbers, _read_records(reader, numbers), strict=True)
             reading.position = lambda done=numbers.stop: source.size * done / total
     finally:
         reader.close()
 
 
-def _record(reader: Any, number: int) -> bytes | _BadRecordError:
+def _read_records(reader: Any, numbers: range) -> list[bytes | _BadRecordError]:
+    """Some records, of which those that cannot be read are bad, and the others good."""
+    try:
+        return reader.read(numbers.start, numbers.stop)
+    except RuntimeError:
+        # One of them cannot be read, and fails all that are read with it.
+        return [_read_record(reader, number) for number in numbers]
+
+
+def _read_record(reader: Any, number: int) -> bytes | _BadRecordError:
     try:
         return reader.read([number])[0]
     except RuntimeError as error:
@@ -236,6 +354,10 @@ def _record(reader: Any, number: int) -> bytes | _BadRecordError:
 
 @contextlib.contextmanager
 def _opened(source: Source, reading: Reading) -> Iterator[BinaryIO]:
+    """A file of text, opened and decompressed.
+
+    How far it is read is told in bytes on disk, of what is compressed.
+    """
     suffix = source.path.suffix.lower()
     with source.path.open("rb", buffering=_BUFFER) as raw:
         reading.position = raw.tell
@@ -253,13 +375,18 @@ def _opened(source: Source, reading: Reading) -> Iterator[BinaryIO]:
             yield raw
 
 
+# From records to documents.
+
+
 def _utf8(raw: Any, key: str | None) -> str:
+    """A record that is a text itself."""
     if raw is None:
         raise _BadRecordError("null, where text was expected")
     return raw.decode()
 
 
 def _json(raw: Any, key: str | None) -> str:
+    """The text under a key of a record that is a JSON object."""
     text = _utf8(raw, key)
     try:
         record = json.loads(text)
@@ -267,15 +394,23 @@ def _json(raw: Any, key: str | None) -> str:
         raise _BadRecordError(f"not JSON ({error})") from error
     key = key or "text"
     if not isinstance(record, dict):
-        raise _BadRecordError(f"{_called(record)}, where a JSON object was expected")
+        raise _BadRecordError(f"{_json_kind(record)}, where a JSON object was expected")
     if key not in record:
         raise _BadRecordError(f"no key `{key[:80]}`; there is {listed(record) or 'none'}")
     if not isinstance(record[key], str):
-        raise _BadRecordError(f"`{key}` is {_called(record[key])}, where text was expected")
+        raise _BadRecordError(f"`{key}` is {_json_kind(record[key])}, where text was expected")
     return record[key]
 
 
-def _called(value: Any) -> str:
+def _utf8_or_json(raw: Any, key: str | None) -> str:
+    """A record that is a text, or with a key a JSON object."""
+    if key:
+        return _json(raw, key)
+    return _utf8(raw, key)
+
+
+def _json_kind(value: Any) -> str:
+    """What JSON calls a value."""
     names = {
         dict: "an object",
         list: "a list",
@@ -286,14 +421,9 @@ def _called(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-_Parse = Callable[[Any, str | None], str]
-_FORMATS: dict[str, tuple[Callable[..., Iterator[tuple[int, Any]]], str, _Parse]] = {
-    "text": (_texts, "line", _utf8),
-    "jsonl": (_lines, "line", _json),
-    "parquet": (_rows, "row", _utf8),
-    "arrayrecord": (
-        _records,
-        "record",
-        lambda raw, key: _json(raw, key) if key else _utf8(raw, key),
-    ),
+_FORMATS = {
+    "text": _Format(_texts, "line", _utf8),
+    "jsonl": _Format(_lines, "line", _json),
+    "parquet": _Format(_rows, "row", _utf8),
+    "arrayrecord": _Format(_records, "record", _utf8_or_json),
 }

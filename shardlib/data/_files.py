@@ -22,24 +22,29 @@ from shardlib.data._corpus import (
 # distributions leave them out.
 _NOT_PYTHON = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
+# What else than a file a path may name, by its mode.
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
 
 def find_files(corpus: Corpus) -> tuple[Source, ...]:
-    """The files of a corpus: those of each pattern in the order of their names, each file once, by
-    whatever name.
+    """The files of a corpus, those of each pattern in the order of their names.
+
+    A file that is found under several names is there once. A pattern that matches nothing, a file
+    that is listed twice, and options that the formats have no use for are a `ValueError`.
     """
-    patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
-    found: dict[Path, Source] = {}
-    named: dict[Path, str] = {}
+    patterns = _patterns(corpus)
+    _check_listed_once(patterns)
+    sources: dict[Path, Source] = {}
     for pattern in patterns:
-        place = _place(pattern)
-        if place is not None and (other := named.setdefault(place, pattern)) != pattern:
-            raise ValueError(
-                f"`Corpus(files=...)` lists `{place}` twice, as {shown(other)} and as "
-                f"{shown(pattern)}. Every file is read once; list it once."
-            )
         for path in _matches(pattern, corpus.format):
-            found.setdefault(path.resolve(), _source(path, corpus.format))
-    formats = {source.format for source in found.values()}
+            sources.setdefault(path.resolve(), _source(path, corpus.format))
+    formats = {source.format for source in sources.values()}
     if corpus.separator and "text" not in formats:
         raise ValueError(
             f"`separator={shown(corpus.separator)}` stands between the documents of a text file, "
@@ -50,97 +55,156 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
             f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are "
             "text. Leave it out."
         )
-    return tuple(found.values())
+    return tuple(sources.values())
+
+
+def _patterns(corpus: Corpus) -> tuple[str, ...]:
+    """What a corpus names: paths, folders and patterns."""
+    if isinstance(corpus.files, str):
+        return (corpus.files,)
+    return corpus.files
+
+
+def _check_listed_once(patterns: tuple[str, ...]) -> None:
+    """Refuse two names of one file or folder. A pattern may match what another one names."""
+    pattern_of: dict[Path, str] = {}
+    for pattern in patterns:
+        path = _named_path(pattern)
+        if path is None:
+            continue
+        other = pattern_of.setdefault(path, pattern)
+        if other != pattern:
+            raise ValueError(
+                f"`Corpus(files=...)` lists `{path}` twice, as {shown(other)} and as "
+                f"{shown(pattern)}. Every file is read once; list it once."
+            )
 
 
 def left_out(corpus: Corpus) -> tuple[str, ...]:
-    """The suffixes of files that lie in the corpus' folders and are not read."""
-    patterns = (corpus.files,) if isinstance(corpus.files, str) else corpus.files
-    folders = [expanded(pattern) for pattern in patterns if pattern != "python"]
-    others = [path for folder in folders if folder.is_dir() for path in _under(folder)]
-    return tuple(
-        sorted({path.suffix or path.name for path in others if not _is_wanted(path, corpus.format)})
-    )
+    """The suffixes of files that are in the corpus' folders and are not read."""
+    suffixes: set[str] = set()
+    for pattern in _patterns(corpus):
+        folder = expanded(pattern)
+        # Python's own sources are chosen here, and need no remark.
+        if pattern == "python" or not folder.is_dir():
+            continue
+        for path in _files_under(folder):
+            if not _is_wanted(path, corpus.format):
+                suffixes.add(_suffix(path))
+    return tuple(sorted(suffixes))
+
+
+def _suffix(path: Path) -> str:
+    """The suffix of a file, or its whole name where it has none."""
+    return path.suffix or path.name
 
 
 def _matches(pattern: str, format: str) -> list[Path]:
+    """The files that a pattern names: at least one."""
     if pattern == "python":
-        return _python()
+        return _python_files()
     path = expanded(pattern)
+    # A path that exists is no pattern, even if it has a `*` in its name.
+    if _exists(path, pattern):
+        if path.is_dir():
+            return _files_of_folder(path, format)
+        return [path.absolute()]
+    # By `glob`, since a `Path` takes no pattern from the root on.
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+    files = [Path(name).absolute() for name in names if not Path(name).is_dir()]
+    if files:
+        return files
+    what = "There is no file or folder"
+    if glob.has_magic(pattern):
+        what = "Nothing matches the pattern"
+    raise ValueError(
+        f"{what} `{pattern}` of `Corpus(files=...)`, looked for in "
+        f"`{Path.cwd()}`{nearest(path.name, _names_in(path.parent))}"
+    )
+
+
+def _exists(path: Path, pattern: str) -> bool:
+    """Whether there is anything at a path, a broken link too."""
     try:
-        status = path.lstat()
+        path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        status = None
+        return False
     except OSError as error:
         raise ValueError(
             f"`Corpus(files={shown(pattern)})` cannot be read: {error.strerror}. {FILES_EXAMPLES}"
         ) from error
-    if status is not None:
-        return _of_folder(path, format) if path.is_dir() else [path.absolute()]
-    # By `glob`, since a `Path` takes no pattern from the root on.
-    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-    if files := [Path(name).absolute() for name in names if not Path(name).is_dir()]:
-        return files
-    kind = (
-        "Nothing matches the pattern" if glob.has_magic(pattern) else "There is no file or folder"
-    )
-    raise ValueError(
-        f"{kind} `{pattern}` of `Corpus(files=...)`, looked for in "
-        f"`{Path.cwd()}`{nearest(path.name, _names(path.parent))}"
-    )
+    return True
 
 
-def _place(pattern: str) -> Path | None:
+def _named_path(pattern: str) -> Path | None:
     """Which file or folder a pattern names, if it names one."""
+    if pattern == "python":
+        return None
+    # What is wrong with a path is told where it is read.
     try:
         path = expanded(pattern)
-        return path.resolve() if pattern != "python" and path.exists() else None
-    except (OSError, RuntimeError):  # told where it is read
-        return None
+        if path.exists():
+            return path.resolve()
+    except (OSError, RuntimeError):
+        pass
+    return None
 
 
-def _names(folder: Path) -> list[str]:
+def _names_in(folder: Path) -> list[str]:
+    """What is in a folder, to find a name that was meant; nothing if it cannot be read."""
     try:
         return os.listdir(folder)  # noqa: PTH208
     except OSError:
         return []
 
 
-def _python() -> list[Path]:
+def _python_files() -> list[Path]:
+    """The sources of the running interpreter's standard library, without its tests."""
     folder = Path(sysconfig.get_path("stdlib"))
-    if files := sorted(
-        p for p in folder.rglob("*.py") if not _NOT_PYTHON & set(p.relative_to(folder).parts)
-    ):
-        return files
-    raise ValueError(
-        '`Corpus("python")` is the source of the standard library, and this Python has none in '
-        f"`{folder}`. Take files of your own."
-    )
+    files = []
+    for path in sorted(folder.rglob("*.py")):
+        if not _NOT_PYTHON & set(path.relative_to(folder).parts):
+            files.append(path)
+    if not files:
+        raise ValueError(
+            '`Corpus("python")` is the source of the standard library, and this Python has none in '
+            f"`{folder}`. Take files of your own."
+        )
+    return files
 
 
-def _of_folder(folder: Path, format: str) -> list[Path]:
-    under = _under(folder)
-    if files := [path for path in under if _is_wanted(path, format)]:
-        return files
-    suffixes = ", ".join(sorted({f"`{path.suffix or path.name}`" for path in under})[:8])
+def _files_of_folder(folder: Path, format: str) -> list[Path]:
+    """The files of a folder that are of a format: at least one."""
+    present = _files_under(folder)
+    wanted = [path for path in present if _is_wanted(path, format)]
+    if wanted:
+        return wanted
+    content = "it is empty"
+    if present:
+        suffixes = sorted({f"`{_suffix(path)}`" for path in present})
+        content = f"there are {', '.join(suffixes[:8])}"
     raise ValueError(
         f"The folder `{folder}` of `Corpus(files=...)` has no file of a known suffix for "
-        f"`format={format!r}`; {f'there are {suffixes}' if under else 'it is empty'}. Say the "
-        "format, or name the files."
+        f"`format={format!r}`; {content}. Say the format, or name the files."
     )
 
 
-def _under(folder: Path) -> list[Path]:
-    """The files of a folder and of those within it, without hidden ones."""
-    found: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_not_listed):
+def _files_under(folder: Path) -> list[Path]:
+    """The files of a folder and of those within it, without hidden ones, in order."""
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+        # `os.walk` goes on with those folders that are left in its list.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(place, name) for name in names if not name.startswith(".")]
-        found += [path.absolute() for path in paths if path.is_file()]
-    return sorted(found)
+        for name in names:
+            path = Path(place, name)
+            # Neither hidden files nor pipes, devices and broken links.
+            if not name.startswith(".") and path.is_file():
+                files.append(path.absolute())
+    return sorted(files)
 
 
-def _not_listed(error: OSError) -> None:
+def _refuse_folder(error: OSError) -> None:
+    """Refuse a folder that cannot be listed, which `os.walk` by itself passes over."""
     raise ValueError(
         f"The folder `{error.filename}` of `Corpus(files=...)` cannot be read: {error.strerror}. "
         "See to its permissions, or name the files that are to be read."
@@ -148,43 +212,50 @@ def _not_listed(error: OSError) -> None:
 
 
 def _is_wanted(path: Path, format: str) -> bool:
-    told = _format_of(path)
-    return told is not None if format == "auto" else format in (told, "text")
+    """Whether a file in a folder is read: its suffix is of the format, or of any if that is open.
+
+    As text a file is read whatever its suffix says.
+    """
+    format_of_suffix = _format_of(path)
+    if format == "auto":
+        return format_of_suffix is not None
+    return format in (format_of_suffix, "text")
 
 
 def _format_of(path: Path) -> str | None:
-    if path.suffix.lower() in COMPRESSED:
-        inner = SUFFIXES.get(Path(path.stem).suffix.lower())
-        return inner if inner in ("text", "jsonl") else None
-    return SUFFIXES.get(path.suffix.lower())
-
-
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-}
+    """The format that a file's suffix tells, that of `a.jsonl.gz` by the one before the last."""
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSED:
+        return SUFFIXES.get(suffix)
+    inner = SUFFIXES.get(Path(path.stem).suffix.lower())
+    # The other formats compress what they hold themselves, and are read from any position.
+    if inner in ("text", "jsonl"):
+        return inner
+    return None
 
 
 def _source(path: Path, format: str) -> Source:
-    told = _format_of(path) if format == "auto" else format
-    if told is None:
-        raise ValueError(
-            f"`{path}` does not tell by its suffix what it is; say so: `Corpus(..., format=...)`, "
-            f"one of {', '.join(map(repr, get_args(Format)[1:]))}."
-        )
+    """A file of a corpus as it is now; what cannot be opened, or is no file, is refused."""
+    if format == "auto":
+        known = _format_of(path)
+        if known is None:
+            raise ValueError(
+                f"`{path}` does not tell by its suffix what it is; say so: `Corpus(..., "
+                f"format=...)`, one of {', '.join(map(repr, get_args(Format)[1:]))}."
+            )
+        format = known
     try:
         status = path.stat()
         # Opened, a pipe would wait, and a device may have no end.
-        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode))
+        if kind:
             raise ValueError(
                 f"`{path}` of `Corpus(files=...)` is {kind}, where a file was expected: it is read "
                 "more than once. Write what it gives into a file."
             )
+        # Whether it may be read is better known now than after hours of other files.
         with path.open("rb"):
             pass
     except OSError as error:
         raise ValueError(f"`{path}` cannot be read: {error.strerror}.") from error
-    return Source(path, told, status.st_size, status.st_mtime_ns)
+    return Source(path, format, status.st_size, status.st_mtime_ns)

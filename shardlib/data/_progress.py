@@ -1,5 +1,6 @@
-"""What long work says on the way: a bar on a terminal, a line now and then elsewhere, nothing where
-it is short.
+"""What long work says on the way: a bar on a terminal, a line now and then elsewhere.
+
+Work that is done within two seconds says nothing.
 """
 
 import sys
@@ -7,10 +8,16 @@ import time
 
 from shardlib._text import human_bytes, shortened, terminal_width
 
+# Work that is shorter says nothing.
 _QUIET_SECONDS = 2.0
+# How often a line is written where there is no terminal, and how often a bar is drawn where there
+# is one.
 _LINE_SECONDS = 30.0
 _FRAME_SECONDS = 0.1
-_WIDTH = 24
+# The bar's letters, and how many there must be for it to be of use.
+_WIDTH, _NARROWEST = 24, 4
+# Back to the beginning of the terminal's line, which is then cleared.
+_CLEAR = "\r\x1b[K"
 
 
 def log(text: str) -> None:
@@ -20,7 +27,7 @@ def log(text: str) -> None:
 
 
 class Progress:
-    """How far work of a known number of bytes has come."""
+    """How far work on a known number of bytes has come."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self.what, self.total_bytes = what, total_bytes
@@ -30,31 +37,38 @@ class Progress:
         self.drawn = False
 
     def at(self, done_bytes: int) -> None:
-        """Show it, unless that was done a moment ago."""
+        """Show that so many bytes are done, unless something was shown a moment ago."""
         now = time.monotonic()
         if now < self.next:
             return
-        self.next = now + (_FRAME_SECONDS if self.is_terminal else _LINE_SECONDS)
         text = progress_line(self.what, done_bytes, self.total_bytes, now - self.start)
-        if self.is_terminal:
-            sys.stderr.write(f"\r\x1b[K{_line(done_bytes, self.total_bytes, text)}")
-            sys.stderr.flush()
-            self.drawn = True
-        else:
+        if not self.is_terminal:
+            self.next = now + _LINE_SECONDS
             log(text)
+            return
+        self.next = now + _FRAME_SECONDS
+        sys.stderr.write(_CLEAR + _line(done_bytes, self.total_bytes, text))
+        sys.stderr.flush()
+        self.drawn = True
 
     def close(self) -> None:
         """Take the bar away."""
         if self.drawn:
-            sys.stderr.write("\r\x1b[K")
+            sys.stderr.write(_CLEAR)
             sys.stderr.flush()
 
 
 def _line(done: float, total: float, text: str) -> str:
-    """A bar and a text, in one line of the terminal: one that is wrapped cannot be taken back."""
+    """A bar and a text, in one line of the terminal: one that is wrapped cannot be taken back.
+
+    Without room for a bar there is only the text, shortened where that is too long.
+    """
+    # The last column stays free: some terminals wrap a line that fills it.
     room = (terminal_width(sys.stderr) or 80) - 1
     width = min(_WIDTH, room - len(text) - 1)
-    return f"{bar(done, total, width)} {text}" if width >= 4 else shortened(text, room)
+    if width < _NARROWEST:
+        return shortened(text, room)
+    return f"{bar(done, total, width)} {text}"
 
 
 def bar(done: float, total: float, width: int = _WIDTH) -> str:
@@ -74,6 +88,9 @@ def progress_line(what: str, done: int, total: int, seconds: float) -> str:
     'reading 3 files: 25% of 4.0 MiB, 512.0 KiB/s, 6 s left'
     """
     speed = done / max(seconds, 1e-9)
-    left = f", {(total - done) / speed:.0f} s left" if 0 < done <= total else ""
+    left = ""
+    # Nothing is known of the speed yet, or a file has grown beyond the size that it had.
+    if 0 < done <= total:
+        left = f", {(total - done) / speed:.0f} s left"
     share = min(1.0, done / max(total, 1))
     return f"{what}: {share:.0%} of {human_bytes(total)}, {human_bytes(speed)}/s{left}"

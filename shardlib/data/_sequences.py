@@ -40,7 +40,7 @@ class Sequences:
 
     With `documents="cut"`, examples are windows over all documents one after the other: every token
     is used, and documents are cut where a window ends. With `"whole"`, only documents longer than
-    an example are cut: others lie whole in one, as many as fit in their order, and the rest of the
+    an example are cut: others are whole in one, as many as fit in their order, and the rest of the
     example is padding.
 
     `seed` shuffles the examples anew for each epoch; None takes them in order.
@@ -94,26 +94,31 @@ class Sequences:
                 f"`Sequences(documents={shown(self.documents)})`: choose 'cut' or 'whole'."
             )
         if not len(self):
-            raise ValueError(
-                f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one "
-                f"example, and there are {len(self.tokens)} of {self.tokens.documents} documents. "
-                + (
-                    f"A length up to {len(self.tokens) - 1} fits; or take more text."
-                    if len(self.tokens) > 1
-                    else "Which documents are held out is told from their content, and of a few "
-                    "documents it may be none: take more, or for evaluation a corpus of its "
-                    "own."
-                )
-            )
+            raise ValueError(self._describe_too_few())
         if len(self) > _MAX_EXAMPLES and self.seed is not None:
             raise ValueError(
                 f"{len(self)} examples are more than can be shuffled, {_MAX_EXAMPLES}: choose a "
                 "greater length, or split the corpus."
             )
 
+    def _describe_too_few(self) -> str:
+        """The error for tokens that are too few for one example."""
+        way_out = (
+            "Which documents are held out is told from their content, and of a few "
+            "documents it may be none: take more, or for evaluation a corpus of its own."
+        )
+        if len(self.tokens) > 1:
+            way_out = f"A length up to {len(self.tokens) - 1} fits; or take more text."
+        return (
+            f"`Sequences(length={self.length})` needs {self.length + 1} tokens for one "
+            f"example, and there are {len(self.tokens)} of {self.tokens.documents} documents. "
+            f"{way_out}"
+        )
+
     def __len__(self) -> int:
         if self.documents == "whole":
             return len(self._spans[0])
+        # Windows overlap by one token: the last target of one is the first input of the next.
         return max(0, (len(self.tokens) - 1) // self.length)
 
     @property
@@ -122,8 +127,9 @@ class Sequences:
         return -(-len(self) // self.batch)
 
     def examples(self, positions: Any) -> Example:
-        """The examples at these positions: `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`,
-        float32 `[R, S]`.
+        """The examples at these positions.
+
+        They are `tokens` and `segments`, int32 `[R, S + 1]`, and `mask`, float32 `[R, S]`.
         """
         return self._read(self._indices(whole_numbers("positions", positions, 0, _ENDLESS)))
 
@@ -136,40 +142,40 @@ class Sequences:
         """
         rows = self._rows(rows)
         if self.batch > len(self):
+            longest = (len(self.tokens) - 1) // self.batch
+            length = ""
+            if longest:
+                length = f"a length up to {longest}, "
             raise ValueError(
                 f"`Sequences(batch={self.batch})` is more than the {len(self)} examples of length "
                 f"{self.length} that the {len(self.tokens)} tokens make. Choose a batch up to "
-                f"{len(self)}, "
-                + (
-                    f"a length up to {fits}, "
-                    if (fits := (len(self.tokens) - 1) // self.batch)
-                    else ""
-                )
-                + "or take more text."
+                f"{len(self)}, {length}or take more text."
             )
         whole_number("local(threads=...)", threads, 0, _MOST_THREADS)
         whole_number("local(ahead=...)", ahead, 0, _MOST_AHEAD)
         return Reader(self, rows, min(threads, ahead), ahead)
 
     def once(self, rows: Any = slice(None)) -> Iterator[Example]:
-        """Every example once, those of the first epoch, in `steps` batches; the last is filled up
-        with padding.
+        """Every example once, those of the first epoch, in `steps` batches.
+
+        The last batch is filled up with padding.
         """
         rows = self._rows(rows)
         for step in range(self.steps):
             positions = step * self.batch + rows
-            yield self._read(
-                np.where(
-                    positions < len(self), self._indices(np.minimum(positions, len(self) - 1)), -1
-                )
-            )
+            indices = self._indices(np.minimum(positions, len(self) - 1))
+            # Beyond the last example, the last batch has padding.
+            yield self._read(np.where(positions < len(self), indices, -1))
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells which example stands at a position: where it differs, a place in the data
-        means another.
+        """What decides which example is at a position.
+
+        Where it differs, the same place in the data means another one.
         """
-        seed = None if self.seed is None else int(self.seed)
+        seed = self.seed
+        if seed is not None:
+            seed = int(seed)
         return {
             "data": self.tokens.fingerprint,
             "length": int(self.length),
@@ -193,12 +199,15 @@ class Sequences:
         epochs, within = np.divmod(positions, len(self))
         if self.seed is None:
             return within
+        # It computes where a single index goes, so that no order of all examples is ever stored.
         shuffle = package("grain.experimental", "A shuffle").index_shuffle
-        seeds = {epoch: _epoch_seed(int(self.seed), epoch) for epoch in np.unique(epochs).tolist()}
-        shuffled = [
-            shuffle(index, max_index=len(self) - 1, seed=seeds[epoch], rounds=_ROUNDS)
-            for index, epoch in zip(within.tolist(), epochs.tolist(), strict=True)
-        ]
+        seed_of_epoch: dict[int, int] = {}
+        shuffled: list[int] = []
+        for index, epoch in zip(within.tolist(), epochs.tolist(), strict=True):
+            if epoch not in seed_of_epoch:
+                seed_of_epoch[epoch] = _epoch_seed(int(self.seed), epoch)
+            seed = seed_of_epoch[epoch]
+            shuffled.append(shuffle(index, max_index=len(self) - 1, seed=seed, rounds=_ROUNDS))
         return np.array(shuffled, np.int64)
 
     @functools.cached_property
@@ -208,12 +217,26 @@ class Sequences:
 
     def _read(self, indices: np.ndarray) -> Example:
         """The examples of these numbers; -1 is one of padding."""
-        columns = np.arange(self.length + 1)
         if self.documents == "cut":
             starts = np.maximum(indices, 0) * self.length
             stops = starts + self.length + 1
         else:
-            starts, stops = (side[indices] for side in self._spans)
+            begins, ends = self._spans
+            starts, stops = begins[indices], ends[indices]
+        # An example of padding has no tokens: it stops where it starts.
+        stops = np.where(indices < 0, starts, stops)
+        tokens_RS = self._ids_from(starts).astype(np.int32)
+        segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
+        mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
+        sizes = stops - starts
+        if (sizes <= self.length).any():
+            padding_RS = np.arange(self.length + 1) >= sizes[:, None]
+            tokens_RS[padding_RS], segments_RS[padding_RS] = self.tokens.end, -1
+            mask_RS &= ~padding_RS[:, 1:]
+        return {"tokens": tokens_RS, "segments": segments_RS, "mask": mask_RS.astype(np.float32)}
+
+    def _ids_from(self, starts: np.ndarray) -> np.ndarray:
+        """The ids of a window from each start on, [R, S + 1]; refused if one is no id at all."""
         ids_RS = windows(self.tokens.ids, starts, self.length + 1)
         if ids_RS.size and not 0 <= int(ids_RS.min()) <= int(ids_RS.max()) < self.tokens.vocab:
             raise ValueError(
@@ -221,15 +244,7 @@ class Sequences:
                 f"{ids_RS.max()} in these examples, and ids are from 0 to {self.tokens.vocab - 1}: "
                 "the vocabulary is larger, or the ids are damaged."
             )
-        tokens_RS = ids_RS.astype(np.int32)
-        stops = np.where(indices < 0, starts, stops)
-        segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
-        mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
-        if (stops - starts <= self.length).any():
-            padding_RS = columns >= (stops - starts)[:, None]
-            tokens_RS[padding_RS], segments_RS[padding_RS] = self.tokens.end, -1
-            mask_RS &= ~padding_RS[:, 1:]
-        return {"tokens": tokens_RS, "segments": segments_RS, "mask": mask_RS.astype(np.float32)}
+        return ids_RS
 
 
 class Reader:
@@ -273,25 +288,25 @@ class Reader:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a place in the data; from `{"examples": 0}`, start again."""
-        examples = state.get("examples") if isinstance(state, Mapping) else None
-        if (
-            isinstance(examples, bool)
-            or not isinstance(examples, int)
-            or not 0 <= examples < _ENDLESS
-        ):
+        examples: Any = None
+        if isinstance(state, Mapping):
+            examples = state.get("examples")
+        is_int = isinstance(examples, int) and not isinstance(examples, bool)
+        if not is_int or not 0 <= examples < _ENDLESS:
             raise ValueError(
                 "The state of a `Reader` tells how many `examples` were taken, from 0 up; got "
                 f"{shown(state)}."
             )
-        identity = self._sequences.identity
-        if other := [name for name in identity if name in state and state[name] != identity[name]]:
-            listed = ", ".join(
-                f"`{name}` was {shown(state[name])} and is {identity[name]!r}" for name in other
-            )
+        # A state may leave out what it is of, and is then taken for one of these data.
+        differences: list[str] = []
+        for name, value in self._sequences.identity.items():
+            if name in state and state[name] != value:
+                differences.append(f"`{name}` was {shown(state[name])} and is {value!r}")
+        if differences:
             raise ValueError(
-                f"The state is a place in other data: {listed}. Take the same, or give up the "
-                f'place: `set_state({{"examples": {examples}}})` takes the {examples} as a number '
-                "of these."
+                f"The state is a place in other data: {', '.join(differences)}. Take the same, or "
+                f'give up the place: `set_state({{"examples": {examples}}})` takes the {examples} '
+                "as a number of these."
             )
         self.close()
         self._start, self._taken = examples, 0
@@ -320,29 +335,38 @@ class _Steps:
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:
-    # Hashed, since with a sum the second epoch of one seed would be the first of the next.
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest(), "little"
-    )
+    """The seed of one epoch's order.
+
+    It is hashed, since with a sum the second epoch of one seed would be the first of the next.
+    """
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _segments(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int) -> np.ndarray:
-    """Which document of its row each token belongs to, counted from 0, for rows that begin and stop
-    there.
+    """Which document of its row each token belongs to, counted from 0 in each row.
+
+    Rows begin and stop there among all tokens, and documents end at `ends`.
     """
-    # Of the ends of documents, those strictly within each row; there, and only there, a count goes
-    # up.
+    # A count goes up at those ends of documents that are strictly within a row. In row r these are
+    # `counts[r]` ends, the one of number `first[r]` and those after it.
     first = np.searchsorted(ends, starts, side="right")
     counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
-    documents = (
-        np.arange(counts.sum())
-        - np.repeat(np.cumsum(counts) - counts, counts)
-        + np.repeat(first, counts)
-    )
+    documents = _numbers_within(counts) + np.repeat(first, counts)
     segments = np.zeros((len(starts), size), np.int32)
     segments[rows, ends[documents] - starts[rows]] = 1
     return np.cumsum(segments, axis=1, dtype=np.int32)
+
+
+def _numbers_within(counts: np.ndarray) -> np.ndarray:
+    """The numbers from 0 up to each count, one after the other.
+
+    >>> _numbers_within(np.array([2, 0, 3]))
+    array([0, 1, 0, 1, 2])
+    """
+    begins = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(begins, counts)
 
 
 def _whole(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -356,11 +380,11 @@ def _whole(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     # Each part of a long document begins with the last token of the one before, the input to its
     # first target.
     parts = np.maximum(1, -(-(stops - starts - 1) // length))
-    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    starts = np.repeat(starts, parts) + within * length
+    starts = np.repeat(starts, parts) + _numbers_within(parts) * length
     stops = np.minimum(starts + size, np.repeat(stops, parts))
-    # The first part that does not fit into an example that begins with this one, of each; then
-    # follow them. A part that continues a document never fits behind the one before, which is full.
+    # For each part the first one that does not fit into an example that begins with it; these are
+    # followed from the first part on. A part that continues a document never fits behind the one
+    # before, which is full.
     following = np.searchsorted(stops, starts + size, side="right")
     begins, at, jumps = [], 0, following.tolist()
     while at < len(jumps):

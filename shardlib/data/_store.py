@@ -19,6 +19,7 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,9 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
     >>> folder.cleanup()
     """
     if not isinstance(corpus, Corpus):
-        given = f", such as `Corpus({shown(corpus)})`" if isinstance(corpus, str) else ""
+        given = ""
+        if isinstance(corpus, str):
+            given = f", such as `Corpus({shown(corpus)})`"
         raise ValueError(f"`prepare` takes a `Corpus`{given}; got {type(corpus).__name__}.")
     sources = find_files(corpus)
     folder = cache_folder(cache) / _key(corpus, sources)
@@ -72,18 +75,27 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
         with claim(lock, f"preparing {describe_files(sources)} in {folder}") as scratch:
             # Another may have finished between the look and the claim.
             if scratch is not None and not isinstance(_open(folder, corpus), Prepared):
-                try:
-                    build(corpus, sources, scratch)
-                    if _key(corpus, sources) != folder.name:
-                        raise ValueError(
-                            f"`{corpus.tokenizer}` changed while it was used. Prepare again when "
-                            "it is finished."
-                        )
-                    _publish(scratch, folder, corpus)
-                except FileNotFoundError:
-                    if scratch.exists():
-                        raise
-                    log(f"{folder} is being made by another, which took this process for dead")
+                _make(corpus, sources, scratch, folder)
+
+
+def _make(corpus: Corpus, sources: tuple[Source, ...], scratch: Path, folder: Path) -> None:
+    """Make a store in the folder `scratch`, and give it the name `folder` when it is complete.
+
+    A process that others took for dead loses its folder, and leaves the store to them.
+    """
+    try:
+        build(corpus, sources, scratch)
+        # The key has the content of the tokenizer's file, as it is now.
+        if _key(corpus, sources) != folder.name:
+            raise ValueError(
+                f"`{corpus.tokenizer}` changed while it was used. Prepare again when it is "
+                "finished."
+            )
+        _publish(scratch, folder, corpus)
+    except FileNotFoundError:
+        if scratch.exists():
+            raise
+        log(f"{folder} is being made by another, which took this process for dead")
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
@@ -118,17 +130,21 @@ def _key(corpus: Corpus, sources: tuple[Source, ...]) -> str:
     """A name for the tokens. Where the files are named from another folder, it is the same."""
     tokenizer = tokenizer_file(corpus.tokenizer)
     content = read_tokenizer(tokenizer)
-    chosen = {
-        name: value for name, value in asdict(corpus).items() if name not in ("files", "format")
-    }
-    chosen["held_out"] = float(corpus.held_out)
-    chosen["tokenizer"] = hashlib.sha256(content).hexdigest() if tokenizer else corpus.tokenizer
-    files = [(str(one.path), one.format, one.size, one.modified_ns) for one in sources]
-    return hashlib.sha256(json.dumps([VERSION, chosen, files]).encode()).hexdigest()[:16]
+    choices = asdict(corpus)
+    # The files are in the key by what was found, and not by how they were named.
+    del choices["files"], choices["format"]
+    # 0 and 0.0 are the same share, and different texts in JSON.
+    choices["held_out"] = float(corpus.held_out)
+    if tokenizer:
+        choices["tokenizer"] = hashlib.sha256(content).hexdigest()
+    files = []
+    for source in sources:
+        files.append((str(source.path), source.format, source.size, source.modified_ns))
+    return hashlib.sha256(json.dumps([VERSION, choices, files]).encode()).hexdigest()[:16]
 
 
 def _open(folder: Path, corpus: Corpus) -> Prepared | str:
-    """What lies in a folder; or what is wrong with it, an empty text where there is nothing."""
+    """The store in a folder; or what is wrong with it, an empty text where there is nothing."""
     if not os.path.lexists(folder):
         return ""
     if not folder.is_dir():
@@ -137,12 +153,8 @@ def _open(folder: Path, corpus: Corpus) -> Prepared | str:
         return unsealed(folder, corpus) or _read(folder, corpus)
     except FileNotFoundError as error:
         return f"`{Path(error.filename).name}` is missing"
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ):  # whole, by its digest, and not of this library
+    except (KeyError, TypeError, AttributeError, ValueError):
+        # It is whole by its digest, and was not written by this library.
         return "`meta.json` is of another kind"
     except OSError as error:  # a file that cannot be read may be as it should be
         raise ValueError(
@@ -152,41 +164,60 @@ def _open(folder: Path, corpus: Corpus) -> Prepared | str:
 
 def _read(folder: Path, corpus: Corpus) -> Prepared | str:
     """A store whose digests are right."""
-    told = json.loads((folder / "meta.json").read_text())
-    if told["block_bytes"] != BLOCK_BYTES:
-        return f"its blocks have {told['block_bytes']} bytes"
+    description = json.loads((folder / "meta.json").read_text())
+    if description["block_bytes"] != BLOCK_BYTES:
+        return f"its blocks have {description['block_bytes']} bytes"
     parts = []
-    ids_of_parts = []
-    for part in PARTS:
-        path, size = folder / f"{part}.ids", told["sizes"][f"{part}.ids"]
-        if (found := path.stat().st_size) != size:
-            return f"`{path.name}` has {found} of {size} bytes"
-        ids = CheckedArray(path, told["dtype"], np.fromfile(folder / f"{part}.crc32", "<u4"))
-        ids_of_parts.append(ids)
-        ends = _mapped(folder / f"{part}.ends", "<i8")
-        parts.append(Tokens(ids, ends, told["vocab"], told["end"], **told[part]))
-    # A block that was found damaged may have been so in one machine's memory alone.
-    if os.path.lexists(folder / SUSPECT):
-        for ids in ids_of_parts:
-            if damage := ids.find_damage():
-                return damage
-        with contextlib.suppress(OSError):
-            (folder / SUSPECT).unlink(missing_ok=True)
+    for name in PARTS:
+        # That a file was cut is told before its blocks are.
+        path, size = folder / f"{name}.ids", description["sizes"][f"{name}.ids"]
+        size_now = path.stat().st_size
+        if size_now != size:
+            return f"`{path.name}` has {size_now} of {size} bytes"
+        parts.append(_part(folder, name, description))
     train, held_out = parts
-    skipped = tuple(Skipped(**one) for one in told["skipped"])
+    damage = _suspected_damage(folder, train, held_out)
+    if damage:
+        return damage
     return Prepared(
         corpus,
         folder,
         train,
         held_out,
-        told["files"],
-        told["empty"],
-        skipped,
-        tuple(told["left_out"]),
-        **told["learned"],
-        unknown=told["unknown"],
-        tokenizer_sha256=told["tokenizer_sha256"],
+        description["files"],
+        description["empty"],
+        tuple(Skipped(**skipped) for skipped in description["skipped"]),
+        tuple(description["left_out"]),
+        **description["learned"],
+        unknown=description["unknown"],
+        tokenizer_sha256=description["tokenizer_sha256"],
     )
+
+
+def _part(folder: Path, name: str, description: dict[str, Any]) -> Tokens:
+    """One part of a store, memory-mapped; its blocks are checked when they are read."""
+    digests = np.fromfile(folder / f"{name}.crc32", "<u4")
+    ids = CheckedArray(folder / f"{name}.ids", description["dtype"], digests)
+    ends = _mapped(folder / f"{name}.ends", "<i8")
+    return Tokens(ids, ends, description["vocab"], description["end"], **description[name])
+
+
+def _suspected_damage(folder: Path, *parts: Tokens) -> str:
+    """The first damaged block of a store in which one was suspected, or an empty text.
+
+    A block that was found damaged may have been so only in one machine's memory. If all are right,
+    the suspicion is forgotten.
+    """
+    if not os.path.lexists(folder / SUSPECT):
+        return ""
+    for part in parts:
+        assert isinstance(part.ids, CheckedArray)
+        damage = part.ids.find_damage()
+        if damage:
+            return damage
+    with contextlib.suppress(OSError):
+        (folder / SUSPECT).unlink(missing_ok=True)
+    return ""
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
@@ -196,8 +227,9 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def _publish(scratch: Path, folder: Path, corpus: Corpus) -> None:
-    """Give what was built its name; or leave it, where another took this process for dead and was
-    faster.
+    """Give a folder that is complete the name of the store.
+
+    It is left as it is where another took this process for dead, and was faster.
     """
     aside = scratch.with_suffix(".damaged")
     if not isinstance(_open(folder, corpus), Prepared):
@@ -213,7 +245,7 @@ def _publish(scratch: Path, folder: Path, corpus: Corpus) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is; of a link, the link."""
+    """Remove a file, a folder, or a link, but not what a link leads to."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:

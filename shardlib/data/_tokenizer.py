@@ -2,7 +2,6 @@
 `tokenizers`.
 """
 
-import itertools
 import operator
 import os
 import re
@@ -28,9 +27,11 @@ _WORDS = (
     r"[^\r\n\p{L}\p{N}]?\p{L}{1,64}| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]{1,64}(?:\s{0,64}\n\s{0,64})?"
     r"|\s{0,64}\n\s{0,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
+# Every byte, and the end of a document.
 _LEAST = 257
 _MOST = 1 << 31  # tokens are int32 in examples
 _FILE_BYTES = 1 << 30  # at most, of a `tokenizer.json`; the largest have tens of megabytes
+# In characters: where a text is cut, and how many are encoded at once.
 _PIECE = 1 << 20
 _TOGETHER = 8 << 20
 
@@ -93,39 +94,30 @@ class HuggingFace:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text. Texts of more than a million characters are cut after a line."""
         # An encoding takes a hundred bytes a token while it lives, and the time of some grows
-        # faster than their texts: so short texts go together, and the pieces of a long one a few at
-        # a time.
+        # faster than their texts: so short texts are encoded together, and the pieces of a long one
+        # a few at a time.
         _encoded(texts)
-        pieces = [(k, piece) for k, text in enumerate(texts) for piece in _pieces(text)]
         encoded: list[list[np.ndarray]] = [[] for _ in texts]
-        while pieces:
-            sizes = itertools.accumulate(len(piece) for _, piece in pieces)
-            count = max(
-                1, sum(1 for _ in itertools.takewhile(lambda size: size <= _TOGETHER, sizes))
-            )
-            now, pieces = pieces[:count], pieces[count:]
-            for (k, _), ids in zip(now, self._encode([piece for _, piece in now]), strict=True):
-                encoded[k].append(ids)
+        for numbers, pieces in _piece_batches(texts):
+            for number, ids in zip(numbers, self._encode(pieces), strict=True):
+                encoded[number].append(ids)
         return [np.concatenate(parts) for parts in encoded]
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self.alphabet is not None:
             self.alphabet.check(self.inner, texts, self.name)
         try:
-            found = self.inner.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"`{self.name}` cannot encode the texts: {error}. {_LACKING}"
             ) from error
-        return [np.array(one.ids, np.uint32) for one in found]
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, without special tokens and without ids that the vocabulary does not
-        have.
-        """
-        return self.inner.decode(
-            [id for id in _numbers(ids) if 0 <= id < self.vocab], skip_special_tokens=True
-        )
+        """The text of the ids, without special tokens and ids that the vocabulary does not have."""
+        known = [id for id in _numbers(ids) if 0 <= id < self.vocab]
+        return self.inner.decode(known, skip_special_tokens=True)
 
 
 _LACKING = (
@@ -147,27 +139,43 @@ class _Alphabet:
 
     def check(self, inner: Any, texts: list[str], name: str) -> None:
         """Refuse texts with characters that the tokenizer would leave out."""
-        seen = (
-            [inner.normalizer.normalize_str(text) for text in texts] if inner.normalizer else texts
-        )
-        fresh = set().union(*seen) - self.known
+        normalized = [_normalized(inner, text) for text in texts]
+        # Texts have few characters that differ, and each is looked up once.
+        fresh = set().union(*normalized) - self.known
         lacking = {character for character in fresh if not _has(inner, character)}
         self.known.update(fresh - lacking)
-        if not lacking:
-            return
-        counts = Counter(character for text in seen for character in text if character in lacking)
-        worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(8)]
-        more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-        raise ValueError(
-            f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out "
-            f"{counts.total():,} of the {sum(map(len, seen)):,} characters of the {len(texts):,} "
-            f"text{'s' * (len(texts) != 1)} it was given. {_LACKING}"
-        )
+        if lacking:
+            raise ValueError(_describe_lacking(lacking, normalized, name))
+
+
+def _normalized(inner: Any, text: str) -> str:
+    """A text as the model of a tokenizer sees it, before it is split into words."""
+    if inner.normalizer is None:
+        return text
+    return inner.normalizer.normalize_str(text)
+
+
+def _describe_lacking(lacking: set[str], texts: list[str], name: str) -> str:
+    """The error for characters that a tokenizer would leave out: which, and how many there are."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(character for character in text if character in lacking)
+    worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(8)]
+    more = ""
+    if len(counts) > len(worst):
+        more = f" and {len(counts) - len(worst)} more"
+    plural = "s" if len(texts) != 1 else ""
+    return (
+        f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out "
+        f"{counts.total():,} of the {sum(map(len, texts)):,} characters of the {len(texts):,} "
+        f"text{plural} it was given. {_LACKING}"
+    )
 
 
 def _has(inner: Any, character: str) -> bool:
-    """Whether the model has a token for each part of a character that reaches it; split away as a
-    space, none does.
+    """Whether the model has a token for each part of a character that reaches it.
+
+    Of one that is split away, as a space may be, nothing reaches it.
     """
     words = [character]
     if inner.pre_tokenizer is not None:
@@ -177,8 +185,8 @@ def _has(inner: Any, character: str) -> bool:
         # Twice too: within a word, some models write a character otherwise than at its begin or
         # end.
         for text in (part, 2 * part):
-            found = inner.model.tokenize(text)
-            if not found or found[-1].offsets[1] < len(text.encode()):
+            tokens = inner.model.tokenize(text)
+            if not tokens or tokens[-1].offsets[1] < len(text.encode()):
                 return False
     return True
 
@@ -193,21 +201,21 @@ def _leaves_out(inner: Any) -> bool:
         return False
     if model.byte_fallback and all(f"<0x{byte:02X}>" in ids for byte in range(256)):
         return False
-    marks = package("tokenizers", "A tokenizer").pre_tokenizers.ByteLevel.alphabet()
-    probe = "\U00050000"  # which no Unicode has given a meaning
-    text = inner.normalizer.normalize_str(probe) if inner.normalizer else probe
-    words = inner.pre_tokenizer.pre_tokenize_str(text) if inner.pre_tokenizer else [(text, None)]
-    is_of_bytes = set().union(*(word for word, _ in words)) <= set(marks)
-    return not (is_of_bytes and set(marks) <= ids.keys())
+    marks = set(package("tokenizers", "A tokenizer").pre_tokenizers.ByteLevel.alphabet())
+    # Whether it works on bytes is seen by a character that no Unicode has given a meaning: it
+    # becomes marks for its bytes, or stays itself.
+    text = _normalized(inner, "\U00050000")
+    words = [text]
+    if inner.pre_tokenizer is not None:
+        words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
+    works_on_bytes = set().union(*words) <= marks
+    return not (works_on_bytes and marks <= ids.keys())
 
 
 def _encoded(texts: Sequence[str]) -> list[bytes]:
     """Texts in UTF-8; what is no list of texts is refused."""
-    if (
-        isinstance(texts, str)
-        or not isinstance(texts, Sequence)
-        or not all(isinstance(one, str) for one in texts)
-    ):
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+    if not is_list or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f'`encode_batch` takes a list of texts, such as `["To be"]`; got {shown(texts)}.'
         )
@@ -238,15 +246,16 @@ def _numbers(ids: Any) -> list[int]:
 
 
 def learned_size(tokenizer: str) -> int | None:
-    """Of how many tokens the tokenizer is that is to be learned, or None where the name means
-    another.
+    """How many tokens the tokenizer has that is to be learned; None if the name means another.
 
     >>> learned_size("bpe:4096")
     4096
     """
     if not tokenizer.startswith("bpe:"):
         return None
-    size = int(tokenizer[4:]) if re.fullmatch("bpe:[1-9][0-9]{0,8}", tokenizer) else 0
+    size = 0
+    if re.fullmatch("bpe:[1-9][0-9]{0,8}", tokenizer):
+        size = int(tokenizer[4:])
     if size < _LEAST:
         raise ValueError(
             f"`tokenizer={shown(tokenizer)}`: behind `bpe:` stands how many tokens to learn, a "
@@ -323,23 +332,8 @@ def make_tokenizer(
                     "ends a document and no character is unknown. Leave it out."
                 )
         return Bytes()
-    package_ = package("tokenizers", f"The tokenizer `{path}`")
-    try:
-        inner = package_.Tokenizer.from_buffer(content)
-        ids = inner.get_vocab(with_added_tokens=True)
-    except Exception as error:  # the package raises nothing more special
-        raise ValueError(
-            f"`tokenizer={str(path)!r}` is not what the `tokenizers` package writes as "
-            f"`tokenizer.json`: {error}"
-        ) from error
-    # A store holds documents as they are: what a model's card adds, cuts or fills up is not wanted,
-    # the text of a document that reads `<|endoftext|>` does not end it, and the same text always
-    # has the same tokens.
-    inner.no_truncation()
-    inner.no_padding()
-    inner.encode_special_tokens = True
-    if getattr(inner.model, "dropout", None):
-        inner.model.dropout = None
+    inner = _inner_tokenizer(path, content)
+    ids = inner.get_vocab(with_added_tokens=True)
     end_id = ids[_end_token(inner, ids, end, str(path))]
     vocab = max(ids.values()) + 1
     if vocab > _MOST:
@@ -348,11 +342,38 @@ def make_tokenizer(
         )
     _set_unknown(inner, unknown, path)
     unknown_id = ids.get(getattr(inner.model, "unk_token", None))
-    alphabet = _Alphabet() if _leaves_out(inner) else None
+    alphabet = None
+    if _leaves_out(inner):
+        alphabet = _Alphabet()
     return HuggingFace(inner, vocab, end_id, unknown_id, str(path), alphabet)
 
 
+def _inner_tokenizer(path: Path, content: bytes) -> Any:
+    """The tokenizer of the `tokenizers` package that a file describes, set up for a store.
+
+    A store holds documents as they are. What a model's card adds, cuts or fills up is not wanted;
+    the text of a document that reads `<|endoftext|>` does not end it; and the same text always has
+    the same tokens.
+    """
+    package_ = package("tokenizers", f"The tokenizer `{path}`")
+    try:
+        inner = package_.Tokenizer.from_buffer(content)
+        inner.get_vocab(with_added_tokens=True)
+    except Exception as error:  # the package raises nothing more special
+        raise ValueError(
+            f"`tokenizer={str(path)!r}` is not what the `tokenizers` package writes as "
+            f"`tokenizer.json`: {error}"
+        ) from error
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True
+    if getattr(inner.model, "dropout", None):
+        inner.model.dropout = None
+    return inner
+
+
 def _set_unknown(inner: Any, unknown: str | None, path: Path) -> None:
+    """Have a token of the vocabulary stand for characters that it lacks."""
     if unknown is None:
         return
     if not hasattr(inner.model, "unk_token"):
@@ -383,7 +404,8 @@ def tokenizer_file(tokenizer: str) -> Path | None:
         return None
     path = expanded(tokenizer)
     try:
-        path = path / "tokenizer.json" if path.is_dir() else path
+        if path.is_dir():
+            path = path / "tokenizer.json"
         if path.is_file():
             return path
     except OSError as error:
@@ -414,23 +436,48 @@ def read_tokenizer(path: Path | None) -> bytes:
 
 
 def _end_token(inner: Any, ids: dict[str, int], end: str | None, path: str) -> str:
-    # A text's `</s>` may be a token too, as any word is.
+    """The token that ends a document: the one that was asked for, or the only one that is known.
+
+    Only tokens that were added to the vocabulary count, since a text's `</s>` may be a token too,
+    as any word is.
+    """
     added = inner.get_added_tokens_decoder().values()
-    known = [token.content for token in added if token.content in _ENDS] if end is None else [end]
+    known = [end]
+    if end is None:
+        known = [token.content for token in added if token.content in _ENDS]
     if len(known) == 1 and known[0] in ids:
         return known[0]
+    problem = f"`{path}` does not tell which token ends a document"
+    if end:
+        problem = f"`end={shown(end)}` is no token of `{path}`"
     special = listed(token.content for token in added if token.special)
-    asked = (
-        f"`end={shown(end)}` is no token of `{path}`"
-        if end
-        else f"`{path}` does not tell which token ends a document"
-    )
     raise ValueError(
-        f"{asked}: say `end=...`, one of its special tokens: {special or 'it has none'}."
+        f"{problem}: say `end=...`, one of its special tokens: {special or 'it has none'}."
     )
+
+
+def _piece_batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+    """Pieces of texts that are encoded together, each with the number of its text, in order.
+
+    A batch has at most `_TOGETHER` characters, or a single piece.
+    """
+    numbers: list[int] = []
+    pieces: list[str] = []
+    characters = 0
+    for number, text in enumerate(texts):
+        for piece in _pieces(text):
+            if pieces and characters + len(piece) > _TOGETHER:
+                yield numbers, pieces
+                numbers, pieces, characters = [], [], 0
+            numbers.append(number)
+            pieces.append(piece)
+            characters += len(piece)
+    if pieces:
+        yield numbers, pieces
 
 
 def _pieces(text: str) -> Iterator[str]:
+    """A text cut into pieces of at most `_PIECE` characters, after a line where there is one."""
     start = 0
     while len(text) - start > _PIECE:
         cut = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE

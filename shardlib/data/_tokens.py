@@ -5,6 +5,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,28 +53,26 @@ class Tokens:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        for name, kinds in (("ids", np.ndarray | CheckedArray), ("ends", np.ndarray)):
-            array = getattr(self, name)
-            if not isinstance(array, kinds) or array.ndim != 1 or array.dtype.kind not in "iu":
-                raise ValueError(
-                    f"`Tokens({name}={shown(array)})` must be a numpy array of whole "
-                    "numbers, of one dim."
-                )
+        _check_whole_numbers("ids", self.ids, np.ndarray | CheckedArray)
+        _check_whole_numbers("ends", self.ends, np.ndarray)
         vocab = whole_number("Tokens(vocab=...)", self.vocab, 1, _MOST_IDS)
         whole_number("Tokens(end=...)", self.end, 0, vocab - 1)
         whole_number("Tokens(bytes=...)", self.bytes, 0, (1 << 63) - 1)
         if not isinstance(self.fingerprint, str):
             raise ValueError(f"`Tokens(fingerprint={shown(self.fingerprint)})` is a text.")
-        last = int(self.ends[-1]) if len(self.ends) else 0
-        rises = not len(self.ends) or (
-            self.ends[0] > 0 and bool((self.ends[1:] > self.ends[:-1]).all())
-        )
-        if last != len(self.ids) or not rises:
+        if not self._ends_fit():
             raise ValueError(
                 "`Tokens(ends=...)` are where documents end: each beyond the one before, since a "
                 "document has its end token at least, and the last is the number of tokens, "
                 f"{len(self.ids)}; got {shown(self.ends)}."
             )
+
+    def _ends_fit(self) -> bool:
+        """Whether each document ends beyond the one before, and the last one with the tokens."""
+        if not len(self.ends):
+            return not len(self.ids)
+        rises = self.ends[0] > 0 and bool((self.ends[1:] > self.ends[:-1]).all())
+        return rises and int(self.ends[-1]) == len(self.ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -94,6 +93,7 @@ class Tokens:
         1.0
         """
         try:
+            # An array of one number is a number too. A bool or a text is refused below.
             nats = float(loss)
         except (TypeError, ValueError, OverflowError):
             nats = None
@@ -106,11 +106,11 @@ class Tokens:
                 f"{self} are of a text of 0 bytes, which has no bits per byte. Hold out more: "
                 "`Corpus(held_out=...)`."
             )
+        # Nats of all tokens, in bits, over the bytes of their texts.
         return nats / math.log(2) * len(self) / self.bytes
 
     def check_vocab(self, embeddings: int) -> None:
-        """Refuse a model whose embedding table has fewer rows than there are ids: what lies beyond
-        has no embedding.
+        """Refuse a model whose embedding table has fewer rows than there are ids.
 
         Call it where data meets model, before the first step.
 
@@ -126,6 +126,14 @@ class Tokens:
                 f"The data has token ids below {self.vocab}, and the model has {embeddings} "
                 f"embeddings: it needs {self.vocab} or more."
             )
+
+
+def _check_whole_numbers(name: str, array: Any, kinds: Any) -> None:
+    """Refuse what is no array of whole numbers of one dim, of the kinds that `Tokens` takes."""
+    if not isinstance(array, kinds) or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"`Tokens({name}={shown(array)})` must be a numpy array of whole numbers, of one dim."
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -164,14 +172,15 @@ class Prepared:
             "tokenizer_sha256": str,
         }
         for name, kind in kinds.items():
-            if not isinstance(value := getattr(self, name), kind):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
                 raise ValueError(
                     f"`Prepared({name}={shown(value)})` is no `{kind.__name__}`. `prepare(corpus)` "
                     "makes it."
                 )
         for name, kind in (("skipped", Skipped), ("left_out", str)):
             value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(one, kind) for one in value):
+            if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
                 raise ValueError(
                     f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. "
                     "`prepare(corpus)` makes it."
@@ -190,45 +199,65 @@ class Prepared:
 
     def describe(self) -> str:
         """Sizes of both parts, and what was passed over, for people."""
-        rows = [("", "documents", "tokens", "text", "bytes a token")]
-        for name, part in (("train", self.train), ("held out", self.held_out)):
-            share = f"{part.bytes / len(part):.2f}" if len(part) else "-"
-            rows.append(
-                (name, f"{part.documents:,}", f"{len(part):,}", human_bytes(part.bytes), share)
-            )
-        files = f"{self.files:,} file{'s' * (self.files != 1)}"
+        rows: list[tuple[str, ...]] = [("", "documents", "tokens", "text", "bytes a token")]
+        rows.append(_row("train", self.train))
+        rows.append(_row("held out", self.held_out))
         lines = [
-            f"{files}, {self.train.vocab:,} tokens in the vocabulary, in {self.folder}",
+            f"{_counted(self.files, 'file')}, {self.train.vocab:,} tokens in the vocabulary, "
+            f"in {self.folder}",
             "",
             table(rows, (1, 2, 3, 4)),
         ]
+        notes = self._notes()
+        if notes:
+            lines += ["", *notes]
+        return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        """What was learned, left out and passed over, a line each."""
         notes = []
-        if count := self.learned_documents:
+        if self.learned_documents:
+            documents = _counted(self.learned_documents, "document")
             size = human_bytes(self.learned_bytes)
-            notes.append(f"tokenizer learned from {count:,} document{'s' * (count != 1)} ({size})")
+            notes.append(f"tokenizer learned from {documents} ({size})")
         if self.unknown:
             notes.append(f"{self.unknown:,} tokens stand for characters that the tokenizer lacks")
         if self.empty:
-            notes.append(f"{self.empty:,} empty document{'s' * (self.empty != 1)} left out")
+            notes.append(f"{_counted(self.empty, 'empty document')} left out")
         if self.left_out:
             notes.append(f"files left out that end in {', '.join(self.left_out)}")
-        notes += map(str, self.skipped)
-        return "\n".join([*lines, "", *notes] if notes else lines)
+        for skipped in self.skipped:
+            notes.append(str(skipped))
+        return notes
+
+
+def _row(name: str, part: Tokens) -> tuple[str, ...]:
+    """The line of a part in the table of sizes."""
+    share = "-"
+    if len(part):
+        share = f"{part.bytes / len(part):.2f}"
+    return name, f"{part.documents:,}", f"{len(part):,}", human_bytes(part.bytes), share
+
+
+def _counted(count: int, noun: str) -> str:
+    """A number of things: `1 file`, `2,000 files`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"
 
 
 def tokenizer_of_store(corpus: Corpus, folder: Path) -> Path | None:
     """Where the tokenizer of a store is: in its folder if it was learned."""
-    return (
-        folder / "tokenizer.json"
-        if learned_size(corpus.tokenizer)
-        else tokenizer_file(corpus.tokenizer)
-    )
+    if learned_size(corpus.tokenizer):
+        return folder / "tokenizer.json"
+    return tokenizer_file(corpus.tokenizer)
 
 
 def stored_tokenizer(corpus: Corpus, folder: Path, sha256: str) -> Bytes | HuggingFace:
     """The tokenizer of a store, from a file that is as it was when the tokens were made."""
     path = tokenizer_of_store(corpus, folder)
     content = read_tokenizer(path)
+    # Without a file, for bytes, there is nothing that could have changed.
     if content and hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(
             f"`{path}` is not the tokenizer that the tokens in `{folder}` were made with: the file "
