@@ -64,6 +64,7 @@ class Pieces(NamedTuple):
     def all_rows(self, x: jax.Array) -> jax.Array:
         """All of an array, as `(shared, workers, elements)`, padded with zeros."""
         flat = x.reshape(-1)
+        # Zeros are owed nothing, and their errors stay zero.
         flat = jnp.pad(flat, (0, self.shared * self.workers * self.elements - self.size))
         return flat.reshape(self.shared, self.workers, self.elements)
 
@@ -88,7 +89,9 @@ class _Message:
         """
         _check_real(self.array, "pmean")
         rows = self.pieces.all_rows(_not_differentiated(self.array.astype(jnp.float32)))[part]
-        return rows if self.errors is None else rows + self.errors.worker
+        if self.errors is None:
+            return rows
+        return rows + self.errors.worker
 
     def mask(self, part: Any) -> jax.Array | None:
         """Which numbers of this device's part are alive; None where all of them are.
@@ -109,7 +112,9 @@ class _Message:
 
         One row of those numbers that it is the server of; `mask` is that of all rows.
         """
-        owed = 0 if self.errors is None else self.errors.server
+        owed: Any = 0
+        if self.errors is not None:
+            owed = self.errors.server
         mean = jnp.mean(rows, 0) + owed
         if mask is None:
             return mean[None]
@@ -166,7 +171,9 @@ def pmean(
         return x, errors
     messages = _messages(leaves, treedef, errors, alive, over, shared)
     worker = lax.axis_index(over)
-    part = lax.axis_index(shared) if shared else 0
+    part: Any = 0
+    if shared:
+        part = lax.axis_index(shared)
     rows, masks = [], []
     for message in messages:
         rows.append(message.rows_to_send(part))
@@ -176,29 +183,73 @@ def pmean(
         means = _mean_of_one_worker(messages, rows, shared)
         return treedef.unflatten(means), jax.tree.map(jnp.zeros_like, errors)
 
-    sent = [codec.encode(row, mask) for row, mask in zip(rows, masks, strict=True)]
-    server_means, server_masks = [], []
-    for message, code, mask in zip(messages, _to_servers(sent, over), masks, strict=True):
-        received = codec.decode(code, message.pieces.elements)
-        server_means.append(message.mean_on_server(received, mask, worker))
-    for mask in masks:
-        server_masks.append(None if mask is None else mask[worker][None])
-    sent_by_server = []
-    for mean, mask in zip(server_means, server_masks, strict=True):
-        sent_by_server.append(codec.encode(mean, mask))
-
+    by_worker = _all_sent(codec, rows, masks)
+    by_server = _sent_by_server(codec, messages, by_worker, over, worker)
     means = []
-    for message, code in zip(messages, _from_servers(sent_by_server, over, shared), strict=True):
+    for message, code in zip(messages, _from_servers(by_server, over, shared), strict=True):
         mean = message.whole(codec.decode(code, message.pieces.elements))
         means.append(message.as_given(mean))
     if errors is None:
         return treedef.unflatten(means), None
     left = []
-    for k in range(len(messages)):
-        left_by_worker = _left_over(rows[k], sent[k], masks[k])
-        left_by_server = _left_over(server_means[k], sent_by_server[k], server_masks[k])
-        left.append(Errors(left_by_worker, left_by_server[0]))
+    for worker_sent, server_sent in zip(by_worker, by_server, strict=True):
+        left.append(Errors(worker_sent.left_over(), server_sent.left_over()[0]))
     return treedef.unflatten(means), treedef.unflatten(left)
+
+
+class _Sent(NamedTuple):
+    """What a device sends of one array, as a worker or as a server."""
+
+    rows: jax.Array  # the numbers that were meant
+    mask: jax.Array | None  # which of them are alive; None for all
+    encoded: Encoded  # what they became
+
+    def left_over(self) -> jax.Array:
+        """What the code says too little of the rows; zero where they are not alive."""
+        difference = self.rows - self.encoded.decoded
+        if self.mask is None:
+            return difference
+        return jnp.where(self.mask, difference, 0)
+
+
+def _all_sent(
+    codec: Codec, rows: Sequence[jax.Array], masks: Sequence[jax.Array | None]
+) -> list[_Sent]:
+    """Rows of each array as they are sent, encoded."""
+    sent = []
+    for numbers, mask in zip(rows, masks, strict=True):
+        sent.append(_Sent(numbers, mask, codec.encode(numbers, mask)))
+    return sent
+
+
+def _sent_by_server(
+    codec: Codec,
+    messages: Sequence[_Message],
+    by_worker: Sequence[_Sent],
+    over: tuple[str, ...],
+    worker: jax.Array,
+) -> list[_Sent]:
+    """What this device sends as a server: the means of the rows that workers have sent it.
+
+    Args:
+        codec: the codec of both ways.
+        messages: the arrays.
+        by_worker: what this device has sent of each as a worker.
+        over: the axes of the workers.
+        worker: the number of this device among them.
+    """
+    means, masks = [], []
+    codes = _to_servers(by_worker, over)
+    for message, code, sent in zip(messages, codes, by_worker, strict=True):
+        received = codec.decode(code, message.pieces.elements)
+        means.append(message.mean_on_server(received, sent.mask, worker))
+    # Of the rows of all servers, this device has one: that of its own number.
+    for sent in by_worker:
+        mask = sent.mask
+        if mask is not None:
+            mask = mask[worker][None]
+        masks.append(mask)
+    return _all_sent(codec, means, masks)
 
 
 def _messages(
@@ -245,44 +296,40 @@ def _mean_of_one_worker(
     """
     parts = []
     for message, row in zip(messages, rows, strict=True):
-        parts.append(row if message.errors is None else row + message.errors.server)
+        if message.errors is not None:
+            row = row + message.errors.server
+        parts.append(row)
     if shared:
         parts = [lax.all_gather(part, shared, axis=0, tiled=True) for part in parts]
     means = [message.whole(part) for message, part in zip(messages, parts, strict=True)]
     return [message.as_given(mean) for message, mean in zip(messages, means, strict=True)]
 
 
-def _to_servers(sent: Sequence[Encoded], over: tuple[str, ...]) -> list[jax.Array]:
+def _to_servers(sent: Sequence[_Sent], over: tuple[str, ...]) -> list[jax.Array]:
     """The codes that a server gets from all workers, for each array.
 
-    Codes of all arrays go side by side in one all-to-all.
+    Codes of all arrays are sent next to each other in one all-to-all.
     """
-    together = jnp.concatenate([encoded.code for encoded in sent], 1)
-    received = lax.all_to_all(together, over, 0, 0, tiled=True)
-    return _split_columns(received, [encoded.code.shape[1] for encoded in sent])
+    codes = [each.encoded.code for each in sent]
+    received = lax.all_to_all(jnp.concatenate(codes, 1), over, 0, 0, tiled=True)
+    return _split_columns(received, codes)
 
 
 def _from_servers(
-    sent: Sequence[Encoded], over: tuple[str, ...], shared: tuple[str, ...]
+    sent: Sequence[_Sent], over: tuple[str, ...], shared: tuple[str, ...]
 ) -> list[jax.Array]:
     """The codes of all servers, those of other parts included, for each array."""
-    together = jnp.concatenate([encoded.code for encoded in sent], 1)
-    gathered = lax.all_gather(together, over, axis=0, tiled=True)
+    codes = [each.encoded.code for each in sent]
+    gathered = lax.all_gather(jnp.concatenate(codes, 1), over, axis=0, tiled=True)
     if shared:
         gathered = lax.all_gather(gathered, shared, axis=0, tiled=True)
-    return _split_columns(gathered, [encoded.code.shape[1] for encoded in sent])
+    return _split_columns(gathered, codes)
 
 
-def _split_columns(together: jax.Array, widths: list[int]) -> list[jax.Array]:
-    """Arrays of some widths that are side by side in another one."""
-    ends = [0, *itertools.accumulate(widths)]
+def _split_columns(together: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays that are next to each other in another one, each as wide as one of `like`."""
+    ends = [0, *itertools.accumulate(x.shape[1] for x in like)]
     return [together[:, first:last] for first, last in itertools.pairwise(ends)]
-
-
-def _left_over(rows: jax.Array, encoded: Encoded, mask: jax.Array | None) -> jax.Array:
-    """What a code says too little of the rows it was made of; zero where they are not alive."""
-    difference = rows - encoded.decoded
-    return difference if mask is None else jnp.where(mask, difference, 0)
 
 
 def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
@@ -322,6 +369,7 @@ def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> i
     part = Pieces(elements, shared, workers).elements
     if workers == 1:
         return (shared - 1) * part * 4
+    # Each way, a worker sends a code to every other one.
     code = codec.size(part)
     return 2 * (workers - 1) * code + (shared - 1) * workers * code
 
@@ -421,6 +469,7 @@ def check_dim(x: jax.Array, dim: int, name: str) -> int:
 
 @jax.custom_jvp
 def _not_differentiated(x: jax.Array) -> jax.Array:
+    """The array itself; to differentiate it is an error, where rounding would give zeros."""
     return x
 
 

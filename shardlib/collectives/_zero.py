@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
-from shardlib.layouts._rules import as_tuple, counts_layers, keep_axes, parts_over, spec_axes
+from shardlib.layouts._rules import (
+    as_tuple,
+    counts_layers,
+    keep_axes,
+    parts_over,
+    spec_axes,
+    spec_entry,
+)
 
 STAGES: dict[str, int] = {
     "NO_SHARD": 0,
@@ -95,8 +102,12 @@ class Zero:
 
         None where it finds none, or where there is no pattern.
         """
-        match = re.search(self.layers, path) if self.layers else None
-        return match[0] if match else None
+        if not self.layers:
+            return None
+        match = re.search(self.layers, path)
+        if match is None:
+            return None
+        return match[0]
 
 
 class Split(NamedTuple):
@@ -139,10 +150,15 @@ def split_further(
     ...     "embed", "mlp")).spec
     P(None, 'data', 'model')
     """
-    is_named = isinstance(names, tuple) and not isinstance(names, PartitionSpec)
-    stacked = _stacked_dims(zero, len(shape), names if is_named else ())
+    # A spec says how a parameter is laid out, and not what its dims are.
+    dim_names: tuple[Any, ...] = ()
+    if isinstance(names, tuple) and not isinstance(names, PartitionSpec):
+        dim_names = names
+    stacked = _stacked_dims(zero, len(shape), dim_names)
     elements = math.prod(size for d, size in enumerate(shape) if d not in stacked)
-    free = tuple(axis for axis in axes if axis not in spec_axes(spec) and mesh_shape[axis] > 1)
+    # Axes of one device split nothing, and those that split the parameter already cannot again.
+    used = spec_axes(spec)
+    free = tuple(axis for axis in axes if axis not in used and mesh_shape[axis] > 1)
     if not free:
         return Split(spec, layer=elements)
     if elements <= zero.small:
@@ -150,18 +166,17 @@ def split_further(
 
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     parts = parts_over(mesh_shape, free)
-    candidates = []
+    candidates: list[int] = []
     for d, entry in enumerate(entries):
-        is_whole = all(mesh_shape[axis] == 1 for axis in as_tuple(entry))
+        is_whole = parts_over(mesh_shape, as_tuple(entry)) == 1
         if is_whole and d not in stacked and shape[d] % parts == 0:
             candidates.append(d)
     if not candidates:
         over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
         return Split(spec, reason=f"no dim that is whole divides by {over}", layer=elements)
-    dim = _best_dim(candidates, shape, is_named)
+    dim = _best_dim(candidates, shape, is_named=bool(dim_names))
     # Axes of size one may be there already.
-    entry = (*free, *as_tuple(entries[dim]))
-    entries[dim] = entry[0] if len(entry) == 1 else entry
+    entries[dim] = spec_entry((*free, *as_tuple(entries[dim])))
     return Split(PartitionSpec(*entries), dim, free, layer=elements)
 
 
@@ -173,8 +188,9 @@ def _stacked_dims(zero: Zero, ndim: int, names: tuple[Any, ...]) -> set[int]:
 
 
 def _best_dim(candidates: Sequence[int], shape: tuple[int, ...], is_named: bool) -> int:
-    """The dim to split: the first if dims have names, else the longest; the last dim only if it is
-    the only one.
+    """The dim to split: the first if dims have names, else the longest.
+
+    The last dim of the array is taken only if there is no other.
     """
     before_last = [d for d in candidates if d != len(shape) - 1]
     if not before_last:
@@ -207,6 +223,7 @@ def gather(
         return part
 
     def gathered(part: jax.Array) -> jax.Array:
+        # A gather along the first dim writes its result in place, and needs no pieces.
         whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
         if limit and dim and whole > limit:
             return in_pieces(collective, part, dim, -(-whole // limit))
@@ -295,7 +312,9 @@ def _zero_of_name(name: str, crossing: tuple[str, ...], data_axes: tuple[str, ..
         return Zero(STAGES[name])
     within = tuple(axis for axis in data_axes if axis not in crossing)
     if within in ((), data_axes):
-        problem = "none crosses" if within else "none stays within"
+        problem = "none stays within"
+        if within:
+            problem = "none crosses"
         raise ValueError(
             f"`Strategy(zero={name!r})` splits within the fast network and repeats across the "
             f"slow one, and of the data axes {data_axes} {problem}. Say which cross, "

@@ -83,15 +83,29 @@ class Flow:
         key = (value.instruction, value.index)
         makers = self.makers(key)
         op_name, source = self._named_origin(makers)
-        whole = [(name, ()) for name, _ in makers]  # of a copy that overlaps, either part
+        return self._kind(key, value, makers, op_name), op_name, source
+
+    def _kind(self, key: Key, value: Value, makers: list[Key], op_name: str) -> str:
+        """The kind of a value; what is known most surely comes first.
+
+        Args:
+            key: the value.
+            value: its place in the heap, and when it lives.
+            makers: the instructions that made it.
+            op_name: their name stack.
+        """
+        # A copy that overlaps with other work has two parts, either of which may be meant.
+        whole = [(name, ()) for name, _ in makers]
         if not self.gradients.isdisjoint([key, *makers, *whole]):
-            return "gradients", op_name, source
+            return "gradients"
         if self.is_copy(key):
-            return "copies of parameters", op_name, source
+            return "copies of parameters"
         made_forward = any(is_forward(self.origin(name)[0]) for name, _ in makers)
         if made_forward and self.is_read_backward(key, value):
-            return "activations", op_name, source
-        return "temporaries" if op_name else "unattributed", op_name, source
+            return "activations"
+        if op_name:
+            return "temporaries"
+        return "unattributed"
 
     def _named_origin(self, makers: list[Key]) -> tuple[str, str]:
         """The name stack and the line that say most of what some instructions made.
@@ -148,10 +162,10 @@ class Flow:
             case "call":
                 return [(self._root(scope, made, "to_apply"), index)]
             case "conditional":
-                return [
-                    (self._root(scope, made, branch), index)
-                    for branch in self.program.branches(scope, made)
-                ]
+                results = []
+                for branch in self.program.branches(scope, made):
+                    results.append((self._root(scope, made, branch), index))
+                return results
             case "parameter":
                 return self._given(scope, int(made.argument), index)
         return []
@@ -171,7 +185,9 @@ class Flow:
                 if name == scope.name:
                     given.append((caller.operands[position + 1], index))
             return given
-        return [(caller.operands[number], index)] if number < len(caller.operands) else []
+        if number >= len(caller.operands):
+            return []
+        return [(caller.operands[number], index)]
 
     def _root(self, scope: Scope, caller: Instruction, name: str) -> str:
         """The name of the instruction whose result is that of a computation that is called."""
@@ -293,9 +309,7 @@ class Flow:
         return found
 
     def _summed(self, name: str) -> tuple[set[Key], set[Key]]:
-        """The values that one was moved, summed and accumulated from, and those at which that
-        ends.
-        """
+        """The values that one was moved, summed and accumulated from, and where that ends."""
         passed: set[Key] = set()
         ends: set[Key] = set()
         todo: list[Key] = [(name, ())]
@@ -305,33 +319,46 @@ class Flow:
             if key in passed or made is None or self._is_update(key[0]) or self._is_argument(key):
                 continue
             passed.add(key)
-            if before := self.upstream(key) or self.sources(key):
+            before = self.upstream(key) or self.sources(key)
+            if before:
                 todo += before
             elif made.opcode == "dynamic-update-slice":
+                # The array that is written into, and what is written. The rest are positions.
                 todo += [(operand, ()) for operand in made.operands[:2]]
-            elif made.opcode == "scatter":  # what is scattered is a gradient of activations
+            elif made.opcode == "scatter":
+                # What is scattered is a gradient of activations.
                 todo.append((made.operands[0], ()))
                 ends.add(key)
-            elif made.opcode == "add" or (
-                made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]
-            ):
+            elif self._accumulates(key, made):
                 todo += [(operand, ()) for operand in made.operands]
                 ends.add(key)
             elif not self._is_blank(key):
                 ends.add(key)
         return passed, ends
 
+    def _accumulates(self, key: Key, made: Instruction) -> bool:
+        """Whether a value is a sum of gradients, or one that was scaled after the backward pass."""
+        if made.opcode == "add":
+            return True
+        return made.opcode in _ELEMENTWISE and "jvp(" not in self.origin(key[0])[0]
+
+    def _has_name(self, text: str) -> bool:
+        """Whether any instruction of the program has a text in its attributes, such as a scope."""
+        for scope in self.scopes.values():
+            for made in scope.instructions.values():
+                if text in made.attributes:
+                    return True
+        return False
+
     @cached_property
     def _differentiated(self) -> bool:
-        return any(
-            "transpose(" in made.attributes
-            for scope in self.scopes.values()
-            for made in scope.instructions.values()
-        )
+        """Whether the program has a backward pass."""
+        return self._has_name("transpose(")
 
     def _is_update(self, name: str) -> bool:
-        """Whether an instruction is the optimizer's: the step says so; elsewhere, what is computed
-        after the loss is.
+        """Whether an instruction is the optimizer's.
+
+        The step says so; in other programs it is what is computed after the loss.
         """
         scope = self.scopes[name]
         made = scope.instructions[name]
@@ -346,54 +373,50 @@ class Flow:
 
     @cached_property
     def _optimizer_named(self) -> bool:
-        return any(
-            "/optimizer/" in made.attributes
-            for scope in self.scopes.values()
-            for made in scope.instructions.values()
-        )
+        """Whether the program says which instructions are the optimizer's, as our step does."""
+        return self._has_name("/optimizer/")
 
     def _is_argument(self, key: Key) -> bool:
+        """Whether a value is an argument of the whole program, not of a computation in it."""
         made = self.made(key[0])
         return made is not None and made.opcode == "parameter" and self.scopes[key[0]].outer is None
 
     def written(self, key: Key) -> str:
-        """The instruction that made a value; of one that fills a part of an array, what made the
-        part.
-        """
+        """The instruction that made a value, or what made the part of an array that it fills."""
         made = self.made(key[0])
         inside = self.inside(key)
         if made is not None and inside and made.opcode == "fusion":
-            return self.written(self.makers(inside[0])[0]) if self._fills(inside[0]) else key[0]
+            if not self._fills(inside[0]):
+                return key[0]
+            return self.written(self.makers(inside[0])[0])
         if made is not None and made.opcode == "dynamic-update-slice":
             return self.makers((made.operands[1], ()))[0][0]
         return key[0]
 
     def _fills(self, key: Key) -> bool:
+        """Whether a value is an array of which a part was written."""
         made = self.made(self.makers(key)[0][0])
         return made is not None and made.opcode == "dynamic-update-slice"
 
     def _is_blank(self, key: Key) -> bool:
-        """Whether a value is the same number everywhere, or counts, as what a sum starts from
-        does.
-        """
+        """Whether a value is the same number everywhere, as what a sum starts from, or counts."""
         made = self.made(key[0])
-        if (
-            made is None
-            or made.opcode in ("constant", "iota")
-            or "AllocateBuffer" in made.attributes
-        ):
+        if made is None or made.opcode in ("constant", "iota"):
+            return True
+        if "AllocateBuffer" in made.attributes:
             return True
         if made.opcode == "broadcast":
-            return all(self._is_blank(one) for one in self.makers((made.operands[0], ())))
-        return any(self._is_blank(one) for one in self.inside(key))
+            return all(map(self._is_blank, self.makers((made.operands[0], ()))))
+        return any(map(self._is_blank, self.inside(key)))
 
     def is_read_backward(self, key: Key, value: Value) -> bool:
-        """Whether the last to read a value, or the result of a loop that it goes into, belongs to
-        the backward pass.
+        """Whether the last to read a value belongs to the backward pass.
+
+        A value may go into the result of a loop, whose last reader counts as well.
         """
-        lasts = {value.dies} | {
-            self.dies[result] for maker in self.makers(key) for result in self._becomes[maker]
-        }
+        lasts = {value.dies}
+        for maker in self.makers(key):
+            lasts.update(self.dies[result] for result in self._becomes[maker])
         return any(self._read_backward_at(last, value.born) for last in lasts)
 
     def _read_backward_at(self, last: int, born: int) -> bool:

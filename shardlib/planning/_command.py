@@ -30,12 +30,13 @@ from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
 from shardlib.planning._plan import plan
 
-_CHILD = "SHARDLIB_PLAN_ANSWER"  # where the child writes what it found
-
-_RUN = "run"  # what is planned of a file where nothing else is named: what the trainer trains
+# The variable by which a child knows that it is one, and where it writes its answer.
+_CHILD = "SHARDLIB_PLAN_ANSWER"
+# What is planned of a file where nothing else is named: what the trainer trains.
+_RUN = "run"
 
 _EXAMPLE = """\
-WHAT is FILE.py:NAME, MODULE:NAME, or FILE.py alone, which is FILE.py:run. The name is that of a
+WHAT is FILE.py:NAME, MODULE:NAME, or FILE.py, which is FILE.py:run. The name is that of a
 function that takes a mesh, and returns a step with its state and batch, which may be abstract:
 
     def make_step(mesh):
@@ -53,10 +54,12 @@ targets: tpu:v5e:16x16, tpu:v5p:4x4x8:slices=2, gpu:h200:64x1x8 (slices x hosts 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command; the exit code is 0 for a report, 1 for one that says it does not fit, 2 for a
-    mistake.
+    """The command.
+
+    The exit code is 0 for a report, 1 for one that says it does not fit, 2 for a mistake.
     """
-    if answer := os.environ.get(_CHILD):
+    answer = os.environ.get(_CHILD)
+    if answer:
         return _child(arguments, Path(answer))
     try:
         Target(arguments.target)
@@ -97,6 +100,7 @@ def add_command(commands: Any) -> None:
 
 
 def _split(make_step: str) -> tuple[str, str]:
+    """The file or module that is named, and what is named of it."""
     if make_step.endswith(".py"):
         return make_step, _RUN
     where, colon, name = make_step.rpartition(":")
@@ -109,65 +113,98 @@ def _split(make_step: str) -> tuple[str, str]:
 
 
 def _refuse(message: str) -> int:
+    """Say what is wrong, and return the exit code for it."""
     print(f"shardlib plan: {message}", file=sys.stderr)
     return 2
 
 
 def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int:
+    """Have a child make the plan, and print what it answers.
+
+    Args:
+        argv: the command line, which the child is given once more.
+        arguments: the same, parsed.
+        folder: an empty folder for what the child writes.
+    """
     target, answer = Target(arguments.target), folder / "answer.json"
+    noise = folder / "noise.txt"
+    try:
+        code = _run_child(argv, target, _environment(target, folder, answer), noise)
+    # As shells do it: 128 and the number of the signal.
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except _StoppedError:
+        return 128 + signal.SIGTERM
+    content: dict[str, Any] = {}
+    if answer.exists():
+        content = json.loads(answer.read_text())
+    if "report" in content:
+        _print(content["report"])
+        return int(not content["fits"])
+    if "refused" in content:
+        return _refuse(content["refused"])
+    # Without an answer, the process was ended by the compiler or by what the user wrote.
+    end = f"ended the process (exit code {code})"
+    if code < 0:
+        end = f"died (signal {signal.Signals(-code).name})"
+    return _refuse(f"the step or the compiler for `{target}` {end}{_last_words(noise, folder)}")
+
+
+def _environment(target: Target, folder: Path, answer: Path) -> dict[str, str]:
+    """The environment of the child, in which it sees no accelerator."""
     environment = os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
     environment[_CHILD] = str(answer)
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = (
-            f"{flags} --xla_force_host_platform_device_count={target.size}".strip()
-        )
-    if width := terminal_width():  # which the child, that writes into a file, does not see
+        count = f"--xla_force_host_platform_device_count={target.size}"
+        environment["XLA_FLAGS"] = f"{flags} {count}".strip()
+    # The child writes into a file, and cannot see how wide the terminal is.
+    width = terminal_width()
+    if width:
         environment["COLUMNS"] = str(width)
-    noise = folder / "noise.txt"
+    return environment
+
+
+def _run_child(argv: list[str], target: Target, environment: dict[str, str], noise: Path) -> int:
+    """Run the child until it ends, with its output in the file `noise`; returns its exit code.
+
+    SIGTERM and Ctrl-C kill the child, and are raised.
+    """
     with noise.open("wb") as log, _Progress(target):
         child = subprocess.Popen(
             [sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log
         )
         before = signal.signal(signal.SIGTERM, _stop)
         try:
-            code = child.wait()
-        except (KeyboardInterrupt, _Stopped) as error:
+            return child.wait()
+        except (KeyboardInterrupt, _StoppedError):
             child.kill()
             child.wait()
-            return 130 if isinstance(error, KeyboardInterrupt) else 143
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
-    found = json.loads(answer.read_text()) if answer.exists() else {}
-    if "report" in found:
-        _print(found["report"])
-        return 0 if found["fits"] else 1
-    if "refused" in found:
-        return _refuse(found["refused"])
-    last = [
-        line
-        for file in (noise, *folder.glob("*/stderr.txt"))
-        for line in file.read_text(errors="replace").splitlines()
-    ]
-    died = (
-        f"died (signal {signal.Signals(-code).name})"
-        if code < 0
-        else f"ended the process (exit code {code})"
-    )
-    words = ". Its last words:\n  " + "\n  ".join(last[-12:]) if last else ""
-    return _refuse(f"the step or the compiler for `{target}` {died}{words}")
 
 
-class _Stopped(Exception):  # noqa: N818  not a mistake
+def _last_words(noise: Path, folder: Path) -> str:
+    """The last lines that the child, and the processes of its compilers, have written."""
+    lines: list[str] = []
+    for file in (noise, *folder.glob("*/stderr.txt")):
+        lines += file.read_text(errors="replace").splitlines()
+    if not lines:
+        return ""
+    return ". Its last words:\n  " + "\n  ".join(lines[-12:])
+
+
+class _StoppedError(Exception):
     """Somebody has asked the command to end."""
 
 
 def _stop(*_: object) -> None:
-    raise _Stopped
+    raise _StoppedError
 
 
 def _print(report: str) -> None:
-    """The report, also where the terminal knows no bars or stops reading."""
+    """Print a report, also where the terminal knows no bars or stops reading."""
     encoding = sys.stdout.encoding or "ascii"
     try:
         report.encode(encoding)
@@ -180,68 +217,72 @@ def _print(report: str) -> None:
 
 
 def _child(arguments: argparse.Namespace, answer: Path) -> int:
+    """Make the plan, and write it or what is wrong into the file `answer`."""
     try:
-        found = _answer(arguments)
+        content = _answer(arguments)
     except (ValueError, ModuleNotFoundError) as error:
-        found = {"refused": str(error)}
-    answer.write_text(json.dumps(found))
+        content = {"refused": str(error)}
+    answer.write_text(json.dumps(content))
     return 0
 
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report of a plan, and whether the step fits."""
     target = Target(arguments.target)
     where, name = _split(arguments.make_step)
-    found = _named(where, name)
-    title, made = _of_user(lambda: _made(found, target, arguments), f"`{arguments.make_step}`")
-    if (
-        not isinstance(made, tuple)
-        or len(made) not in (3, 4)
-        or not isinstance((*made, None)[3], Estimate | None)
-    ):
+    subject = _named(where, name)
+    title, result = _of_user(
+        lambda: _step_of(subject, target, arguments), f"`{arguments.make_step}`"
+    )
+    if not _is_step_with_inputs(result):
         raise ValueError(
             f"`{arguments.make_step}` must return a step, its state and its batch, and may add a "
-            f"`sl.planning.Estimate`; it returned {_described(made)}."
+            f"`sl.planning.Estimate`; it returned {_types_of(result)}."
         )
-    step, state, batch, *estimate = made
+    step, state, batch, *rest = result
+    estimate = next(iter(rest), None)
     planned = _of_user(
-        lambda: plan(
-            step,
-            state,
-            batch,
-            target,
-            estimate=estimate[0] if estimate else None,
-            name=title or name,
-        ),
+        lambda: plan(step, state, batch, target, estimate=estimate, name=title or name),
         "the step",
     )
-    return {
-        "report": json.dumps(planned.as_dict()) if arguments.json else str(planned),
-        "fits": planned.fits,
-    }
+    report = str(planned)
+    if arguments.json:
+        report = json.dumps(planned.as_dict())
+    return {"report": report, "fits": planned.fits}
 
 
-def _made(found: Any, target: Target, arguments: argparse.Namespace) -> tuple[str, Any]:
-    """What is to be planned, with its own name if it has one: of a run, or of a function that gives
-    one or takes a mesh.
+def _is_step_with_inputs(result: Any) -> bool:
+    """Whether something is a step with its state and its batch, and perhaps an estimate."""
+    if not isinstance(result, tuple) or len(result) not in (3, 4):
+        return False
+    return len(result) == 3 or isinstance(result[3], Estimate | None)
+
+
+def _step_of(subject: Any, target: Target, arguments: argparse.Namespace) -> tuple[str, Any]:
+    """The step that is to be planned, with the name of its run if it has one.
+
+    `subject` is a run, a function that returns one, or a function of a mesh that returns a step.
     """
-    if not _is_run(found) and _takes_nothing(found):
-        made = found()
-        if not _is_run(made):
+    if not _is_run(subject) and _takes_nothing(subject):
+        result = subject()
+        if not _is_run(result):
             raise ValueError(
                 f"`{arguments.make_step}` takes no mesh, so it must return a run, an object with a "
-                f"method `planned(target, mesh, dcn)`; it returned {_described(made)}. A function "
+                f"method `planned(target, mesh, dcn)`; it returned {_types_of(result)}. A function "
                 "of a step takes a mesh."
             )
-        found = made
-    if not _is_run(found):
-        return "", found(target.mesh(arguments.mesh or "data=-1", dcn=arguments.dcn))
-    name = getattr(found, "name", "")
-    return name if isinstance(name, str) else "", found.planned(
-        target, arguments.mesh, arguments.dcn
-    )
+        subject = result
+    if not _is_run(subject):
+        return "", subject(target.mesh(arguments.mesh or "data=-1", dcn=arguments.dcn))
+    name = getattr(subject, "name", "")
+    # A run may have an attribute of that name which is something else.
+    if not isinstance(name, str):
+        name = ""
+    return name, subject.planned(target, arguments.mesh, arguments.dcn)
 
 
 def _is_run(value: Any) -> bool:
+    """Whether something is a run of a trainer, known by its method `planned`."""
     return not isinstance(value, type) and callable(getattr(value, "planned", None))
 
 
@@ -251,24 +292,25 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    needed = (
-        one.default is one.empty or one.name == "mesh"
-        for one in parameters
-        if one.kind != one.VAR_KEYWORD
-    )
-    return not any(needed)
+    for parameter in parameters:
+        if parameter.kind == parameter.VAR_KEYWORD:
+            continue
+        # A mesh may have a default, and is wanted all the same.
+        if parameter.default is parameter.empty or parameter.name == "mesh":
+            return False
+    return True
 
 
-def _described(made: Any) -> str:
-    return (
-        f"({', '.join(type(one).__name__ for one in made)})"
-        if isinstance(made, tuple)
-        else type(made).__name__
-    )
+def _types_of(result: Any) -> str:
+    """What a function returned, for a message: the type, or the types in a tuple."""
+    if not isinstance(result, tuple):
+        return type(result).__name__
+    return f"({', '.join(type(item).__name__ for item in result)})"
 
 
 def _named(where: str, name: str) -> Any:
     """What a file or a module calls by a name: a function, or a run."""
+    # As `python -m` has it, so that modules next to the file are found.
     sys.path.insert(0, str(Path.cwd()))
     if where.endswith(".py"):
         path = Path(where).resolve()
@@ -277,25 +319,30 @@ def _named(where: str, name: str) -> Any:
         module = _of_user(lambda: _load(path), f"`{where}`")
     else:
         module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
-    found = getattr(module, name, None)
-    if not callable(found) and not _is_run(found):
-        there = ", ".join(
-            f"`{other}`" for other, value in vars(module).items() if _is_own(value, module)
-        )
+    value = getattr(module, name, None)
+    if not callable(value) and not _is_run(value):
+        others: list[str] = []
+        for other_name, other in vars(module).items():
+            if _is_own(other, module):
+                others.append(f"`{other_name}`")
         raise ValueError(
-            f"`{where}` has no function and no run `{name}`; it has {there or 'none'}."
+            f"`{where}` has no function and no run `{name}`; it has {', '.join(others) or 'none'}."
         )
-    return found
+    return value
 
 
 def _is_own(value: Any, module: Any) -> bool:
+    """Whether something in a module is a run, or a function that was written there."""
     if _is_run(value):
         return True
     return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
 def _of_user(run: Callable[[], Any], what: str) -> Any:
-    """Run what the user wrote; what it raises, with the line that did."""
+    """Run what the user wrote; what it raises becomes a `ValueError` with the line that did.
+
+    Errors of ours about the user's arguments stay as they are, and others of ours are bugs.
+    """
     try:
         return run()
     except (SystemExit, KeyboardInterrupt) as error:
@@ -309,22 +356,28 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
             raise
         if ours and isinstance(error, ValueError | ModuleNotFoundError):
             raise
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError):
+            message = str(error)
         if ours:
             raise ValueError(
-                f"This is a bug of shardlib, please report it: {said}\n{traceback.format_exc()}"
+                f"This is a bug of shardlib, please report it: {message}\n{traceback.format_exc()}"
             ) from error
-        raise ValueError(f"{what} failed{_at(error)}: {said}") from error
+        raise ValueError(f"{what} failed{_at(error)}: {message}") from error
 
 
 def _at(error: BaseException) -> str:
+    """The user's line that an error came from, for a message."""
     line = line_of_user(error)
-    return f" at {line}" if line else ""
+    if not line:
+        return ""
+    return f" at {line}"
 
 
 def _load(path: Path) -> Any:
-    """The module of a file: a part of its package if it is in one, else by a name that shadows no
-    other.
+    """The module of a file: a part of its package if it is in one.
+
+    Otherwise it gets a name that shadows no other module.
     """
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").exists():
@@ -335,6 +388,7 @@ def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look their module up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -355,17 +409,13 @@ class _Progress:
         self.thread.join()
 
     def _run(self) -> None:
-        started, terminal = time.monotonic(), sys.stderr.isatty()
-        if not terminal:
-            print(f"compiling for {self.target} ...", file=sys.stderr, flush=True)
+        text = f"compiling for {self.target} ..."
+        if not sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+            return
+        started = time.monotonic()
         while not self.stopped.wait(0.5):
-            if terminal:
-                seconds = time.monotonic() - started
-                print(
-                    f"\rcompiling for {self.target} ... {seconds:.0f} s",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            seconds = time.monotonic() - started
+            print(f"\r{text} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        # Back to the beginning of the line, and clear it.
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -180,11 +180,16 @@ class Decoder:
         check.choice("megatron_activation_bytes", "recompute", recompute, get_args(Recompute))
         s, h, a, t = self.sequence, self.width, self.heads, tensor
         stream = s * examples * h * self.layers
+        # What is outside the matrices is split only along the sequence.
+        parts = 1
+        if sequence_parallel:
+            parts = t
         if recompute == "full":
-            return 2 * stream // (t if sequence_parallel else 1)
-        outside = 10 * stream // t if sequence_parallel else 10 * stream
-        scores = 5 * a * s * s * examples * self.layers // t if recompute == "none" else 0
-        return outside + 24 * stream // t + scores
+            return 2 * stream // parts
+        scores = 0
+        if recompute == "none":
+            scores = 5 * a * s * s * examples * self.layers // t
+        return 10 * stream // parts + 24 * stream // t + scores
 
 
 def counts(function: str, **counts: Any) -> list[int]:

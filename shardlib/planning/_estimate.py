@@ -1,7 +1,7 @@
 """What a decoder takes, by formula, before anything is compiled: for choosing where to start.
 
 Parameters, gradients and optimizer state are ZeRO's (arXiv 1910.02054); activations are Megatron's
-(2205.05198) and, beside them, what JAX keeps of a decoder that is written plainly, which is more:
+(2205.05198) and, next to them, what JAX keeps of a decoder that is written plainly, which is more:
 every intermediate that a derivative reads.
 """
 
@@ -39,12 +39,17 @@ def zero_bytes(
     )
     stage = check.whole("zero_bytes", "stage", stage, "a stage of ZeRO", least=0, most=3)
     devices = check.whole("zero_bytes", "devices", devices, "a number of devices", least=1)
-    sizes = [
-        check.whole("zero_bytes", name, value, "a number of bytes for each parameter", least=0)
-        for name, value in (("weights", weights), ("gradients", gradients), ("state", state))
-    ]
-    parts = [devices if stage >= first else 1 for first in (3, 2, 1)]
-    return sum(math.ceil(parameters * size / part) for size, part in zip(sizes, parts, strict=True))
+    total = 0
+    # What each kind takes of a parameter, and from which stage on it is split.
+    kinds = (("weights", weights, 3), ("gradients", gradients, 2), ("state", state, 1))
+    for name, value, first_stage in kinds:
+        takes = "a number of bytes for each parameter"
+        size = check.whole("zero_bytes", name, value, takes, least=0)
+        parts = 1
+        if stage >= first_stage:
+            parts = devices
+        total += math.ceil(parameters * size / parts)
+    return total
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,7 @@ class Estimate:
 
     def __str__(self) -> str:
         rows = [("module", "", "parameters", "forward FLOPs", "output", "kept")]
-        for module in self.modules:
-            rows.append(
-                (
-                    module.name,
-                    f"{module.count} x",
-                    f"{module.parameters:,}",
-                    f"{module.flops:.3g}",
-                    "x".join(map(str, module.output)),
-                    human_bytes(module.kept_bytes),
-                )
-            )
+        rows += map(_row, self.modules)
         memory = [("bytes per device", "")]
         for kind, size in [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]:
             if size:
@@ -90,6 +85,18 @@ class Estimate:
             f"{largest.parameters:,} parameters",
         ]
         return "\n\n".join(sections)
+
+
+def _row(module: Module) -> tuple[str, str, str, str, str, str]:
+    """The line of a module in the table of an estimate."""
+    return (
+        module.name,
+        f"{module.count} x",
+        f"{module.parameters:,}",
+        f"{module.flops:.3g}",
+        "x".join(map(str, module.output)),
+        human_bytes(module.kept_bytes),
+    )
 
 
 @dataclass(frozen=True)
@@ -162,8 +169,8 @@ def estimate(
         training: whether there is a backward pass, and a state of an optimizer.
 
     >>> gpt2 = Decoder(layers=12, width=768, heads=12, sequence=1024, vocab=50_304)
-    >>> found = estimate(gpt2, examples=4)
-    >>> {kind: size // 2**20 for kind, size in found.kinds.items()}, found.total_bytes // 2**20
+    >>> step = estimate(gpt2, examples=4)
+    >>> {kind: size // 2**20 for kind, size in step.kinds.items()}, step.total_bytes // 2**20
     ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474,
     'activations': 6915}, 8732)
     """
@@ -176,8 +183,8 @@ def estimate(
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     check.choice("estimate", "recompute", recompute, get_args(Recompute))
     check.boolean("estimate", "training", training)
-    sizes = ItemSizes() if itemsizes is None else itemsizes
-    shared = Parallelism() if parallelism is None else parallelism
+    sizes = itemsizes or ItemSizes()
+    shared = parallelism or Parallelism()
 
     modules = decoder.modules(examples, sizes.compute, shared.tensor)
     activations = _activations(decoder, modules, examples, sizes, shared, recompute)
@@ -199,14 +206,17 @@ def estimate(
     in_state = kinds["parameters"] + kinds["optimizer state"] + kinds["copies of parameters"]
     # The fullest moment is one of two. At the head everything is kept, the logits get a gradient of
     # their size, and there are no other gradients but sums of earlier microbatches.
-    summed = kinds["gradients"] if accumulate > 1 else 0
-    at_head = activations.kept + activations.logits + summed
+    at_head = activations.kept + activations.logits
+    if accumulate > 1:
+        at_head += kinds["gradients"]
     # At the first layer all gradients are there, what was dropped of the layer is there again, and
     # with stage 3 of ZeRO its parameters are whole.
     at_layer = activations.kept - activations.outside + activations.recomputed
     at_layer += _gathered_bytes(modules, sizes, shared) + kinds["gradients"]
     # A backward pass costs two forward passes; recomputing everything costs one more.
-    passes = 4 if recompute == "full" else 3
+    passes = 3
+    if recompute == "full":
+        passes = 4
     total = in_state + max(at_head, at_layer)
     return Estimate(kinds, total, forward * passes * accumulate, modules)
 
@@ -289,7 +299,9 @@ def _activations(
     """
     # The stream between modules, whole; along the sequence it may be split.
     stream = examples * decoder.sequence * decoder.width * sizes.compute
-    parts = shared.tensor if shared.sequence else 1
+    parts = 1
+    if shared.sequence:
+        parts = shared.tensor
     # Each score of a layer's attention has an exponential in float32 and a probability.
     scores = decoder.heads * decoder.sequence**2 * examples // shared.tensor
     scores_bytes = scores * (4 + sizes.compute)

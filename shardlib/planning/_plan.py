@@ -102,7 +102,9 @@ class Plan:
         Sizes are in bytes. `usable_bytes` is null where a device's memory has no bound, which JSON
         cannot express; of the arrays at the fullest moment only the 20 largest are listed.
         """
-        usable = self.chip.usable_bytes
+        usable: int | None = None
+        if not math.isinf(self.chip.usable_bytes):
+            usable = int(self.chip.usable_bytes)
         return {
             "name": self.name,
             "target": self.target,
@@ -110,7 +112,7 @@ class Plan:
             "slow_axes": list(self.slow_axes),
             "devices": self.devices,
             "fits": self.fits,
-            "usable_bytes": None if math.isinf(usable) else int(usable),
+            "usable_bytes": usable,
             "memory": _memory_values(self.memory),
             "collectives": [_collective_values(collective) for collective in self.collectives],
             "sent_bytes": _sent_values(self.sent_bytes),
@@ -118,16 +120,22 @@ class Plan:
             "remarks": list(self.remarks),
             "advice": list(self.advice),
             "zero": [dataclasses.asdict(price) for price in self.prices],
-            "estimate": self.estimate
-            and {
-                "kinds": self.estimate.kinds,
-                "total_bytes": self.estimate.total_bytes,
-                "flops": self.estimate.flops,
-            },
+            "estimate": _estimate_values(self.estimate),
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
         }
+
+
+def _estimate_values(estimate: Estimate | None) -> dict[str, Any] | None:
+    """An estimate as plain values, without its modules."""
+    if estimate is None:
+        return None
+    return {
+        "kinds": estimate.kinds,
+        "total_bytes": estimate.total_bytes,
+        "flops": estimate.flops,
+    }
 
 
 def _memory_values(memory: Memory) -> dict[str, Any]:
@@ -159,7 +167,9 @@ def _sent_values(
     """`Plan.sent_bytes` as a list, since the keys of a JSON object can only be text."""
     values = []
     for (axes, slow), sent in sent_bytes.items():
-        listed_axes = None if axes is None else list(axes)
+        listed_axes: list[str] | None = None
+        if axes is not None:
+            listed_axes = list(axes)
         values.append({"axes": listed_axes, "slow": slow, "bytes": sent})
     return values
 
@@ -181,65 +191,100 @@ def plan(
     may be abstract (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed.
     `target` is a machine by name (see `Target`), onto which a step of ours is laid out with the
     axes it has; by default the devices of its mesh. An `estimate` that was made before
-    (`sl.estimate`) is set beside what the compiler says.
+    (`sl.estimate`) is printed next to what the compiler says.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> make = lambda: {"w": jnp.zeros((64, 64))}
     >>> state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
     >>> step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), strategy)
-    >>> found = sl.plan(step, state, jax.ShapeDtypeStruct((16, 64), "float32"))
-    >>> found.memory.kinds["parameters"], found.memory.kinds["optimizer state"]
+    >>> plan = sl.plan(step, state, jax.ShapeDtypeStruct((16, 64), "float32"))
+    >>> plan.memory.kinds["parameters"], plan.memory.kinds["optimizer state"]
     (16384, 32772)
     """
-    if not isinstance(target, str | Target | None):
-        raise ValueError(
-            "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
-            f"{check.shown(target)}."
-        )
+    machine = _checked_target(target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
-    machine = Target(target) if isinstance(target, str) else target
+    strategy: Strategy | None = None
     if isinstance(step, Step):
         step, state = _on_target(step, state, machine)
+        strategy = step.strategy
         mesh: Mesh | None = step.strategy.device_mesh
     else:
+        _check_traceable(step)
         mesh = _mesh_of((state, batch))
-        if not callable(step) or not hasattr(step, "trace"):
-            raise ValueError(
-                "`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got "
-                f"{type(step).__name__}."
-            )
     platform, chip, options = _machine_of(mesh, machine)
     lowered, paths, lower_seconds = lower(step, state, batch)
     compiled = compile_apart(lowered, platform, options)
     memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
-    strategy = step.strategy if isinstance(step, Step) else None
     step_collectives = collectives(compiled.program, mesh)
-    if strategy is not None and strategy.pipeline is not None:
-        check_branches(step_collectives)
+    stage_prices: tuple[Price, ...] = ()
+    if strategy is not None:
+        stage_prices = prices(state, strategy)
+        if strategy.pipeline is not None:
+            check_branches(step_collectives)
     # Advice is only for a step that does not fit or that the compiler refuses.
     advice: tuple[str, ...] = ()
     if memory.total_bytes > chip.usable_bytes or compiled.refusal:
         advice = advice_for(memory, chip, strategy)
+    place = _Place.of(mesh, machine, chip)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
-        target=str(machine or f"{mesh.size if mesh else 1} {chip.name} devices"),
-        mesh=format_mesh(mesh) if mesh else "one device",
-        slow_axes=slow_axes(mesh) if mesh else (),
-        devices=mesh.size if mesh else 1,
+        target=place.target,
+        mesh=place.mesh,
+        slow_axes=place.slow_axes,
+        devices=place.devices,
         chip=chip,
         memory=memory,
         collectives=step_collectives,
         remarks=compiled.remarks,
         advice=advice,
-        prices=prices(state, strategy) if strategy is not None else (),
+        prices=stage_prices,
         estimate=estimate,
         refusal=compiled.refusal,
         lower_seconds=lower_seconds,
         compile_seconds=compiled.seconds,
     )
+
+
+def _checked_target(target: Any) -> Target | None:
+    """The machine that a plan is for, or None for that of the step's mesh."""
+    if isinstance(target, str):
+        return Target(target)
+    if target is None or isinstance(target, Target):
+        return target
+    raise ValueError(
+        "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
+        f"{check.shown(target)}."
+    )
+
+
+def _check_traceable(step: Any) -> None:
+    """Refuse what is no compiled function: a plan is made of a trace."""
+    if not callable(step) or not hasattr(step, "trace"):
+        raise ValueError(
+            "`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got "
+            f"{type(step).__name__}."
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a step would run, in words: the machine, its mesh, and how many devices there are."""
+
+    target: str
+    mesh: str
+    slow_axes: tuple[str, ...]
+    devices: int
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, machine: Target | None, chip: Chip) -> "_Place":
+        """The place of a mesh on a machine; without a mesh it is a single device."""
+        text, slow, devices = "one device", (), 1
+        if mesh is not None:
+            text, slow, devices = format_mesh(mesh), slow_axes(mesh), mesh.size
+        return cls(str(machine or f"{devices} {chip.name} devices"), text, slow, devices)
 
 
 def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
@@ -262,21 +307,22 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
                 f"has {target.size}. Make the step for a mesh of the target: "
                 f"`sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
             )
-        crossing = strategy.dcn or ",".join(slow_axes(theirs)) if target.slices > 1 else ""
+        # Between the slices of the target run the axes that the strategy says, or those that are
+        # slow on its own mesh.
+        crossing = ""
+        if target.slices > 1:
+            crossing = strategy.dcn or ",".join(slow_axes(theirs))
         mesh = target.mesh(format_mesh(theirs), dcn=crossing)
         strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
         step = Step(step.loss_fn, strategy)
-        state = dataclasses.replace(
-            state, layout=dataclasses.replace(state.layout, strategy=strategy)
-        )
+        layout = dataclasses.replace(state.layout, strategy=strategy)
+        state = dataclasses.replace(state, layout=layout)
     mesh, specs = strategy.device_mesh, state_specs(state)
-    return step, jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-        ),
-        state,
-        specs,
-    )
+
+    def abstract(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return step, jax.tree.map(abstract, state, specs)
 
 
 def _is_of(strategy: Strategy, target: Target) -> bool:
@@ -308,22 +354,27 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
     They are those of the target if there is one, else those of the mesh's devices, or of the first
     device at hand where there is no mesh either.
     """
-    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
     if target is not None:
         if mesh is None or set(mesh.devices.flat) != set(target.devices):
             raise ValueError(
-                f"The arrays of this step do not lie on `{target}`. A step that is not of "
+                f"The arrays of this step are not on `{target}`. A step that is not of "
                 "`sl.train_step` takes shapes with shardings on its mesh: "
                 "`jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` with "
                 f"`mesh = sl.Target({str(target)!r}).mesh(...)`."
             )
         return target.platform, target.chip, target.compiler_options
+    device = jax.devices()[0]
+    if mesh is not None:
+        device = mesh.devices.flat[0]
     kind = device.device_kind
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
         known = ", ".join(f"`{chip.kind}`" for chip in CHIPS.values())
         raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
-    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    # JAX calls NVIDIA's platform by either name.
+    platform = device.platform
+    if platform == "cuda":
+        platform = "gpu"
     absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
     # Without a target to ask, absent GPUs get the compiler options of a GPU target.
     options: dict[str, Any] = {}
@@ -344,8 +395,10 @@ def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
             kinds[path] = "inputs"
         elif re.search(r"\b(opt_state|errors)\b", path):
             kinds[path] = "optimizer state"
+        elif re.search(r"\bparams\b", path):
+            kinds[path] = "parameters"
         else:
-            kinds[path] = "parameters" if re.search(r"\bparams\b", path) else "other state"
+            kinds[path] = "other state"
     return kinds
 
 
@@ -355,7 +408,7 @@ def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
     on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
     if platform == "gpu" and on_host and not memory.host_bytes:
         raise ValueError(
-            "Some arrays of this step lie in the host's memory (`pinned_host`), which the compiler "
+            "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
             "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
             "TPU, or for the GPUs at hand."
         )

@@ -93,14 +93,14 @@ class _Walk:
             return known.get(atom, CONSTANT)
 
         for equation in jaxpr.eqns:
-            operands = [fact_of(atom) for atom in equation.invars]
+            operands = list(map(fact_of, equation.invars))
             # Most equations of a model touch only parameters, and need no rule. A draw by rows
             # makes examples out of a key that has none.
             constant = all(fact == CONSTANT for fact in operands)
             if constant and not _draws_rows(equation):
                 continue
             known.update(zip(equation.outvars, self.equation(equation, operands), strict=True))
-        return [fact_of(atom) for atom in jaxpr.outvars]
+        return list(map(fact_of, jaxpr.outvars))
 
     def equation(self, equation: Any, operands: list[Fact]) -> list[Fact]:
         """The facts of the results of any equation, by whatever it is that it holds.
@@ -132,8 +132,9 @@ class _Walk:
                 return [fact] * count
         if name in _COLLECTIVES:
             # A collective of several arrays has a result for each.
-            spread = operands if len(operands) == count else [operands[0]] * count
-            return [self.collective(equation, fact) for fact in spread]
+            if len(operands) != count:
+                operands = [operands[0]] * count
+            return [self.collective(equation, fact) for fact in operands]
         if any(fact.total for fact in operands):
             return [of_totals(equation, operands)] * count
         rule = MOVE_RULES.get(name.replace("-", "_"))
@@ -203,12 +204,11 @@ class _Walk:
         coupled = chosen_by(equation, predicate)
         if coupled is not None:
             return [coupled] * len(equation.outvars)
-        first, *others = [
-            self.jaxpr(branch.jaxpr, arguments) for branch in equation.params["branches"]
-        ]
-        outputs = first
-        for other in others:
-            outputs = _all_joined(outputs, other, over_examples=False)
+        first, *others = equation.params["branches"]
+        outputs = self.jaxpr(first.jaxpr, arguments)
+        for branch in others:
+            results = self.jaxpr(branch.jaxpr, arguments)
+            outputs = _all_joined(outputs, results, over_examples=False)
         return outputs
 
     def call(self, equation: Any, inner: Jaxpr, operands: list[Fact]) -> list[Fact]:
@@ -216,11 +216,9 @@ class _Walk:
 
         Facts are resized on the way in and out, since inside a `shard_map` arrays are smaller.
         """
-        inputs = [resized(fact, var.aval) for fact, var in zip(operands, inner.invars, strict=True)]
+        inputs = _all_resized(operands, inner.invars)
         outputs = self.jaxpr(inner, inputs)
-        results = [
-            resized(fact, var.aval) for fact, var in zip(outputs, equation.outvars, strict=True)
-        ]
+        results = _all_resized(outputs, equation.outvars)
         # What was traced before, for another call, has no line of this one.
         return [located(fact, line_of(equation)) for fact in results]
 
@@ -251,6 +249,12 @@ def _all_joined(old: list[Fact], new: list[Fact], over_examples: bool) -> list[F
     return [joined(before, after, over_examples) for before, after in zip(old, new, strict=True)]
 
 
+def _all_resized(facts: Sequence[Fact], variables: Sequence[Any]) -> list[Fact]:
+    """The facts of values that are known by other variables now, of other shapes perhaps."""
+    pairs = zip(facts, variables, strict=True)
+    return [resized(fact, variable.aval) for fact, variable in pairs]
+
+
 def _draws_rows(equation: Any) -> bool:
     """Whether an equation draws a row for each example."""
     return equation.primitive.name in ("random_bits", "random_split") and is_row_key(
@@ -272,7 +276,9 @@ def _called_function(equation: Any) -> Jaxpr | None:
             inner = inner.jaxpr
         same_inputs = len(inner.invars) == len(equation.invars)
         same_outputs = len(inner.outvars) == len(equation.outvars)
-        return inner if same_inputs and same_outputs else None
+        if same_inputs and same_outputs:
+            return inner
+        return None
     return None
 
 
@@ -290,7 +296,9 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
         weighted: Whether the value is a pair of a total and a weight.
         accumulate: The number of microbatches, for the advice.
     """
-    subject = "The loss" if name == "loss" else f"The metric `{name}`"
+    subject = f"The metric `{name}`"
+    if name == "loss":
+        subject = "The loss"
     line = fact.reduced or "an unknown line"
     if fact.coupled:
         problem = _coupling_in_words(fact.coupled)
@@ -323,7 +331,9 @@ def _coupling_in_words(coupling: Coupling) -> str:
     reduced = ""
     if coupling.reduced and coupling.reduced != coupling.line:
         reduced = f", reduced at {coupling.reduced},"
-    at = f" at {coupling.line}" if coupling.line else ""
+    at = ""
+    if coupling.line:
+        at = f" at {coupling.line}"
     return (
         f"makes the examples depend on each other: what they have in common{reduced} goes into "
         f"`{coupling.operation}`{at}"

@@ -69,19 +69,13 @@ class Description:
         """The lines below the tables; `listed` arrays of the optimizer have a row in them."""
         size = human_bytes(self.parameter_bytes)
         yield f"{self.parameter_count:,} parameters, {size}, on {self.mesh}"
-        kinds = [
-            f"{human_bytes(size)} {kind}" for kind, size in self.bytes_per_device.items() if size
-        ]
+        kinds: list[str] = []
+        for kind, size_of_kind in self.bytes_per_device.items():
+            if size_of_kind:
+                kinds.append(f"{human_bytes(size_of_kind)} {kind}")
         yield f"per device: {', '.join(kinds)}"
         if self.optimizer_rows:
-            scalars = len(self.optimizer_rows) - listed - self.like_parameters
-            counts = [
-                f"{self.like_parameters} sharded like their parameters",
-                "1 scalar" if scalars == 1 else f"{scalars} scalars",
-            ]
-            if listed:
-                counts.append(f"{listed} listed above")
-            yield f"arrays of the optimizer: {', '.join(counts)}"
+            yield f"arrays of the optimizer: {', '.join(self._counts(listed))}"
         if self.unused_rules:
             yield (
                 "rules that no parameter uses (annotations of activations may): "
@@ -92,6 +86,18 @@ class Description:
                 "mesh axes that no rule uses, along which devices repeat work: "
                 f"{', '.join(self.idle_axes)}"
             )
+
+    def _counts(self, listed: int) -> list[str]:
+        """How many arrays of the optimizer there are of each kind, in words."""
+        counts = [f"{self.like_parameters} sharded like their parameters"]
+        scalars = len(self.optimizer_rows) - listed - self.like_parameters
+        if scalars == 1:
+            counts.append("1 scalar")
+        else:
+            counts.append(f"{scalars} scalars")
+        if listed:
+            counts.append(f"{listed} listed above")
+        return counts
 
 
 def describe(state: State) -> Description:
@@ -124,17 +130,9 @@ def describe(state: State) -> Description:
     for tree in (combine(*parameters), state.rest):
         for path, leaf in named_leaves(tree):
             rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
-    optimizer_rows = [
-        _row(path, leaf, names.get(path), relations[path].reason)
-        for path, leaf in named_leaves(state.opt_state)
-    ]
-    bytes_per_device = {
-        "parameters": _total_per_device(parameters),
-        "optimizer state": _total_per_device(state.opt_state),
-    }
-    if state.errors:
-        bytes_per_device["errors"] = _total_per_device(state.errors)
-    bytes_per_device["other state"] = _total_per_device((state.rest, state.streams))
+    optimizer_rows: list[Row] = []
+    for path, leaf in named_leaves(state.opt_state):
+        optimizer_rows.append(_row(path, leaf, names.get(path), relations[path].reason))
     leaves = jax.tree.leaves(parameters)
     return Description(
         mesh=format_mesh(layout.strategy.device_mesh),
@@ -143,14 +141,28 @@ def describe(state: State) -> Description:
         like_parameters=sum(relation.kind == "same" for relation in relations.values()),
         parameter_count=sum(leaf.size for leaf in leaves),
         parameter_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
-        bytes_per_device=bytes_per_device,
+        bytes_per_device=_bytes_by_kind(state),
         unused_rules=_unused_rules(layout.rules, rows),
         idle_axes=_idle_axes(layout.strategy.device_mesh.shape, layout.rules, rows),
         order=orders(layout.strategy, names, [(row.path, row.shape) for row in rows]),
     )
 
 
+def _bytes_by_kind(state: State) -> dict[str, int]:
+    """The bytes that each device holds of a state, by what they are for."""
+    sizes = {
+        "parameters": _total_per_device((state.params, state.frozen)),
+        "optimizer state": _total_per_device(state.opt_state),
+    }
+    # Only a compressed exchange leaves errors, and others need not read of them.
+    if state.errors:
+        sizes["errors"] = _total_per_device(state.errors)
+    sizes["other state"] = _total_per_device((state.rest, state.streams))
+    return sizes
+
+
 def _row(path: str, leaf: Any, names: Names, remark: str) -> Row:
+    """The row of an array, whose layout is that of its sharding."""
     return Row(
         path,
         leaf.shape,
@@ -167,6 +179,7 @@ def _unused_rules(rules: AxisRules, rows: Iterable[Row]) -> tuple[str, ...]:
 
     The batch is no array of a state, and a rule for layers is used by pipelines.
     """
+    # Rules for the batch are about arrays that a state does not have.
     used = {BATCH}
     for row in rows:
         used.update(name for name in row.names or () if isinstance(name, str))
@@ -202,21 +215,27 @@ class _Remarks:
         """The remark on one parameter; empty if there is nothing to say."""
         split = self.splits.get(path)
         is_split = split is not None and split.dim is not None
-        parts = ["frozen"] if path in self.frozen else []
+        parts: list[str] = []
+        if path in self.frozen:
+            parts.append("frozen")
         parts.append(self._on_names(path, shape, is_split))
         if split is not None and split.reason:
             parts.append(f"whole over {self.data_axes} ({split.reason})")
-        return "; ".join(part for part in parts if part)
+        return "; ".join(filter(None, parts))
 
     def _on_names(self, path: str, shape: tuple[int, ...], is_split: bool) -> str:
+        """What the names of an array leave open: none at all, or a choice that a rule had."""
         names = self.names.get(path)
+        if names is None and is_split:
+            return "no names"
         if names is None:
-            return "no names" if is_split else "no names: replicated"
+            return "no names: replicated"
         if isinstance(names, PartitionSpec):
             return "mesh axes given"
         resolution = resolve(self.rules, self.sizes, names, shape, what=path)
         choices: list[str] = []
         for name, entry in zip(names, resolution.spec, strict=True):
+            # With a single candidate there was nothing to choose.
             if isinstance(name, str) and len(self.rules[name]) > 1:
                 candidates = ", ".join(_axes_text(axes) for axes in self.rules[name])
                 choices.append(f"`{name}`: {_axes_text(entry)} (candidates: {candidates})")
@@ -232,6 +251,7 @@ def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> st
     whole = table(cells)
     if width is None or max(map(len, whole.splitlines())) <= width:
         return whole
+    # Paths are shortened first; dtypes are left out before names, and these before specs.
     narrow = [row[:-1] for row in cells]
     lines = table(narrow, width=width, shorten=(0, 3, 4), drop=(2, 3, 4)).splitlines()
     with_remarks: list[str] = []
@@ -252,10 +272,12 @@ def _bytes_per_device(leaf: Any) -> int:
 
 
 def _total_per_device(tree: Any) -> int:
+    """The bytes of all arrays of a tree on each device."""
     return sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str, str, str]:
+    """A row as texts, in the columns of the table."""
     return (
         row.path,
         "x".join(map(str, row.shape)) or "scalar",
@@ -272,10 +294,12 @@ def _axes_text(axes: Axes) -> str:
 
 
 def _names_text(names: Names) -> str:
+    """The names of an array's dims, with a dash for each dim that has none."""
     if names is None:
         return "-"
-    return ", ".join("-" if name is None else str(name) for name in names)
+    return ", ".join(str(name or "-") for name in names)
 
 
 def _spec_text(spec: PartitionSpec) -> str:
+    """The axes that split each dim, with a dash for each dim that none splits."""
     return ", ".join("x".join(as_tuple(entry)) or "-" for entry in spec) or "-"

@@ -55,6 +55,7 @@ class Evaluation:
         check.function("evaluation", "loss_fn", loss_fn, "a function of model, batch and key")
         check.kind("evaluation", "strategy", strategy, Strategy, "a `sl.Strategy`")
         check_arguments(loss_fn)
+        # Without gradients nothing has to be held for several microbatches: the batch is one.
         self.loss_fn, self.strategy = loss_fn, replace(strategy, accumulate=1)
         self._compiled = jax.jit(self._run)
         self._programs = Programs()
@@ -73,6 +74,7 @@ class Evaluation:
             for batch in on_mesh:
                 check_batch(batch, self.strategy)
                 with self.strategy.scope():
+                    # The next batches are read while this one is computed.
                     means = self._program(state, batch)(state, batch)
                 for name, mean in jax.device_get(means).items():
                     total, weight = sums.get(name, (0.0, 0.0))
@@ -82,7 +84,10 @@ class Evaluation:
             on_mesh.close()
         if not sums:
             raise ValueError("There was no batch to evaluate on.")
-        return {name: _quotient(total, weight) for name, (total, weight) in sums.items()}
+        means_of_all: dict[str, Any] = {}
+        for name, (total, weight) in sums.items():
+            means_of_all[name] = _quotient(total, weight)
+        return means_of_all
 
     def _examples(self, source: Any, at_most: int | None) -> Any:
         """The batches of a source, or the first of them."""
@@ -92,7 +97,9 @@ class Evaluation:
         else:
             takes = "an iterable of batches, each a tree of arrays"
             check.kind("evaluation", "source", source, Iterable, takes)
-        return examples if at_most is None else itertools.islice(examples, at_most)
+        if at_most is None:
+            return examples
+        return itertools.islice(examples, at_most)
 
     def _program(self, state: State, batch: Any) -> Any:
         """The compiled function for a state and a batch."""
@@ -120,26 +127,28 @@ class Evaluation:
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
         parameters = step_parameters(params, named, splits, strategy, frozen=True)
-        means = partial(self._means, state.layout, parameters)
-        manual = strategy.manual_axes
-        if manual:
-            replicated = PartitionSpec()
-            at_rest = jax.tree.map(lambda p: keep_axes(p.split.spec, manual), parameters)
-            specs = _Inputs(
-                params=at_rest,
-                streams=replicated,
-                rest=replicated,
-                key=replicated,
-                batch=PartitionSpec(strategy.data_axes or None),
-            )
+        means: Any = partial(self._means, state.layout, parameters)
+        if strategy.manual_axes:
             means = jax.shard_map(
                 means,
-                in_specs=(specs,),
-                out_specs=replicated,
-                axis_names=set(manual),
+                in_specs=(self._specs(parameters),),
+                out_specs=PartitionSpec(),
+                axis_names=set(strategy.manual_axes),
                 check_vma=False,
             )
         return means(_Inputs(params, state.streams, state.rest, state.key, batch))
+
+    def _specs(self, parameters: Any) -> "_Inputs":
+        """How the inputs of the manual region are laid out over its axes."""
+        manual, replicated = self.strategy.manual_axes, PartitionSpec()
+        at_rest = jax.tree.map(lambda p: keep_axes(p.split.spec, manual), parameters)
+        return _Inputs(
+            params=at_rest,
+            streams=replicated,
+            rest=replicated,
+            key=replicated,
+            batch=PartitionSpec(self.strategy.data_axes or None),
+        )
 
     def _means(self, layout: Layout, parameters: Any, inputs: "_Inputs") -> Any:
         """The means over the whole batch, from this device's examples.
@@ -179,6 +188,10 @@ class _Inputs(NamedTuple):
 
 
 def _quotient(total: Any, weight: Any) -> Any:
-    """A mean as a number or, for a total that is an array, an array. Of no weight it is NaN."""
-    mean = total / weight if weight else total * np.nan
-    return float(mean) if np.ndim(mean) == 0 else mean
+    """A mean as a number or, for a total that is an array, an array; NaN for no weight."""
+    mean = total * np.nan
+    if weight:
+        mean = total / weight
+    if np.ndim(mean) == 0:
+        return float(mean)
+    return mean

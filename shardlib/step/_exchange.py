@@ -9,7 +9,7 @@ contributions of devices
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,24 +99,48 @@ def exchange_gradients(
             return at.averaged(sums, errors)
         return at.sent(sums, errors, sender._replace(state=state), treedef)
 
-    state = () if sender is None else sender.state
+    state: Any = ()
+    if sender is not None:
+        state = sender.state
+    everywhere: Any = exchanged
     if mesh.auto_axes:
-        auto, replicated = mesh.auto_axes, PartitionSpec()
-        error_specs = jax.tree.map(lambda _: PartitionSpec(auto), errors)
-        state_specs = ()
-        if sender is not None:
-            state_specs = jax.tree.map(lambda spec: keep_axes(spec, auto), sender.specs)
-        contributed = [keep_axes(parameter.spec, auto) for parameter in described]
-        stored = [keep_axes(parameter.stored, auto) for parameter in described]
-        exchanged = jax.shard_map(
-            exchanged,
-            in_specs=(contributed, replicated, error_specs, state_specs),
-            out_specs=(stored, error_specs, replicated, replicated),
-            axis_names=set(auto),
-            check_vma=False,
-        )
-    values, errors, square, finite = exchanged(leaves, weight, errors, state)
+        everywhere = _manual_everywhere(exchanged, mesh.auto_axes, described, errors, sender)
+    values, errors, square, finite = everywhere(leaves, weight, errors, state)
     return Gradient(treedef.unflatten(values), errors, square, finite)
+
+
+def _manual_everywhere(
+    exchanged: Callable[..., Any],
+    automatic: tuple[str, ...],
+    parameters: Sequence[Parameter],
+    errors: ErrorsByPath,
+    sender: Sender | None,
+) -> Callable[..., Any]:
+    """A function of shards, errors and the sender's state, manual over the automatic axes too.
+
+    Args:
+        exchanged: the function, `(shards, weight, errors, state)` to values, errors, the square of
+            the norm, and what is finite.
+        automatic: the axes that are automatic around it.
+        parameters: what it exchanges.
+        errors: the errors, of which only the structure is used.
+        sender: the optimizer, if it says itself what is sent.
+    """
+    replicated = PartitionSpec()
+    # Errors have a leading dim of devices, of which each has its own.
+    error_specs = jax.tree.map(lambda _: PartitionSpec(automatic), errors)
+    state_specs: Any = ()
+    if sender is not None:
+        state_specs = jax.tree.map(lambda spec: keep_axes(spec, automatic), sender.specs)
+    contributed = [keep_axes(parameter.spec, automatic) for parameter in parameters]
+    stored = [keep_axes(parameter.stored, automatic) for parameter in parameters]
+    return jax.shard_map(
+        exchanged,
+        in_specs=(contributed, replicated, error_specs, state_specs),
+        out_specs=(stored, error_specs, replicated, replicated),
+        axis_names=set(automatic),
+        check_vma=False,
+    )
 
 
 class _Exchanged:
@@ -130,20 +154,32 @@ class _Exchanged:
         self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]
     ) -> None:
         self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
-        self.over = [exchange.over(parameter) for parameter in parameters]
-        self.axes = [spec_axes(parameter.stored) for parameter in parameters]
-        self.members = [i for i, over in enumerate(self.over) if over]
-        # The axes along which devices hold the same values of a parameter.
+        # For each parameter: the axes of its workers, those that split it, and those along which
+        # devices hold the same values of it.
+        self.over: list[tuple[str, ...]] = []
+        self.axes: list[tuple[str, ...]] = []
         self.shared: list[tuple[str, ...]] = []
-        for over, axes in zip(self.over, self.axes, strict=True):
-            self.shared.append(
-                tuple(axis for axis in self.every_axis if axis not in (*over, *axes))
-            )
+        self.members: list[int] = []
+        for position, parameter in enumerate(parameters):
+            over, split = exchange.over(parameter), spec_axes(parameter.stored)
+            self.over.append(over)
+            self.axes.append(split)
+            self.shared.append(self._axes_without((*over, *split)))
+            if over:
+                self.members.append(position)
 
     @property
     def every_axis(self) -> tuple[str, ...]:
         """The axes of the mesh that have several devices."""
-        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+        return self._axes_without(())
+
+    def _axes_without(self, excluded: Sequence[str]) -> tuple[str, ...]:
+        """The axes of several devices but for some."""
+        axes = []
+        for axis, size in self.sizes.items():
+            if size > 1 and axis not in excluded:
+                axes.append(axis)
+        return tuple(axes)
 
     def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
         """Sum exactly over all axes that the exchange does not take.
@@ -191,6 +227,8 @@ class _Exchanged:
         own = self._workers(sums)
         square, finite = self._measured(sums, own)
         if sender.clip is not None:
+            # The estimate of the norm is the same on all workers, and so is the scale: the mean of
+            # clipped gradients is the clipped mean.
             scale = sender.clip / jnp.maximum(jnp.sqrt(square), sender.clip)
             own = [gradient * scale.astype(gradient.dtype) for gradient in own]
         gradients = treedef.unflatten(self._with(sums, own))
@@ -211,6 +249,7 @@ class _Exchanged:
         the network between workers then carries every value once.
         """
         totals = list(sums)
+        # Arrays that are summed over the same axes go in one collective.
         groups: dict[Any, list[int]] = defaultdict(list)
         for position, i in enumerate(self.members):
             groups[self.over[i], self.shared[i]].append(position)
@@ -231,6 +270,7 @@ class _Exchanged:
         """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
         count = parts_over(self.sizes, shared)
+        # One row for each device along `shared`; zeros fill up the last.
         rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         part = lax.psum(rows[lax.axis_index(shared)], over)
         whole = lax.all_gather(part, shared, axis=0, tiled=True)
@@ -267,16 +307,13 @@ class _Exchanged:
         shared = [self.shared[i] for i in self.members]
         before: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
-            # In the state, errors have a leading dim of devices, of which each has one.
-            before = [
-                jax.tree.map(lambda x: x[0], errors[parameter.path]) for parameter in described
-            ]
+            before = [_own_error(errors[parameter.path]) for parameter in described]
         inputs = ExchangeInputs(shared, before, alive)
         means, after = self.exchange.average(own, described, inputs)
         if self.exchange.keeps_errors:
-            after = [jax.tree.map(lambda x: x[None], error) for error in after]
-            paths = [parameter.path for parameter in described]
-            errors = dict(zip(paths, after, strict=True))
+            errors = {}
+            for parameter, error in zip(described, after, strict=True):
+                errors[parameter.path] = jax.tree.map(lambda x: x[None], error)
         return self._with(sums, means), errors
 
     def _measured(self, sums: list[jax.Array], own: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -292,9 +329,11 @@ class _Exchanged:
         square = self._square_of_summed(sums)
         for over in dict.fromkeys(self.over[i] for i in self.members):
             mean = lax.pmean(self._sketch_of_members(own, over), over)
-            others = tuple(axis for axis in self.every_axis if axis not in over)
+            others = self._axes_without(over)
             estimate = jnp.sum(jnp.square(mean))
-            square += lax.psum(estimate, others) if others else estimate
+            if others:
+                estimate = lax.psum(estimate, others)
+            square += estimate
         return square, self._finite(self._with(sums, own))
 
     def _square_of_summed(self, sums: list[jax.Array]) -> jax.Array:
@@ -321,10 +360,16 @@ class _Exchanged:
 
     def _finite(self, values: list[jax.Array]) -> jax.Array:
         """For each array, whether it is finite on all devices."""
+        # Counted as integers: a sum of nan would say no more than that there is one.
         bad = jnp.stack([jnp.any(~jnp.isfinite(x)) for x in values]).astype(jnp.int32)
         if self.every_axis:
             bad = lax.psum(bad, self.every_axis)
         return bad == 0
+
+
+def _own_error(error: Errors) -> Errors:
+    """What a device holds of errors: in the state they have a leading dim of devices."""
+    return jax.tree.map(lambda x: x[0], error)
 
 
 def _sketch(x: jax.Array, number: int) -> jax.Array:
@@ -347,21 +392,32 @@ def _squares(
 
     `axes` are those that split each array.
     """
-    used: dict[str, None] = {}
-    for own_axes in axes:
-        used.update((axis, None) for axis in own_axes if mesh_shape[axis] > 1)
-    every = tuple(used)
+    every = _all_axes(axes, mesh_shape)
     squares: list[jax.Array] = []
     for x, own_axes in zip(shards, axes, strict=True):
         # Devices along an axis that does not split an array all have it, and all are summed.
         copies = math.prod(mesh_shape[axis] for axis in every if axis not in own_axes)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         squares.append(jnp.sum(_square(wide)).astype(jnp.float32) / copies)
+    # Stacked, so that there is one small sum over devices for all arrays.
     stacked = jnp.stack(squares)
-    return lax.psum(stacked, every) if every else stacked
+    if not every:
+        return stacked
+    return lax.psum(stacked, every)
+
+
+def _all_axes(axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of several devices that split any of some arrays, in order of first use."""
+    used: dict[str, None] = {}
+    for own_axes in axes:
+        for axis in own_axes:
+            if mesh_shape[axis] > 1:
+                used[axis] = None
+    return tuple(used)
 
 
 def _square(x: jax.Array) -> jax.Array:
+    """The square of the absolute value of each element."""
     if jnp.iscomplexobj(x):
         return jnp.square(x.real) + jnp.square(x.imag)
     return jnp.square(x)
@@ -370,6 +426,7 @@ def _square(x: jax.Array) -> jax.Array:
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
     """How a device's shard of a parameter's gradient is cut for the exchange."""
     over, split = exchange.over(parameter), spec_axes(parameter.stored)
+    # ZeRO and the names split evenly, so that all shards have as many elements.
     elements = math.prod(parameter.shape) // parts_over(sizes, split)
     shared = math.prod(size for axis, size in sizes.items() if axis not in (*over, *split))
     return Pieces(elements, shared, parts_over(sizes, over))

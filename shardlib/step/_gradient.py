@@ -93,22 +93,12 @@ class GradientFunction:
         manual = self.strategy.manual_axes
         if not manual:
             return self._on_device(inputs)
-        split_by_example = PartitionSpec(self.strategy.data_axes or None)
         replicated = PartitionSpec()
-        errors = jax.tree.map(lambda _: PartitionSpec(manual), inputs.errors)
-        specs = GradientInputs(
-            params=self._at_rest(self.trained),
-            frozen=self._at_rest(self.frozen),
-            errors=errors,
-            opt_state=self._specs_of_sender(),
-            streams=replicated,
-            rest=replicated,
-            key=replicated,
-            batch=split_by_example,
-        )
+        specs = self._input_specs(inputs)
+        # A gradient is laid out as its parameter is in the state, and errors as they came.
         gradient = Gradient(
-            values=self._at_rest(self.trained),
-            errors=errors,
+            values=specs.params,
+            errors=specs.errors,
             square=replicated,
             finite=replicated,
         )
@@ -123,12 +113,28 @@ class GradientFunction:
         )
         return on_devices(inputs)
 
+    def _input_specs(self, inputs: GradientInputs) -> GradientInputs:
+        """How the inputs of the manual region are laid out over its axes."""
+        manual, replicated = self.strategy.manual_axes, PartitionSpec()
+        return GradientInputs(
+            params=self._at_rest(self.trained),
+            frozen=self._at_rest(self.frozen),
+            errors=jax.tree.map(lambda _: PartitionSpec(manual), inputs.errors),
+            opt_state=self._specs_of_sender(),
+            streams=replicated,
+            rest=replicated,
+            key=replicated,
+            # Split by example.
+            batch=PartitionSpec(self.strategy.data_axes or None),
+        )
+
     def _at_rest(self, parameters: Any) -> Any:
         """How parameters are laid out over the manual axes in the state."""
         manual = self.strategy.manual_axes
         return jax.tree.map(lambda parameter: keep_axes(parameter.split.spec, manual), parameters)
 
     def _specs_of_sender(self) -> Any:
+        """How the state of an optimizer that sends by itself is laid out over the manual axes."""
         if self.sender is None:
             return ()
         manual = self.strategy.manual_axes
@@ -148,6 +154,7 @@ class GradientFunction:
             keyed = microbatches.with_keys(number, inputs.streams, rest, inputs.key)
             return *keyed, examples
 
+        # The checks look at the loss as its author wrote it, before sums of rows are widened.
         first = jax.tree.map(lambda x: x[0], scanned)
         check_loss(call, arguments, self.trained, self.frozen, inputs.rest, first, self.strategy)
         total = with_wide_rows(total)
@@ -207,7 +214,9 @@ class GradientFunction:
         totals = accumulated.means
         if self.strategy.manual_axes:
             totals = lax.psum(totals, self.strategy.manual_axes)
+        # Its weight is a count, by which nothing is divided.
         nonfinite = totals.pop(NONFINITE)
+        # One division, after the sums: a mean of means would weigh devices and not examples.
         metrics = {name: mean.total * inverse(mean.weight) for name, mean in totals.items()}
         weight = totals["loss"].weight
         parameters = jax.tree.map(lambda parameter: parameter.exchanged, self.trained)
@@ -255,7 +264,9 @@ def _accumulate(
         gradients.append(gradient)
         return rest, (means, streams)
 
-    in_scan = count - 1 if last_is_different else count
+    in_scan = count
+    if last_is_different:
+        in_scan = count - 1
     rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:in_scan], scanned))
     means = jax.tree.map(lambda x: x.sum(0), means)
     if not last_is_different:

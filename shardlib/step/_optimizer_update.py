@@ -55,13 +55,9 @@ def update_of(
             lambda parameter: bool(strategy.exchange.over(parameter.exchanged)), trained
         )
         metrics["compressed"] = optimizer.sends(state.opt_state)
-    values = gradient.values
-    if isinstance(strategy.clip, optax.GradientTransformation):
-        values = _clipped_by(strategy.clip, values, state.params)
-    elif strategy.clip is not None:
-        scale = strategy.clip / jnp.maximum(norm, strategy.clip)
-        values = _scaled(values, scale, extra.get("sent"), metrics.get("compressed"))
+    values = _clipped(gradient.values, norm, state.params, strategy, extra, metrics)
     updates, opt_state = _updated(optimizer, values, state.opt_state, state.params, loss, extra)
+    # The sum has the dtype of the parameters, whatever that of the updates is.
     params = optax.apply_updates(state.params, updates)
     if strategy.skips:
         before = state.params, state.opt_state
@@ -72,7 +68,35 @@ def update_of(
     return Update(params, opt_state, errors, 1 - all_finite.astype(jnp.int32), metrics)
 
 
+def _clipped(
+    values: Any,
+    norm: jax.Array,
+    params: Any,
+    strategy: Strategy,
+    extra: dict[str, Any],
+    metrics: dict[str, jax.Array],
+) -> Any:
+    """A gradient clipped as the strategy says: by a transformation, by the global norm, or not.
+
+    Args:
+        values: the gradient.
+        norm: the global norm of it.
+        params: the parameters, for a transformation that looks at them.
+        strategy: the strategy of the step.
+        extra: what a `Local` optimizer is told, `sent` among it.
+        metrics: the metrics so far, with `compressed` for such an optimizer.
+    """
+    if isinstance(strategy.clip, optax.GradientTransformation):
+        return _clipped_by(strategy.clip, values, params)
+    if strategy.clip is None:
+        return values
+    # One if the norm is small enough, and finite for a norm of zero.
+    scale = strategy.clip / jnp.maximum(norm, strategy.clip)
+    return _scaled(values, scale, extra.get("sent"), metrics.get("compressed"))
+
+
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    """New values or old ones; a `select`, since both are there already."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
@@ -88,6 +112,7 @@ def _scaled(gradient: Any, scale: jax.Array, sent: Any, compressed: Any) -> Any:
 
 
 def _clipped_by(clip: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
+    """A gradient after an optax transformation that keeps no state."""
     state = clip.init(params)
     if jax.tree.leaves(state):
         raise ValueError(
@@ -111,6 +136,7 @@ def _updated(
     `update` takes them.
     """
     extra = {"value": loss, "grad": gradient} | extra
+    # Most transformations of optax take any keyword; older ones and those of users take none.
     accepted = inspect.signature(optimizer.update).parameters
     kinds = [parameter.kind for parameter in accepted.values()]
     if inspect.Parameter.VAR_KEYWORD not in kinds:

@@ -52,10 +52,10 @@ class Pipelined:
         self.strategy, self.axis, self.schedule = strategy, strategy.stage_axis, strategy.pipeline
         self.parameters, treedef = jax.tree.flatten(parameters)
         self.stored = treedef.flatten_up_to(params)
-        self.held = [
-            parameter.start(stored)
-            for parameter, stored in zip(self.parameters, self.stored, strict=True)
-        ]
+        self.held: list[Any] = []
+        for parameter, stored in zip(self.parameters, self.stored, strict=True):
+            self.held.append(parameter.start(stored))
+        # Microbatch 0 stands for all of them: their arguments have the same shapes.
         self.leaves, argument_tree = jax.tree.flatten(arguments(0))
         self.rest = argument_tree.unflatten(self.leaves)[1]
         self.inputs = lambda number: jax.tree.leaves(arguments(number))
@@ -64,6 +64,7 @@ class Pipelined:
         def function(weights: list[Any], inputs: list[Any]) -> list[Any]:
             results = total(treedef.unflatten(weights), *argument_tree.unflatten(inputs))
             leaves, structure = jax.tree.flatten(results)
+            # The cut traces a function of lists; the structure of the results goes past the trace.
             structures.append(structure)
             return leaves
 
@@ -74,11 +75,8 @@ class Pipelined:
             loops_of(strategy, names),
         )
         # Trees of the positions that outputs have in the list that the cut function returns.
-        structure = structures[0]
-        positions = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
-        self.means, self.streams, rest = positions[1]
-        positions_of_inputs = argument_tree.unflatten(range(len(self.leaves)))
-        self._check_unchanged(rest, positions_of_inputs[1])
+        _, (self.means, self.streams, rest) = _positions_in(structures[0])
+        self._check_unchanged(rest, _positions_in(argument_tree)[1])
 
     def _described(self, parameter: Any, names: dict[str, Any]) -> Weight:
         """A parameter as the cut of a loss sees it."""
@@ -111,6 +109,7 @@ class Pipelined:
             sums.append(None if parameter.frozen else parameter.empty_sums(stored, held))
         totals, sums = self._executor().gradient(sums)
         outer = [self.held[k] for k in self.cut.outer]
+        # A stream that no layer draws from can be computed next to the pipeline, once.
         streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
         if streams is None:
             raise ValueError(
@@ -119,11 +118,10 @@ class Pipelined:
                 "number)`."
             )
         results = _in_tree(self.means, totals), _in_tree(self.streams, streams), self.rest
-        gradients = [
-            gradient
-            for gradient, parameter in zip(sums, self.parameters, strict=True)
-            if not parameter.frozen
-        ]
+        gradients = []
+        for gradient, parameter in zip(sums, self.parameters, strict=True):
+            if not parameter.frozen:
+                gradients.append(gradient)
         return results, gradients
 
     def value(self) -> Any:
@@ -131,6 +129,7 @@ class Pipelined:
         return _in_tree(self.means, self._executor(trains=False).measure())
 
     def _executor(self, trains: bool = True) -> Executor:
+        """What runs the schedule, with its backward passes if it `trains`."""
         program = program_of(
             self.schedule,
             loops=len(self.cut.loops),
@@ -140,6 +139,11 @@ class Pipelined:
         return Executor(
             self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means)
         )
+
+
+def _positions_in(structure: Any) -> Any:
+    """A tree of this structure that has for each leaf its position among all leaves."""
+    return jax.tree.unflatten(structure, list(range(structure.num_leaves)))
 
 
 def _in_tree(tree: Any, leaves: Any) -> Any:
@@ -180,6 +184,7 @@ def check_branches(found: Iterable[Collective]) -> None:
     """
     for collective in found:
         # A permute without a scope may come from anywhere, so it is taken for one of the loss.
+        # The step's own permutes, between ticks, are outside of any branch.
         in_the_loss = "loss" in collective.op_name or not collective.op_name
         if collective.kind != "collective-permute" or not collective.conditional or not in_the_loss:
             continue
@@ -198,6 +203,7 @@ def check_branches(found: Iterable[Collective]) -> None:
 
 def _stacked_by(parameter: Any, names: dict[str, Any], axis: str) -> str | None:
     """The name of the dim along which a weight is stacked over the stages, if it is."""
+    # A weight outside the layers, such as an embedding, is whole on every stage.
     if axis not in spec_axes(parameter.named):
         return None
     dim = stacked_dim(names.get(parameter.path))

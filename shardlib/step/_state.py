@@ -42,16 +42,16 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(
-            (
-                self.definition,
-                self.optimizer,
-                self.strategy,
-                self.names,
-                self.variable_rules,
-                self.relations,
-            )
+        # A model of a thousand parameters has as many names and relations to hash.
+        values = (
+            self.definition,
+            self.optimizer,
+            self.strategy,
+            self.names,
+            self.variable_rules,
+            self.relations,
         )
+        return hash(values)
 
     @cached_property
     def rules(self) -> AxisRules:
@@ -69,35 +69,32 @@ class Layout:
         Its names give a layout, which ZeRO splits further over its own axes.
         """
         names, strategy = dict(self.names), self.strategy
-        shape_of_mesh = strategy.device_mesh.shape
-        return {
-            path: split_further(
-                strategy.sharding, strategy.zero_axes, shape_of_mesh, leaf.shape,
-                self.named(path, leaf.shape, PartitionSpec()), names.get(path),
+        splits: dict[str, Split] = {}
+        for path, leaf in named_leaves(params):
+            named = self.named(path, leaf.shape, PartitionSpec())
+            splits[path] = split_further(
+                strategy.sharding,
+                strategy.zero_axes,
+                strategy.device_mesh.shape,
+                leaf.shape,
+                named,
+                names.get(path),
             )
-            for path, leaf in named_leaves(params)
-        }  # fmt: skip
+        return splits
 
     def parameters(self, params: Any) -> dict[str, Parameter]:
         """What an exchange is told of each parameter, by its path."""
-        manual, dtypes = self.strategy.manual_axes, self.strategy.dtypes
-        leaves = dict(named_leaves(params))
-        named = {
-            path: self.named(path, leaf.shape, PartitionSpec()) for path, leaf in leaves.items()
-        }
-        return {
-            path: Parameter(
-                path,
-                leaf.shape,
-                named[path],
-                tuple(axis for axis in manual if axis not in spec_axes(named[path])),
-                split.spec,
-                dtypes.reduced(leaf.dtype),
-            )
-            for (path, leaf), split in zip(
-                leaves.items(), self.splits(params).values(), strict=True
-            )
-        }
+        splits = self.splits(params)
+        described: dict[str, Parameter] = {}
+        for path, leaf in named_leaves(params):
+            named = self.named(path, leaf.shape, PartitionSpec())
+            # Along an axis that splits a parameter, devices have gradients of different parts of
+            # it, and there is nothing to add up.
+            own_axes = spec_axes(named)
+            summed = tuple(axis for axis in self.strategy.manual_axes if axis not in own_axes)
+            dtype = self.strategy.dtypes.reduced(leaf.dtype)
+            described[path] = Parameter(path, leaf.shape, named, summed, splits[path].spec, dtype)
+        return described
 
     def no_errors(self, params: Any) -> ErrorsByPath:
         """What a compressed exchange has left over before the first step: zeros.
@@ -108,9 +105,11 @@ class Layout:
         exchange, mesh = self.strategy.exchange, self.strategy.device_mesh
         if not exchange.keeps_errors:
             return {}
-        taken = {path: one for path, one in self.parameters(params).items() if exchange.over(one)}
-        none = {path: pieces(exchange, one, mesh.shape).errors() for path, one in taken.items()}
-        return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), none)
+        shapes: dict[str, Any] = {}
+        for path, parameter in self.parameters(params).items():
+            if exchange.over(parameter):
+                shapes[path] = pieces(exchange, parameter, mesh.shape).errors()
+        return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), shapes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Only the fields, without cached values: hashes of text differ from process to process."""
@@ -162,30 +161,20 @@ class State:
         Assigning to `params` is not the same: under some pipelines layers lie there in another
         order than the model's.
         """
-        of = combine(self.params, self.frozen)
-        given, here = (dict(named_leaves(tree)) for tree in (weights, of))
-        if lost := [path for path in here if path not in given] or [
-            path for path in given if path not in here
-        ]:
-            raise ValueError(
-                "`with_weights` takes a tree as the model's parameters are; "
-                f"`{lost[0]}` is in one alone."
-            )
-        for path, leaf in here.items():
-            check_arrays.array("with_weights", path, given[path])
-            if given[path].shape != leaf.shape:
-                raise ValueError(
-                    f"`{path}` is of shape {leaf.shape}, and the weights given for it "
-                    f"{given[path].shape}."
-                )
-        put = jax.tree.map(
-            lambda leaf, one: jax.device_put(one.astype(leaf.dtype), leaf.sharding), of, weights
-        )
-        put = place_layers(self.layout.strategy, put, dict(self.layout.names))
+        parameters = combine(self.params, self.frozen)
+        _check_weights(dict(named_leaves(weights)), dict(named_leaves(parameters)))
+
+        def put(leaf: Any, weight: Any) -> Any:
+            return jax.device_put(weight.astype(leaf.dtype), leaf.sharding)
+
+        on_mesh = jax.tree.map(put, parameters, weights)
+        # Weights are given in the model's order, and stored in that of the pipeline's stages.
+        on_mesh = place_layers(self.layout.strategy, on_mesh, dict(self.layout.names))
 
         def new_values(old: Any) -> Any:
+            # Each of the two trees keeps its leaves that are None.
             return jax.tree.map(
-                lambda old, new: None if old is None else new, old, put, is_leaf=_is_none
+                lambda old, new: None if old is None else new, old, on_mesh, is_leaf=_is_none
             )
 
         return self.replaced(params=new_values(self.params), frozen=new_values(self.frozen))
@@ -193,6 +182,24 @@ class State:
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
         return replace(self, **changes)
+
+
+def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
+    """Refuse weights, by path, that are not those of a model with these parameters."""
+    # In the order of the parameters, and then in that of the weights.
+    for path in (*parameters, *given):
+        if path not in given or path not in parameters:
+            raise ValueError(
+                "`with_weights` takes a tree as the model's parameters are; "
+                f"`{path}` is in one alone."
+            )
+    for path, leaf in parameters.items():
+        check_arrays.array("with_weights", path, given[path])
+        if given[path].shape != leaf.shape:
+            raise ValueError(
+                f"`{path}` is of shape {leaf.shape}, and the weights given for it "
+                f"{given[path].shape}."
+            )
 
 
 def state_specs(state: State) -> State:
@@ -203,11 +210,10 @@ def state_specs(state: State) -> State:
     """
     layout = state.layout
     named = layout.named
-    stored = {
-        path: split.spec
-        for tree in (state.params, state.frozen)
-        for path, split in layout.splits(tree).items()
-    }
+    stored: dict[str, PartitionSpec] = {}
+    for tree in (state.params, state.frozen):
+        for path, split in layout.splits(tree).items():
+            stored[path] = split.spec
     follow = like_parameters(dict(layout.relations), stored)
     whole = PartitionSpec()
 

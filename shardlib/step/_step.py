@@ -84,6 +84,7 @@ class Step:
             )
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, strategy
+        # Names are recorded while the loss is traced, which is once for each layout of the state.
         self._used = UsedNames()
         self._jitted_by_layout: dict[Layout, Any] = {}
         self._programs = Programs()
@@ -97,11 +98,14 @@ class Step:
         check_call(state, batch)
         with self._in_force():
             jitted = self._jitted(state, batch)
+            # A batch that is laid out right already stays where it is.
             batch = jax.device_put(batch, batch_sharding(self.strategy))
             if self.strategy.pipeline is None:
                 return jitted(state, batch)
             if is_traced(state, batch):
                 shapes = jax.tree.map(_shape, (state, batch))
+                # The program within a traced function cannot be seen. Another one of the same
+                # shapes is compiled instead, to see whether it would hang.
                 self._programs.of(jitted, *shapes)
                 return jitted(state, batch)
             return self._programs.of(jitted, state, batch)(state, batch)
@@ -166,17 +170,8 @@ class Step:
         frozen = self._parameters(state, state.frozen, frozen=True)
         sender = self._sender(state)
         differentiate = GradientFunction(self.loss_fn, strategy, layout, trained, frozen, sender)
-        inputs = GradientInputs(
-            params=state.params,
-            frozen=state.frozen,
-            errors=state.errors,
-            opt_state=() if sender is None else sender.state,
-            streams=state.streams,
-            rest=state.rest,
-            key=jax.random.fold_in(state.key, state.step),
-            batch=batch,
-        )
-        gradient, streams, rest, metrics = differentiate(inputs)
+        gradient, streams, rest, metrics = differentiate(_inputs_of(state, batch, sender))
+        # Only now are the names known that annotations of the loss have used.
         check_experts(layout, strategy, self._used.names)
 
         # Automatic from here: global values laid out in shards, so that every optax transformation
@@ -199,6 +194,7 @@ class Step:
         return after, metrics | update.metrics
 
     def _parameters(self, state: State, params: Any, *, frozen: bool) -> Any:
+        """A `StepParameter` for each of some parameters of a state."""
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
         return step_parameters(params, named, splits, self.strategy, frozen=frozen)
@@ -209,6 +205,24 @@ class Step:
         if not isinstance(optimizer, Local) or isinstance(clip, optax.GradientTransformation):
             return None
         return Sender(optimizer, state.opt_state, state_specs(state).opt_state, clip)
+
+
+def _inputs_of(state: State, batch: Any, sender: Sender | None) -> GradientInputs:
+    """What the manual region of a step takes of a state."""
+    sender_state: Any = ()
+    if sender is not None:
+        sender_state = sender.state
+    return GradientInputs(
+        params=state.params,
+        frozen=state.frozen,
+        errors=state.errors,
+        opt_state=sender_state,
+        streams=state.streams,
+        rest=state.rest,
+        # Each step has a key of its own, and a run that is resumed has the same ones.
+        key=jax.random.fold_in(state.key, state.step),
+        batch=batch,
+    )
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -231,6 +245,7 @@ def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
         # The compiler counts the output of a scatter, which is one part of the bucket.
         "reduce_scatter": max(1, exchange.bucket_bytes // parts),
     }
+    # Options of a program would win over flags without a word.
     set_by_user = os.environ.get("XLA_FLAGS", "")
     options: dict[str, int] = {}
     for kind, size in limits.items():

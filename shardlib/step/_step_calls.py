@@ -37,6 +37,7 @@ def check_call(state: Any, batch: Any) -> None:
         raise ValueError(
             "The batch has no values, but shapes alone: `step.trace(state, batch)` takes these."
         )
+    # A donated state is deleted. A traced one has no memory of its own that could be.
     is_deleted = isinstance(state.step, jax.Array) and not is_traced(state.step)
     if is_deleted and state.step.is_deleted():
         raise ValueError(
@@ -79,6 +80,7 @@ def check_experts(layout: Layout, strategy: Strategy, used: set[str]) -> None:
     A layer of experts cannot see that itself if the partitioner lays everything out. `used` holds
     the names that annotations of the traced loss have used.
     """
+    # The rule is there for all models: only one that has experts can have them unsplit.
     if EXPERTS not in used:
         return
     sizes = strategy.device_mesh.shape
@@ -125,6 +127,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
+        # JAX has one class for all that it has not implemented, so that the text has to tell.
         if "callbacks are only supported" not in str(error):
             raise
         raise ValueError(

@@ -28,6 +28,7 @@ _NONE: Axes = frozenset()
 # Collectives whose result is the same along the axes that they run over.
 _SAME_AFTER = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
+# Collectives by which something of one device reaches another.
 _SENDS = {
     *_SAME_AFTER,
     "all_to_all",
@@ -43,8 +44,10 @@ def varying_outputs(
 ) -> list[bool]:
     """For each output, whether it may differ along the manual `axes`, given which inputs do."""
     every = frozenset(axes)
-    inputs = [every if varies else _NONE for varies in varying_inputs]
-    return [bool(differs) for differs in _walk(jaxpr.jaxpr, inputs, every)]
+    inputs: list[Axes] = []
+    for varies in varying_inputs:
+        inputs.append(every if varies else _NONE)
+    return list(map(bool, _walk(jaxpr.jaxpr, inputs, every)))
 
 
 def _walk(jaxpr: Jaxpr, inputs: Sequence[Axes], axes: Axes) -> list[Axes]:
@@ -52,12 +55,15 @@ def _walk(jaxpr: Jaxpr, inputs: Sequence[Axes], axes: Axes) -> list[Axes]:
     known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Axes:
-        return _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
+        # Literals and constants of the trace are the same on all devices.
+        if isinstance(atom, Literal):
+            return _NONE
+        return known.get(atom, _NONE)
 
     for equation in jaxpr.eqns:
-        outputs = _equation(equation, [read(atom) for atom in equation.invars], axes)
+        outputs = _equation(equation, list(map(read, equation.invars)), axes)
         known.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return list(map(read, jaxpr.outvars))
 
 
 def _equation(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
@@ -73,20 +79,20 @@ def _equation(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     if name == "random_wrap" and is_row_key(equation.outvars[0].aval):
         # A row key knows which examples a device has, and is the same stream on all devices.
         return [_NONE]
-    inner = _inner(parameters)
-    outputs = len(equation.outvars)
-    if inner is not None and len(inner.invars) == len(inputs) and len(inner.outvars) == outputs:
+    inner = _called_jaxpr(equation)
+    if inner is not None:
         return _walk(inner, inputs, axes)
-    return [_NONE.union(*inputs)] * outputs
+    return [_NONE.union(*inputs)] * len(equation.outvars)
 
 
 def _axis_index(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
+    """A device's index along axes differs along these."""
     del inputs
     return [axes & set(_as_tuple(equation.params["axis_name"]))]
 
 
 def _barrier(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
-    # Its outputs are its inputs, one by one.
+    """The outputs of a barrier are its inputs, one by one."""
     del equation, axes
     return inputs
 
@@ -95,10 +101,13 @@ def _drawn_by_row(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     """Draws by a row key: those with a row for each example are of the examples of a device."""
     rows = rows_of(equation.invars[0].aval)
     has_row_per_example = equation.params["shape"][:1] == (rows,)
-    return [inputs[0] | axes if has_row_per_example else inputs[0]]
+    if has_row_per_example:
+        return [inputs[0] | axes]
+    return [inputs[0]]
 
 
 def _after_collective(equation: Any, inputs: list[Axes]) -> list[Axes]:
+    """After a sum over axes, or a gather, devices along these have the same."""
     parameters = equation.params
     over = set(_as_tuple(parameters.get("axes", parameters.get("axis_name"))))
     outputs = len(equation.outvars)
@@ -112,26 +121,31 @@ def _cond(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     index, operands = inputs[0], inputs[1:]
     outputs = [index] * len(equation.outvars)
     for branch in equation.params["branches"]:
-        in_branch = _walk(branch.jaxpr, operands, axes)
-        outputs = [a | b for a, b in zip(outputs, in_branch, strict=True)]
+        outputs = _united(outputs, _walk(branch.jaxpr, operands, axes))
     return outputs
+
+
+def _united(one: Sequence[Axes], other: Sequence[Axes]) -> list[Axes]:
+    """For each value the axes along which it may differ by either of two accounts."""
+    return [a | b for a, b in zip(one, other, strict=True)]
 
 
 def _scan(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     """A carry differs if it ever does, so its axes grow until they no longer change."""
     body = equation.params["jaxpr"].jaxpr
     constants, carries = scan_parts(equation)
-    carry = inputs[constants : constants + carries]
+    first_scanned = constants + carries
+    carry = inputs[constants:first_scanned]
     while True:
-        outputs = _walk(body, [*inputs[:constants], *carry, *inputs[constants + carries :]], axes)
-        grown = [old | new for old, new in zip(carry, outputs[:carries], strict=True)]
+        outputs = _walk(body, [*inputs[:constants], *carry, *inputs[first_scanned:]], axes)
+        grown = _united(carry, outputs[:carries])
         if grown == carry:
             return carry + outputs[carries:]
         carry = grown
 
 
 def _while(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
-    """As `_scan`. If devices stop at different times, all carries differ."""
+    """A carry differs if it ever does, and all carries do if devices stop at different times."""
     parameters = equation.params
     condition_constants = parameters["cond_nconsts"]
     first_carry = condition_constants + parameters["body_nconsts"]
@@ -141,7 +155,7 @@ def _while(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     while True:
         (stops,) = _walk(condition, [*inputs[:condition_constants], *carry], axes)
         outputs = _walk(body, [*body_constants, *carry], axes)
-        grown = [old | new | stops for old, new in zip(carry, outputs, strict=True)]
+        grown = [differs | stops for differs in _united(carry, outputs)]
         if grown == carry:
             return carry
         carry = grown
@@ -156,16 +170,28 @@ _RULES: dict[str, Callable[[Any, list[Axes], Axes], list[Axes]]] = {
 }
 
 
-def _inner(parameters: Any) -> Jaxpr | None:
-    """The jaxpr that an equation calls, if it calls one."""
+def _called_jaxpr(equation: Any) -> Jaxpr | None:
+    """The jaxpr that an equation calls with its own inputs, if it calls one.
+
+    One with other numbers of inputs or outputs is something else, such as a kernel.
+    """
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in parameters:
-            return open_jaxpr(parameters[name])
+        if name not in equation.params:
+            continue
+        inner = open_jaxpr(equation.params[name])
+        same_inputs = len(inner.invars) == len(equation.invars)
+        same_outputs = len(inner.outvars) == len(equation.outvars)
+        if same_inputs and same_outputs:
+            return inner
+        return None
     return None
 
 
 def _as_tuple(axes: Any) -> tuple[Any, ...]:
-    return tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+    """The axes of a collective, which JAX keeps as one name or as several."""
+    if isinstance(axes, list | tuple):
+        return tuple(axes)
+    return (axes,)
 
 
 def sends_between(jaxpr: ClosedJaxpr, axes: Iterable[str]) -> bool:

@@ -11,7 +11,7 @@ With `Exact(overlap=True)` the gradients of large parameters are reduced in the 
 `docs/gradients.md` explains how that is done to a loss that is written with whole weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,7 @@ class StepParameter:
         exchange = self.strategy.exchange
         if not isinstance(exchange, Exact) or not exchange.overlap:
             return False
+        # What is scattered is reduced in every backward pass in any case.
         if self.scattered or self.frozen:
             return False
         return self.split.layer > self.strategy.sharding.small
@@ -85,14 +86,18 @@ class StepParameter:
         A gradient that was reduced in the backward pass reaches the exchange in its stored layout,
         and is summed there only over the axes that are left.
         """
-        in_backward = self.scattered or self.overlapped
+        layout = self.named
         done: tuple[str, ...] = ()
-        if in_backward:
-            done = self.split.axes if self._is_split else self.axes
+        if self.scattered or self.overlapped:
+            layout = self.split.spec
+            done = self.axes
+            # ZeRO may split over some of the axes only, those that are near.
+            if self._is_split:
+                done = self.split.axes
         return Parameter(
             self.path,
             self.shape,
-            self.split.spec if in_backward else self.named,
+            layout,
             tuple(axis for axis in self.axes if axis not in done),
             self.split.spec,
             self.strategy.dtypes.reduced(self.dtype),
@@ -109,12 +114,12 @@ class StepParameter:
 
         None if nothing is to be done: it is whole already, and `jax.grad` differentiates it.
         """
-        reduced_here = self.scattered or (last and self.overlapped)
+        is_exchanged_now = last and self.overlapped
+        reduced_here = self.scattered or is_exchanged_now
         # The last microbatch's gradients of overlapped parameters come with the sums added, and go
         # on to the optimizer. All others are added to the sums in place.
-        accumulates = (
-            not self.frozen and self.strategy.accumulate > 1 and not (last and self.overlapped)
-        )
+        has_sums = not self.frozen and self.strategy.accumulate > 1
+        accumulates = has_sums and not is_exchanged_now
         if not (self.gathered_on_use or accumulates or reduced_here):
             return None
 
@@ -125,16 +130,28 @@ class StepParameter:
                 gradient = self._laid_out(cast(gradient, self._accumulated_dtype), consumed_dims)
             return gradient
 
-        return Weight(
+        weight = Weight(
             self.path,
             self.whole.shape,
             self.whole.dtype,
-            whole=self._gathered if self.gathered_on_use else None,
-            reduced=None if self.frozen else reduced,
-            stacked=self.split.dim if self.split.dim is not None else len(self.shape),
-            group=self.strategy.sharding.group(self.path) if self.gathered_on_use else None,
+            whole=None,
+            reduced=None,
+            stacked=self._most_consumed_dims,
             accumulates_in_place=accumulates,
         )
+        if self.gathered_on_use:
+            group = self.strategy.sharding.group(self.path)
+            weight = replace(weight, whole=self._gathered, group=group)
+        if not self.frozen:
+            weight = replace(weight, reduced=reduced)
+        return weight
+
+    @property
+    def _most_consumed_dims(self) -> int:
+        """How many leading dims loops may take off: those before the one that ZeRO splits."""
+        if self.split.dim is None:
+            return len(self.shape)
+        return self.split.dim
 
     def start(self, stored: jax.Array) -> jax.Array:
         """What is held of it throughout the step: its shard, or the whole parameter."""
@@ -150,17 +167,23 @@ class StepParameter:
 
     def empty_sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
         """The sum of no gradients: sharded if gradients are scattered, else the device's own."""
-        shape = stored.shape if self.scattered else whole.shape
+        shape = whole.shape
+        if self.scattered:
+            shape = stored.shape
         return self._laid_out(jnp.zeros(shape, self._accumulated_dtype), 0)
 
     @property
     def _accumulated_dtype(self) -> Any:
+        """The dtype of the sum of its gradients, which holds those that are added."""
         dtypes = self.strategy.dtypes
-        gradient = dtypes.reduced(self.dtype) if self.scattered else self._compute
-        return dtypes.accumulated(gradient)
+        gradient_dtype = self._compute
+        if self.scattered:
+            gradient_dtype = dtypes.reduced(self.dtype)
+        return dtypes.accumulated(gradient_dtype)
 
     def _reduced(self, gradient: jax.Array, consumed_dims: int) -> jax.Array:
         """The gradient summed over devices, and scattered if the parameter is split."""
+        # Cast before it is sent: the dtype of the sum is what is on the wire.
         sent = cast(gradient, self.exchanged.reduce)
         spec = PartitionSpec(*self.named[consumed_dims:])
         with jax.named_scope("exchange"):
@@ -173,7 +196,9 @@ class StepParameter:
         automatic = jax.sharding.get_abstract_mesh().auto_axes
         if not automatic:
             return x
-        spec = self.split.spec if self.scattered else self.named
+        spec = self.named
+        if self.scattered:
+            spec = self.split.spec
         return constrain(x, keep_axes(PartitionSpec(*spec[consumed_dims:]), automatic))
 
     @cached_property
@@ -181,15 +206,15 @@ class StepParameter:
         """What the model sees: whole, except in dims that its names split over the data axes."""
         missing = len(self.shape) - len(self.named)
         entries = (*self.named, *[None] * missing)
-        local = [
-            size // self._parts_over_data(entry)
-            for size, entry in zip(self.shape, entries, strict=True)
-        ]
+        local: list[int] = []
+        for size, entry in zip(self.shape, entries, strict=True):
+            local.append(size // self._parts_over_data(entry))
         return jax.ShapeDtypeStruct(tuple(local), self._compute)
 
     def _parts_over_data(self, entry: Any) -> int:
         """Into how many parts an entry of a spec splits a dim over the data axes."""
         sizes = self.strategy.device_mesh.shape
+        # Over other axes the loss sees global arrays, whose layout is the partitioner's.
         data = [axis for axis in as_tuple(entry) if axis in self.strategy.data_axes]
         return parts_over(sizes, data)
 
@@ -199,9 +224,12 @@ class StepParameter:
         return self.strategy.dtypes.of(self.path, self.dtype)
 
     def _gathered(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
+        """The whole parameter, or one layer of it, from the shards of all devices."""
         assert self.split.dim is not None
         # One layer is gathered at once, a whole parameter in buckets: it may be a stack of layers.
-        limit = 0 if consumed_dims else self.strategy.sharding.bucket_bytes
+        limit = self.strategy.sharding.bucket_bytes
+        if consumed_dims:
+            limit = 0
         with jax.named_scope("gather"):
             return gather(
                 cast(stored, self._compute),
@@ -258,12 +286,15 @@ def _without_gradients(parameters: Any, held: Any) -> Any:
     """What the evaluator takes of parameters that have no gradients."""
 
     def stored(parameter: StepParameter, held: Any) -> Any:
-        return StoredWeight(held, None) if parameter.gathered_on_use else held
+        if parameter.gathered_on_use:
+            return StoredWeight(held, None)
+        return held
 
     return jax.tree.map(stored, parameters, held)
 
 
 def _all_whole(described: Any) -> bool:
+    """Whether no parameter of a tree takes an evaluator: then the loss is called as it is."""
     return all(weight is WHOLE for weight in jax.tree.leaves(described))
 
 
@@ -310,10 +341,10 @@ class Weights:
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
-        self.trained = [
-            _Trained(parameter, stored, parameter.start(stored))
-            for parameter, stored in zip(self.parameters, stored_leaves, strict=True)
-        ]
+        self.trained: list[_Trained] = []
+        for parameter, stored in zip(self.parameters, stored_leaves, strict=True):
+            self.trained.append(_Trained(parameter, stored, parameter.start(stored)))
+        # References, so that every microbatch adds to the same memory.
         for trained in self.trained:
             if trained.parameter.strategy.accumulate > 1:
                 empty = trained.parameter.empty_sums(trained.stored, trained.held)
@@ -331,20 +362,14 @@ class Weights:
             _described(self.frozen, last=last),
         )
         frozen = _without_gradients(self.frozen, self.frozen_held)
-        differentiated = [
-            trained.differentiated(weight)
-            for trained, weight in zip(self.trained, weights, strict=True)
-        ]
+        differentiated = []
+        for trained, weight in zip(self.trained, weights, strict=True):
+            differentiated.append(trained.differentiated(weight))
 
         def loss(differentiated: list[Any]) -> Any:
             if _all_whole(described):
                 return total(combine(self.treedef.unflatten(differentiated), frozen), *others)
-            evaluated = [
-                trained.evaluated(weight, value)
-                for trained, weight, value in zip(
-                    self.trained, weights, differentiated, strict=True
-                )
-            ]
+            evaluated = self._evaluated(weights, differentiated)
             params = combine(self.treedef.unflatten(evaluated), frozen)
             return evaluate_on_use(total, described, params, *others)
 
@@ -354,13 +379,21 @@ class Weights:
                 gradients[position] = None
         return aux, gradients
 
+    def _evaluated(self, weights: list[Weight | None], differentiated: list[Any]) -> list[Any]:
+        """What the evaluator takes of the trained parameters, each with what is differentiated."""
+        evaluated = []
+        for trained, weight, value in zip(self.trained, weights, differentiated, strict=True):
+            evaluated.append(trained.evaluated(weight, value))
+        return evaluated
+
     def summed(self, gradients: list[Any]) -> Any:
         """The gradient of all microbatches, from what the last one returned.
 
         Where that is None, it is in the sums.
         """
-        leaves = [
-            trained.sums[...] if gradient is None else gradient
-            for trained, gradient in zip(self.trained, gradients, strict=True)
-        ]
+        leaves = []
+        for trained, gradient in zip(self.trained, gradients, strict=True):
+            if gradient is None:
+                gradient = trained.sums[...]
+            leaves.append(gradient)
         return self.treedef.unflatten(leaves)
