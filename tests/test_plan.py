@@ -258,7 +258,7 @@ def test_plain_functions_are_planned():
         found.memory.kinds["parameters"] == MATRIX
         and found.memory.kinds["inputs"] == ROWS * WIDTH * 4
     )
-    with pytest.raises(ValueError, match="do not lie on `cpu:4`"):
+    with pytest.raises(ValueError, match="are not on `cpu:4`"):
         sl.plan(step, state, rows, "cpu:4")
     with pytest.raises(ValueError, match=r"takes a step that can be traced.*got function"):
         sl.plan(lambda state, rows: state, state, rows)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
-from shardlib.layouts._rules import as_tuple
+from shardlib.layouts._rules import as_tuple, axes_without
 
 _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
 
@@ -181,7 +181,7 @@ class Exact(Exchange):
         remaining = []
         for parameter in parameters:
             scattered = _scattered(parameter).axes
-            remaining.append(tuple(axis for axis in parameter.axes if axis not in scattered))
+            remaining.append(axes_without(parameter.axes, scattered))
         for axes, members in _by_axes(remaining).items():
             for bucket in buckets(reduced, members, self.bucket_bytes):
                 totals = lax.psum([reduced[i] for i in bucket], axes)

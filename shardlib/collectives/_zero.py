@@ -22,6 +22,7 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
 from shardlib.layouts._rules import (
     as_tuple,
+    axes_without,
     counts_layers,
     keep_axes,
     parts_over,
@@ -310,7 +311,7 @@ def _zero_of_name(name: str, crossing: tuple[str, ...], data_axes: tuple[str, ..
         )
     if "HYBRID" not in name:
         return Zero(STAGES[name])
-    within = tuple(axis for axis in data_axes if axis not in crossing)
+    within = axes_without(data_axes, crossing)
     if within in ((), data_axes):
         problem = "none stays within"
         if within:

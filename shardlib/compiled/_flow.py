@@ -420,42 +420,42 @@ class Flow:
         return any(self._read_backward_at(last, value.born) for last in lasts)
 
     def _read_backward_at(self, last: int, born: int) -> bool:
+        """Whether the last named instruction up to a moment belongs to the backward pass.
+
+        Instructions that only pass values on, and those without a name stack, say nothing.
+        """
         for moment in range(last, born, -1):
             name = self.order[moment]
-            if (
-                self.origin(name)[0]
-                and (made := self.made(name)) is not None
-                and made.opcode not in _PLUMBING
-            ):
-                # What is copied may be copied for the backward pass.
-                copied = (
-                    [self.dies[name, ()]]
-                    if self.sources((name, ())) and not self.inside((name, ()))
-                    else []
-                )
-                return any(
-                    is_backward(self.origin(self.order[one])[0]) for one in (moment, *copied)
-                )
+            made = self.made(name)
+            if made is None or made.opcode in _PLUMBING or not self.origin(name)[0]:
+                continue
+            readers = [name]
+            # What is copied may be copied for the backward pass.
+            if self.sources((name, ())) and not self.inside((name, ())):
+                readers.append(self.order[self.dies[name, ()]])
+            return any(is_backward(self.origin(reader)[0]) for reader in readers)
         return False
 
     @cached_property
     def _becomes(self) -> dict[Key, list[Key]]:
         """The results of loops that a value made in their bodies goes into."""
-        found: dict[Key, list[Key]] = defaultdict(list)
+        results: dict[Key, list[Key]] = defaultdict(list)
         for name, scope in self.scopes.items():
             made = scope.instructions[name]
-            if made.opcode == "while":
-                root = self.made(self._root(scope, made, "body"))
-                for part, operand in enumerate(
-                    root.operands if root is not None and root.opcode == "tuple" else ()
-                ):
-                    for maker in self.makers((operand, ())):
-                        found[maker].append((name, (part,)))
-        return found
+            if made.opcode != "while":
+                continue
+            root = self.made(self._root(scope, made, "body"))
+            if root is None or root.opcode != "tuple":
+                continue
+            for part, operand in enumerate(root.operands):
+                for maker in self.makers((operand, ())):
+                    results[maker].append((name, (part,)))
+        return results
 
     def origin(self, name: str, depth: int = 0) -> tuple[str, str]:
-        """The name stack and the line of an instruction, or of what is inside it, or of what it was
-        made from.
+        """The name stack and the line of an instruction; both are empty if nothing is known.
+
+        They are its own, or those of what is inside it, or of what it was made from.
         """
         if name not in self._origins:
             self._origins[name] = self._origin(name, depth)
@@ -465,11 +465,18 @@ class Flow:
         made, scope = self.made(name), self.scopes.get(name)
         if made is None or scope is None:
             return "", ""
-        if not self._is_argument((name, ())) and (own := self.program.origin(scope, made))[0]:
-            return own
-        if depth > 4 or self._is_argument((name, ())):
+        # The names of arguments are paths, and no name stacks.
+        if self._is_argument((name, ())):
             return "", ""
-        before = [maker for operand in made.operands for maker, _ in self.makers((operand, ()))]
-        return next(
-            (found for one in before if (found := self.origin(one, depth + 1))[0]), ("", "")
-        )
+        own = self.program.origin(scope, made)
+        if own[0]:
+            return own
+        # What made its operands a few steps before is near enough to say what it is about.
+        if depth > 4:
+            return "", ""
+        for operand in made.operands:
+            for maker, _ in self.makers((operand, ())):
+                origin = self.origin(maker, depth + 1)
+                if origin[0]:
+                    return origin
+        return "", ""

@@ -35,7 +35,7 @@ from shardlib.experts._dispatch import FORMS, Form, dispatch
 from shardlib.experts._routing import Choices, Router, places, z_loss
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, parts_over
+from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, axes_without, parts_over
 from shardlib.modeling._batch import WeightedMean, manual_over_all
 from shardlib.modeling._random import is_key
 
@@ -248,7 +248,7 @@ def _expert_axes(count: int) -> _ExpertAxes:
             "alone: tokens are sent over axes of one kind. Have the batch split over all of them, "
             "leave all to the partitioner, `Strategy(manual=())`, or split the experts over fewer."
         )
-    automatic = tuple(axis for axis in axes if axis not in manual)
+    automatic = axes_without(axes, manual)
     return _ExpertAxes(manual, automatic, parts_over(mesh.shape, manual))
 
 
@@ -289,7 +289,7 @@ class _Exchange(NamedTuple):
 
         Axes of the experts that are none of the batch split the experts already.
         """
-        other = tuple(axis for axis in self.experts.automatic if axis not in self.batch)
+        other = axes_without(self.experts.automatic, self.batch)
         return self.batch, other, None, self.width
 
     @property
@@ -298,7 +298,7 @@ class _Exchange(NamedTuple):
 
         Axes of the batch that are none of the experts still split the groups.
         """
-        other = tuple(axis for axis in self.batch if axis not in self.experts.automatic)
+        other = axes_without(self.batch, self.experts.automatic)
         return other, self.experts.automatic, None, self.width
 
     def _all_to_all(
@@ -340,7 +340,7 @@ def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Ex
         manual=frozenset(mesh.manual_axes),
     )
     experts = _expert_axes(count)
-    batch = tuple(axis for axis in rules.batch_axes if axis not in mesh.manual_axes)
+    batch = axes_without(rules.batch_axes, mesh.manual_axes)
     rows = parts_over(mesh.shape, batch)
     return _Exchange(experts, batch, width.spec[0], rows, True)
 

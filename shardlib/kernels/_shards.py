@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, warn
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import AxisRules, as_tuple, parts_over
+from shardlib.layouts._rules import AxisRules, as_tuple, axes_without, parts_over
 
 Names: TypeAlias = Sequence[str | None]
 
@@ -192,7 +192,7 @@ def automatic_axes() -> tuple[str, ...]:
     mesh = mesh_of_shards()
     if mesh.empty:
         return ()
-    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    return axes_without(mesh.axis_names, mesh.manual_axes)
 
 
 def partitioned(layout: ArrayLayout) -> bool:

@@ -8,7 +8,7 @@ rules to an array.
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -450,6 +450,15 @@ def _is_candidate(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(axis, str) for axis in value)
     return value is None or isinstance(value, str)
+
+
+def axes_without(axes: Iterable[str], excluded: Container[str]) -> tuple[str, ...]:
+    """Some axes but for those that are excluded, in order.
+
+    >>> axes_without(("pod", "data", "model"), ("data",))
+    ('pod', 'model')
+    """
+    return tuple(axis for axis in axes if axis not in excluded)
 
 
 def parts_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:

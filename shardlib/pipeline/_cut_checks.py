@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardlib.pipeline._loop import LayerScan, Loop, Weight, outputs_behind
-from shardlib.tracing._jaxpr import line_of, scan_parts, variables
+from shardlib.tracing._jaxpr import line_of, readers_of, scan_parts, variables
 
 _UNKNOWN_LINE = "a line unknown"
 
@@ -162,7 +162,7 @@ def check_reader(jaxpr: Jaxpr, variable: Any, path: str, loop: Any) -> None:
 
     The loop has to take it layer by layer, and once. A weight that nobody reads at all is let be.
     """
-    readers = [equation for equation in jaxpr.eqns if variable in variables(equation.invars)]
+    readers = readers_of(jaxpr, variable)
     is_output = variable in variables(jaxpr.outvars)
     if not readers and not is_output:
         return

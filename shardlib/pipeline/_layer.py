@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from shardlib.pipeline._loop import Arrays, Loop, Shapes
-from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, variables
+from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, shapes_of, variables
 from shardlib.tracing._linearize import derivative
 
 
@@ -52,7 +52,7 @@ class Layer:
         """Shapes of what a split backward pass leaves for the gradients of weights."""
         if self.split is None:
             return []
-        return _shapes_of(self.split.left)
+        return shapes_of(self.split.left)
 
     def forward(
         self, travelling: Arrays, weights: Arrays, local_inputs: Arrays
@@ -97,7 +97,7 @@ def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
     # Calls are inlined, so that what each makes of the microbatch only, such as a mask, is seen to
     # be that, and is not kept.
     closed = inlined(loop.layer, lambda equation: equation.primitive.name in JITS)
-    shapes = _shapes_of(closed.jaxpr.invars)
+    shapes = shapes_of(closed.jaxpr.invars)
     entering = len(loop.entering)
     differentiable = loop.differentiable[:entering]
     # The arguments of `loop.layer` begin with what enters, differentiable arrays first.
@@ -117,14 +117,10 @@ def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
 def _differentiable_shapes(variables_of: Sequence[Any]) -> Shapes:
     """The shapes of those variables that can have gradients: not of counters, for instance."""
     shapes = []
-    for shape in _shapes_of(variables_of):
+    for shape in shapes_of(variables_of):
         if jnp.issubdtype(shape.dtype, jnp.inexact):
             shapes.append(shape)
     return shapes
-
-
-def _shapes_of(variables_of: Sequence[Any]) -> Shapes:
-    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables_of]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import behind, inlined, inputs_of, made_of, scan_parts, variables
+from shardlib.tracing._jaxpr import (
+    behind,
+    inlined,
+    inputs_of,
+    made_of,
+    scan_parts,
+    shapes_of,
+    variables,
+)
 
 Arrays = list[Any]
 Shapes = list[jax.ShapeDtypeStruct]
@@ -141,10 +149,7 @@ class Loop:
     def travelling(self) -> Shapes:
         """Shapes and dtypes of the arrays that travel from part to part, in their order."""
         stacked = [self.equation.outvars[k] for k in self.stacked_outputs]
-        shapes = []
-        for atom in (*self.entering, *self.passing, *stacked):
-            shapes.append(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype))
-        return shapes
+        return shapes_of([*self.entering, *self.passing, *stacked])
 
     @cached_property
     def differentiable(self) -> list[bool]:
@@ -177,11 +182,7 @@ class Loop:
                 *[results[k] for k in self.stacked_outputs],
             ]
 
-        shapes = []
-        for k in order:
-            aval = body.jaxpr.invars[k].aval
-            shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return jax.make_jaxpr(layer)(*shapes)
+        return jax.make_jaxpr(layer)(*shapes_of(body.jaxpr.invars[k] for k in order))
 
     @property
     def _argument_order(self) -> list[int]:

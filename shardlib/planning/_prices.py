@@ -8,13 +8,12 @@
 for M microbatches. Stage 3 gathers weights for the forward pass, and again for the backward pass.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
 
 from shardlib._tree import named_leaves
-from shardlib.layouts._rules import spec_axes
+from shardlib.layouts._rules import axes_without, parts_over, spec_axes
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 
@@ -103,10 +102,10 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
         split = splits[path]
         if split.dim is None:
             continue
-        devices = math.prod(mesh_shape[axis] for axis in split.axes)
+        devices = parts_over(mesh_shape, split.axes)
         # Other axes, such as those of tensor parallelism, split the parameter already.
-        others = [axis for axis in spec_axes(split.spec) if axis not in split.axes]
-        size = leaf.size / math.prod(mesh_shape[axis] for axis in others)
+        others = axes_without(spec_axes(split.spec), split.axes)
+        size = leaf.size / parts_over(mesh_shape, others)
         compute, reduced = dtypes.of(path, leaf.dtype), dtypes.reduced(leaf.dtype)
         # Only over several microbatches are gradients summed up in a dtype of their own.
         summed, summed_part = jax.numpy.dtype(compute), reduced

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collectives._compressed import Errors, Pieces
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
-from shardlib.layouts._rules import keep_axes, parts_over, spec_axes
+from shardlib.layouts._rules import axes_without, keep_axes, parts_over, spec_axes
 from shardlib.optimizers._local import Local
 
 ErrorsByPath = dict[str, Errors]
@@ -188,7 +188,7 @@ class _Exchanged:
         """
         summed: list[Parameter] = []
         for parameter, over in zip(self.parameters, self.over, strict=True):
-            axes = tuple(axis for axis in parameter.axes if axis not in over)
+            axes = axes_without(parameter.axes, over)
             summed.append(parameter._replace(axes=axes))
         return self.exchange.within.reduce(contributions, weight, summed)
 

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.collectives._compressed import Errors
 from shardlib.collectives._exact import Parameter
-from shardlib.layouts._rules import parts_over, spec_axes
+from shardlib.layouts._rules import axes_without, parts_over, spec_axes
 from shardlib.step._exchange import pieces
 from shardlib.step._layer_order import Mover, reordered, stacked_dim
 from shardlib.step._state import Layout, State
@@ -140,7 +140,7 @@ class _Conversion:
         """The axes along which devices hold the same, so that each sends a part of it."""
         # Axes that split the parameter hold different parts of it, and workers send their own.
         taken = (*self.workers(parameter), *spec_axes(parameter.stored))
-        return tuple(axis for axis in self.strategy.device_mesh.shape if axis not in taken)
+        return axes_without(self.strategy.device_mesh.shape, taken)
 
     def specs_by_worker(self) -> dict[str, Errors]:
         """How errors are laid out as a checkpoint stores them."""

@@ -14,7 +14,7 @@ from shardlib.collectives._exact import Parameter
 from shardlib.collectives._zero import Split, split_further
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
 from shardlib.layouts._relate import Relation
-from shardlib.layouts._rules import AxisRules, spec_axes
+from shardlib.layouts._rules import AxisRules, axes_without, spec_axes
 from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.step._exchange import ErrorsByPath, pieces
@@ -91,7 +91,7 @@ class Layout:
             # Along an axis that splits a parameter, devices have gradients of different parts of
             # it, and there is nothing to add up.
             own_axes = spec_axes(named)
-            summed = tuple(axis for axis in self.strategy.manual_axes if axis not in own_axes)
+            summed = axes_without(self.strategy.manual_axes, own_axes)
             dtype = self.strategy.dtypes.reduced(leaf.dtype)
             described[path] = Parameter(path, leaf.shape, named, summed, splits[path].spec, dtype)
         return described

@@ -18,7 +18,15 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
 from shardlib.layouts._annotate import Remat, Scope, use
-from shardlib.layouts._rules import BATCH, EXPERTS, LAYERS, AxisRules, as_tuple, counts_layers
+from shardlib.layouts._rules import (
+    BATCH,
+    EXPERTS,
+    LAYERS,
+    AxisRules,
+    as_tuple,
+    axes_without,
+    counts_layers,
+)
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.modeling._remat import REMATS
@@ -293,7 +301,7 @@ class Strategy:
 
         What each device has of its own, such as errors of compression, is split over these.
         """
-        automatic = [axis for axis in self.device_mesh.shape if axis not in self.manual_axes]
+        automatic = axes_without(self.device_mesh.shape, self.manual_axes)
         return (*self.manual_axes, *automatic)
 
     @property
@@ -324,7 +332,7 @@ class Strategy:
             if name not in (BATCH, EXPERTS):
                 others[name] = list(axes)
         used_elsewhere = AxisRules(others).axes
-        return tuple(axis for axis in self.rules.batch_axes if axis not in used_elsewhere)
+        return axes_without(self.rules.batch_axes, used_elsewhere)
 
     @property
     def skips(self) -> bool:
@@ -358,7 +366,7 @@ class Strategy:
         if zero.stage and zero.axes is not None:
             axes = zero.axes
         elif zero.stage:
-            axes = tuple(axis for axis in self.data_axes if axis not in self.exchange.axes)
+            axes = axes_without(self.data_axes, self.exchange.axes)
         if self.stage_axis is not None:
             axes = (*axes, self.stage_axis)
         return tuple(sorted(axes, key=lambda axis: axis in self.crossing))
@@ -374,7 +382,7 @@ class Strategy:
 
         In this order the examples of each device follow each other in the batch.
         """
-        automatic = [axis for axis in self.rules.batch_axes if axis not in self.data_axes]
+        automatic = axes_without(self.rules.batch_axes, self.data_axes)
         return (*self.data_axes, *automatic)
 
     def scope(self) -> AbstractContextManager[Scope]:

@@ -23,7 +23,7 @@ from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import constrain
-from shardlib.layouts._rules import as_tuple, keep_axes, parts_over, spec_axes
+from shardlib.layouts._rules import as_tuple, axes_without, keep_axes, parts_over, spec_axes
 from shardlib.step._precision import cast
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
@@ -98,7 +98,7 @@ class StepParameter:
             self.path,
             self.shape,
             layout,
-            tuple(axis for axis in self.axes if axis not in done),
+            axes_without(self.axes, done),
             self.split.spec,
             self.strategy.dtypes.reduced(self.dtype),
         )
@@ -107,7 +107,7 @@ class StepParameter:
     def axes(self) -> tuple[str, ...]:
         """The manual axes over which its gradient is a sum: those that do not split it."""
         own = spec_axes(self.named)
-        return tuple(axis for axis in self.strategy.manual_axes if axis not in own)
+        return axes_without(self.strategy.manual_axes, own)
 
     def weight(self, last: bool) -> Weight | None:
         """How it is made whole and its gradient reduced, in the `last` microbatch or one before.

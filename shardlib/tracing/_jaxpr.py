@@ -71,6 +71,16 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def shapes_of(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of atoms, to trace a function with in their place."""
+    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
+
+
+def readers_of(jaxpr: Jaxpr, variable: Any) -> list[Any]:
+    """The equations of a jaxpr that read a variable, in order."""
+    return [equation for equation in jaxpr.eqns if variable in variables(equation.invars)]
+
+
 def values_of(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
     """The value of each atom: a literal's own, or the one that is known of a variable."""
     return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
@@ -127,8 +137,7 @@ def inlined(closed: ClosedJaxpr, whether: Callable[[Any], bool]) -> ClosedJaxpr:
     def evaluated(*inputs: Any) -> list[Any]:
         return _evaluate_inlined(closed.jaxpr, closed.consts, inputs, whether)
 
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(evaluated)(*shapes)
+    return jax.make_jaxpr(evaluated)(*shapes_of(closed.jaxpr.invars))
 
 
 def _evaluate_inlined(
@@ -163,7 +172,9 @@ def _evaluate_stretch(
 ) -> None:
     """Evaluate equations that follow each other; what is `read` of them goes into `values`."""
     inputs = inputs_of(equations)
-    outputs = [var for equation in equations for var in equation.outvars if var in read]
+    outputs = []
+    for equation in equations:
+        outputs += [variable for variable in equation.outvars if variable in read]
     results = Stretch(jaxpr, equations, inputs, outputs)([values[var] for var in inputs])
     values.update(zip(outputs, results, strict=True))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import CALLS, JITS, open_jaxpr, scan_parts, variables
+from shardlib.tracing._jaxpr import CALLS, JITS, open_jaxpr, readers_of, scan_parts, variables
 from shardlib.tracing._region import WeightSlice
 
 MARK = "shardlib_layer"
@@ -34,7 +34,7 @@ def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> boo
     some, each once. With `pickable` false, only a loop counts: between the weight and the pick
     there is something that would have to be done to the whole stack.
     """
-    readers = [equation for equation in jaxpr.eqns if var in variables(equation.invars)]
+    readers = readers_of(jaxpr, var)
     if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
         return False
     if len(readers) == 1 and variables(readers[0].invars).count(var) == 1:
@@ -76,10 +76,12 @@ def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
     if equation.primitive.name != "slice" or not is_one_layer(equation, root):
         return None
     layer = equation.outvars[0]
-    readers = [reader for reader in jaxpr.eqns if layer in variables(reader.invars)]
+    readers = readers_of(jaxpr, layer)
     if len(readers) != 1 or layer in variables(jaxpr.outvars):
         return None
-    return equation.params["start_indices"][0] if squeezes_first_dim(readers[0]) else None
+    if not squeezes_first_dim(readers[0]):
+        return None
+    return equation.params["start_indices"][0]
 
 
 def is_one_layer(equation: Any, root: WeightSlice) -> bool:
@@ -131,7 +133,10 @@ def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
 
     `weights` says which of its inputs are weights. What is cheaply made of them counts as a weight.
     """
-    known = {var for var, is_weight in zip(jaxpr.invars, weights, strict=True) if is_weight}
+    known = set()
+    for variable, is_weight in zip(jaxpr.invars, weights, strict=True):
+        if is_weight:
+            known.add(variable)
     for equation in jaxpr.eqns:
         read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
         if not any(read):

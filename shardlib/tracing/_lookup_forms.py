@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from shardlib.layouts._rules import parts_over, spec_axes
-from shardlib.tracing._jaxpr import relocated
+from shardlib.tracing._jaxpr import relocated, shapes_of
 from shardlib.tracing._row_gradients import wide
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -205,9 +205,11 @@ def _layout_of_rows(
     kept = [d for d in range(len(table)) if d not in dims.collapsed_slice_dims]
     for position, d in zip(dims.offset_dims, kept, strict=True):
         rows[position] = table[d]
-    of_indices = [d for d in range(len(rows)) if d not in dims.offset_dims]
-    if of_indices:
-        rows[of_indices[0]] = by_example
+    # The first dim of the indices counts the examples, and is the first that is not the table's.
+    for position in range(len(rows)):
+        if position not in dims.offset_dims:
+            rows[position] = by_example
+            break
     return PartitionSpec(*rows)
 
 
@@ -215,7 +217,9 @@ def _of_32_bits(dtype: Any) -> Any:
     """A dtype of 32 bits or more that holds all numbers of another."""
     if dtype.itemsize >= 4:
         return dtype
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.float32
+    return jnp.int32
 
 
 def gathered(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Array:
@@ -285,15 +289,20 @@ def replaced(equation: Any, function: Callable[..., Any]) -> list[Any]:
 
     The function takes what the equation reads and returns what it writes, as arrays.
     """
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-    traced = jax.make_jaxpr(function)(*shapes)
+    traced = jax.make_jaxpr(function)(*shapes_of(equation.invars))
     jaxpr = relocated(traced.jaxpr, equation.source_info.traceback, deep=True)
     assert not traced.consts
     names: dict[Any, Any] = dict(zip(jaxpr.invars, equation.invars, strict=True))
     names.update(zip(jaxpr.outvars, equation.outvars, strict=True))
 
     def renamed(atoms: Sequence[Any]) -> list[Any]:
-        return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
+        renamed_atoms = []
+        for atom in atoms:
+            # Literals stay, and so do variables between equations of the function itself.
+            if not isinstance(atom, Literal):
+                atom = names.get(atom, atom)
+            renamed_atoms.append(atom)
+        return renamed_atoms
 
     equations = []
     for new in jaxpr.eqns:
@@ -304,7 +313,9 @@ def replaced(equation: Any, function: Callable[..., Any]) -> list[Any]:
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Do what an equation does, with other operands; its results, as a list."""
     results = equation.primitive.bind(*operands, **equation.params)
-    return list(results) if equation.primitive.multiple_results else [results]
+    if equation.primitive.multiple_results:
+        return list(results)
+    return [results]
 
 
 def laid_out(x: jax.Array, spec: PartitionSpec) -> jax.Array:

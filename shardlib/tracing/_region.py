@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import relocated, variables
+from shardlib.tracing._jaxpr import readers_of, relocated
 from shardlib.tracing._linearize import Partition, derivative
 
 
@@ -327,7 +327,7 @@ def _instantiated(gradients: Sequence[Any]) -> list[Any]:
 
 def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
     """The first equation that reads a variable, or None if none does."""
-    return next((equation for equation in jaxpr.eqns if var in variables(equation.invars)), None)
+    return next(iter(readers_of(jaxpr, var)), None)
 
 
 def with_source_of(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:

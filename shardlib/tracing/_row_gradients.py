@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import CALLS, evaluate, scan_parts, variables
+from shardlib.tracing._jaxpr import CALLS, evaluate, scan_parts, shapes_of, variables
 
 
 def with_wide_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,8 +44,10 @@ def _widened(jaxpr: Jaxpr, from_weights: Sequence[bool]) -> Jaxpr:
     `from_weights` says of which inputs that is true. A table that is scaled by a number
     counts too, but not one that depends on anything else.
     """
-    pairs = zip(jaxpr.invars, from_weights, strict=True)
-    known = {var for var, is_from_weights in pairs if is_from_weights}
+    known = set()
+    for variable, is_from_weights in zip(jaxpr.invars, from_weights, strict=True):
+        if is_from_weights:
+            known.add(variable)
     equations = []
     for equation in jaxpr.eqns:
         read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
@@ -97,9 +99,7 @@ def _wide_gather(equation: Any) -> Any:
 
     It is one equation again, a `custom_vjp` call with the operands and the line of the first one.
     """
-    table, indices = (
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars
-    )
+    table, indices = shapes_of(equation.invars)
 
     def take(table: jax.Array, indices: jax.Array) -> jax.Array:
         return equation.primitive.bind(table, indices, **equation.params)

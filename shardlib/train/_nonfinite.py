@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib._tree import named_leaves
-from shardlib.layouts._rules import parts_over
+from shardlib.layouts._rules import axes_without, parts_over
 from shardlib.machine._agreement import gather_texts
 from shardlib.step._strategy import Strategy
 
@@ -67,7 +67,7 @@ def _devices_of(worker: int, strategy: Strategy) -> Sequence[Any]:
     worker.
     """
     mesh = strategy.device_mesh
-    other_axes = [axis for axis in mesh.axis_names if axis not in strategy.data_axes]
+    other_axes = axes_without(mesh.axis_names, strategy.data_axes)
     dims = [mesh.axis_names.index(axis) for axis in (*strategy.data_axes, *other_axes)]
     return mesh.devices.transpose(dims).reshape(_count_workers(strategy), -1)[worker]
 
