@@ -260,10 +260,7 @@ class _Launch:
 
         if len(self.received) > 1:  # it was we who killed them
             return 128 + self.received[0]
-        # `Popen` has the negative number of a signal that killed a process. Shells add it to 128.
-        code = first_dead.popen.returncode
-        if code < 0:
-            code = 128 - code
+        code = _exit_code(first_dead)
         # Nothing is to be explained to a user who has ended the run by a signal.
         if code not in [128 + signum for signum in self.received]:
             report = _report(first_dead, self.processes, living, stopped)
@@ -353,6 +350,18 @@ class _Launch:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _exit_code(process: _Process) -> int:
+    """The exit code of a process that has ended, as shells give it.
+
+    For one that a signal killed `Popen` has the negative number of the signal, which shells add to
+    128.
+    """
+    code = process.popen.returncode
+    if code < 0:
+        return 128 - code
+    return code
+
+
 def _report(
     first_dead: _Process,
     processes: Sequence[_Process],
@@ -372,10 +381,7 @@ def _report(
     # Those of them that had died by then are not silent but dead.
     silent = [process for process in living if process.index in heard_nothing_from]
     if not silent:
-        sentences = [first_dead.obituary()]
-        for process in stopped:
-            sentences.append(f"Process {process.index} was stopped at that time ({_STOPPED}).")
-        return "\n".join(sentences)
+        return _obituary(first_dead, stopped)
 
     sentences = [_describe_silent(process, process in stopped) for process in silent]
     sentences.append(
@@ -383,6 +389,14 @@ def _report(
         f"timeout, which `sl.initialize_distributed(heartbeat_timeout=...)` or "
         f"`{HEARTBEAT_TIMEOUT}` sets."
     )
+    return "\n".join(sentences)
+
+
+def _obituary(dead: _Process, stopped: Sequence[_Process]) -> str:
+    """How a process died, and which others were stopped at that time."""
+    sentences = [dead.obituary()]
+    for process in stopped:
+        sentences.append(f"Process {process.index} was stopped at that time ({_STOPPED}).")
     return "\n".join(sentences)
 
 

@@ -43,7 +43,7 @@ LAYERS = [
         "schedules _program _schedule_checks _loop _wire _cut_checks _cut _layer _buffers _passes",
     ),
     ("pipeline", "_execute"),
-    ("experts", "_routing _dispatch _moe"),
+    ("experts", "_routing _dispatch _moe_checks _moe"),
     ("step", "_precision _exchange _strategy _batches _layer_order _state _init_checks _init"),
     ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),

@@ -263,7 +263,7 @@ def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
     )
     row = {"scale": (130,), **({"bias": (130,)} if centred else {})}
     arrays = make(
-        {"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "of_h": (3, 5, 130), **row},
+        {"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "h_gradient": (3, 5, 130), **row},
         "float32",
     )
     x, residual, scale, bias = (arrays.get(name) for name in ("x", "residual", "scale", "bias"))
@@ -272,7 +272,7 @@ def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
         one.forward(x, residual, scale, bias, **options) for one in (_tokamax, _reference)
     )
     near(found, wanted, 1e-6)
-    given, biased = (wanted[1], scale, arrays["g"], arrays["of_h"]), bias is not None
+    given, biased = (wanted[1], scale, arrays["g"], arrays["h_gradient"]), bias is not None
     near(*(one.backward(*given, biased=biased, **options) for one in (_tokamax, _reference)), 1e-6)
 
 

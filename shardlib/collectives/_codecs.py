@@ -124,6 +124,7 @@ class Signs:
             tiles = self._tiled(jnp.where(alive, rows, 0))
             living = self._tiled(alive)
         scale = self._scales(tiles, living, elements)
+        # Eight signs along the sublanes become the bits of a byte; lanes stay where they are.
         packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _BIT_POSITIONS, 2, dtype=jnp.uint8)
         code = jnp.concatenate([packed.reshape(count, -1), _bytes(scale)], 1)
         return Encoded(code, self._signed(tiles >= 0, scale, elements))
@@ -202,6 +203,7 @@ class Integers:
             rows = jnp.where(alive, rows, 0)
         (count, elements), largest = rows.shape, 2 ** (self.bits - 1) - 1
         blocks = _padded(rows, self.block).reshape(count, -1, self.block)
+        # The largest number of a block becomes the largest integer, so that none is cut off.
         scale = jnp.max(jnp.abs(blocks), 2, initial=0) / largest
         integers = jnp.round(blocks * jnp.where(scale == 0, 0.0, 1 / scale)[..., None])
         # What is not finite has no integer, and its scale says so.

@@ -44,6 +44,7 @@ def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Arra
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _all_gather(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
     """The gather, of an array as one row of numbers: all of it shares blocks of scales."""
+    # A row for each device, in the order of the axes.
     codes = lax.all_gather(codec.encode(x.reshape(1, -1)).code, over, axis=0, tiled=True)
     parts = codec.decode(codes, math.prod(x.shape)).astype(x.dtype).reshape(-1, *x.shape)
     shape = (*x.shape[:dim], parts.shape[0] * x.shape[dim], *x.shape[dim + 1 :])

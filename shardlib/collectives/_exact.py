@@ -162,6 +162,7 @@ class Exact(Exchange):
             reduced.append(contribution.astype(parameter.reduce))
         self._scatter_split(reduced, parameters)
         self._sum_whole(reduced, parameters)
+        # One factor for all, since every gradient is divided by the same weight.
         factor = inverse(weight)
         return [total * factor.astype(total.real.dtype) for total in reduced]
 
@@ -227,6 +228,7 @@ def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> 
     last: dict[Any, list[int]] = {}
     for i in members:
         size, dtype = arrays[i].nbytes, arrays[i].dtype
+        # A collective takes arrays of one dtype.
         if dtype not in last or filled[dtype] + size > limit:
             last[dtype], filled[dtype] = [], 0
             buckets.append(last[dtype])
@@ -251,11 +253,13 @@ def _scatter(
     rows, shapes = [], []
     for x, dim in zip(arrays, dims, strict=True):
         shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+        # The dim is cut into parts, which come first: one for each device.
         moved = jnp.moveaxis(x.reshape(shape), dim, 0)
         rows.append(moved.reshape(parts, -1))
         shapes.append(moved.shape[1:])
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
+    # Padded to whole tiles, in which a TPU scatters.
     local_row = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
     sums = []
     for end, shape in zip(ends, shapes, strict=True):

@@ -43,6 +43,7 @@ class Compressed(Exchange):
         check.assign(self, feedback=check.boolean(self._name, "feedback", self.feedback))
         check.patterns(self._name, "exact", self.exact)
         # The codec checks its own options when it is made.
+        # Wrong options are refused here, and not when a step is traced.
         self.codec  # noqa: B018
 
     @property
@@ -85,6 +86,7 @@ class Compressed(Exchange):
 
         Those that have the same axes go together, in two collectives.
         """
+        # By the axes of their workers, and by those along which they are the same.
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
         for i, (parameter, shared) in enumerate(zip(parameters, inputs.shared, strict=True)):
             groups[self.over(parameter), shared].append(i)

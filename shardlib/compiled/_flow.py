@@ -179,15 +179,24 @@ class Flow:
             # What the loop starts from, and what its body writes.
             return [(caller.operands[0], index), (self._root(scope.outer, caller, "body"), index)]
         if caller.opcode == "conditional":
-            # Its first operand says which branch it is, and each branch has one of the others.
-            given = []
-            for position, name in enumerate(self.program.branches(scope.outer, caller)):
-                if name == scope.name:
-                    given.append((caller.operands[position + 1], index))
-            return given
+            return self._given_to_branch(scope, scope.outer, caller, index)
         if number >= len(caller.operands):
             return []
         return [(caller.operands[number], index)]
+
+    def _given_to_branch(
+        self, branch: Scope, outer: Scope, caller: Instruction, index: tuple[int, ...]
+    ) -> list[Key]:
+        """What a branch of a conditional is called with.
+
+        Its first operand says which branch it is, and each branch has one of the others. One
+        computation may be several branches.
+        """
+        given: list[Key] = []
+        for position, name in enumerate(self.program.branches(outer, caller)):
+            if name == branch.name:
+                given.append((caller.operands[position + 1], index))
+        return given
 
     def _root(self, scope: Scope, caller: Instruction, name: str) -> str:
         """The name of the instruction whose result is that of a computation that is called."""

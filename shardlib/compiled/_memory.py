@@ -176,7 +176,12 @@ def _fullest_moment(allocation: Allocation) -> list[Value]:
         used = _covered(alive)
         if used > most:
             most, fullest = used, moment
-    return [value for value in allocation.values if value.born <= fullest <= value.dies]
+    return _alive_at(allocation.values, fullest)
+
+
+def _alive_at(values: Iterable[Value], moment: int) -> list[Value]:
+    """The values that are in use at a moment."""
+    return [value for value in values if value.born <= moment <= value.dies]
 
 
 def _most_of_each(allocation: Allocation, flow: Flow) -> dict[str, int]:
@@ -188,8 +193,7 @@ def _most_of_each(allocation: Allocation, flow: Flow) -> dict[str, int]:
     labels = {value: flow.label(value)[0] for value in values}
     most: dict[str, int] = defaultdict(int)
     for moment in {value.born for value in values}:
-        alive = [value for value in values if value.born <= moment <= value.dies]
-        for kind, size in _bytes_by_kind(alive, labels).items():
+        for kind, size in _bytes_by_kind(_alive_at(values, moment), labels).items():
             most[kind] = max(most[kind], size)
     return most
 
@@ -223,9 +227,12 @@ def _share_out(alive: list[Value], flow: Flow) -> Iterator[Piece]:
     larger one.
     """
     labelled = [(flow.label(value), value) for value in alive]
-    labelled.sort(
-        key=lambda pair: (pair[0][0] == "unattributed", pair[0][0] == "temporaries", -pair[1].size)
-    )
+
+    def how_vague(pair: tuple[tuple[str, str, str], Value]) -> tuple[bool, bool, int]:
+        (kind, _, _), value = pair
+        return kind == "unattributed", kind == "temporaries", -value.size
+
+    labelled.sort(key=how_vague)
     attributed: list[tuple[int, int]] = []
     for (kind, op_name, source), value in labelled:
         before = _covered(attributed)

@@ -31,6 +31,7 @@ class Digests:
     def update(self, data: Any) -> None:
         """Take what is written next."""
         rest = memoryview(data).cast("B")
+        # What is written need not end where a block does.
         while len(rest):
             part = rest[: BLOCK_BYTES - self._size]
             self._crc, self._size = zlib.crc32(part, self._crc), self._size + len(part)
@@ -76,7 +77,9 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             if self.nbytes:
                 self._all = np.memmap(file, self.dtype, mode="r")
             self._file = os.dup(file.fileno())
+        # The file stays open as long as the array, even if its folder is renamed.
         weakref.finalize(self, os.close, self._file)
+        # By this process; the digests of blocks that are never read are never compared.
         self._checked = np.zeros(len(self._digests), bool)
 
     def __reduce__(self) -> tuple[Any, ...]:

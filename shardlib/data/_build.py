@@ -69,16 +69,20 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
         builder.write_description({"learned": learned, "tokenizer_sha256": tokenizer_sha256})
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            token_bytes = np.dtype(builder.dtype).itemsize
-            raise OSError(
-                error.errno,
-                f"The disk of `{folder.parent}` is full; nothing is left of the store that was "
-                f"being made. Tokens take {token_bytes} bytes each. Make room, or "
-                "name another folder: `prepare(corpus, cache=...)`",
-            ) from error
+            raise _disk_is_full(error, folder, builder.dtype) from error
         raise
     for skipped in builder.reading.skipped.values():
         log(str(skipped))
+
+
+def _disk_is_full(error: OSError, folder: Path, dtype: str) -> OSError:
+    """The error for a disk that has no room for a store, or none that the user may use."""
+    return OSError(
+        error.errno,
+        f"The disk of `{folder.parent}` is full; nothing is left of the store that was "
+        f"being made. Tokens take {np.dtype(dtype).itemsize} bytes each. Make room, or "
+        "name another folder: `prepare(corpus, cache=...)`",
+    )
 
 
 @dataclass
@@ -109,6 +113,7 @@ class _Builder:
     def write_tokens(self) -> None:
         """Read and encode all documents, and write the files of both parts."""
         documents = read_documents(self.sources, self.corpus, self.reading)
+        # The files of both parts are open while documents are read, and closed by the stack.
         with _progress("reading", self.sources) as progress, contextlib.ExitStack() as stack:
             train, held_out = [
                 _Part(stack, self.folder, name, self.dtype, self.tokenizer) for name in PARTS
@@ -132,10 +137,14 @@ class _Builder:
             side = _is_held_out(raw, self.corpus.held_out)
             documents[side].append(ids)
             sizes[side] += len(raw)
-            if self.tokenizer.unknown is not None:
-                self.unknown += int((ids == self.tokenizer.unknown).sum())
+            self._count_unknown(ids)
         train.append(documents[False], sizes[False])
         held_out.append(documents[True], sizes[True])
+
+    def _count_unknown(self, ids: np.ndarray) -> None:
+        """Count the tokens of a document that stand for characters which the tokenizer lacks."""
+        if self.tokenizer.unknown is not None:
+            self.unknown += int((ids == self.tokenizer.unknown).sum())
 
     def write_description(self, tokenizer: dict[str, Any]) -> None:
         """Write `meta.json`, and the digests of all small files.

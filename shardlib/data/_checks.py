@@ -18,6 +18,7 @@ def shown(value: Any) -> str:
     ("'a'", 'an int of 16610 bits')
     """
     # Python refuses to write out the largest.
+    # A bool is an int too, of one bit.
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"an int of {value.bit_length()} bits"
     is_cut = False
@@ -70,6 +71,7 @@ def whole_numbers(what: str, values: Any, least: int, most: int) -> np.ndarray:
         array = np.asarray(values)
     except Exception:
         array = np.empty((), object)
+    # An empty list becomes an array of floats, which is not meant.
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, np.int64)
     is_whole = array.ndim == 1 and array.dtype.kind in "iu"

@@ -90,18 +90,25 @@ class Corpus:
         object.__setattr__(
             self, "tokenizer", tokenizer_name("Corpus(tokenizer=...)", self.tokenizer)
         )
+        # Bytes and learned tokenizers have a token for every byte, and so for all texts.
         made_here = self.tokenizer == "bytes" or learned_size(self.tokenizer) is not None
         if self.unknown and made_here:
             raise ValueError(
                 f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
                 f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
-        is_number = isinstance(self.held_out, int | float) and not isinstance(self.held_out, bool)
-        if not is_number or not 0 <= self.held_out < 1:
+        if not _is_share(self.held_out):
             raise ValueError(
                 f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for "
                 "evaluation: at least 0, below 1."
             )
+
+
+def _is_share(value: Any) -> bool:
+    """Whether something is a number from 0 up, below 1; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value < 1
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -120,6 +127,7 @@ def _checked_files(files: Any) -> str | tuple[str, ...]:
     if not isinstance(files, list | tuple) or not files:
         raise ValueError(f"`Corpus(files={shown(files)})` names no files. {FILES_EXAMPLES}")
     texts = tuple(path_text("Corpus(files=(..., …))", file, FILES_EXAMPLES) for file in files)
+    # Listed twice, a file would be read once and counted for two, or be a mistake.
     for text, count in Counter(texts).items():
         if count > 1:
             raise ValueError(

@@ -44,7 +44,12 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
     for pattern in patterns:
         for path in _matches(pattern, corpus.format):
             sources.setdefault(path.resolve(), _source(path, corpus.format))
-    formats = {source.format for source in sources.values()}
+    _check_options(corpus, {source.format for source in sources.values()})
+    return tuple(sources.values())
+
+
+def _check_options(corpus: Corpus, formats: set[str]) -> None:
+    """Refuse options that none of the formats has a use for."""
     if corpus.separator and "text" not in formats:
         raise ValueError(
             f"`separator={shown(corpus.separator)}` stands between the documents of a text file, "
@@ -55,7 +60,6 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
             f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are "
             "text. Leave it out."
         )
-    return tuple(sources.values())
 
 
 def _patterns(corpus: Corpus) -> tuple[str, ...]:

@@ -71,8 +71,18 @@ def unsealed(folder: Path, corpus: Corpus) -> str:
         written = file.read(len(expected) + 1)
     if written == expected:
         return ""
-    changed = [file_sum.name for file_sum in sums if file_sum.line().encode() not in written]
-    # If several lines differ, or none, it is the list of digests that is damaged.
-    if len(changed) != 1:
-        changed = [SUMS]
-    return f"`{changed[0]}` is not as it was written"
+    return f"`{_changed_file(sums, written)}` is not as it was written"
+
+
+def _changed_file(sums: list[_Sum], written: bytes) -> str:
+    """The file whose digest is not the one that was written.
+
+    If several digests differ, or none, it is the list of them that is damaged.
+    """
+    changed = []
+    for file_sum in sums:
+        if file_sum.line().encode() not in written:
+            changed.append(file_sum.name)
+    if len(changed) == 1:
+        return changed[0]
+    return SUMS

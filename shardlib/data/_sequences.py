@@ -196,6 +196,7 @@ class Sequences:
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
         """Which example stands at each position."""
+        # Positions go on without end: a pass is over after as many as there are examples.
         epochs, within = np.divmod(positions, len(self))
         if self.seed is None:
             return within
@@ -227,6 +228,7 @@ class Sequences:
         stops = np.where(indices < 0, starts, stops)
         tokens_RS = self._ids_from(starts).astype(np.int32)
         segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
+        # A target counts if it is in the same document as the token before it.
         mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
         sizes = stops - starts
         if (sizes <= self.length).any():
@@ -272,6 +274,7 @@ class Reader:
     def __next__(self) -> Example:
         if self._iterator is None:
             grain = package("grain", "Reading batches")
+            # Grain reads steps by number in its threads, and gives them in order.
             source = _Steps(self._sequences, self._rows, self._start)
             options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._ahead)
             self._iterator = iter(grain.MapDataset.source(source).to_iter_dataset(options))
@@ -354,6 +357,7 @@ def _segments(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray, size: int
     counts = np.maximum(np.searchsorted(ends, stops, side="left") - first, 0)
     rows = np.repeat(np.arange(len(starts)), counts)
     documents = _numbers_within(counts) + np.repeat(first, counts)
+    # A one where a document begins within a row; sums along the row number them.
     segments = np.zeros((len(starts), size), np.int32)
     segments[rows, ends[documents] - starts[rows]] = 1
     return np.cumsum(segments, axis=1, dtype=np.int32)
@@ -375,6 +379,7 @@ def _whole(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     Every example is one stretch of the tokens: of a document that is too long, all parts but the
     last fill an example, and the last begins one.
     """
+    # An example has one token more than inputs, the last target.
     size = length + 1
     starts, stops = np.concatenate([[0], ends[:-1]])[: len(ends)], np.asarray(ends)
     # Each part of a long document begins with the last token of the one before, the input to its

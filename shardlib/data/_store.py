@@ -58,6 +58,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
         if isinstance(corpus, str):
             given = f", such as `Corpus({shown(corpus)})`"
         raise ValueError(f"`prepare` takes a `Corpus`{given}; got {type(corpus).__name__}.")
+    # Their sizes and times are part of the key: a file that changes makes another store.
     sources = find_files(corpus)
     folder = cache_folder(cache) / _key(corpus, sources)
     damage = ""
@@ -68,6 +69,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
         if opened and opened != damage:
             damage = opened
             log(f"{folder} is damaged, {damage}; it is made anew")
+        # Next to the store and not in it, since the store is renamed into place as a whole.
         lock = folder.with_suffix(".lock")
         with contextlib.suppress(FileNotFoundError):
             if not is_plain_file(lock):  # as a lock, it would be waited for without end
@@ -223,6 +225,7 @@ def _suspected_damage(folder: Path, *parts: Tokens) -> str:
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     if not path.stat().st_size:
         return np.empty(0, dtype)  # a file without bytes cannot be mapped
+    # Mapped read-only: processes of one machine share the memory.
     return np.memmap(path, dtype, mode="r")
 
 
@@ -231,6 +234,7 @@ def _publish(scratch: Path, folder: Path, corpus: Corpus) -> None:
 
     It is left as it is where another took this process for dead, and was faster.
     """
+    # A damaged store is moved out of the way by a rename, which readers do not notice.
     aside = scratch.with_suffix(".damaged")
     if not isinstance(_open(folder, corpus), Prepared):
         with contextlib.suppress(FileNotFoundError):

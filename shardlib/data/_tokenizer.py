@@ -160,16 +160,21 @@ def _describe_lacking(lacking: set[str], texts: list[str], name: str) -> str:
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(character for character in text if character in lacking)
-    worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(8)]
-    more = ""
-    if len(counts) > len(worst):
-        more = f" and {len(counts) - len(worst)} more"
     plural = "s" if len(texts) != 1 else ""
     return (
-        f"`{name}` has no token for {', '.join(worst)}{more}, and would leave out "
+        f"`{name}` has no token for {_most_frequent(counts)}, and would leave out "
         f"{counts.total():,} of the {sum(map(len, texts)):,} characters of the {len(texts):,} "
         f"text{plural} it was given. {_LACKING}"
     )
+
+
+def _most_frequent(counts: Counter[str], most: int = 8) -> str:
+    """The most frequent of some characters with their numbers, and how many more there are."""
+    worst = [f"{character!r} ({count} times)" for character, count in counts.most_common(most)]
+    text = ", ".join(worst)
+    if len(counts) > most:
+        text += f" and {len(counts) - most} more"
+    return text
 
 
 def _has(inner: Any, character: str) -> bool:
@@ -180,6 +185,7 @@ def _has(inner: Any, character: str) -> bool:
     words = [character]
     if inner.pre_tokenizer is not None:
         words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(character)]
+    # One character may become several, bytes for example.
     parts = set().union(*words)
     for part in parts:
         # Twice too: within a word, some models write a character otherwise than at its begin or
@@ -288,6 +294,7 @@ def learn_tokenizer(size: int, texts: Iterable[str], end: str | None = None) -> 
         vocab_size=size,
         min_frequency=2,
         special_tokens=[end or _ENDS[0]],
+        # Every byte is a token, so that any text can be encoded.
         initial_alphabet=marks.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -335,6 +342,7 @@ def make_tokenizer(
     inner = _inner_tokenizer(path, content)
     ids = inner.get_vocab(with_added_tokens=True)
     end_id = ids[_end_token(inner, ids, end, str(path))]
+    # Ids may have gaps, and a table of embeddings has a row for each number.
     vocab = max(ids.values()) + 1
     if vocab > _MOST:
         raise ValueError(
@@ -480,6 +488,7 @@ def _pieces(text: str) -> Iterator[str]:
     """A text cut into pieces of at most `_PIECE` characters, after a line where there is one."""
     start = 0
     while len(text) - start > _PIECE:
+        # Few tokens go on beyond a line's end.
         cut = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
         yield text[start:cut]
         start = cut

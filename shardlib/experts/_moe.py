@@ -28,16 +28,20 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.experts._dispatch import FORMS, Form, dispatch
+from shardlib.experts._moe_checks import (
+    check_functions,
+    check_real,
+    check_tokens,
+    check_weights,
+)
 from shardlib.experts._routing import Choices, Router, places, z_loss
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, axes_without, parts_over
 from shardlib.modeling._batch import WeightedMean, manual_over_all
-from shardlib.modeling._random import is_key
 
 Experts = Callable[[Any, jax.Array], jax.Array]
 
@@ -129,14 +133,14 @@ def moe(
     >>> y[0, 0].tolist(), stats.load.total.tolist()
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
-    _check_arrays(x, gate, names)
+    check_tokens(x, gate, names)
     check.keywords("moe", options, DispatchOptions)
     form = check.choice("moe", "form", options.get("form", "scatter"), FORMS)
-    _check_real(x, real)
-    _check_functions(router, experts, key)
+    check_real(x, real)
+    check_functions(router, experts, key)
     count = gate.shape[1]
     exchange = _exchange_of(count, names, x)
-    _check_weights(weights, count, exchange)
+    check_weights(weights, count, exchange.experts.parts, exchange.experts.manual)
     if real is not None:
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)
@@ -152,7 +156,9 @@ def moe(
     logits, drawn = _gate_logits(x, gate, router, key)
     logits_GSE = by_group(logits, count)
     real_GS = jnp.ones((groups, group), bool) if real is None else by_group(real)
-    drawn_GS = None if drawn is None else by_group(drawn)
+    drawn_GS = None
+    if drawn is not None:
+        drawn_GS = by_group(drawn)
     choices = _checked_choices(router.choose(logits_GSE, drawn_GS), real_GS, count)
     dispatched = dispatch(choices, count, capacity, form)
 
@@ -242,12 +248,8 @@ def _expert_axes(count: int) -> _ExpertAxes:
     spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
     axes = tuple(axis for axis in as_tuple(spec[0]) if mesh.shape[axis] > 1)
     manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
-    if manual and manual != axes:
-        raise ValueError(
-            f"The rule `{EXPERTS}` splits over {axes}, of which the step is manual over {manual} "
-            "alone: tokens are sent over axes of one kind. Have the batch split over all of them, "
-            "leave all to the partitioner, `Strategy(manual=())`, or split the experts over fewer."
-        )
+    if manual:
+        _check_one_kind(axes, manual)
     automatic = axes_without(axes, manual)
     return _ExpertAxes(manual, automatic, parts_over(mesh.shape, manual))
 
@@ -319,6 +321,16 @@ class _Exchange(NamedTuple):
         return manual_over_all(send, spec)(x)
 
 
+def _check_one_kind(axes: tuple[str, ...], manual: tuple[str, ...]) -> None:
+    """Refuse experts over axes of which only some are manual: tokens go by one kind of exchange."""
+    if manual != axes:
+        raise ValueError(
+            f"The rule `{EXPERTS}` splits over {axes}, of which the step is manual over {manual} "
+            "alone: tokens are sent over axes of one kind. Have the batch split over all of them, "
+            "leave all to the partitioner, `Strategy(manual=())`, or split the experts over fewer."
+        )
+
+
 def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Exchange:
     """The exchange of tokens `x` with `count` experts, by the rules in scope.
 
@@ -361,7 +373,9 @@ def _group_sizes(x: jax.Array, group: int | None, exchange: _Exchange) -> tuple[
         group = math.prod(x.shape[1:-1])
     check.whole("moe", "group", group, "a number of tokens", least=1)
     if tokens % (group * exchange.rows):
-        over = f" on each of {exchange.rows} devices" if exchange.rows > 1 else ""
+        over = ""
+        if exchange.rows > 1:
+            over = f" on each of {exchange.rows} devices"
         raise ValueError(
             f"`moe(group={group!r})` does not divide the {tokens // exchange.rows} tokens{over}, "
             f"of {x.shape[:-1]} here in all: a group is a whole number of consecutive tokens, and "
@@ -482,13 +496,7 @@ def _stats(router: Router, routed: _Routed) -> MoEStats:
     _check_finite(finite_GS, real_GS)
     each_GS = real_GS.astype(jnp.float32)
     tokens_G = each_GS.sum(1)
-    # Shares of a group's tokens, by expert; a group of nothing but padding has none.
-    share_G = 1 / jnp.maximum(tokens_G, 1)
-    probability_GSE = jax.nn.softmax(logits_GSE)
-    chosen_GSKE = jax.nn.one_hot(choices.expert, count) * each_GS[..., None, None]
-    first_GE = chosen_GSKE[:, :, 0].sum(1) * share_G[:, None]
-    every_GE = chosen_GSKE.sum((1, 2)) * share_G[:, None] / router.choices
-    mean_GE = (probability_GSE * each_GS[..., None]).sum(1) * share_G[:, None]
+    probability_GSE, shares = _shares(router, choices, logits_GSE, each_GS, tokens_G)
     # Over all groups, what routers want and what of it found no place.
     wanted = (choices.wanted * 1.0).sum()
     by_expert = (jax.nn.one_hot(choices.expert, count) * choices.wanted[..., None]).sum((0, 1, 2))
@@ -496,7 +504,7 @@ def _stats(router: Router, routed: _Routed) -> MoEStats:
     # The limit of p log p at zero is zero, which the product is not.
     entropy_GS = -(jnp.where(probability_GSE > 0, probability_GSE * logarithm_GSE, 0)).sum(-1)
     return MoEStats(
-        WeightedMean(router.balance(first_GE, every_GE, mean_GE).sum(), (tokens_G > 0).sum() * 1.0),
+        WeightedMean(router.balance(*shares).sum(), (tokens_G > 0).sum() * 1.0),
         WeightedMean((z_loss(logits_GSE) * each_GS).sum(), each_GS.sum()),
         WeightedMean(by_expert * count, wanted),
         WeightedMean((choices.wanted & ~kept_GSK).sum() * 1.0, wanted),
@@ -505,73 +513,31 @@ def _stats(router: Router, routed: _Routed) -> MoEStats:
     )
 
 
-def _check_arrays(x: Any, gate: Any, names: Any) -> None:
-    """Refuse tokens, names and a gate that do not fit each other."""
-    check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
-    check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
-    if x.ndim < 2 or len(names) != x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            "`moe(x, ...)` takes tokens (batch, ..., width), real numbers, and a name for each "
-            f"dim; got {x.dtype}{list(x.shape)} and `names={check.shown(names)}`."
-        )
-    check_arrays.array("moe", "gate", gate, "an array, (width, experts)")
-    if (
-        gate.ndim != 2
-        or gate.shape[0] != x.shape[-1]
-        or not jnp.issubdtype(gate.dtype, jnp.floating)
-    ):
-        raise ValueError(
-            f"`moe(gate=...)` is of shape (width, experts), ({x.shape[-1]}, ...) for tokens of "
-            f"shape {x.shape}; got {getattr(gate, 'shape', type(gate).__name__)}."
-        )
+def _shares(
+    router: Router,
+    choices: Choices,
+    logits_GSE: jax.Array,
+    each_GS: jax.Array,
+    tokens_G: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """The probability of each expert for each token, and what a balance loss is made of.
 
+    That is, for each group and expert, the share of the group's tokens whose first choice it is,
+    that of all choices, and the mean probability.
 
-def _check_real(x: Any, real: Any) -> None:
-    """Refuse a mask of padding that is not one of bools for the tokens."""
-    shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
-    if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
-        raise ValueError(
-            f"`moe(real=...)` says of each token whether it is one, shape {x.shape[:-1]}, true or "
-            f"false; got {shape} of {dtype}."
-        )
-
-
-def _check_functions(router: Any, experts: Any, key: Any) -> None:
-    """Refuse what is no router, no function of experts, or no key."""
-    needed = ("choices", "capacity", "jitter", "choose", "balance")
-    if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
-        raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")
-    check.function("moe", "experts", experts, "a function of weights and tokens")
-    if key is not None:
-        takes = "a key, such as `jax.random.key(0)`, or None"
-        check_arrays.array("moe", "key", key, takes)
-        # `jax.random.PRNGKey` gives plain uint32.
-        if not is_key(key) and key.dtype != jnp.uint32:
-            raise check.refusal("moe", "key", key, takes)
-
-
-def _check_weights(weights: Any, count: int, exchange: _Exchange) -> None:
-    """Refuse weights whose first dim is not the experts of this device, or that are none."""
-    parts = exchange.experts.parts
-    local_count = count // parts
-    leaves = named_leaves(weights)
-    for path, leaf in leaves:
-        check_arrays.array(
-            "moe", "weights", leaf, "a tree of arrays, with a dim for the experts first"
-        )
-        if leaf.ndim and leaf.shape[0] == local_count:
-            continue
-        split = whole = ""
-        if parts > 1:
-            split = f", which the axes {exchange.experts.manual} split into {parts}"
-            if leaf.ndim and leaf.shape[0] == count:
-                whole = (
-                    " All of them are here: name the parameter's first dim `experts`, so that each "
-                    "device holds its own."
-                )
-        raise ValueError(
-            f"`{path or 'weights'}` of shape {getattr(leaf, 'shape', None)} should have "
-            f"{local_count} experts along dim 0: the gate tells {count}{split}.{whole}"
-        )
-    if not leaves:
-        raise ValueError("`moe(weights=...)` holds no arrays.")
+    Args:
+        router: says how many choices a token has.
+        choices: the choices of all tokens.
+        logits_GSE: the router's logits.
+        each_GS: one for a token, zero for padding.
+        tokens_G: how many tokens each group has.
+    """
+    # A group of nothing but padding has no shares.
+    share_G = 1 / jnp.maximum(tokens_G, 1)
+    probability_GSE = jax.nn.softmax(logits_GSE)
+    one_hot_GSKE = jax.nn.one_hot(choices.expert, logits_GSE.shape[-1])
+    chosen_GSKE = one_hot_GSKE * each_GS[..., None, None]
+    first_GE = chosen_GSKE[:, :, 0].sum(1) * share_G[:, None]
+    every_GE = chosen_GSKE.sum((1, 2)) * share_G[:, None] / router.choices
+    mean_GE = (probability_GSE * each_GS[..., None]).sum(1) * share_G[:, None]
+    return probability_GSE, (first_GE, every_GE, mean_GE)

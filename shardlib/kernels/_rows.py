@@ -50,6 +50,7 @@ def row_shapes(
         where_lead = list(where[:-1])
     merged_dims: list[tuple[int, int]] = []  # size, and size in the mask
     for dim, (size, where_size) in enumerate(zip(lead, where_lead, strict=True)):
+        # For kernels that compute positions along the last dim, as causal ones do.
         by_itself = keep_last and dim >= len(lead) - 1
         if size == 1 and not by_itself:
             continue
@@ -130,6 +131,7 @@ def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
 
 def _map_over_batch(function: Callable[..., Any], differs: Any, args: tuple[Any, ...]) -> Any:
     """Call a function for each element of a batch in a loop; what does not differ is shared."""
+    # What is the same for all elements is closed over, and not stacked.
     varying = {k: x for k, x in enumerate(args) if differs[k]}
 
     def call_with(element: dict[int, Any]) -> Any:

@@ -51,6 +51,10 @@ class ArrayLayout:
             shape.append(size // parts_over(sizes, as_tuple(entry)))
         return tuple(shape)
 
+    def local(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The shape on one device with a dtype: what a kernel there sees."""
+        return jax.ShapeDtypeStruct(self.local_shape, dtype)
+
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Its shape on all devices together."""
@@ -68,13 +72,16 @@ class ArrayLayout:
         """
         entries: list[Any] = []
         axes: list[tuple[str, ...]] = []
-        for dim, (size, own_size) in enumerate(zip(shape, self.shape, strict=True)):
-            whole = size == 1 and own_size != 1
-            axes.append(() if whole else self.axes[dim])
-            if self.spec is not None:
-                entries.append(None if whole else self.spec[dim])
-        if self.spec is None:
+        spec = self.spec
+        if spec is None:
             return ArrayLayout(shape, None, self.axes)
+        for dim, (size, own_size) in enumerate(zip(shape, self.shape, strict=True)):
+            if size == 1 and own_size != 1:
+                axes.append(())
+                entries.append(None)
+            else:
+                axes.append(self.axes[dim])
+                entries.append(spec[dim])
         return ArrayLayout(shape, PartitionSpec(*entries), tuple(axes))
 
     def select(self, *dims: int) -> "ArrayLayout":
@@ -112,6 +119,7 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
             "Trace it under `with sl.use(rules, mesh):`, as `sl.init` and `sl.train_step` do, say "
             "that there is no sharding on purpose, `with sl.unsharded():`, or leave the names out."
         )
+    # The names are used by now, whatever comes of them.
     scope.record(names)
     manual = [_manual_axes_of(op, scope.rules, mesh, name, what) for name in names]
     resolution = resolve(
@@ -223,6 +231,7 @@ def per_shard(
         results: a tree of the layouts of its results.
         unvarying: the axes over which results do not differ, though the arguments may.
     """
+    # Without automatic axes, arrays are a device's own shards already.
     automatic = automatic_axes()
     present = [k for k, x in enumerate(arrays) if x is not None]
     present_layouts: list[Any] = [layouts[k] for k in present]
@@ -267,9 +276,11 @@ def varying_alike(*arrays: Any) -> list[Any]:
     makes unvarying again, by the sum it takes. None is returned as None.
     """
     axes = frozenset().union(*(varying(x) for x in arrays if x is not None))
-    alike = []
+    alike: list[Any] = []
     for x in arrays:
-        alike.append(None if x is None else as_varying(x, axes))
+        if x is not None:
+            x = as_varying(x, axes)
+        alike.append(x)
     return alike
 
 
@@ -279,6 +290,7 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     Its numbers stay as they are; backward, the gradient is summed over the axes that were
     added.
     """
+    # Sorted, since the program must be the same in every process.
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
@@ -292,4 +304,7 @@ def varying(x: Any) -> frozenset[str]:
 
 def shard_offset(axes: tuple[str, ...], size: int) -> jax.Array:
     """Where this device's part begins of a dim that is split over axes into parts of a size."""
-    return jnp.int32(lax.axis_index(axes) * size if axes else 0)
+    # Along no axes there is one part.
+    if not axes:
+        return jnp.int32(0)
+    return jnp.int32(lax.axis_index(axes) * size)

@@ -65,6 +65,7 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
     0/mu/w/1 part w (1,)
     0/nu/w same w (0, 1)
     """
+    # One `eval_shape` for each group of parameters, and not one for each parameter.
     probe = _Probe.of(init, params)
     parameter_of = _followed_parameters(probe)
     # Some leaves follow a parameter; of the others `parameter_of` has the reason why not.

@@ -128,7 +128,7 @@ def _check_spec_of_argument(
 
     `argument` is the argument of `reshard` that it was given as.
     """
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in spec.partitions):
+    if PartitionSpec.UNCONSTRAINED in spec.partitions:
         raise ValueError(
             f"`reshard(x, {argument}={spec})` leaves a dim to the partitioner: "
             "say where every dim is."
@@ -235,6 +235,7 @@ def _execute(step: Step, shard: jax.Array, mesh_shape: Mapping[str, int]) -> jax
     """
     pieces = step.pieces
     axes = _axes(pieces)
+    # The coordinates of every device, from which groups and pairs are computed.
     index = _indices(pieces, mesh_shape)
     groups = {"axis_name": axes, "axis_index_groups": _groups(pieces, index)}
     # The dim that is gathered, and the dim that is split.

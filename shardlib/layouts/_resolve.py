@@ -11,7 +11,7 @@ candidate divides a dim, the policy of its name decides what happens, see `AxisR
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
@@ -80,28 +80,56 @@ def resolve(
         )
     rules.check_mesh(mesh_shape)
     require_known(rules, (n for n in names if isinstance(n, str)), f" for a dim of {array}")
-    name_of_axis: dict[str, str] = {}  # the name of the dim that each used axis splits
-    entries: list[object] = []
-    padded_shape: list[int] = []
-    remarks: list[str] = []
+    resolving = _Resolving(rules, mesh_shape, array, manual, parts)
     for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
-        if not isinstance(name, str):
+        if isinstance(name, str):
+            resolving.add_named(dim, name, size)
+        else:
             # None or UNCONSTRAINED asks for no axis, so nothing can clash or fail to divide.
-            entries.append(_literal(name, array))
-            padded_shape.append(size)
-            continue
-        where = f"dim {dim}, `{name}`={size}, of {array}"
+            resolving.add(_literal(name, array), size)
+    return resolving.result()
+
+
+@dataclass
+class _Resolving:
+    """The resolution of an array while its dims are gone through, from the first to the last.
+
+    The first five fields are arguments of `resolve`, with `array` as messages call it.
+    `name_of_axis` has the name of the dim that each used axis splits.
+    """
+
+    rules: AxisRules
+    mesh_shape: Mapping[str, int]
+    array: str
+    manual: frozenset[str]
+    parts: bool
+    entries: list[object] = field(default_factory=list)
+    padded_shape: list[int] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    name_of_axis: dict[str, str] = field(default_factory=dict)
+
+    def add(self, entry: object, size: int) -> None:
+        """Add a dim with its entry in the spec, and its size after padding."""
+        self.entries.append(entry)
+        self.padded_shape.append(size)
+
+    def add_named(self, dim: int, name: str, size: int) -> None:
+        """Add a dim that has a name, split as the rules say."""
+        where = f"dim {dim}, `{name}`={size}, of {self.array}"
         candidates: list[tuple[str, ...]] = []
-        for axes in rules[name]:
-            candidates.append(_outside_manual(name, axes, manual, where, parts))
-        free = _free_candidates(name, candidates, name_of_axis, array)
-        split = _split(rules.policy(name), mesh_shape, free, size, where)
+        for axes in self.rules[name]:
+            candidates.append(_outside_manual(name, axes, self.manual, where, self.parts))
+        free = _free_candidates(name, candidates, self.name_of_axis, self.array)
+        split = _split(self.rules.policy(name), self.mesh_shape, free, size, where)
         # Later dims of the array may no longer use these axes.
-        name_of_axis.update(dict.fromkeys(split.axes, name))
-        entries.append(spec_entry(split.axes))
-        padded_shape.append(split.padded_size)
-        remarks.extend(split.remarks)
-    return Resolution(PartitionSpec(*entries), tuple(padded_shape), tuple(remarks))
+        self.name_of_axis.update(dict.fromkeys(split.axes, name))
+        self.add(spec_entry(split.axes), split.padded_size)
+        self.remarks.extend(split.remarks)
+
+    def result(self) -> Resolution:
+        """What all dims together resolve to."""
+        spec = PartitionSpec(*self.entries)
+        return Resolution(spec, tuple(self.padded_shape), tuple(self.remarks))
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) ->
     new_row = [False, *(slices[1:] != slices[:-1]).any(axis=1)]
     new_column = [False, *(slices[:, 1:] != slices[:, :-1]).any(axis=0)]
     width = max(len(str(device.id)) for device in devices.flat)
+    # All ids are as wide as the widest, so that columns stand below each other.
     rows = [_row_of_ids(row, new_column, width) for row in devices]
 
     lines = [f" {across} →", *_framed(rows, new_row)]

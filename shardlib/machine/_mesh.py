@@ -208,35 +208,45 @@ def _entries(text: str) -> list[tuple[str, int | None]]:
                 f"Mesh axes are written `name=size` with commas between, as in `data=2,model=4`; "
                 f"got `{check.shown(part.strip())[1:-1]}` in `{check.shown(text)[1:-1]}`."
             )
-        name, size = match[1], match[2]
-        # Python refuses to read numbers of thousands of digits, with an error of its own.
-        if size is not None and len(size) > _MOST_DIGITS:
-            raise ValueError(f"The size of the mesh axis `{name}` has {len(size):,} digits.")
-        if size is not None:
-            size = int(size)
-        entries.append((name, size))
+        entries.append((match[1], _size_of(match[1], match[2])))
     return entries
+
+
+def _size_of(name: str, digits: str | None) -> int | None:
+    """The size that an axis is given, or None."""
+    if digits is None:
+        return None
+    # Python refuses to read numbers of thousands of digits, with an error of its own.
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"The size of the mesh axis `{name}` has {len(digits):,} digits.")
+    return int(digits)
+
+
+def _checked_size(name: Any, size: Any) -> int:
+    """The size of an axis; refused if its name is no word, or its size no number of devices."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}."
+        )
+    if not _is_size(size):
+        raise ValueError(
+            f"The size of the mesh axis `{name}` must be a whole number from 1 up to "
+            f"{_MOST_ON_AXIS:,}, or -1 for the devices that the other axes leave; got "
+            f"{check.shown(size)}."
+        )
+    return int(size)
 
 
 def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
     """Sizes by name, in order: each name is a word and is there once, at most one size is -1."""
     axes: dict[str, int] = {}
     for name, size in entries:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(
-                f"The name of a mesh axis must be a word, such as `data`; got {check.shown(name)}."
-            )
-        if not _is_size(size):
-            raise ValueError(
-                f"The size of the mesh axis `{name}` must be a whole number from 1 up to "
-                f"{_MOST_ON_AXIS:,}, or -1 for the devices that the other axes leave; got "
-                f"{check.shown(size)}."
-            )
+        axis_size = _checked_size(name, size)
         if name in axes:
             raise ValueError(
                 f"A mesh names each axis once; `{name}` is there twice. Rename or remove one."
             )
-        axes[name] = int(size)
+        axes[name] = axis_size
     if list(axes.values()).count(-1) > 1:
         raise ValueError(
             f"One axis of a mesh may be -1; got `{_spell(axes)}`. Give all but one their sizes."

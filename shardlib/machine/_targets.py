@@ -151,10 +151,8 @@ def _gpu_devices(target: Target) -> tuple[Any, ...]:
         return tuple(description.devices)
 
 
-def _tpu_devices(target: Target) -> tuple[Any, ...]:
-    """The devices of libtpu's compiler for a target's slices."""
-    shape = "x".join(map(str, target.shape))
-    generation = "tpu7x" if target.chip.name == "7x" else target.chip.name  # as libtpu spells it
+def _topology_options(target: Target) -> dict[str, Any]:
+    """What libtpu is told of a slice besides its generation and its shape."""
     options: dict[str, Any] = {}
     if target.slices > 1:
         options["num_slices"] = target.slices
@@ -163,6 +161,16 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
     # A host has 2x2 chips by default, which do not fit where a side is odd.
     if any(size % 2 for size in target.shape[:2]):
         options["chips_per_host_bounds"] = (1, 1, 1)
+    return options
+
+
+def _tpu_devices(target: Target) -> tuple[Any, ...]:
+    """The devices of libtpu's compiler for a target's slices."""
+    shape = "x".join(map(str, target.shape))
+    generation = target.chip.name
+    if generation == "7x":
+        generation = "tpu7x"  # as libtpu spells it
+    options = _topology_options(target)
     with quietly():
         try:
             description = topologies.get_topology_desc(

@@ -87,6 +87,7 @@ def split_axes() -> tuple[str, ...]:
     Which axes split the batch is what the rules in force say, so that without rules, inside a
     `shard_map` of the user's, it cannot be told and is refused.
     """
+    # Outside a `shard_map` arrays are whole, and nothing has to be asked of other devices.
     manual = current_mesh().manual_axes
     scope = current_scope()
     if not manual:
@@ -120,6 +121,7 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     if not names:
         names = (None,) * (x.ndim - 1)
     manual = frozenset(mesh.manual_axes)
+    # The dims behind the examples may be split by name over automatic axes.
     other_dims = resolve(
         scope.rules, mesh.shape, names, x.shape[1:], what="the array to gather", manual=manual
     ).spec
@@ -165,6 +167,7 @@ def manual_over_all(body: Any, spec: Any, *, nest: bool = True) -> Any:
     bytes. `spec`, or a tree of them, says how the automatic axes split the operand, and the result.
     Without `nest`, or without automatic axes, it is `body` as it is.
     """
+    # Over these the partitioner would lay the operand out as it likes.
     automatic = set(mesh_of_shards().auto_axes)
     if not automatic or not nest:
         return body

@@ -54,6 +54,7 @@ def complete_names(
     tuples = {path: value for path, value in completed.items() if isinstance(value, tuple)}
     entries_by_path = _names_when_made(make_model, short, tuples)
     for path in short:
+        # Right if the constraint, which was stacked like the variable, says the same.
         padded = padded_names(completed[path], shapes[path])
         entries = entries_by_path.get(path)
         if entries is not None and _agree(entries, padded):

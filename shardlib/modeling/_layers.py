@@ -41,6 +41,7 @@ class Layers(nnx.Module):
         check.text("Layers", "name", name, "the name of a dim")
         layers = list(layers)
         _check_modules(layers)
+        # The graph of the first layer stands for all, which must be alike.
         graph, first = nnx.split(layers[0])
         states = [first]
         for number, layer in enumerate(layers[1:], 1):

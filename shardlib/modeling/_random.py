@@ -38,6 +38,17 @@ THREEFRY = "threefry2x32"
 """The implementation of keys that draws the same for a batch of keys as for each by itself."""
 
 
+def _check_implementation(base: str) -> None:
+    """Refuse keys whose numbers would depend on how many are drawn together."""
+    if base != THREEFRY:
+        raise ValueError(
+            f"A key of the implementation `{base}` draws otherwise for a batch of keys than for "
+            "each alone, so its numbers would depend on the mesh. Make it with "
+            f'`jax.random.key(seed, impl="{THREEFRY}")`, JAX\'s default; or say that they may, '
+            '`Strategy(draws="by_mesh")`.'
+        )
+
+
 def row_keys(
     keys: jax.Array, rows: int, start: Any, stride: int, *, by_mesh: bool = False
 ) -> jax.Array:
@@ -62,13 +73,8 @@ def row_keys(
     """
     keys = plain_keys(keys)
     base = str(jax.random.key_impl(keys))
-    if base != THREEFRY and not by_mesh:
-        raise ValueError(
-            f"A key of the implementation `{base}` draws otherwise for a batch of keys than for "
-            "each alone, so its numbers would depend on the mesh. Make it with "
-            f'`jax.random.key(seed, impl="{THREEFRY}")`, JAX\'s default; or say that they may, '
-            '`Strategy(draws="by_mesh")`.'
-        )
+    if not by_mesh:
+        _check_implementation(base)
     words = jax.random.key_data(keys)
     position = jnp.stack([jnp.asarray(start, jnp.uint32), jnp.asarray(stride, jnp.uint32)])
     position = jnp.broadcast_to(position, (*words.shape[:-1], 2))

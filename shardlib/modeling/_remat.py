@@ -46,6 +46,7 @@ def remat(
         checkpoint,
         "a function that makes of a block one that is computed again",
     )
+    # Wrapped once, so that the same block is traced once for all its calls.
     recomputed = checkpoint(block)
 
     @functools.wraps(block)

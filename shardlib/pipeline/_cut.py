@@ -82,6 +82,7 @@ class Cut:
         These are constants, outer weights and inputs, and those outputs of loops that are made of
         inputs only.
         """
+        # All that is known without running a layer.
         values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         values |= dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
         values |= dict(zip(self.jaxpr.invars[self.weight_count :], inputs, strict=True))
@@ -105,6 +106,7 @@ class Cut:
         """The values that are known from what comes out of the last part of a loop."""
         values = {}
         for variable, value in zip(self.loops[loop].leaving, travelled, strict=True):
+            # Carried inputs leave nothing that is read later.
             if variable is not None:
                 values[variable] = value
         return values
@@ -118,6 +120,7 @@ class Cut:
         target = self.loops[loop]
         values = self._values(outer, inputs)
         if loop > 0:
+            # What came out of the loop before, so that nothing in front of it is computed again.
             values |= self._after(loop - 1, travelled)
         travelling = []
         for x in made_of(self.jaxpr, [*target.entering, *target.passing], values):
@@ -249,9 +252,11 @@ def cut(
     `names` are those of stacked dims, in the order in which the loops have to come. A loss that
     cannot be cut is refused with a `ValueError`.
     """
+    # The loss is traced once; all pieces are equations of this trace.
     traced = jax.make_jaxpr(function)([weight.value for weight in weights], list(inputs))
     check_effects(traced)
     is_stacked = [weight.stacked_dim is not None for weight in weights]
+    # A loop inside a `jit` could not be cut.
     flat = _with_loops_outside(traced, [*is_stacked, *([False] * len(inputs))])
     jaxpr = flat.jaxpr
     scans = _scans_over(jaxpr, is_stacked)
@@ -320,6 +325,7 @@ def _scans_over(jaxpr: Jaxpr, is_stacked: Sequence[bool]) -> list[LayerScan]:
     for equation in jaxpr.eqns:
         if equation.primitive.name != "scan":
             continue
+        # Constants and carries come first, and scanned inputs after them.
         scanned = variables(equation.invars[sum(scan_parts(equation)) :])
         weights = [stacked[atom] for atom in scanned if atom in stacked]
         if weights:
@@ -351,6 +357,7 @@ def _followed(jaxpr: Jaxpr, weights: Sequence[Weight], loops: list[Any]) -> _Tra
 
 def _propagated(jaxpr: Jaxpr, known: Sources, loops: list[Any], stop: str | None = None) -> Sources:
     """The sources of all variables that come of `known` ones, neither through a loop nor `stop`."""
+    # One walk in the order of the trace is enough: equations read what was written before.
     sources = dict(known)
     for equation in jaxpr.eqns:
         numbers: frozenset[int] = frozenset()
@@ -366,6 +373,7 @@ def _with_inputs_sorted(traced: _Traced, equation: Any, earlier: Sequence[Loop])
     """A loop whose inputs are sorted by how a stage gets them, given the loops before it."""
     weight_inputs = _stacked_inputs(traced, equation)
     carried, trained, frozen = [], [], []
+    # Only constants are sorted here: the carry travels in any case.
     constants, _ = scan_parts(equation)
     for k, atom in enumerate(equation.invars[:constants]):
         if isinstance(atom, Literal):
@@ -438,6 +446,7 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
     for equation in jaxpr.eqns:
         read.update(variables(equation.invars))
     body = body_of(loop.equation).jaxpr
+    # What every stage has: from these an output is computed without any layer.
     local = {body.invars[k] for k in (*loop.shared_inputs, *loop.per_layer_inputs)}
     local.update(body.constvars)
     batch_only, stacked = [], []
@@ -461,6 +470,7 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
 def _with_passing(jaxpr: Jaxpr, loops: Sequence[Loop]) -> tuple[Loop, ...]:
     """The loops, each with the outputs of earlier ones that only pass by it, to be read later."""
     # What is computed after each loop: the start of the next one, and after the last the outputs.
+    # An output of a loop passes by all later loops up to the last one before it is read.
     read_after = [*[loop.entering for loop in loops[1:]], jaxpr.outvars]
     complete = []
     for k, loop in enumerate(loops):

@@ -166,11 +166,8 @@ def check_reader(jaxpr: Jaxpr, variable: Any, path: str, loop: Any) -> None:
     is_output = variable in variables(jaxpr.outvars)
     if not readers and not is_output:
         return
-    # Constants and carries come first among a loop's inputs; a layer would see these whole.
-    if readers == [loop] and not is_output:
-        positions = [k for k, atom in enumerate(loop.invars) if atom is variable]
-        if len(positions) == 1 and positions[0] >= sum(scan_parts(loop)):
-            return
+    if readers == [loop] and not is_output and _is_scanned_once(loop, variable):
+        return
     other = next((equation for equation in readers if equation is not loop), loop)
     if other is None:
         reader = "it is an output"
@@ -180,6 +177,13 @@ def check_reader(jaxpr: Jaxpr, variable: Any, path: str, loop: Any) -> None:
         f"`{path}` is stacked, each stage of the pipeline has its own layers of it, and the loss "
         f"uses it outside the loop over layers: {reader}. Use it in the layer."
     )
+
+
+def _is_scanned_once(loop: Any, variable: Any) -> bool:
+    """Whether a loop takes a variable layer by layer, and in no other way."""
+    positions = [k for k, atom in enumerate(loop.invars) if atom is variable]
+    # Constants and carries come first among a loop's inputs; a layer would see these whole.
+    return len(positions) == 1 and positions[0] >= sum(scan_parts(loop))
 
 
 def check_inputs(
@@ -212,12 +216,16 @@ def check_inputs(
                 "time. Stages of the one do not have what stages of the other made: hand it on "
                 "from layer to layer, or give all of it to each."
             )
+    _check_carry(loop)
+
+
+def _check_carry(loop: Loop) -> None:
+    """Refuse a loop whose carry has random keys: to a collective a key is no array."""
     constants, carries = loop.parts
-    # A key is no array to a collective, and `ppermute` refuses it.
-    for atom in equation.invars[constants : constants + carries]:
+    for atom in loop.equation.invars[constants : constants + carries]:
         if jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"The loop over layers at {at} hands a key from layer to layer; a pipeline cannot "
-                "send one. Fold the layer's number into one key, `jax.random.fold_in(key, "
-                "number)`, and let the loop take it."
+                f"The loop over layers at {line_of(loop.equation)} hands a key from layer to "
+                "layer; a pipeline cannot send one. Fold the layer's number into one key, "
+                "`jax.random.fold_in(key, number)`, and let the loop take it."
             )

@@ -100,6 +100,7 @@ class Executor:
         self, row: dict[str, Any], state: _State, nothing: Arrays, no_gradients: Arrays
     ) -> _State:
         """One tick of this stage; `nothing` and `no_gradients` are sent where it has no pass."""
+        # Forward comes first: the head's gradient is there for a backward pass of the same tick.
         sent, state = self._forward(row, state, nothing)
         gradients, state = self._backward(row, state, no_gradients)
         buffers = self._with_arrivals(state.buffers, row, "F", sent)
@@ -184,6 +185,7 @@ class Executor:
                 lambda: self.passes.forward(row, buffers)[0],
                 lambda: nothing,
             )
+            # Only one stage has the last part. On the others the totals stay zero.
             head = partial(self._measured_head, row, sent)
             totals = lax.cond(self._is_last(row), head, lambda same: same, totals)
             return (self._with_arrivals(buffers, row, "F", sent), totals), None
@@ -225,12 +227,14 @@ class Executor:
         There is one permute for each distance at which the schedule sends; at distance 0 a stage
         hands on to itself. What a stage does not expect goes into a slot that nobody reads.
         """
+        # What a forward pass makes is read by the next one, and gradients go backward.
         buffer = {"F": "activations", "B": "gradients"}[kind]
         for distance, pairs in self.program.channels[kind].items():
             arrived = made
             if distance != 0:
                 # A stage that is no pair's target gets zeros.
                 arrived = [lax.ppermute(x, self.axis, pairs) for x in made]
+            # Where nothing is expected, this is the slot that nobody reads.
             slot = row[channel(kind, distance)]
             buffers = buffers | {buffer: with_slot(buffers[buffer], slot, arrived)}
         return buffers

@@ -163,6 +163,7 @@ class _SplitBackward:
 
     def _known(self, kept: Arrays, arguments: Arrays) -> dict[Any, Any]:
         """The values, by variable, that both pieces have."""
+        # Weights and local inputs are there in both passes, and are not kept in between.
         values = dict(self.constants)
         values |= dict(zip(self.kept, kept, strict=True))
         values |= dict(zip(self.arguments, arguments, strict=True))
@@ -220,11 +221,13 @@ def _split(
     after_kept, after_arguments = len(kept), len(kept) + len(arguments)
     gradients = jaxpr.invars[after_arguments:]
     to_inputs, to_weights = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    # Whatever the gradients of inputs need has to run in the first pass.
     first = behind(jaxpr, to_inputs)
     # What is left for later is only what gradients went into. What is made of residuals only, such
     # as all that is recomputed, is computed again rather than held.
     from_gradients = _made_from(gradients, first)
     second = behind(jaxpr, to_weights, from_gradients)
+    # In order of use and each once: the order of what is left in a buffer.
     read = dict.fromkeys([*inputs_of(second), *variables(to_weights)])
     return _SplitBackward(
         jaxpr=jaxpr,

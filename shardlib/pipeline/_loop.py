@@ -108,6 +108,7 @@ class Loop:
         """
         constants, carries = self.parts
         inputs = self.equation.invars
+        # The order is that of `travelling`: whatever enters is at its beginning.
         carried = [inputs[k] for k in self.carried_inputs]
         return [*inputs[constants : constants + carries], *carried]
 
@@ -140,6 +141,7 @@ class Loop:
         outputs = self.equation.outvars
         return [
             *outputs[: self.parts[1]],
+            # Their values have not changed on the way.
             *([None] * len(self.carried_inputs)),
             *self.passing,
             *[outputs[k] for k in self.stacked_outputs],
@@ -241,6 +243,7 @@ def outputs_behind(
     computed from the microbatch only are left out, for no layer is needed to have them. The order
     is that in which the outputs are read.
     """
+    # No variable is an output of two loops.
     loop_of_output: dict[Any, int] = {}
     without_layers = set()
     for number, loop in enumerate(loops):

@@ -163,6 +163,7 @@ class Passes:
         With one loop there is nothing to choose. With several, each has a branch in the program.
         """
         count = len(self.cut.loops)
+        # A `switch` of one branch would still be a branch in the program.
         if count == 1:
             return do(0, *operands)
         # Parts are numbered through all loops, so that the quotient is the number of the loop.
@@ -186,6 +187,7 @@ class Passes:
     def local_inputs(self, step: Pass, loop: int) -> _LocalInputs:
         """What a pass needs besides what was sent and kept, computed on this stage."""
         inputs = self.inputs(step["microbatch"])
+        # Masks, positions and the like are cheaper to compute than to send or to keep.
         shared, per_layer = self.cut.local_inputs(loop, self.outer, inputs)
         count = self.layers_per_part[loop]
         first = (step["part"] - loop * self.parts_per_loop) * count
@@ -308,12 +310,12 @@ class Passes:
 
         differentiated = jax.value_and_grad(loss, (0, 1), has_aux=True)
         weights = [self.outer[k] for k in trained]
-        (_, outputs), (of_travelled, of_weights) = differentiated(floats, weights)
-        packed = self.cut.wire.packed(last, of_travelled, backward=True)
+        (_, outputs), (travelled_gradients, weight_gradients) = differentiated(floats, weights)
+        packed = self.cut.wire.packed(last, travelled_gradients, backward=True)
         written = with_slot(buffers["gradients"], step["gradients"], packed)
         return (
             buffers | {"gradients": written},
-            self.with_outer(outer_sums, trained, of_weights),
+            self.with_outer(outer_sums, trained, weight_gradients),
             [total + output for total, output in zip(totals, outputs, strict=True)],
         )
 
@@ -343,6 +345,7 @@ class Passes:
         # Backward, the last layer comes first. Besides the gradients, the scan carries what layers
         # write: what is left for the weights' gradients, or the sums of these themselves.
         if self.table.splits:
+            # The gradients of weights are left for a pass `W`, which fills a gap later on.
             body = partial(self._input_gradients_of_layer, part, step["left"])
             start = arrived.entering, buffers["left"][loop]
         else:
@@ -393,10 +396,10 @@ class Passes:
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)
         residuals = read_layer(part.kept, part.slot, number)
-        gradients, of_weights = self.layers[part.loop].backward(
+        gradients, weight_gradients = self.layers[part.loop].backward(
             residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
         )
-        sums = self.with_layer_gradients(part.loop, sums, part.first_row + number, of_weights)
+        sums = self.with_layer_gradients(part.loop, sums, part.first_row + number, weight_gradients)
         return (gradients, sums), None
 
     def _input_gradients_of_layer(
@@ -420,6 +423,7 @@ class Passes:
         The result is the gradients of what came out of the loop before, which are sent on, and the
         sums. The start is computed again rather than kept, for it is little.
         """
+        # The gradient arrives at the start as it leaves the first part of the loop.
         do = partial(self._start_backward, Pass(row, "B"), buffers)
         return self.for_loop(row["B.part"], do, sent, outer_sums)
 
@@ -429,6 +433,7 @@ class Passes:
         inputs = self.inputs(step["microbatch"])
         trained = self.cut.start_weights(loop)
         travelled: Arrays = []
+        # The first loop starts from the inputs, which have no gradient.
         differentiable: Sequence[bool] = []
         if loop > 0:
             arrived = read_slot(buffers["activations"], step["activations"])
@@ -442,10 +447,12 @@ class Passes:
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
         _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
-        of_travelled, of_weights = derivative(self.cut.wire.unpacked(loop, sent, backward=True))
+        travelled_gradients, weight_gradients = derivative(
+            self.cut.wire.unpacked(loop, sent, backward=True)
+        )
         if loop > 0:
-            sent = self.cut.wire.packed(loop - 1, of_travelled, backward=True)
-        return sent, self.with_outer(outer_sums, trained, of_weights)
+            sent = self.cut.wire.packed(loop - 1, travelled_gradients, backward=True)
+        return sent, self.with_outer(outer_sums, trained, weight_gradients)
 
     def weight_gradients(
         self, row: dict[str, Any], buffers: Buffers, layer_sums: list[Arrays]
@@ -467,10 +474,10 @@ class Passes:
             number, weights, slices = scanned
             kept = read_layer(buffers["kept"][loop], step["kept"], number)
             left = read_layer(buffers["left"][loop], step["left"], number)
-            of_weights = self.layers[loop].weight_gradients(
+            weight_gradients = self.layers[loop].weight_gradients(
                 kept, self.layer_weights(loop, weights), [*local.shared, *slices], left
             )
-            return self.with_layer_gradients(loop, sums, first_row + number, of_weights), None
+            return self.with_layer_gradients(loop, sums, first_row + number, weight_gradients), None
 
         numbers = jnp.arange(self.layers_per_part[loop])
         sums, _ = lax.scan(body, layer_sums[loop], (numbers, weights, local.per_layer))
@@ -491,6 +498,7 @@ class Passes:
         Those of trained constants, which all layers share, are added as they are; those of stacked
         weights in the layer's row.
         """
+        # The sums of a loop begin with those of its constants.
         constants = len(self.trained_constants[loop])
         added = []
         for k, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
@@ -498,6 +506,7 @@ class Passes:
             if k < constants:
                 added.append(total + gradient)
             else:
+                # The sum has a row for each of the stage's layers; one is updated in place.
                 added.append(total.at[row].add(gradient))
         return added
 
@@ -520,6 +529,6 @@ class Passes:
             return self.cut.constants(loop, replaced(self.outer, trained, weights))[0]
 
         made, derivative = jax.vjp(constants, [self.outer[k] for k in trained])
-        of_made = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
-        (of_weights,) = derivative(of_made)
-        return self.with_outer(outer_sums, trained, of_weights)
+        constant_gradients = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
+        (weight_gradients,) = derivative(constant_gradients)
+        return self.with_outer(outer_sums, trained, weight_gradients)

@@ -90,6 +90,7 @@ def program_of(
 
     To measure rather than to train, it is made of the schedule's forward passes only.
     """
+    # A schedule makes its table anew each time that it is asked.
     table = table_of(schedule)
     if trains:
         return program(pack(table, schedule.paired), loops, recompute)
@@ -122,6 +123,7 @@ def program(ticks: Ticks, loops: int = 1, recompute: bool = False) -> Program:
             tick_of.update(dict.fromkeys(ops, tick))
     slots = _assigned_slots(table, tick_of, loops, recompute)
     rows = _Rows(table, slots, len(ticks.rows))
+    # Each pass is written down where it happens, and where what it makes arrives.
     for op, tick in tick_of.items():
         rows.add_pass(op, tick)
         rows.add_arrival(op, tick)
@@ -204,9 +206,11 @@ class _Rows:
         self.rows[f"{kind}.part"][at] = op.part
         self.rows[f"{kind}.chunk"][at] = table.chunk(op.part)
         for buffer in _USES[kind]:
-            # Of forward passes only that through the last part writes a gradient: the head's.
-            if kind != "F" or buffer != "gradients" or op.part == table.parts - 1:
-                self.rows[f"{kind}.{buffer}"][at] = self.slots.of(buffer, op)
+            # Among forward passes, only that through the last part writes a gradient: the head's.
+            writes_no_gradient = kind == "F" and op.part < table.parts - 1
+            if buffer == "gradients" and writes_no_gradient:
+                continue
+            self.rows[f"{kind}.{buffer}"][at] = self.slots.of(buffer, op)
 
     def add_arrival(self, op: Op, tick: int) -> None:
         """Write down where what a pass sends arrives, and through which channel, if it sends."""
@@ -235,6 +239,7 @@ def _distance(stages: int, sender: int, target: int) -> int:
 
     With two stages, -1 is as far as +1: stage 0 sends by +1 to stage 1, and that by -1 back.
     """
+    # Stages form a ring: the last one may be next to the first.
     half = stages // 2
     distance = (target - sender + half) % stages - half
     if stages == 2 and target > sender:

@@ -58,6 +58,7 @@ class Wire:
 
         Places of other loops are filled with zeros.
         """
+        # The arrays of the loop by their places on the wire.
         array_at = dict(zip(self._places_of(loop, backward), arrays, strict=True))
         shapes = self.shapes
         if backward:

@@ -57,6 +57,7 @@ def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[s
 
 def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:
     """Advice to recompute activations, for a step of ours that keeps all of them."""
+    # At their own fullest moment, which need not be that of the whole step.
     saved = memory.most["activations"]
     if strategy is None or strategy.remat != "none" or not saved:
         return []
@@ -117,6 +118,7 @@ def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float
     if not _data_devices(strategy):
         return []
     advice: list[tuple[float, str]] = []
+    # Later stages keep what earlier ones do.
     now = strategy.sharding.stage
     gradients, copies = kinds["gradients"], kinds["copies of parameters"]
     if now < 2 and _takes_stage(strategy, 2):

@@ -91,6 +91,7 @@ def break_even(
     codec = Signs() if codec is None else codec
     check_codec(name, codec)
 
+    # Each device of a worker exchanges its own part of the gradient.
     elements = math.ceil(parameters / shards)
     # A sum over n workers is a scatter and a gather, of (n - 1) / n of the array each.
     exact_bytes = 2 * itemsize * elements * (workers - 1) / workers

@@ -153,6 +153,7 @@ def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int
 def _environment(target: Target, folder: Path, answer: Path) -> dict[str, str]:
     """The environment of the child, in which it sees no accelerator."""
     environment = os.environ | COMPILE_ONLY | LOUD | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
+    # The child finds this, and makes the plan instead of starting another child.
     environment[_CHILD] = str(answer)
     if target.platform == "cpu":
         flags = os.environ.get("XLA_FLAGS", "")
@@ -205,6 +206,7 @@ def _stop(*_: object) -> None:
 
 def _print(report: str) -> None:
     """Print a report, also where the terminal knows no bars or stops reading."""
+    # Bars are drawn with blocks, which some terminals cannot write.
     encoding = sys.stdout.encoding or "ascii"
     try:
         report.encode(encoding)
@@ -350,6 +352,7 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
             f"{what} ended the process{_at(error)}: {type(error).__name__}({error})."
         ) from error
     except Exception as error:
+        # Whose fault it is shows in the file that raised it: ours, the user's, or a library's.
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = Path(__file__).parent.parent in last.parents and last != Path(__file__)
         if isinstance(error, ValueError) and last == Path(__file__):

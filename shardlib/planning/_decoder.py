@@ -126,6 +126,7 @@ class Decoder:
         """The attention of a layer: projections to queries, keys, values and back, and scores."""
         tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
         head_dim = self.head_dim or width // self.heads
+        # With grouped queries there are fewer heads of keys and values than of queries.
         queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
         scores = self.heads * self.sequence * tokens // tensor
         return Module(
@@ -144,6 +145,7 @@ class Decoder:
         """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""
         tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
         hidden = self.hidden or 4 * width
+        # The gate of SwiGLU is one matrix more.
         matrices = 3 if self.mlp == "swiglu" else 2
         return Module(
             name="mlp",

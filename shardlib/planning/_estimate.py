@@ -189,6 +189,7 @@ def estimate(
     modules = decoder.modules(examples, sizes.compute, shared.tensor)
     activations = _activations(decoder, modules, examples, sizes, shared, recompute)
     # A module's FLOPs are those of one of the devices that split it.
+    # So a step's FLOPs are those of one device times all of them.
     devices = shared.tensor * shared.data
     forward = sum(module.count * module.flops for module in modules) * devices
     if not training:
@@ -235,6 +236,7 @@ def _copied_bytes(decoder: Decoder, sizes: ItemSizes, shared: Parallelism) -> in
     Stages 1 and 2 of ZeRO gather them, and a narrower dtype needs a copy.
     """
     itemsize = sizes.weights or sizes.parameters
+    # Stage 3 gathers weights only layer by layer, and stage 0 has them whole already.
     narrowed = shared.zero == 0 and itemsize < sizes.parameters
     if shared.zero in (1, 2) or narrowed:
         return decoder.parameters // shared.tensor * itemsize
@@ -305,6 +307,7 @@ def _activations(
     # Each score of a layer's attention has an exponential in float32 and a probability.
     scores = decoder.heads * decoder.sequence**2 * examples // shared.tensor
     scores_bytes = scores * (4 + sizes.compute)
+    # Embedding, last norm and head are there once, whatever the number of layers.
     layer, outside = 0, 0
     for module in modules:
         if module.in_layer:

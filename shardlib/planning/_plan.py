@@ -74,6 +74,7 @@ class Plan:
         A key is the axes that collectives run over, `None` where their groups follow no axes, and
         whether the slow network between slices carries them.
         """
+        # The same axes may be crossed over both networks, as an all-reduce in two stages does.
         totals: dict[tuple[tuple[str, ...] | None, bool], int] = defaultdict(int)
         for collective in self.collectives:
             totals[collective.axes, collective.slow] += collective.total_bytes
@@ -86,6 +87,7 @@ class Plan:
         It is what the compiler has scheduled, by bytes and not by time, and 0 where a step sends
         nothing.
         """
+        # Weighed by bytes: a hundred small collectives matter less than one large.
         sent = overlapped = 0
         for collective in self.collectives:
             sent += collective.total_bytes
@@ -317,6 +319,7 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
         step = Step(step.loss_fn, strategy)
         layout = dataclasses.replace(state.layout, strategy=strategy)
         state = dataclasses.replace(state, layout=layout)
+    # Only shapes and shardings are needed, whatever the state was.
     mesh, specs = strategy.device_mesh, state_specs(state)
 
     def abstract(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:

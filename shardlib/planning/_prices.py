@@ -54,6 +54,7 @@ class _Sizes:
         An exchange sends all but the device's own share. Stage 1 sends weights and gradients once a
         step, stage 2 gradients for each microbatch, and stage 3 weights twice for each besides.
         """
+        # A ring sends each part to all others, and a device has one part already.
         exchanged = (self.devices - 1) / self.devices
         if stage == 1:
             return exchanged * (self.weight + self.wire)
@@ -81,6 +82,7 @@ def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
         return ()
     sizes = _sizes_of_split(state, strategy)
     # Under a pipeline the others would send in every tick, and are refused.
+    # All three are listed, so that they can be compared.
     stages = (1, 2, 3) if strategy.pipeline is None else (1,)
     result = []
     for stage in stages:

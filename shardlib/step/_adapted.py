@@ -226,6 +226,7 @@ class _Rewriting:
             return [atom(value) for value in values]
 
         constants, inputs = atoms(jaxpr.constvars), atoms(jaxpr.invars)
+        # Equations come in order, so that a variable is exchanged before it is read.
         equations = [self._equation(equation, atoms) for equation in jaxpr.eqns]
         return jaxpr.replace(
             constvars=constants,
@@ -300,6 +301,7 @@ class _Rewriting:
         under both, and its context taken.
         """
         if context not in self.contexts:
+            # `sin` stands for any operation: only the context of its equation is wanted.
             with context.manager, jax.sharding.use_abstract_mesh(self.mesh):
                 self.contexts[context] = jax.make_jaxpr(jax.numpy.sin)(0.0).jaxpr.eqns[0].ctx
         return self.contexts[context]
@@ -327,6 +329,7 @@ class _Rewriting:
         # concatenate depend on it.
         position = named.index(BATCH)
         axes = (*named[:position], *self.axes, *named[position + 1 :])
+        # Groups number the devices along one axis, and mean nothing along several.
         grouped = params.get("axis_index_groups") is not None
         if (grouped and len(self.axes) != 1) or (name not in _SUMS and not axes):
             self._one_axis(name)

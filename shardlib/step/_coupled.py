@@ -163,6 +163,7 @@ class _Walk:
         carry = operands[constant_count : constant_count + carry_count]
         scanned = operands[constant_count + carry_count :]
         over_examples = any(fact.rows is not None and has_row(fact.rows[0]) for fact in scanned)
+        # In each round the body sees one element along dim 0.
         elements = [one_of(fact) for fact in scanned]
         while True:
             results = self.jaxpr(body, [*constants, *carry, *elements])
@@ -234,6 +235,7 @@ class _Walk:
         named = params.get("axes", params.get("axis_name"))
         axes = set(named) if isinstance(named, list | tuple) else {named}
         grouped = params.get("axis_index_groups") is not None
+        # Over some of the axes only, each group of devices would have another value.
         if grouped or not self.axes <= axes:
             return resized(fact, equation.outvars[0].aval)
         if fact.coupled:

@@ -233,13 +233,14 @@ class _Remarks:
         if isinstance(names, PartitionSpec):
             return "mesh axes given"
         resolution = resolve(self.rules, self.sizes, names, shape, what=path)
-        choices: list[str] = []
-        for name, entry in zip(names, resolution.spec, strict=True):
-            # With a single candidate there was nothing to choose.
+        return "; ".join([*self._choices(names, resolution.spec), *resolution.said])
+
+    def _choices(self, names: Any, spec: PartitionSpec) -> Iterator[str]:
+        """What was chosen for each dim whose rule has several candidates."""
+        for name, entry in zip(names, spec, strict=True):
             if isinstance(name, str) and len(self.rules[name]) > 1:
-                candidates = ", ".join(_axes_text(axes) for axes in self.rules[name])
-                choices.append(f"`{name}`: {_axes_text(entry)} (candidates: {candidates})")
-        return "; ".join([*choices, *resolution.said])
+                candidates = ", ".join(map(_axes_text, self.rules[name]))
+                yield f"`{name}`: {_axes_text(entry)} (candidates: {candidates})"
 
 
 def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> str:
@@ -254,12 +255,16 @@ def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> st
     # Paths are shortened first; dtypes are left out before names, and these before specs.
     narrow = [row[:-1] for row in cells]
     lines = table(narrow, width=width, shorten=(0, 3, 4), drop=(2, 3, 4)).splitlines()
-    with_remarks: list[str] = []
-    for line, row in zip(lines, cells, strict=True):
-        with_remarks.append(line)
-        if row[-1]:
-            with_remarks.append(wrapped(row[-1], width, "    "))
-    return "\n".join(with_remarks)
+    remarks = [row[-1] for row in cells]
+    return "\n".join(_with_remarks(lines, remarks, width))
+
+
+def _with_remarks(lines: Sequence[str], remarks: Sequence[str], width: int) -> Iterator[str]:
+    """The lines of a table, each with its remark below it, if there is one."""
+    for line, remark in zip(lines, remarks, strict=True):
+        yield line
+        if remark:
+            yield wrapped(remark, width, "    ")
 
 
 def _bytes_per_device(leaf: Any) -> int:

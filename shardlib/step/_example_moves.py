@@ -186,12 +186,11 @@ def _scatter(equation: Any, operands: list[Fact]) -> Fact:
     shape = equation.outvars[0].aval.shape
     numbers = equation.params["dimension_numbers"]
     rows = list(plain(shape))
-    batching = zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    )
-    for operand_dim, index_dim in batching:
+    index_shape = equation.invars[1].aval.shape
+    operand_dims, index_dims = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    for operand_dim, index_dim in zip(operand_dims, index_dims, strict=True):
         if index_dim in indices.dims:
-            rows[operand_dim] = factors_of(indices, index_dim, equation.invars[1].aval.shape)
+            rows[operand_dim] = factors_of(indices, index_dim, index_shape)
     if any(map(has_row, rows)):
         return Fact(rows=tuple(rows))
     if shape and shape[0] in _example_lengths(equation, operands):

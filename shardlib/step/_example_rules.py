@@ -59,20 +59,21 @@ def of_totals(equation: Any, operands: list[Fact]) -> Fact:
     totals = [fact for fact in operands if fact.total]
     first = totals[0]
     varying = [fact for fact in operands if fact.varies]
+    # Rows and totals together: each example would get something of all the others.
     if varying:
         # A loop that takes one example after the other may add each to a running sum.
         in_a_loop = all(fact.rows is None for fact in varying)
         if name in ADDITIVE and in_a_loop and first.total == "sum":
             return first
         return couple(equation, first.reduced)
-    if first.total != "sum":
-        # The maximum of maxima is one too; the negative of a maximum is not.
-        same_kind = len({fact.total for fact in totals}) == 1
-        keeps_extreme = name in LINEAR - {"neg"} or name == first.total
-        if keeps_extreme and same_kind:
-            return first
-        return couple(equation, first.reduced)
-    return _of_sums(equation, operands, totals)
+    if first.total == "sum":
+        return _of_sums(equation, operands, totals)
+    # The maximum of maxima is one too; the negative of a maximum is not.
+    same_kind = len({fact.total for fact in totals}) == 1
+    keeps_extreme = name in LINEAR - {"neg"} or name == first.total
+    if keeps_extreme and same_kind:
+        return first
+    return couple(equation, first.reduced)
 
 
 def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:
@@ -85,16 +86,13 @@ def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:
     """
     name = equation.primitive.name
     first = totals[0]
+    # Moving or adding up elements of a sum gives sums again.
     if name in LINEAR:
         return first
     if name in ADDITIVE:
         return replace(first, scaled=all(fact.scaled for fact in totals))
-    scaled = replace(first, scaled=True)
-    # A product of two totals, or a division by one, is not linear.
-    if name in ("mul", "dot_general", "conv_general_dilated") and len(totals) == 1:
-        return scaled
-    if name == "div" and len(totals) == 1 and operands[0].total:
-        return scaled
+    if _scales(name, operands, totals):
+        return replace(first, scaled=True)
     # The first operand of a selection chooses among the others.
     if name == "select_n" and not operands[0].total:
         return first
@@ -104,6 +102,18 @@ def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:
         if not second_is_total:
             return first
     return couple(equation, first.reduced)
+
+
+def _scales(name: str, operands: list[Fact], totals: list[Fact]) -> bool:
+    """Whether an operation multiplies a total by constants, or divides it by one.
+
+    A product of two totals, or a division by one, is not linear.
+    """
+    if len(totals) != 1:
+        return False
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return True
+    return name == "div" and bool(operands[0].total)
 
 
 def reduced_over(equation: Any, fact: Fact) -> Fact:
@@ -120,6 +130,7 @@ def reduced_over(equation: Any, fact: Fact) -> Fact:
         return replace(fact, rows=kept)
     if name == "reduce_sum":
         return Fact(total="sum", scaled=False, reduced=line_of(equation))
+    # A maximum of maxima over devices is that of the whole batch.
     if name in EXTREMES:
         return Fact(total=EXTREMES[name], reduced=line_of(equation))
     return couple(equation, line_of(equation))

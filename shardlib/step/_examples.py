@@ -151,6 +151,7 @@ def with_rows(fact: Fact, rows: Rows | None) -> Fact:
         return CONSTANT
     if any(map(has_row, rows)):
         return replace(fact, rows=rows)
+    # An array of the batch whose dims of examples are all gone is of one of them.
     had_rows = bool(fact.dims) or fact.single
     return Fact(single=had_rows)
 
@@ -182,6 +183,7 @@ def _factors_for(size: int, remaining: list[Factor]) -> list[Factor] | None:
     None if a factor neither divides what is missing of the size nor is a multiple of it.
     """
     factors: list[Factor] = []
+    # The product of the factors taken so far, which grows up to the size.
     product = 1
     while product < size and remaining:
         length, row = remaining.pop(0)

@@ -248,6 +248,7 @@ class _Exchanged:
         If other devices hold the same values, each of them sums a part, and they gather the parts:
         the network between workers then carries every value once.
         """
+        # Positions here are those among the members, not among all parameters.
         totals = list(sums)
         # Arrays that are summed over the same axes go in one collective.
         groups: dict[Any, list[int]] = defaultdict(list)
@@ -268,6 +269,7 @@ class _Exchanged:
         self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
     ) -> Iterator[jax.Array]:
         """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
+        # Together, so that small arrays share one collective of useful size.
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
         count = parts_over(self.sizes, shared)
         # One row for each device along `shared`; zeros fill up the last.
@@ -326,6 +328,7 @@ class _Exchanged:
         and sums over workers of such sums are those of the mean. `_WIDTH` of them tell the square
         to some three percent, and the norm to half of that.
         """
+        # What is summed exactly has an exact norm, to which the estimate of the rest is added.
         square = self._square_of_summed(sums)
         for over in dict.fromkeys(self.over[i] for i in self.members):
             mean = lax.pmean(self._sketch_of_members(own, over), over)

@@ -144,6 +144,7 @@ class GradientFunction:
         """The gradient, from this device's examples and together with the other devices."""
         microbatches = microbatches_of(inputs.batch, self.strategy)
         examples = every_nth(inputs.batch, microbatches.count)
+        # The number of a microbatch goes with its examples, for keys and reports.
         scanned = jnp.arange(microbatches.count), examples
         call = adapted(partial(call_loss, self.loss_fn, self.layout), self.strategy)
         total = with_partitionable_lookups(
@@ -211,6 +212,7 @@ class GradientFunction:
 
     def _exchanged(self, inputs: GradientInputs, accumulated: _Accumulated) -> BatchGradient:
         """Add up what all devices have: the loss, its metrics, and the gradient."""
+        # Means are sums with their weights until they have been added up over devices.
         totals = accumulated.means
         if self.strategy.manual_axes:
             totals = lax.psum(totals, self.strategy.manual_axes)
@@ -268,6 +270,7 @@ def _accumulate(
     if last_is_different:
         in_scan = count - 1
     rest, (means, streams) = lax.scan(body, rest, jax.tree.map(lambda x: x[:in_scan], scanned))
+    # Totals and weights are summed apart, and divided later.
     means = jax.tree.map(lambda x: x.sum(0), means)
     if not last_is_different:
         return (means, jax.tree.map(lambda x: x[-1], streams), rest), gradients[-1]

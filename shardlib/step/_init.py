@@ -178,6 +178,7 @@ class _StateBuilder:
         """The fields of the state, in the order of `State`, without its layout."""
         with building():
             model = check.called("init", "make_model", self.make_model)
+            # Names come with variables, or were given by `annotate`.
             parts, names = take_apart(model, self.trainable)
             if self._first_trace is None:
                 self._first_trace = self._traced(model, parts, names)
@@ -213,6 +214,7 @@ class _StateBuilder:
         for tree in (parts.params, parts.rest):
             for path, leaf in named_leaves(tree):
                 shapes[path] = leaf.shape
+        # This may make the model once more, hence only in the first trace.
         names = complete_names(self.make_model, model, names, shapes)
         rules = _rules_of_variables(model, names, self.strategy.rules, self.strategy.device_mesh)
         by_path = tuple(sorted(names.items()))
@@ -368,6 +370,7 @@ def _rules_of_variables(
     """
     own: dict[str, Any] = {}
     for path, metadata in flax_metadata(model).items():
+        # A variable may be made for a mesh of its own, which must be the same.
         if metadata.mesh is not None and dict(metadata.mesh.shape) != dict(mesh.shape):
             raise ValueError(
                 f"`{path}` was made for the mesh {dict(metadata.mesh.shape)} (Flax's `mesh`), and "
@@ -410,6 +413,7 @@ def _check_same_rule(
         others: the rules that other variables have brought along.
         rules: the rules of the strategy.
     """
+    # The strategy's rules come first, then those of other variables.
     if rules.says(name):
         # A rule of the strategy may list several choices, of which the first possible is taken.
         choices = list(rules[name])
@@ -435,6 +439,7 @@ def _frozen_apart(params: Any, patterns: tuple[str, ...]) -> tuple[Any, Any]:
     def is_frozen(path: str) -> bool:
         return any(re.fullmatch(pattern, path) for pattern in patterns)
 
+    # Each tree has all paths, so that the two can be combined leaf by leaf.
     trained = map_named(lambda path, leaf: None if is_frozen(path) else leaf, params)
     frozen = map_named(lambda path, leaf: leaf if is_frozen(path) else None, params)
     return trained, frozen

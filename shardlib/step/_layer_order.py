@@ -34,6 +34,7 @@ def loops_of(strategy: Strategy, names: dict[str, Any]) -> tuple[str, ...]:
     present: set[str] = set()
     for dim_names in names.values():
         if type(dim_names) is tuple:
+            # Only parameters decide: names of activations are not among these.
             present.update(dim_names)
     return tuple(name for name in strategy.layer_names if name in present)
 
@@ -100,6 +101,7 @@ def orders(
 
 def _listed_by_stage(order: tuple[int, ...], schedule: Any) -> str:
     """The numbers of layers in the order in which they are stored, with bars between stages."""
+    # Each stage has as many layers as any other, which was checked before.
     in_stage = len(order) // table_of(schedule).stages
     stages: list[str] = []
     for first in range(0, len(order), in_stage):
@@ -153,9 +155,7 @@ def check_state(
         # Only an ambiguous relation leaves open which dim counts layers.
         if relation.kind != "ambiguous" or stack is None or not shapes[path].ndim:
             continue
-        assert strategy.pipeline is not None
-        parts = table_of(strategy.pipeline).parts // len(loops)
-        if order_of(strategy, parts, stack.loop, len(loops)) is not None:
+        if _moves_layers(strategy, stack.loop, len(loops)):
             raise ValueError(
                 f"`{path}` of the optimizer's state, of shape {shapes[path].shape}, "
                 f"{relation.reason}: under `{strategy.pipeline}` layers are stored stage after "
@@ -163,6 +163,15 @@ def check_state(
                 "layers other than the sizes beside it, or use a schedule with one part on a "
                 "stage."
             )
+
+
+def _moves_layers(strategy: Strategy, loop: int, loops: int) -> bool:
+    """Whether a state stores the layers of a loop in another order than the model has them."""
+    if strategy.pipeline is None:
+        return False
+    # With one layer in each part, which is enough to see it.
+    parts = table_of(strategy.pipeline).parts // loops
+    return order_of(strategy, parts, loop, loops) is not None
 
 
 def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, Any]) -> None:
@@ -324,6 +333,7 @@ class Mover:
         # Shapes and other things that are no arrays have no order.
         if dim is None or not isinstance(leaf, jax.Array):
             return leaf
+        # A dim of layers that no loop of the pipeline goes over stays in order.
         stack = _stack_of(self.names[parameter], self.loops)
         if stack is None:
             return leaf

@@ -113,6 +113,7 @@ class _TracedLoss:
 
 def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
     """Whether there is anything to find, which takes as long as tracing the loss."""
+    # Each of these is what one of the checks looks for.
     has_own_state = bool(strategy.data_axes and state)
     computes_narrowly = strategy.dtypes.compute is not None
     must_be_marked = strategy.remat == "full"
@@ -248,6 +249,7 @@ class _Value:
 
 def _values_returned(out: Any) -> list[_Value]:
     """The numbers of the loss and of each metric, as a loss function returned them."""
+    # As the step itself reads the result, see `as_means`.
     loss, metrics = out if isinstance(out, tuple) else (out, {})
     values: list[_Value] = []
     for name, value in {"loss": loss, **metrics}.items():

@@ -182,6 +182,7 @@ def check_branches(found: Iterable[Collective]) -> None:
     In a tick, stages take different branches of the program. A permute waits for all devices of its
     group, and those in another branch never join it.
     """
+    # Collectives other than permutes have replica groups, in which a stage's devices meet.
     for collective in found:
         # A permute without a scope may come from anywhere, so it is taken for one of the loss.
         # The step's own permutes, between ticks, are outside of any branch.
@@ -206,6 +207,7 @@ def _stacked_by(parameter: Any, names: dict[str, Any], axis: str) -> str | None:
     # A weight outside the layers, such as an embedding, is whole on every stage.
     if axis not in spec_axes(parameter.named):
         return None
+    # The stages' axis may only split the dim that counts layers.
     dim = stacked_dim(names.get(parameter.path))
     if dim != 0:
         raise ValueError(

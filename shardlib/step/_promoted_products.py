@@ -54,6 +54,7 @@ def _wide_products(
             continue
         name = equation.primitive.name
         if name in _PRODUCTS:
+            # A product of narrow operands is what was asked for, whatever it is accumulated in.
             inputs: list[Any] = equation.invars
             widest = max(atom.aval.dtype.itemsize for atom in inputs)
             if widest > width:
@@ -94,6 +95,7 @@ def _wide_products_inside(
         # The first operand of a `cond` chooses the branch, and is not given to it.
         inner_values, arguments = params["branches"], operands[1:]
     else:
+        # Which parameter has the function differs from primitive to primitive.
         inner_values, arguments = params.values(), operands
     for value in inner_values:
         inner = _as_jaxpr(value)

@@ -64,6 +64,7 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
     for path, parameter in _exchanged_parameters(state).items():
         over = exchange.over(parameter)
         workers = parts_over(mesh.shape, over)
+        # Without anything in the checkpoint there are as many as now, with errors of zero.
         stored_workers = workers
         stored_shape = shapes.get(f"errors/{path}/worker", ())
         if stored_shape and stored_shape[1:] == parameter.shape:
@@ -200,6 +201,7 @@ class _Conversion:
         spread = {}
         for parameter in self.parameters:
             worker, server = errors[parameter.path]
+            # How many workers there are on this mesh.
             sizes = self.strategy.device_mesh.shape
             count = math.prod(sizes[axis] for axis in self.workers(parameter))
             # What is owed is the mean over workers, and it stays the same if each has that mean.

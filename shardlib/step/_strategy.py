@@ -174,6 +174,7 @@ class Strategy:
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields only: what was derived from them holds devices of this process."""
+        # Derived values are computed again where the strategy is unpickled.
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.mesh, Mesh):
             chosen["mesh"] = PortableMesh.of(self.mesh)
@@ -283,6 +284,7 @@ class Strategy:
             return ()
         names = []
         for name, choices in self.rules.items():
+            # A rule may have several choices, of which any may be taken.
             axes_of_choices = [as_tuple(axes) for axes in choices]
             if counts_layers(name) and axes_of_choices == [(self.stage_axis,)]:
                 names.append(name)

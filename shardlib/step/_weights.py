@@ -270,6 +270,7 @@ def evaluate_loss(total: Any, parameters: Any, params: Any, *others: Any) -> Any
 
     Weights that are gathered on use are gathered layer by layer, as in the step.
     """
+    # Nothing is accumulated where there is no gradient, so that each microbatch is the last.
     described = _described(parameters, last=True)
     held = jax.tree.map(lambda parameter, p: parameter.start(p), parameters, params)
     if _all_whole(described):
@@ -374,6 +375,7 @@ class Weights:
             return evaluate_on_use(total, described, params, *others)
 
         (_, aux), gradients = jax.value_and_grad(loss, has_aux=True)(differentiated)
+        # What accumulated in place has a derivative of zero here, which says nothing.
         for position, weight in enumerate(weights):
             if weight is not None and weight.accumulates_in_place:
                 gradients[position] = None

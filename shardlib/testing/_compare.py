@@ -120,13 +120,16 @@ def check_step(
     if isinstance(meshes, str) or steps < 1:
         raise ValueError("`check_step` takes a list of meshes, and takes at least one step.")
     trainable = options.pop("trainable", None)
-    accumulate = options.pop("accumulate", 1)
-    microbatches = [accumulate] if isinstance(accumulate, int) else list(accumulate)
+    microbatches = options.pop("accumulate", 1)
+    if isinstance(microbatches, int | np.integer):
+        microbatches = [int(microbatches)]
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(
             f"`check_step(tolerance={tolerance!r})` takes a number from 0 up, or None."
         )
-    shapes = None if meshes is None else list(meshes)
+    shapes: list[str] | None = None
+    if meshes is not None:
+        shapes = list(meshes)
     axes = _mentioned_axes(make_model, trainable, rules, shapes)
     if shapes is None:
         shapes = _default_shapes(axes, rules, options.get("pipeline"))
@@ -141,21 +144,37 @@ def check_step(
     expected = reference(Run(experiment, _single_device(axes, rules, options)), tolerance)
     comparisons = []
     for shape, count in itertools.product(shapes, microbatches):
-        mesh = make_mesh(shape, devices=_first_devices(shape))
-        # A strategy that is given a mesh takes no `dcn`: it lays its own text out over slices.
-        strategy_mesh = shape if options.get("dcn") else mesh
-        strategy = Strategy(mesh=strategy_mesh, rules=rules, accumulate=count, **options)
-        by_mesh = strategy.draws == "by_mesh"
-        records = Run(experiment, strategy).records()
-        largest, mismatches = _compare(records, expected, by_mesh=by_mesh)
-        if mismatches:
-            where = f"on the mesh `{format_mesh(mesh)}` with accumulate={count}"
-            raise AssertionError(_describe(mismatches, where, by_mesh=by_mesh))
-        comparisons.append(Comparison(format_mesh(mesh), count, **largest))
+        strategy = _strategy_of(shape, rules, {**options, "accumulate": count})
+        comparisons.append(_compared(experiment, strategy, expected))
     return comparisons
 
 
+def _strategy_of(shape: str, rules: AxisRules, options: Mapping[str, Any]) -> Strategy:
+    """The strategy on a mesh, which has the first devices if it needs fewer than there are."""
+    # A strategy that is given a mesh takes no `dcn`: it lays its own text out over slices.
+    mesh: Any = shape
+    if not options.get("dcn"):
+        mesh = make_mesh(shape, devices=_first_devices(shape))
+    return Strategy(mesh=mesh, rules=rules, **options)
+
+
+def _compared(experiment: Experiment, strategy: Strategy, expected: Any) -> Comparison:
+    """Run an experiment on a strategy's mesh, and compare what it gives with the reference.
+
+    A difference is an `AssertionError` that says where it is.
+    """
+    mesh, count = format_mesh(strategy.device_mesh), strategy.accumulate
+    by_mesh = strategy.draws == "by_mesh"
+    records = Run(experiment, strategy).records()
+    largest, mismatches = _compare(records, expected, by_mesh=by_mesh)
+    if mismatches:
+        where = f"on the mesh `{mesh}` with accumulate={count}"
+        raise AssertionError(_describe(mismatches, where, by_mesh=by_mesh))
+    return Comparison(mesh, count, **largest)
+
+
 def _is_tolerance(value: Any) -> bool:
+    """Whether something is a finite number from zero up, and no bool."""
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
@@ -167,9 +186,8 @@ def _default_shapes(axes: tuple[str, ...], rules: AxisRules, schedule: Any) -> l
     if schedule is None:
         return shapes
     # The axis over which the rules split the stacked layers.
-    stages_axis = next(
-        as_tuple(rule_axes)[0] for name, (rule_axes, *_) in rules.items() if name == LAYERS
-    )
+    first_choice, *_ = dict(rules.items())[LAYERS]
+    stages_axis = as_tuple(first_choice)[0]
     return [shape for shape in shapes if parse_axes(shape)[stages_axis] == schedule.stages]
 
 
@@ -179,10 +197,13 @@ def _single_device(axes: tuple[str, ...], rules: AxisRules, options: Mapping[str
     Options that say how devices divide the work among them are left out. What the others mean for
     the numbers, such as a precision, they mean on one device too.
     """
-    of_many_devices = {"exchange", "dcn", "zero", "pipeline"}
+    left_out = {"exchange", "dcn", "zero", "pipeline"}
     if options.get("remat") == "stage":  # of a pipeline
-        of_many_devices.add("remat")
-    kept = {name: value for name, value in options.items() if name not in of_many_devices}
+        left_out.add("remat")
+    kept: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in left_out:
+            kept[name] = value
     mesh = make_mesh(dict.fromkeys(axes, 1), devices=jax.devices()[:1])
     return Strategy(mesh=mesh, rules=rules, **kept)
 
@@ -226,6 +247,7 @@ def _arrangements(axes: tuple[str, ...], devices: int) -> Iterator[tuple[str, ..
 
     The first axis takes each divisor in turn, and the other axes what is left.
     """
+    # By recursion over the axes: the last one takes whatever is left.
     first, *others = axes
     if not others:
         yield (f"{first}={devices}",)
@@ -251,6 +273,7 @@ def _mentioned_axes(
 
     with building(), unsharded():
         jax.eval_shape(build)
+    # Axes of rules come first, in the order in which the rules name them.
     axes = list(rules.axes)
     for names in names_by_path.values():
         if isinstance(names, PartitionSpec):

@@ -236,6 +236,7 @@ def _perturbed(state: State, unit: float, seed: int) -> State:
     unit in the last place of its own dtype where that is more. Whole numbers, and floats of 8 bits
     and fewer, stay.
     """
+    # Each of the runs is changed otherwise, and the same in every test.
     random = np.random.default_rng(seed)
 
     def changed(path: str, leaf: jax.Array) -> jax.Array:

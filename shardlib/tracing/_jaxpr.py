@@ -41,6 +41,7 @@ class Stretch(NamedTuple):
     outputs: list[Any]  # the variables that are wanted of what they write
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        # JAX checks that a jaxpr has the effects of its equations.
         effects = frozenset().union(*(equation.effects for equation in self.equations))
         jaxpr = self.jaxpr.replace(
             constvars=[],
@@ -62,7 +63,9 @@ def evaluate(closed: ClosedJaxpr, out: Any, args: Any) -> Any:
     for result in jaxpr_as_fun(closed)(*jax.tree.leaves(args)):
         # Constants of a traced function come out as numpy's arrays, which are turned into JAX's
         # own, as the function itself returns them.
-        results.append(result if isinstance(result, jax.Array) else jnp.asarray(result))
+        if not isinstance(result, jax.Array):
+            result = jnp.asarray(result)
+        results.append(result)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
@@ -83,7 +86,13 @@ def readers_of(jaxpr: Jaxpr, variable: Any) -> list[Any]:
 
 def values_of(atoms: Iterable[Any], values: Mapping[Any, Any]) -> list[Any]:
     """The value of each atom: a literal's own, or the one that is known of a variable."""
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+    known = []
+    for atom in atoms:
+        if isinstance(atom, Literal):
+            known.append(atom.val)
+        else:
+            known.append(values[atom])
+    return known
 
 
 def inputs_of(equations: Sequence[Any]) -> list[Any]:
@@ -103,6 +112,7 @@ def behind(jaxpr: Jaxpr, wanted: Iterable[Any], known: Iterable[Any] = ()) -> li
 
     What is `known` need not be computed, and neither does what leads to it and to nothing else.
     """
+    # What is known is not looked behind.
     needed, known = set(variables(wanted)), set(known)
     # Backwards, so that all readers of a value are seen before the equation that writes it.
     equations = []
@@ -205,7 +215,9 @@ def is_function(value: Any) -> bool:
 
 def open_jaxpr(function: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The jaxpr of a traced function, without its constants."""
-    return function.jaxpr if isinstance(function, ClosedJaxpr) else function
+    if isinstance(function, ClosedJaxpr):
+        return function.jaxpr
+    return function
 
 
 def held_functions(equation: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
@@ -244,6 +256,7 @@ def scan_parts(equation: Any) -> tuple[int, int]:
     scanned, or stacked, has one dim more outside the loop than in its body.
     """
     body = equation.params["jaxpr"].jaxpr
+    # Outputs are the carries and then what is stacked.
     carries = _count_same_rank(equation.outvars, body.outvars)
     return _count_same_rank(equation.invars, body.invars) - carries, carries
 

@@ -34,6 +34,7 @@ def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> boo
     some, each once. With `pickable` false, only a loop counts: between the weight and the pick
     there is something that would have to be done to the whole stack.
     """
+    # Anything else that reads the stack needs all of it at once.
     readers = readers_of(jaxpr, var)
     if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
         return False
@@ -86,6 +87,7 @@ def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
 
 def is_one_layer(equation: Any, root: WeightSlice) -> bool:
     """Whether the result of a slice of a stack has the shape of one layer."""
+    # Indexing with a number slices one layer, and then takes the dim off.
     layer = (1, *root.weight.shape[root.consumed_dims + 1 :])
     return equation.outvars[0].aval.shape == layer
 
@@ -119,6 +121,7 @@ def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
     """The ends of spans by their starts, where those that overlap are merged into one."""
     ends: dict[int, int] = {}
     last = -1
+    # Sorted by their starts, a span can only overlap with the last one.
     for start, end in sorted(spans):
         if last in ends and ends[last] > start:
             ends[last] = max(ends[last], end)

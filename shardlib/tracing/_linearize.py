@@ -52,7 +52,10 @@ class Partition:
     def merge(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The list again, from its floats and its others."""
         next_float, next_other = iter(floats), iter(others)
-        return [next(next_float if is_float else next_other) for is_float in self.is_float]
+        values = []
+        for is_float in self.is_float:
+            values.append(next(next_float) if is_float else next(next_other))
+        return values
 
 
 def derivative(
@@ -101,6 +104,7 @@ class _Linearized:
     def forward(self, *inputs: Any) -> tuple[list[Any], list[Any]]:
         """The results, and the residuals that are kept."""
         jaxpr, count = self.traced.jaxpr, self.result_count
+        # Residuals that are recomputed are left out, and XLA drops what only they need.
         wanted = jaxpr.replace(outvars=[*jaxpr.outvars[:count], *self.kept])
         results = jaxpr_as_fun(ClosedJaxpr(wanted, self.traced.consts))(*inputs)
         return results[:count], results[count:]
@@ -109,16 +113,26 @@ class _Linearized:
         self, kept: list[Any], whole: list[Any], gradients: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """The gradients of the floats and of the trained weights."""
+        residuals = self._residuals(kept, whole)
+        perturbed_gradients, weight_gradients = self.tree.unflatten(residuals)(gradients)
+        # Floats that are not differentiated get None in place of a gradient.
+        next_gradient = iter(perturbed_gradients)
+        float_gradients = []
+        for moves in self.perturbed:
+            float_gradients.append(next(next_gradient) if moves else None)
+        return float_gradients, weight_gradients
+
+    def _residuals(self, kept: list[Any], whole: list[Any]) -> list[Any]:
+        """All residuals in order: those that were kept, and those that are computed again.
+
+        The latter are computed from whole weights, which are there once more in the backward pass.
+        """
         jaxpr = self.traced.jaxpr
         values = dict(zip(self.kept, kept, strict=True))
         weights = dict(zip(self.weight_vars, whole, strict=True))
         again = made_of(jaxpr, self.recomputed, weights)
         values.update(zip(self.recomputed, again, strict=True))
-        residuals = values_of(jaxpr.outvars[self.result_count :], values)
-        of_perturbed, of_weights = self.tree.unflatten(residuals)(gradients)
-        next_gradient = iter(of_perturbed)
-        of_floats = [next(next_gradient) if moves else None for moves in self.perturbed]
-        return of_floats, of_weights
+        return values_of(jaxpr.outvars[self.result_count :], values)
 
 
 def _linearize(
@@ -147,16 +161,17 @@ def _linearize(
     traced = jax.make_jaxpr(forward)(floats, others, shapes)
     (tree,), count = trees, len(function.jaxpr.outvars)
     weight_vars = traced.jaxpr.invars[len(traced.jaxpr.invars) - len(shapes) :]
+    # One residual may be used several times, and is kept once.
+    residuals = list(dict.fromkeys(variables(traced.jaxpr.outvars[count:])))
     from_weights = _computed_only_from(traced.jaxpr, weight_vars)
-    kept: dict[Any, None] = {}
-    recomputed: dict[Any, None] = {}
-    for var in variables(traced.jaxpr.outvars[count:]):
-        if var in from_weights:
-            recomputed[var] = None
-        else:
-            kept[var] = None
     return _Linearized(
-        traced, tree, perturbed, count, weight_vars, kept=list(kept), recomputed=list(recomputed)
+        traced,
+        tree,
+        perturbed,
+        count,
+        weight_vars,
+        kept=[variable for variable in residuals if variable not in from_weights],
+        recomputed=[variable for variable in residuals if variable in from_weights],
     )
 
 
@@ -181,6 +196,7 @@ def _call_with_vjp(
         results = jaxpr_as_fun(function)(*now, *others, *weights, *whole[trained:])
         return outputs.split(results)[0], results
 
+    # Inputs that are not differentiated are closed over, and leave no residuals of their own.
     moving = [x for x, moves in zip(floats, perturbed, strict=True) if moves]
     _, backward, results = jax.vjp(call, moving, whole[:trained], has_aux=True)
     return results, backward

@@ -35,16 +35,18 @@ def takes_one_of_each_row(equation: Any) -> bool:
     """
     operand, indices = (atom.aval for atom in equation.invars)
     dims = equation.params["dimension_numbers"]
-    rows = tuple(dim for dim in range(operand.ndim) if dim not in dims.start_index_map)
-    return (
-        len(dims.start_index_map) == 1
-        and tuple(dims.operand_batching_dims) == rows
-        and tuple(dims.start_indices_batching_dims) == tuple(range(len(rows)))
-        and set(equation.params["slice_sizes"]) == {1}
-        and indices.size == operand.size // operand.shape[dims.start_index_map[0]]
-        # Random keys cannot be multiplied by zero and added.
-        and not jnp.issubdtype(operand.dtype, jax.dtypes.extended)
-    )
+    if len(dims.start_index_map) != 1 or set(equation.params["slice_sizes"]) != {1}:
+        return False
+    # Random keys cannot be multiplied by zero and added.
+    if jnp.issubdtype(operand.dtype, jax.dtypes.extended):
+        return False
+    # Every other dim is paired with one of the indices, in order.
+    (looked_up,) = dims.start_index_map
+    rows = tuple(dim for dim in range(operand.ndim) if dim != looked_up)
+    is_paired = tuple(dims.operand_batching_dims) == rows
+    in_order = tuple(dims.start_indices_batching_dims) == tuple(range(len(rows)))
+    one_of_each = indices.size == operand.size // operand.shape[looked_up]
+    return is_paired and in_order and one_of_each
 
 
 def picks_whole_rows(equation: Any) -> bool:
@@ -116,6 +118,7 @@ class LookupInParts:
             )
 
         rows = wide(take, table)(table, jnp.clip(local, 0, count - 1))
+        # The index vector has one number, whose dim is taken off.
         is_local = lax.squeeze((local >= 0) & (local < count), (local.ndim - 1,))
         is_local = lax.expand_dims(is_local, self.dims.offset_dims)
         rows = jnp.where(is_local, rows, jnp.zeros((), rows.dtype))
@@ -234,6 +237,7 @@ def selected(equation: Any, operand: jax.Array, indices: jax.Array) -> jax.Array
     """
     (dim,) = equation.params["dimension_numbers"].start_index_map
     size, mode = operand.shape[dim], equation.params["mode"]
+    # One index for each row, along the dim that is looked up.
     index = indices.reshape([*operand.shape[:dim], 1, *operand.shape[dim + 1 :]])
     if mode == lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, size - 1)
@@ -263,7 +267,9 @@ def _filling(value: Any, dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return jnp.asarray(True)
     limits = jnp.iinfo(dtype)
-    return jnp.asarray(limits.min if limits.min < 0 else limits.max, dtype)
+    if limits.min < 0:
+        return jnp.asarray(limits.min, dtype)
+    return jnp.asarray(limits.max, dtype)
 
 
 def scattered(equation: Any, operands: Sequence[jax.Array]) -> jax.Array:

@@ -159,6 +159,7 @@ class _Rewriting:
     def gather(self, equation: Any, operands: list[_Value]) -> list[Any]:
         """The equations for a lookup, in the form that suits its operand."""
         table, indices = operands
+        # Only of parameters is it known how they are laid out.
         if table.spec is not None:
             return self.gather_from_parameter(equation, table.spec, indices)
         if table.varies and takes_one_of_each_row(equation):
@@ -221,6 +222,7 @@ class _Rewriting:
         """
         constants, _ = scan_parts(equation)
         # What is carried may also vary with the examples from the second iteration on.
+        # A carry may get something of any operand after one round.
         varies = any(value.varies for value in operands)
         inside = []
         for position, value in enumerate(operands):
@@ -239,6 +241,7 @@ class _Rewriting:
         If its inputs are not the operands one by one, as with the two functions of a `while`, each
         may be any of them.
         """
+        # With constants or without: these hold no examples.
         inner = open_jaxpr(function)
         is_aligned = len(inner.invars) == len(operands)
         if not is_aligned:

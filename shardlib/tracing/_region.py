@@ -250,6 +250,7 @@ def _trace_region(
     roots: list[WeightSlice],
 ) -> _TracedRegion:
     """Trace `body(plain, weights)` for whole weights, with floats and others apart."""
+    # Trained weights come first, as `derivative` wants them.
     trained = [root for root in roots if root.weight.reduced is not None]
     roots = trained + [root for root in roots if root.weight.reduced is None]
     floats, others = inputs.split(plain)
@@ -279,6 +280,7 @@ def use(
     inputs = Partition.by_dtype(plain)
     floats, others = inputs.split(plain)
     region = _trace_region(body, inputs, plain, roots)
+    # Integers have no cotangents, and `custom_vjp` would ask for some.
     outputs = Partition.by_dtype(region.body.jaxpr.outvars)
 
     @jax.custom_vjp
@@ -288,6 +290,7 @@ def use(
 
     def forwards(*primals: Any) -> Any:
         # With symbolic zeros, each primal comes with whether it is differentiated.
+        # What is not differentiated leaves no residuals.
         perturbed = [primal.perturbed for primal in primals[0]]
         floats, others, stored = jax.tree.map(
             lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value")
@@ -302,12 +305,12 @@ def use(
     def backwards(saved: Any, gradients: Any) -> Any:
         backward, stored = saved
         cotangents, stored = _barrier(_instantiated(gradients[0]), stored)
-        of_floats, of_weights = backward(region.make_whole(stored), cotangents)
-        reduced = region.reduce(of_weights)
+        float_gradients, weight_gradients = backward(region.make_whole(stored), cotangents)
+        reduced = region.reduce(weight_gradients)
         # The backward pass of what comes before in the computation waits until the gradients of
         # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
-        of_floats, reduced = _barrier(of_floats, reduced)
-        return of_floats, None, None, reduced
+        float_gradients, reduced = _barrier(float_gradients, reduced)
+        return float_gradients, None, None, reduced
 
     used.defvjp(forwards, backwards, symbolic_zeros=True)
     stored = [root.stored for root in region.weights]

@@ -55,6 +55,7 @@ def _widened(jaxpr: Jaxpr, from_weights: Sequence[bool]) -> Jaxpr:
             equations.append(equation)
             continue
         equations.append(_widened_equation(equation, read))
+        # What is made of tables and of anything else is no table of weights.
         if known.issuperset(variables(equation.invars)):
             known.update(equation.outvars)
     return jaxpr.replace(eqns=equations)
@@ -69,17 +70,25 @@ def _widened_equation(equation: Any, read: list[bool]) -> Any:
     if name == "gather" and read[0] and _is_narrow(equation.invars[0].aval.dtype):
         return _wide_gather(equation)
     if name == "scan":
-        # What is carried is something else from the second iteration on.
-        constants, carries = scan_parts(equation)
-        read = list(read)
-        for position in range(constants, constants + carries):
-            read[position] = False
+        read = _without_carry(equation, read)
     if name in (*CALLS, "scan"):
         return equation.replace(params={**params, "jaxpr": _inside(params["jaxpr"], read)})
     if name == "cond":  # whose first operand says which branch it is
         branches = tuple(_inside(branch, read[1:]) for branch in params["branches"])
         return equation.replace(params={**params, "branches": branches})
     return equation
+
+
+def _without_carry(equation: Any, read: list[bool]) -> list[bool]:
+    """The same flags for the operands of a `scan`, false for what it carries.
+
+    What is carried is something else from the second iteration on.
+    """
+    constants, carries = scan_parts(equation)
+    flags = list(read)
+    for position in range(constants, constants + carries):
+        flags[position] = False
+    return flags
 
 
 def _inside(inner: Any, read: list[bool]) -> Any:

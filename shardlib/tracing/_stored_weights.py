@@ -77,6 +77,7 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, held: Any, *args
         else:
             shapes.append(stored)
             inputs.append(stored)
+    # Traced with whole weights, as the function's author wrote it.
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
     results = _evaluate(traced.jaxpr, traced.consts, [*inputs, *jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(out), [_make_whole(value) for value in results])
@@ -130,17 +131,13 @@ class _Evaluation:
         self.values: dict[Any, Entry] = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
         )
+        # Values that are not read again need not be outputs of what computes them.
         self.last_use = _last_use(jaxpr)
         self.pending: list[Any] = []
 
     def run(self) -> list[Entry]:
         """The outputs, after all equations have been evaluated in order."""
-        groups: dict[Any, Hashable] = {}
-        for var, value in self.values.items():
-            root = _root(value)
-            if root is not None and root.weight.group is not None:
-                groups[var] = root.weight.group
-        ends = group_spans(self.jaxpr, groups)
+        ends = group_spans(self.jaxpr, self._groups())
         equations = self.jaxpr.eqns
         position = 0
         while position < len(equations):
@@ -154,6 +151,15 @@ class _Evaluation:
             position = end
         self._catch_up(len(equations))
         return values_of(self.jaxpr.outvars, self.values)
+
+    def _groups(self) -> dict[Any, Hashable]:
+        """The groups of those inputs that are weights of one, by variable."""
+        groups: dict[Any, Hashable] = {}
+        for var, value in self.values.items():
+            root = _root(value)
+            if root is not None and root.weight.group is not None:
+                groups[var] = root.weight.group
+        return groups
 
     def _evaluate_one(self, position: int) -> None:
         """Evaluate one equation, or put it off if it needs no weight or makes a cheap change."""
@@ -330,6 +336,7 @@ def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     """
     equation, entries = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
+    # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
     if is_marked and not has_layers(inner.jaxpr, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
@@ -345,6 +352,7 @@ def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     inner = equation.params["jaxpr"]
     if not has_layers(inner, list(map(_is_weight, entries))):
         return _region(stretch, inputs)
+    # Each weight once, however many of the operands come from it.
     roots = _roots(entries)
 
     # Whatever is differentiated has to be an argument of the checkpoint, stored weights and anchors

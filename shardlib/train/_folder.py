@@ -171,11 +171,7 @@ def _wait_for_holder(lock: Path) -> str:
                 "another folder. SIGTERM makes it save and end."
             )
         if condition == "stalled":
-            return (
-                f"A run in {lock.parent} has given no sign of life for {_DEAD_SECONDS:.0f} "
-                f"seconds, and its process is there: {other.name}, which may be stopped. Let it go "
-                "on (`kill -CONT`) or end it (`kill -KILL`), or give this run another folder."
-            )
+            return _describe_stalled(lock, other)
         if condition == "dead":
             if other.take_away():
                 sys.stderr.write(
@@ -189,3 +185,12 @@ def _wait_for_holder(lock: Path) -> str:
                 f"shardlib: waiting to see whether {other.name} is still at work in {lock.parent}\n"
             )
         time.sleep(POLL_SECONDS)
+
+
+def _describe_stalled(lock: Path, other: Other) -> str:
+    """The error for a folder whose run does nothing, while its process is there."""
+    return (
+        f"A run in {lock.parent} has given no sign of life for {_DEAD_SECONDS:.0f} "
+        f"seconds, and its process is there: {other.name}, which may be stopped. Let it go "
+        "on (`kill -CONT`) or end it (`kill -KILL`), or give this run another folder."
+    )

@@ -121,14 +121,22 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
                 continue
             # A shard that is not split has a slice without a start.
             example = (shard.index[0].start or 0) + row
-            where = f"device {shard.device.id} of process {shard.device.process_index}"
-            if strategy.microbatches > 1:
-                # A worker deals its examples to its microbatches in turn.
-                in_worker = example % (leaf.shape[0] // _count_workers(strategy))
-                where = f"microbatch {in_worker % strategy.microbatches} on {where}"
-            what = f"`{path}` of the batch" if path else "the batch"
+            where = _place_of(example, len(leaf), shard.device, strategy)
+            what = "the batch"
+            if path:
+                what = f"`{path}` of the batch"
             return f"{what} is not finite in example {example}, {where}"
     return ""
+
+
+def _place_of(example: int, examples: int, device: Any, strategy: Strategy) -> str:
+    """Where an example of a batch of so many is: its device, and its microbatch of several."""
+    where = f"device {device.id} of process {device.process_index}"
+    if strategy.microbatches == 1:
+        return where
+    # A worker deals its examples to its microbatches in turn.
+    in_worker = example % (examples // _count_workers(strategy))
+    return f"microbatch {in_worker % strategy.microbatches} on {where}"
 
 
 def _first_nonfinite_row(data: jax.Array) -> int | None:

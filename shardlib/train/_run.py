@@ -246,9 +246,8 @@ class Run:
             self.held.check_together()
         if due.checkpoint or due.evaluation:
             self._settle_all()
-        if due.last and self.nonfinite_in_a_row:
-            reason = describe_bad_end(self.nonfinite_in_a_row, done, self.step.strategy)
-            raise FloatingPointError(f"{reason} They are not saved.{self._last_checkpoint()}")
+        if due.last:
+            self._check_end(done)
         # Who asks a run to end does not wait for an evaluation; the last step has one in any case.
         if self.evaluate is not None and (due.last or (due.evaluation and not due.stopped)):
             self._evaluate(state, done, checkpoints)
@@ -256,6 +255,12 @@ class Run:
             self._save(state, done, checkpoints, due.last or due.stopped)
         if due.stopped and not due.last:
             self._note_stop(done)
+
+    def _check_end(self, done: int) -> None:
+        """Refuse to end well after gradients that are not finite: nobody knows the parameters."""
+        if self.nonfinite_in_a_row:
+            reason = describe_bad_end(self.nonfinite_in_a_row, done, self.step.strategy)
+            raise FloatingPointError(f"{reason} They are not saved.{self._last_checkpoint()}")
 
     def _note_stop(self, done: int) -> None:
         """Note that the run was asked to end, and whether its state is saved."""

@@ -96,7 +96,9 @@ def linear_cross_entropy(
     _check(x, kernel, targets)
     check.text(OP, "vocab_name", vocab_name, "the name of the kernel's rows", optional=True)
     x_layout = layout_of(OP, x, names)
-    kernel_names = None if names is None else (vocab_name, names[-1])
+    kernel_names: Names | None = None
+    if names is not None:
+        kernel_names = (vocab_name, names[-1])
     kernel_layout = layout_of(OP, kernel, kernel_names, "kernel")
     # There is a target for each row: all dims but the width.
     targets_layout = x_layout.select(*range(x.ndim - 1))
@@ -105,9 +107,9 @@ def linear_cross_entropy(
     _check_whole_width(x_layout)
     targets = targets.astype(jnp.int32)
     local = {
-        "x": jax.ShapeDtypeStruct(x_layout.local_shape, x.dtype),
-        "kernel": jax.ShapeDtypeStruct(kernel_layout.local_shape, kernel.dtype),
-        "targets": jax.ShapeDtypeStruct(targets_layout.local_shape, targets.dtype),
+        "x": x_layout.local(x.dtype),
+        "kernel": kernel_layout.local(kernel.dtype),
+        "targets": targets_layout.local(targets.dtype),
     }
     task = Task(
         OP,
@@ -188,22 +190,22 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
         # Kernels take rows in one dim.
         rows, offset = x.reshape(-1, x.shape[-1]), call.vocab_offset(kernel)
         columns = (targets.reshape(-1), offset, log_z.reshape(-1), gradient.reshape(-1))
-        of_x, of_kernel = call.chosen.implementation.backward(
+        x_gradient, kernel_gradient = call.chosen.implementation.backward(
             rows, kernel, *columns, loss=call.loss, **call.chosen.options
         )
         if vocab_axes:
-            of_x = lax.psum(of_x, vocab_axes)
+            x_gradient = lax.psum(x_gradient, vocab_axes)
         if rows_axes:
-            of_kernel = lax.psum(of_kernel, rows_axes)
+            kernel_gradient = lax.psum(kernel_gradient, rows_axes)
         # The gradient to `x` comes wide: it is rounded after it was added up.
-        return of_x.reshape(x.shape).astype(x.dtype), of_kernel
+        return x_gradient.reshape(x.shape).astype(x.dtype), kernel_gradient
 
-    of_rows = call.targets_layout
-    layouts = (call.x_layout, call.kernel_layout, of_rows, of_rows, of_rows)
+    # Targets, `log Z` and the gradient have one number for each row, and one layout.
+    layouts = (call.x_layout, call.kernel_layout, *[call.targets_layout] * 3)
     operands = varying_alike(x, kernel, targets, log_z, gradient)
     results = (call.x_layout, call.kernel_layout)
-    of_x, of_kernel = per_shard(run_shard, operands, layouts, results)
-    return of_x, of_kernel, None
+    x_gradient, kernel_gradient = per_shard(run_shard, operands, layouts, results)
+    return x_gradient, kernel_gradient, None
 
 
 def _axes_to_sum(call: Call, x: Any) -> tuple[str, ...]:
@@ -228,7 +230,9 @@ def _checked_loss(rows: int, options: LossOptions) -> Loss:
     check.keywords(OP, options, LossOptions)
     takes = f"a number of the kernel's rows, of which there are {rows}"
     vocab = options.get("vocab")
-    vocab = check.whole(OP, "vocab", rows if vocab is None else vocab, takes, least=1, most=rows)
+    if vocab is None:
+        vocab = rows
+    vocab = check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
     ignored = options.get("ignored", -1)
     ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
     if 0 <= ignored < vocab:

@@ -191,9 +191,9 @@ def backward(
 
     Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
     """
-    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
+    gradient, log_z_gradient = row_gradients(targets, log_z, gradient, loss)
     run = jax.custom_batching.sequential_vmap(partial(_gradients, loss, simulated))
-    return run(x, kernel, targets, vocab_offset, log_z, of_log_z, gradient)
+    return run(x, kernel, targets, vocab_offset, log_z, log_z_gradient, gradient)
 
 
 def _gradients(
@@ -223,18 +223,20 @@ def _gradients(
     head_backward = partial(_differentiate_tile, loss)
 
     def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
-        (of_x, of_kernel), whole = gradients, chunks.padded(chunk)
+        (x_gradient, kernel_gradient), whole = gradients, chunks.padded(chunk)
         inputs = (*columns, chunks.limits(chunk, vocab_offset + begin))
-        (of_z,) = chunks.run(head_backward, whole, inputs)
+        (z_gradient,) = chunks.run(head_backward, whole, inputs)
         # What was added for whole tiles has a gradient of zero, and is cut off.
-        of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)[: chunk.shape[0], :width]
-        of_x = of_x + product(of_z, whole, 1, 0)
-        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)
+        chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)[: chunk.shape[0], :width]
+        x_gradient = x_gradient + product(z_gradient, whole, 1, 0)
+        return x_gradient, lax.dynamic_update_slice_in_dim(
+            kernel_gradient, chunk_gradient, begin, 0
+        )
 
     zeros = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel))
     varying = tuple(varying_zeros(array, x, kernel, columns[0]) for array in zeros)
-    of_x, of_kernel = fold_chunks(add_chunk, varying, kernel, chunks.wanted)
-    return of_x[:rows, :width], of_kernel
+    x_gradient, kernel_gradient = fold_chunks(add_chunk, varying, kernel, chunks.wanted)
+    return x_gradient[:rows, :width], kernel_gradient
 
 
 def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) -> tuple[jax.Array]:
@@ -245,9 +247,9 @@ def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) ->
     *column_refs, limits_ref = refs
     z, token, counts = _logits(tile, limits_ref, loss)
     is_target = token == tile.across(tile.of_rows(targets_ref))
-    log_z, of_log_z, gradient = (tile.across(tile.of_rows(ref)) for ref in column_refs)
-    of_z = logit_gradients(z, is_target, log_z, of_log_z, gradient, loss)
-    return (jnp.where(counts, of_z, jnp.zeros_like(z)),)
+    log_z, log_z_gradient, gradient = (tile.across(tile.of_rows(ref)) for ref in column_refs)
+    z_gradient = logit_gradients(z, is_target, log_z, log_z_gradient, gradient, loss)
+    return (jnp.where(counts, z_gradient, jnp.zeros_like(z)),)
 
 
 def _logits(tile: Tile, limits_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:

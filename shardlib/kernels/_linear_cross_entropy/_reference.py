@@ -154,18 +154,22 @@ def backward(
         gradient: that to the loss of each row.
         loss: which loss.
     """
-    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
+    gradient, log_z_gradient = row_gradients(targets, log_z, gradient, loss)
 
     def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
-        (of_x, of_kernel), offset = gradients, vocab_offset + begin
+        (x_gradient, kernel_gradient), offset = gradients, vocab_offset + begin
         z, counts = _logits(x, chunk, offset, loss)
         is_target = _tokens(chunk, offset) == targets[:, None]
-        columns = (log_z[:, None], of_log_z[:, None], gradient[:, None])
-        of_z = jnp.where(counts, logit_gradients(z, is_target, *columns, loss), 0).astype(x.dtype)
+        columns = (log_z[:, None], log_z_gradient[:, None], gradient[:, None])
+        z_gradient = jnp.where(counts, logit_gradients(z, is_target, *columns, loss), 0).astype(
+            x.dtype
+        )
         # All rows of `x` are in this product: a chunk of the gradient to the kernel is complete.
-        of_chunk = product(of_z, x, 0, 0).astype(kernel.dtype)
-        of_x += product(of_z, chunk.astype(x.dtype), 1, 0)
-        return of_x, lax.dynamic_update_slice_in_dim(of_kernel, of_chunk, begin, 0)
+        chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)
+        x_gradient += product(z_gradient, chunk.astype(x.dtype), 1, 0)
+        return x_gradient, lax.dynamic_update_slice_in_dim(
+            kernel_gradient, chunk_gradient, begin, 0
+        )
 
     # The gradient to `x` is a sum over chunks, and wide; a chunk's part of the kernel's is final.
     zeros = (
@@ -191,7 +195,7 @@ def logit_gradients(
     z: jax.Array,
     is_target: jax.Array,
     log_z: jax.Array,
-    of_log_z: jax.Array,
+    log_z_gradient: jax.Array,
     gradient: jax.Array,
     loss: Loss,
 ) -> jax.Array:
@@ -201,17 +205,19 @@ def logit_gradients(
         z: logits after the cap.
         is_target: which of them is the row's target.
         log_z: for each row; this and the next two broadcast to the logits.
-        of_log_z: the gradient to it.
+        log_z_gradient: the gradient to it.
         gradient: that to the row's loss.
         loss: which loss.
     """
-    of_z = of_log_z * jnp.exp(z - log_z) - jnp.where(is_target, gradient * (1 - loss.smoothing), 0)
+    z_gradient = log_z_gradient * jnp.exp(z - log_z) - jnp.where(
+        is_target, gradient * (1 - loss.smoothing), 0
+    )
     if loss.smoothing:
-        of_z -= gradient * (loss.smoothing / loss.vocab)
+        z_gradient -= gradient * (loss.smoothing / loss.vocab)
     if loss.cap is not None:
         # The derivative of `cap * tanh(z / cap)` in terms of its value.
-        of_z = of_z * (1 - (z / loss.cap) ** 2)
-    return of_z
+        z_gradient = z_gradient * (1 - (z / loss.cap) ** 2)
+    return z_gradient
 
 
 def _logits(

@@ -231,9 +231,9 @@ def backward(
     blocks = _first_fitting(_backward_blocks(x, kernel))
     if blocks is None:
         return _reference.backward(x, kernel, targets, vocab_offset, log_z, gradient, loss=loss)
-    gradient, of_log_z = row_gradients(targets, log_z, gradient, loss)
+    gradient, log_z_gradient = row_gradients(targets, log_z, gradient, loss)
     run = jax.custom_batching.sequential_vmap(partial(_gradients, blocks, loss, simulated))
-    return run(x, kernel, targets, vocab_offset, log_z, of_log_z, gradient)
+    return run(x, kernel, targets, vocab_offset, log_z, log_z_gradient, gradient)
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _gradients(
         (blocks.vocab, width), lambda core, j, i: (core * walk.vocab_blocks + j, 0)
     )
     columns = [column.reshape(1, rows) for column in (targets.astype(jnp.int32), *row_columns)]
-    of_x, of_kernel = pl.pallas_call(
+    x_gradient, kernel_gradient = pl.pallas_call(
         partial(head_backward, walk=walk),
         grid=(walkers, walk.vocab_blocks, row_blocks),
         in_specs=[
@@ -313,7 +313,7 @@ def _gradients(
         interpret=interpreted(simulated, x),
         name="head_backward",
     )(vocab_offset.reshape(1), x, kernel, *columns)
-    return of_x.sum(0)[:rows], of_kernel
+    return x_gradient.sum(0)[:rows], kernel_gradient
 
 
 def _backward_scratch(blocks: Blocks, width: int, kernel_dtype: Any) -> list[Any]:
@@ -341,11 +341,11 @@ class _BackwardRefs(NamedTuple):
     kernel: Any
     targets: Any
     log_z: Any
-    of_log_z: Any
+    log_z_gradient: Any
     gradient: Any
-    of_x: Any  # result, in memory, for each core
-    of_kernel: Any  # result, the block of this step
-    of_x_buffers: Any  # a ring of `SLOTS` blocks
+    x_gradient: Any  # result, in memory, for each core
+    kernel_gradient: Any  # result, the block of this step
+    x_gradient_buffers: Any  # a ring of `SLOTS` blocks
     reads: Any  # semaphores of the copies to the buffers
     writes: Any  # and of those from them
     total: Any = None  # the gradient to the kernel in float32, where it has another dtype
@@ -380,7 +380,7 @@ class _BackwardStep:
         refs, size = self.refs, self.refs.x.shape[0]
         slot = lax.rem(step, SLOTS)
         rows = pl.ds(lax.rem(step, self.walk.row_blocks) * size, size)
-        return slot, refs.of_x.at[self.core, rows], refs.of_x_buffers.at[slot]
+        return slot, refs.x_gradient.at[self.core, rows], refs.x_gradient_buffers.at[slot]
 
 
 def head_backward(*all_refs: Any, walk: _Walk) -> None:
@@ -405,17 +405,17 @@ def head_backward(*all_refs: Any, walk: _Walk) -> None:
         pl.when((number + 1 >= walk.row_blocks) & (number < walk.last))(
             lambda: step.read(number + 1).start()
         )
-    of_z = _step_logit_gradients(step, begin)
+    z_gradient = _step_logit_gradients(step, begin)
     # A single block of rows stays in the first buffer.
     slot = lax.rem(number, SLOTS) if lag else 0
     if lag:
         pl.when(j > 0)(lambda: step.read(number).wait())
-    _add_products(step, of_z, begin, slot)
+    _add_products(step, z_gradient, begin, slot)
     if refs.total is not None:
 
         @pl.when(i == walk.row_blocks - 1)
         def _() -> None:
-            refs.of_kernel[...] = refs.total[...].astype(refs.of_kernel.dtype)
+            refs.kernel_gradient[...] = refs.total[...].astype(refs.kernel_gradient.dtype)
 
     if lag:
         step.write(number).start()
@@ -438,12 +438,12 @@ def _step_logit_gradients(step: _BackwardStep, begin: jax.Array) -> jax.Array:
         refs.x[...], refs.kernel[...], begin, refs.offset[0], walk.loss, walk.vocab
     )
     row = lax.broadcasted_iota(jnp.int32, (1, block), 1) + step.i * block
-    columns = (refs.log_z[...], refs.of_log_z[...], refs.gradient[...])
-    of_z = logit_gradients(z, token == refs.targets[...], *columns, walk.loss)
-    return jnp.where(counts & (row < walk.rows), of_z, 0).astype(refs.x.dtype)
+    columns = (refs.log_z[...], refs.log_z_gradient[...], refs.gradient[...])
+    z_gradient = logit_gradients(z, token == refs.targets[...], *columns, walk.loss)
+    return jnp.where(counts & (row < walk.rows), z_gradient, 0).astype(refs.x.dtype)
 
 
-def _add_products(step: _BackwardStep, of_z: jax.Array, begin: jax.Array, slot: Any) -> None:
+def _add_products(step: _BackwardStep, z_gradient: jax.Array, begin: jax.Array, slot: Any) -> None:
     """Add a step's parts of the gradients to the kernel and to `x`, some columns at a time.
 
     The product with `x` goes to the sum for this block of the vocabulary, that with the kernel
@@ -452,7 +452,7 @@ def _add_products(step: _BackwardStep, of_z: jax.Array, begin: jax.Array, slot: 
     refs, walk = step.refs, step.walk
     block, width = refs.x.shape
     vocab_block = refs.kernel.shape[0]
-    total = refs.of_kernel if refs.total is None else refs.total
+    total = refs.kernel_gradient if refs.total is None else refs.total
     for first_column in range(0, width, SOME):
         columns = slice(first_column, min(first_column + SOME, width))
         # What is beyond an array may be anything, and times zero it may be no number.
@@ -460,9 +460,11 @@ def _add_products(step: _BackwardStep, of_z: jax.Array, begin: jax.Array, slot: 
         kernel = _zero_from(
             refs.kernel[:, columns].astype(x.dtype), walk.vocab - begin, walk.vocab % vocab_block
         )
-        _accumulate(total.at[:, columns], product(of_z, x, 1, 0), step.i == 0)
+        _accumulate(total.at[:, columns], product(z_gradient, x, 1, 0), step.i == 0)
         _accumulate(
-            refs.of_x_buffers.at[slot, :, columns], product(of_z, kernel, 0, 0), step.j == 0
+            refs.x_gradient_buffers.at[slot, :, columns],
+            product(z_gradient, kernel, 0, 0),
+            step.j == 0,
         )
 
 
@@ -494,12 +496,14 @@ def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     The kernel is read once for every block of rows: the more rows the better.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    of_x, of_kernel, cast = _row_bytes(x, kernel, width)
+    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
     for most_rows in (2048, 1024, 512, 256, 128):
         for most_vocab in (512, 256, 128):
             r, v = min(most_rows, rows), min(most_vocab, vocab)
             # Blocks are there twice, so that one is on its way while the other is used.
-            yield Blocks(r, v, 2 * r * of_x + v * (2 * of_kernel + cast) + r * v * LOGIT)
+            yield Blocks(
+                r, v, 2 * r * x_gradient + v * (2 * kernel_gradient + cast) + r * v * LOGIT
+            )
 
 
 def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
@@ -509,7 +513,7 @@ def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     larger those the better. All cores should have as many.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    of_x, of_kernel, cast = _row_bytes(x, kernel, width)
+    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
     float32_row = 4 * _padded_to_lanes(width)
     total = float32_row if kernel.dtype != jnp.float32 else 0
 
@@ -519,7 +523,9 @@ def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     for most_vocab in sorted(PARTS, key=by_preference):
         for most_rows in (256, 128):
             r, v = min(most_rows, rows), min(most_vocab, vocab)
-            blocks = r * (2 * of_x + SLOTS * float32_row) + v * (4 * of_kernel + cast + total)
+            blocks = r * (2 * x_gradient + SLOTS * float32_row) + v * (
+                4 * kernel_gradient + cast + total
+            )
             products = (r + v) * SOME * 4
             yield Blocks(r, v, blocks + r * v * LOGIT + products)
 
@@ -539,9 +545,9 @@ def _row_bytes(x: Any, kernel: Any, width: int) -> tuple[int, int, int]:
     The last is zero where both have the same dtype.
     """
     numbers = _padded_to_lanes(width)
-    of_x = numbers * jnp.dtype(x.dtype).itemsize
-    of_kernel = numbers * jnp.dtype(kernel.dtype).itemsize
-    return of_x, of_kernel, of_x if x.dtype != kernel.dtype else 0
+    x_gradient = numbers * jnp.dtype(x.dtype).itemsize
+    kernel_gradient = numbers * jnp.dtype(kernel.dtype).itemsize
+    return x_gradient, kernel_gradient, x_gradient if x.dtype != kernel.dtype else 0
 
 
 def _padded_to_lanes(width: int) -> int:

@@ -128,16 +128,18 @@ def _norm(
     local, differing = {}, frozenset[str]()
     for name, array, layout in zip(_Arrays._fields, arrays, layouts, strict=True):
         if array is not None:
-            local[name] = jax.ShapeDtypeStruct(layout.local_shape, array.dtype)
+            local[name] = layout.local(array.dtype)
             differing |= varying(array)
     task = Task(op, local, partitioned(x_layout), x_layout.axes[-1], differing, device_here())
     chosen = choose(IMPLEMENTATIONS, task, requested)
     call = Call(chosen, x_layout, float(epsilon), op == "layer_norm")
-    if x.size == 0:
-        # No kernel takes arrays without numbers.
-        return x if residual is None else (x, x)
-    y, h = cast(Any, _normed)(call, *varying_alike(*arrays))
-    return y if residual is None else (y, h)
+    # No kernel takes arrays without numbers.
+    y, h = x, x
+    if x.size:
+        y, h = cast(Any, _normed)(call, *varying_alike(*arrays))
+    if residual is None:
+        return y
+    return y, h
 
 
 @dataclass(frozen=True)
@@ -194,31 +196,39 @@ def _backward(call: Call, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, 
     `x` and the residual have the same gradient. Those of scale and bias are sums over rows, and
     are added up over the devices that have other rows.
     """
+    # Statistics are made again from `h`: they cost less than a read of memory.
     h, scale, bias, added = saved
-    gradient, of_h = gradients
+    gradient, h_gradient = gradients
     if not added:
-        of_h = None  # nobody was given `h`
+        h_gradient = None  # nobody was given `h`
 
-    def run_shard(h: Any, scale: Any, gradient: Any, of_h: Any) -> tuple[Any, ...]:
-        of_x, *row_gradients = call.chosen.implementation.backward(
-            h, scale, gradient, of_h, biased=bias is not None, **call.options
+    def run_shard(h: Any, scale: Any, gradient: Any, h_gradient: Any) -> tuple[Any, ...]:
+        x_gradient, *row_gradients = call.chosen.implementation.backward(
+            h, scale, gradient, h_gradient, biased=bias is not None, **call.options
         )
         if call.rows_axes:
             for k, row_gradient in enumerate(row_gradients):
                 if row_gradient is not None:
                     row_gradients[k] = lax.psum(row_gradient, call.rows_axes)
-        return of_x, *row_gradients
+        return x_gradient, *row_gradients
 
     layouts = (call.x_layout, call.row_layout, call.x_layout, call.x_layout)
-    row_results = [None if array is None else call.row_layout for array in (scale, bias)]
-    of_x, *row_gradients = per_shard(
-        run_shard, (h, scale, gradient, of_h), layouts, (call.x_layout, *row_results)
+    row_results: list[ArrayLayout | None] = []
+    for array in (scale, bias):
+        row_results.append(None if array is None else call.row_layout)
+    x_gradient, *row_gradients = per_shard(
+        run_shard, (h, scale, gradient, h_gradient), layouts, (call.x_layout, *row_results)
     )
     # Sums over rows come wide: they are rounded once, after devices have added up theirs.
-    rounded = []
+    rounded: list[Any] = []
     for array, row_gradient in zip((scale, bias), row_gradients, strict=True):
-        rounded.append(None if array is None else row_gradient.astype(array.dtype))
-    return of_x, of_x if added else None, *rounded
+        if array is not None:
+            row_gradient = row_gradient.astype(array.dtype)
+        rounded.append(row_gradient)
+    residual_gradient = None
+    if added:
+        residual_gradient = x_gradient
+    return x_gradient, residual_gradient, *rounded
 
 
 _normed.defvjp(_forward, _backward)

@@ -81,6 +81,7 @@ def _forward_of_groups(
     shared = _present(*aligned)
     if all(len(array) == 1 for array in shared):
         groups = 1  # all rows have the same scale and bias
+
     dtypes = [x.dtype, *(array.dtype for array in shared)]
     rows = RowLayout.choose(x.shape[-1], dtypes, simulated=simulated)
     # Rows that are padded with zeros would have no norm: repeat the last one.
@@ -158,7 +159,7 @@ def backward(
     h: jax.Array,
     scale: jax.Array | None,
     gradient: jax.Array,
-    of_h: jax.Array | None,
+    h_gradient: jax.Array | None,
     *,
     epsilon: float,
     centred: bool,
@@ -171,11 +172,15 @@ def backward(
     those of the reference; `simulated` runs the kernel in Pallas's interpreter.
     """
     run = partial(_backward_of_groups, Norm(epsilon, centred), biased, simulated)
-    operands = (h, scale, gradient, of_h)
-    of_x, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
-    of_scale = sums.pop(0) if scale is not None else None
-    of_bias = sums.pop() if biased else None
-    return of_x, of_scale, of_bias
+    operands = (h, scale, gradient, h_gradient)
+    x_gradient, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
+    scale_gradient = bias_gradient = None
+    # The sum for the scale comes first, if there is one.
+    if scale is not None:
+        scale_gradient = sums.pop(0)
+    if biased:
+        bias_gradient = sums.pop()
+    return x_gradient, scale_gradient, bias_gradient
 
 
 def _backward_of_groups(
@@ -186,7 +191,7 @@ def _backward_of_groups(
     h: Any,
     scale: Any,
     gradient: Any,
-    of_h: Any,
+    h_gradient: Any,
 ) -> tuple[Any, ...]:
     """The backward of rows with `depth` batch dims first: the gradient to `x`, and sums over rows.
 
@@ -198,18 +203,18 @@ def _backward_of_groups(
         h: the rows that were normed.
         scale: a row for each element of the batch dims, or one for all, or None.
         gradient: that to the norm's output.
-        of_h: the gradient to `h` from elsewhere, or None.
+        h_gradient: the gradient to `h` from elsewhere, or None.
 
     The sums, of the gradient to the scale and to the bias as far as there are such, are
     `(*batch dims, row)`.
     """
     groups, (scale,) = grouped(depth, h, scale)
-    dtypes = [array.dtype for array in _present(h, gradient, of_h, scale)]
+    dtypes = [array.dtype for array in _present(h, gradient, h_gradient, scale)]
     rows = RowLayout.choose(h.shape[-1], dtypes, simulated=simulated)
     count = h.size // rows.length // groups
     inputs = [rows.flatten(h, groups, mode="edge")]
     # Rows that `flatten` adds have a gradient of zero, and so add nothing to the sums.
-    inputs += [rows.flatten(array, groups) for array in _present(gradient, of_h)]
+    inputs += [rows.flatten(array, groups) for array in _present(gradient, h_gradient)]
     sum_count = (scale is not None) + biased
     sums_memory, staging = _backward_scratch(rows, sum_count, h.dtype, gradient.dtype)
     blocks = _count_blocks(rows, count, shared_bytes(*sums_memory, *staging))
@@ -230,7 +235,7 @@ def _backward_of_groups(
         kernel.run(refs)
 
     sums = jax.ShapeDtypeStruct((groups * blocks * rows.rows_held, rows.length), jnp.float32)
-    of_x, *block_sums = call(
+    x_gradient, *block_sums = call(
         norm_backward,
         "norm_backward",
         [jax.ShapeDtypeStruct(inputs[0].shape, h.dtype), *[sums] * sum_count],
@@ -239,13 +244,13 @@ def _backward_of_groups(
         grid=(groups, blocks),
         grid_names=("group", "block"),
     )(*inputs, *_present(scale))
-    of_x = rows.unflatten(of_x, h.shape, groups)
+    x_gradient = rows.unflatten(x_gradient, h.shape, groups)
     batch = h.shape[:depth]
     group_sums = []
     for array in block_sums:
         by_group = array.reshape(groups, -1, rows.length).sum(1)
         group_sums.append(by_group.reshape(*batch, rows.length))
-    return of_x, *group_sums
+    return x_gradient, *group_sums
 
 
 def _backward_scratch(
@@ -389,13 +394,17 @@ class _BackwardKernel:
         h = piecewise(as_float32, rows.stage(loaded[0], refs.staging[0:1]))
         g = piecewise(as_float32, rows.stage(loaded[1], refs.staging[1:2]))
         unit, inverse = _unit_rows(rows, h, self.norm)
-        of_unit = g
+        unit_gradient = g
         if self.scaled:
             scale = rows.load_shared(refs.scale[0], group if self.scale_by_group else 0)
-            of_unit = piecewise(lambda g, scale: g * as_float32(scale), g, scale)
-        of_x = self._through_norm(of_unit, unit, inverse)
-        for of_h in loaded[2:]:
-            of_x = piecewise(lambda of_x, of_h: of_x + as_float32(of_h), of_x, of_h)
+            unit_gradient = piecewise(lambda g, scale: g * as_float32(scale), g, scale)
+        x_gradient = self._through_norm(unit_gradient, unit, inverse)
+        for h_gradient in loaded[2:]:
+            x_gradient = piecewise(
+                lambda x_gradient, h_gradient: x_gradient + as_float32(h_gradient),
+                x_gradient,
+                h_gradient,
+            )
         # Rows that are done a second time count once.
         counts = rows.row_indices(begin) >= first
         summands = []
@@ -408,20 +417,24 @@ class _BackwardKernel:
             so_far = rows.load(ref, own_index, now=False)
             total = piecewise(_add_counted, so_far, rows.without_repeats(summand), counts)
             writes.append((ref, own_index, total))
-        rows.store((refs.x, index, of_x), *writes)
+        rows.store((refs.x, index, x_gradient), *writes)
 
-    def _through_norm(self, of_unit: Numbers, unit: Numbers, inverse: jax.Array) -> Numbers:
+    def _through_norm(self, unit_gradient: Numbers, unit: Numbers, inverse: jax.Array) -> Numbers:
         """The gradient to `h` through the norm, from that to the unit rows.
 
-        It is `inverse * (of_unit - unit * mean(of_unit * unit) - mean(of_unit))`, without the last
-        term if the norm is not centred.
+        With `g` for `unit_gradient` it is `inverse * (g - unit * mean(g * unit) - mean(g))`,
+        without the last term if the norm is not centred.
         """
         rows = self.rows
-        mean = rows.total(piecewise(jnp.multiply, of_unit, unit)) * (1 / rows.length)
-        of_x = piecewise(lambda of_unit, unit, mean: of_unit - unit * mean, of_unit, unit, mean)
+        mean = rows.total(piecewise(jnp.multiply, unit_gradient, unit)) * (1 / rows.length)
+        x_gradient = piecewise(
+            lambda unit_gradient, unit, mean: unit_gradient - unit * mean, unit_gradient, unit, mean
+        )
         if self.norm.centred:
-            of_x = piecewise(jnp.subtract, of_x, rows.total(of_unit) * (1 / rows.length))
-        return piecewise(jnp.multiply, of_x, inverse)
+            x_gradient = piecewise(
+                jnp.subtract, x_gradient, rows.total(unit_gradient) * (1 / rows.length)
+            )
+        return piecewise(jnp.multiply, x_gradient, inverse)
 
 
 def _unit_rows(rows: RowLayout, h: Numbers, norm: Norm) -> tuple[Numbers, jax.Array]:

@@ -68,7 +68,7 @@ def backward(
     h: jax.Array,
     scale: jax.Array | None,
     gradient: jax.Array,
-    of_h: jax.Array | None,
+    h_gradient: jax.Array | None,
     *,
     epsilon: float,
     centred: bool,
@@ -84,7 +84,8 @@ def backward(
         h: the rows that were normed, as forward returned them.
         scale: as in forward.
         gradient: that to the norm's output.
-        of_h: the gradient to `h` from elsewhere, which is added; None if `h` was not returned.
+        h_gradient: the gradient to `h` from elsewhere, which is added; None if `h` was not
+            returned.
         epsilon: as in forward.
         centred: as in forward.
         biased: whether forward had a bias.
@@ -92,26 +93,26 @@ def backward(
     """
     unit, inverse = _unit_rows(h, Norm(epsilon, centred), axes)
     g = gradient.astype(unit.dtype)
-    of_unit = g
+    unit_gradient = g
     if scale is not None:
-        of_unit = g * scale.astype(unit.dtype)
-    mean = _row_mean(of_unit * unit, axes)
-    of_x = of_unit - unit * mean
+        unit_gradient = g * scale.astype(unit.dtype)
+    mean = _row_mean(unit_gradient * unit, axes)
+    x_gradient = unit_gradient - unit * mean
     if centred:
-        of_x -= _row_mean(of_unit, axes)
-    of_x = of_x * inverse
-    if of_h is not None:
-        of_x += of_h.astype(unit.dtype)
-    of_x = of_x.astype(h.dtype)
+        x_gradient -= _row_mean(unit_gradient, axes)
+    x_gradient = x_gradient * inverse
+    if h_gradient is not None:
+        x_gradient += h_gradient.astype(unit.dtype)
+    x_gradient = x_gradient.astype(h.dtype)
     # Sums over rows stay wide: they are rounded after devices have added theirs.
     over_rows = tuple(range(h.ndim - 1))
-    of_scale = None
+    scale_gradient = None
     if scale is not None:
-        of_scale = (g * unit).sum(over_rows)
-    of_bias = None
+        scale_gradient = (g * unit).sum(over_rows)
+    bias_gradient = None
     if biased:
-        of_bias = g.sum(over_rows)
-    return of_x, of_scale, of_bias
+        bias_gradient = g.sum(over_rows)
+    return x_gradient, scale_gradient, bias_gradient
 
 
 def _unit_rows(h: jax.Array, norm: Norm, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:

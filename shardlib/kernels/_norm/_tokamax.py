@@ -63,7 +63,7 @@ def backward(
     h: jax.Array,
     scale: jax.Array | None,
     gradient: jax.Array,
-    of_h: jax.Array | None,
+    h_gradient: jax.Array | None,
     *,
     epsilon: float,
     centred: bool,
@@ -81,8 +81,12 @@ def backward(
     _, pullback = jax.vjp(
         lambda h, scale, bias: _norm(h, scale, bias, epsilon, centred), h, scale, bias
     )
-    of_x, of_scale, of_bias = pullback(gradient)
-    return of_x if of_h is None else of_x + of_h, of_scale, of_bias
+    x_gradient, scale_gradient, bias_gradient = pullback(gradient)
+    return (
+        x_gradient if h_gradient is None else x_gradient + h_gradient,
+        scale_gradient,
+        bias_gradient,
+    )
 
 
 def _norm(h: jax.Array, scale: Any, bias: Any, epsilon: float, centred: bool) -> jax.Array:

@@ -105,7 +105,9 @@ def _choose_blocks(x: jax.Array, groups: int) -> _Blocks:
     length = x.shape[-1]
     count = x.size // length // groups
     # Rows that do not fill their tiles stay apart from the dim before.
-    rows = x.shape[-2] if padded(x) else count
+    rows = count
+    if padded(x):
+        rows = x.shape[-2]
     size = rows_at_once(rows, _row_bytes(length, x.dtype), tile_rows(x.dtype))
     return _Blocks((groups, count // rows, rows, length), size, x.dtype)
 
@@ -147,6 +149,7 @@ def _forward_of_groups(
     """
     groups, aligned = grouped(depth, x, scale, bias)
     shared = [array for array in aligned if array is not None]
+    # Then more rows share a block of the scale, and blocks can be larger.
     if all(len(array) == 1 for array in shared):
         groups = 1  # all rows have the same scale and bias
     blocks = _choose_blocks(x, groups)
@@ -176,7 +179,7 @@ def backward(
     h: jax.Array,
     scale: jax.Array | None,
     gradient: jax.Array,
-    of_h: jax.Array | None,
+    h_gradient: jax.Array | None,
     *,
     epsilon: float,
     centred: bool,
@@ -187,17 +190,21 @@ def backward(
 
     Arguments are those of the reference. `simulated` runs the kernel in Pallas's interpreter.
     """
-    kernel = _Kernel(Norm(epsilon, centred), of_h is not None, scale is not None, biased)
+    kernel = _Kernel(Norm(epsilon, centred), h_gradient is not None, scale is not None, biased)
     run = partial(_backward_of_groups, kernel, simulated)
-    operands = (h, scale, gradient, of_h)
-    of_x, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
-    of_scale = sums.pop(0) if scale is not None else None
-    of_bias = sums.pop() if biased else None
-    return of_x, of_scale, of_bias
+    operands = (h, scale, gradient, h_gradient)
+    x_gradient, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
+    scale_gradient = bias_gradient = None
+    # The sum for the scale comes first, if there is one.
+    if scale is not None:
+        scale_gradient = sums.pop(0)
+    if biased:
+        bias_gradient = sums.pop()
+    return x_gradient, scale_gradient, bias_gradient
 
 
 def _backward_of_groups(
-    kernel: _Kernel, simulated: bool, depth: int, h: Any, scale: Any, gradient: Any, of_h: Any
+    kernel: _Kernel, simulated: bool, depth: int, h: Any, scale: Any, gradient: Any, h_gradient: Any
 ) -> tuple[Any, ...]:
     """The backward of rows with `depth` batch dims first: the gradient to `x`, and sums over rows.
 
@@ -208,13 +215,15 @@ def _backward_of_groups(
         h: the rows that were normed.
         scale: a row for each element of the batch dims, or one for all, or None.
         gradient: that to the norm's output.
-        of_h: the gradient to `h` from elsewhere, or None.
+        h_gradient: the gradient to `h` from elsewhere, or None.
     """
     groups, (scale,) = grouped(depth, h, scale)
     blocks = _choose_blocks(h, groups)
     length = blocks.shape[-1]
     # For chips whose two cores are one device: each takes half of the blocks, with sums of its own.
-    cores = 2 if blocks.of_group % 2 == 0 else 1
+    cores = 1
+    if blocks.of_group % 2 == 0:
+        cores = 2
     blocks_of_core = blocks.of_group // cores
     of_block = blocks.spec(
         lambda group, core, block: blocks.index(group, core * blocks_of_core + block)
@@ -223,8 +232,8 @@ def _backward_of_groups(
         (None, None, TILE_ROWS, length), lambda group, core, block: (group, core, 0, 0)
     )
     inputs = [h.reshape(blocks.shape), gradient.reshape(blocks.shape)]
-    if of_h is not None:
-        inputs.append(of_h.reshape(blocks.shape))
+    if h_gradient is not None:
+        inputs.append(h_gradient.reshape(blocks.shape))
     # The scale comes after the arrays of rows, and its block is one row.
     in_specs = [of_block] * len(inputs)
     if scale is not None:
@@ -232,7 +241,7 @@ def _backward_of_groups(
         in_specs.append(_spec_of_group(scale))
     sum_count = kernel.scaled + kernel.biased
     sums = shaped((groups, cores, TILE_ROWS, length), jnp.float32, h)
-    of_x, *core_sums = pl.pallas_call(
+    x_gradient, *core_sums = pl.pallas_call(
         partial(norm_backward, kernel=kernel, blocks=blocks, blocks_of_core=blocks_of_core),
         grid=(groups, cores, blocks_of_core),
         in_specs=in_specs,
@@ -243,8 +252,8 @@ def _backward_of_groups(
         name="norm_backward",
     )(*inputs)
     batch = h.shape[:depth]
-    of_x = of_x.reshape(h.shape)
-    return of_x, *(array.sum((1, 2)).reshape(*batch, length) for array in core_sums)
+    x_gradient = x_gradient.reshape(h.shape)
+    return x_gradient, *(array.sum((1, 2)).reshape(*batch, length) for array in core_sums)
 
 
 def _spec_of_group(shared: jax.Array) -> pl.BlockSpec:
@@ -286,18 +295,18 @@ def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: 
     """
     remaining = iter(refs)
     h, gradient = next(remaining)[...], next(remaining)[...].astype(jnp.float32)
-    of_h: Any = 0.0
+    h_gradient: Any = 0.0
     if kernel.added:
-        of_h = next(remaining)[...].astype(jnp.float32)
+        h_gradient = next(remaining)[...].astype(jnp.float32)
     unit, inverse = _unit_rows(h, kernel.norm)
-    of_unit = gradient
+    unit_gradient = gradient
     if kernel.scaled:
-        of_unit = gradient * next(remaining)[...].astype(jnp.float32)
-    of_x = of_unit - unit * (of_unit * unit).mean(-1, keepdims=True)
+        unit_gradient = gradient * next(remaining)[...].astype(jnp.float32)
+    x_gradient = unit_gradient - unit * (unit_gradient * unit).mean(-1, keepdims=True)
     if kernel.norm.centred:
-        of_x -= of_unit.mean(-1, keepdims=True)
+        x_gradient -= unit_gradient.mean(-1, keepdims=True)
     x_ref = next(remaining)
-    x_ref[...] = (of_x * inverse + of_h).astype(x_ref.dtype)
+    x_ref[...] = (x_gradient * inverse + h_gradient).astype(x_ref.dtype)
     summands = []
     if kernel.scaled:
         summands.append(gradient * unit)

@@ -68,18 +68,13 @@ def softmax(
     )
     where = _checked_mask(x, where, causal)
     x_layout = layout_of("softmax", x, names)
-    if causal and x_layout.global_shape[-1] != x_layout.global_shape[-2]:
-        *_, queries, keys = x_layout.global_shape
-        raise ValueError(
-            f"`softmax(causal=True)` of {list(x_layout.global_shape)}: {queries} queries and "
-            f"{keys} keys, and it is not said which stand at the same place. Name the "
-            "dims if they are parts, or say what each query sees: `where=...`."
-        )
-    local = {"x": jax.ShapeDtypeStruct(x_layout.local_shape, x.dtype)}
+    if causal:
+        _check_square(x_layout)
+    local = {"x": x_layout.local(x.dtype)}
     where_layout = None
     if where is not None:
         where_layout = x_layout.broadcasting(where.shape)
-        local["where"] = jax.ShapeDtypeStruct(where_layout.local_shape, where.dtype)
+        local["where"] = where_layout.local(where.dtype)
     task = Task(
         "softmax",
         local,
@@ -93,6 +88,17 @@ def softmax(
         return x  # no kernel takes arrays without numbers
     x, where = varying_alike(x, where)
     return cast(jax.Array, _softmax(call, x, where))
+
+
+def _check_square(x_layout: ArrayLayout) -> None:
+    """Refuse a causal mask where it is not known which query and key are at the same place."""
+    *_, queries, keys = x_layout.global_shape
+    if queries != keys:
+        raise ValueError(
+            f"`softmax(causal=True)` of {list(x_layout.global_shape)}: {queries} queries and "
+            f"{keys} keys, and it is not said which stand at the same place. Name the "
+            "dims if they are parts, or say what each query sees: `where=...`."
+        )
 
 
 @dataclass(frozen=True)

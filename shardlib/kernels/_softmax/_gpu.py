@@ -155,6 +155,7 @@ class _ForwardKernel:
             if self.masks:
                 kept = self.mask.load(index, mask_refs)
                 z = piecewise(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
+            # Subtracted before `exp`, which then is at most one.
             highest = layout.maximum(z)
             e = piecewise(lambda z, highest: jnp.exp(z - highest), z, highest)
             y = piecewise(jnp.divide, e, layout.total(e))
@@ -189,8 +190,8 @@ def _backward_of_rows(
             y = piecewise(as_float32, layout.stage(y, staging[0:1]))
             g = piecewise(as_float32, layout.stage(g, staging[1:2]))
             dot = layout.total(piecewise(jnp.multiply, y, g))
-            of_x = piecewise(lambda y, g, dot: scale * y * (g - dot), y, g, dot)
-            layout.store((x_ref, index, of_x))
+            x_gradient = piecewise(lambda y, g, dot: scale * y * (g - dot), y, g, dot)
+            layout.store((x_ref, index, x_gradient))
 
     operands = layout.flatten(y), layout.flatten(gradient)
     result = jax.ShapeDtypeStruct(operands[0].shape, y.dtype)

@@ -83,10 +83,13 @@ def _forward_of_rows(
         offsets: the positions of the first query and key, or None.
     """
     del depth
-    where_shape = None if where is None else where.shape
+    where_shape = None
+    if where is not None:
+        where_shape = where.shape
     shapes = row_shapes(x.shape, where_shape, keep_last=causal or padded(x))
     masks = []
     if where is not None:
+        # TPUs read bools as 32 bits each, and int8 as 8.
         masks.append(where.astype(jnp.int8).reshape(shapes.where or ()))
     kernel = partial(softmax_forward, scale=scale, causal=causal, masked=where is not None)
     inputs = _Inputs([x.reshape(shapes.x)], masks, offsets)
@@ -166,9 +169,15 @@ class _Grid:
 
         def index(*at: Any) -> tuple[Any, ...]:
             by_dim = dict(zip(order, at, strict=True))
-            return (*(by_dim[dim] if shape[dim] > 1 else 0 for dim in range(lead + 1)), 0)
+            # Along a dim of size one, a mask has one block for all rows.
+            blocks = []
+            for dim in range(lead + 1):
+                blocks.append(by_dim[dim] if shape[dim] > 1 else 0)
+            return (*blocks, 0)
 
-        rows = self.block if shape[-2] > 1 else 1
+        rows = 1
+        if shape[-2] > 1:
+            rows = self.block
         return pl.BlockSpec((*[None] * lead, rows, shape[-1]), index)
 
 
@@ -195,12 +204,13 @@ def _over_rows(
         # A causal kernel computes the positions of its rows from where its block begins.
         scalars.append(inputs.offsets)
         kernel = partial(kernel, rows_axis=grid.rows_axis, block=block)
+    in_specs = [pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalars)
+    in_specs += [grid.spec(shapes.x)] * len(inputs.rows)
+    in_specs += [grid.spec(mask.shape) for mask in inputs.masks]
     return pl.pallas_call(
         kernel,
         grid=grid.sizes,
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM) for _ in scalars]
-        + [grid.spec(shapes.x) for _ in inputs.rows]
-        + [grid.spec(mask.shape) for mask in inputs.masks],
+        in_specs=in_specs,
         out_specs=grid.spec(shapes.x),
         out_shape=shaped(shapes.x, first.dtype, first),
         compiler_params=parameters(("parallel",) * len(grid.sizes), block * row_bytes),
@@ -235,6 +245,7 @@ def softmax_forward(
         kept = visible if kept is None else kept & visible
     if kept is not None:
         z = jnp.where(kept, z, -jnp.inf)
+    # At most one, so that nothing overflows.
     e = jnp.exp(z - z.max(-1, keepdims=True))
     y = e / e.sum(-1, keepdims=True)
     if kept is not None:
@@ -256,8 +267,8 @@ def _visible_keys(
 def softmax_backward(y_ref: Any, gradient_ref: Any, x_ref: Any, *, scale: float) -> None:
     """The gradient to one block of rows; it needs no mask, as what is masked is zero in `y`."""
     y, gradient = y_ref[...].astype(jnp.float32), gradient_ref[...].astype(jnp.float32)
-    of_x = scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))
-    x_ref[...] = of_x.astype(x_ref.dtype)
+    x_gradient = scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))
+    x_ref[...] = x_gradient.astype(x_ref.dtype)
 
 
 def _tile_rows(dtype: Any, masked: bool) -> int:

@@ -54,6 +54,7 @@ def add_command(commands: Any) -> None:
     )
     _add_costs(command)
     command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture there")
+    # The command line calls `run` of whichever command was chosen.
     command.set_defaults(run=run)
 
 
@@ -143,6 +144,7 @@ def _chosen(arguments: argparse.Namespace, costs: Costs) -> _Named:
     """The schedule that is asked for, out of a file or by its name."""
     if arguments.table is None:
         return _named(arguments.schedule, arguments, costs)
+    # A table in a file has no name but that of the file.
     table = Table.parse(arguments.table.read_text())
     return _Named(str(arguments.table), table, arguments.paired)
 

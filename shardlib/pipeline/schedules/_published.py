@@ -78,6 +78,7 @@ def _table_in_turn(
         behind = None
         if weights_behind is not None:
             behind = weights_behind[stage]
+        # With fewer microbatches than that, all forward passes come first.
         order = _in_turn(items, items, min(ahead[stage], len(items)), behind)
         orders.append(tuple(order))
     return Table(tuple(orders), tuple(range(schedule.stages)))
@@ -256,6 +257,7 @@ class Interleaved:
                 forwards.append((microbatch, chunk * stages + stage))
                 # Backward, the chunks come in the opposite order.
                 backwards.append((microbatch, (chunks - 1 - chunk) * stages + stage))
+            # Megatron's warm-up: until the first microbatch comes back from all chunks.
             ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
             orders.append(tuple(_in_turn(forwards, backwards, min(ahead, count), None)))
         return Table(tuple(orders), tuple(part % stages for part in range(stages * chunks)))

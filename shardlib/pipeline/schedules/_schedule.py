@@ -73,6 +73,7 @@ def check_schedule(
         if multiple > 1:
             what += f", a multiple of {multiple}"
         raise ValueError(f"`{kind}(stages={stages}, microbatches={count!r})`: {what}{why}.")
+    # A table is made by Python, op by op, which would take minutes beyond.
     if stages * parts * count > most:
         raise ValueError(
             f"`{kind}(stages={stages}, microbatches={count})` has {stages * parts * count:,} "
@@ -111,6 +112,7 @@ def single_costs(costs: Costs) -> tuple[float, float, float]:
     Closed formulas know no stages that differ from others.
     """
     check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
+    # A cost may be one number, or a list with one for each part.
     forward, backward, weights = costs.forward, costs.backward, costs.weights
     if (
         isinstance(forward, Sequence)

@@ -85,6 +85,7 @@ class _Builder:
 
     def __init__(self, problem: _Problem, rules: _Rules) -> None:
         self.problem, self.rules = problem, rules
+        # What a pass takes is the same for all microbatches.
         lone = one_microbatch(problem.stages, range(problem.stages))
         self.stages = []
         for order in lone.orders:
@@ -171,6 +172,7 @@ class _Builder:
         """Do forward passes before the first backward pass, as there is room and time for them."""
         for stage in range(self.problem.stages):
             self._do(stage, "F")
+        # The first forward pass of each stage decides when its first backward pass can come.
         ahead = self._forwards_ahead()
         for stage in range(self.problem.stages):
             for _ in range(ahead[stage] - 1):
@@ -212,6 +214,7 @@ class _Builder:
         what it made would only wait there.
         """
         count = self.problem.microbatches
+        # Asked of all stages before any of them does something in this round.
         wants = [self._wants_forward(stage) for stage in range(self.problem.stages)]
         for stage in reversed(range(self.problem.stages - 1)):
             next_has_more = self.stages[stage + 1].done["F"] < count

@@ -55,6 +55,7 @@ class Costs:
 
 def _checked_cost(name: str, value: Any) -> float | tuple[float, ...]:
     """A cost as a float, or as a tuple of floats where it is given for each part."""
+    # A list of an array's numbers is checked one by one, as any other.
     if hasattr(value, "tolist") and not isinstance(value, type):  # an array
         value = value.tolist()
     if isinstance(value, tuple | list) and value:
@@ -201,6 +202,7 @@ def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
     # A stage goes on until it waits for another one, and is taken up again when that has come.
     # Stages are taken up in any order: when an op starts depends only on what it waits for.
     ready = list(range(table.stages))
+    # Each op is played once, and each stage taken up again at most once for each of its ops.
     while ready:
         stage = ready.pop()
         while play.next_op(stage) is not None and play.can_start(stage):
@@ -300,6 +302,7 @@ class Ticks:
     def bubble(self, costs: Costs = UNIT) -> float:
         """The share of the makespan beyond the work of the stage with the most to do."""
         check.kind("bubble", "costs", costs, Costs, _TAKES_COSTS)
+        # Without any cost there is no share to speak of.
         work = _most_work(self.table, costs)
         makespan = self.makespan(costs)
         if not makespan:

@@ -53,6 +53,7 @@ def _v_table(schedule: "VMin | VHalf") -> Table:
     for stage in range(stages):
         starts = _starts(schedule, stage)
         # No two passes of a stage start at once: the patterns see to that.
+        # The order of passes is that of an endless pipeline in which each pattern is repeated.
         orders.append(sorted(starts, key=lambda op: starts[op]))
     placement = (*range(stages), *reversed(range(stages)))
     # The limit is the same for all stages.

@@ -63,6 +63,7 @@ class _Weaving:
         self.pending: list[list[Op]] = [[] for _ in range(stages)]
         self.made: list[list[Op]] = [[] for _ in range(stages)]
         self.asleep: dict[Op, list[int]] = {}
+        # All stages look for work at the beginning. Of equal times, the lower stage comes first.
         self.queue = [(0.0, stage) for stage in range(stages)]
 
     def step(self) -> None:
@@ -133,5 +134,6 @@ class _Weaving:
         self.end[op] = now + self.costs.of(self.table, op)
         self.held[stage] += self.share[stage] * self.held_after[op.kind]
         heapq.heappush(self.queue, (self.end[op], stage))
+        # What is sent takes a while yet: those that are woken wait for its arrival then.
         for waiting in self.asleep.pop(op, ()):
             heapq.heappush(self.queue, (self.end[op], waiting))

@@ -1,0 +1,85 @@
+"""What a layer of experts refuses: tokens, gates, masks, functions and weights that do not fit."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
+from shardlib.modeling._random import is_key
+
+
+def check_tokens(x: Any, gate: Any, names: Any) -> None:
+    """Refuse tokens, names and a gate that do not fit each other."""
+    check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
+    check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
+    if x.ndim < 2 or len(names) != x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "`moe(x, ...)` takes tokens (batch, ..., width), real numbers, and a name for each "
+            f"dim; got {x.dtype}{list(x.shape)} and `names={check.shown(names)}`."
+        )
+    check_arrays.array("moe", "gate", gate, "an array, (width, experts)")
+    is_matrix = gate.ndim == 2 and jnp.issubdtype(gate.dtype, jnp.floating)
+    if not is_matrix or gate.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"`moe(gate=...)` is of shape (width, experts), ({x.shape[-1]}, ...) for tokens of "
+            f"shape {x.shape}; got {getattr(gate, 'shape', type(gate).__name__)}."
+        )
+
+
+def check_real(x: Any, real: Any) -> None:
+    """Refuse a mask of padding that is not one of bools for the tokens."""
+    shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
+    if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
+        raise ValueError(
+            f"`moe(real=...)` says of each token whether it is one, shape {x.shape[:-1]}, true or "
+            f"false; got {shape} of {dtype}."
+        )
+
+
+def check_functions(router: Any, experts: Any, key: Any) -> None:
+    """Refuse what is no router, no function of experts, or no key."""
+    needed = ("choices", "capacity", "jitter", "choose", "balance")
+    if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
+        raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")
+    check.function("moe", "experts", experts, "a function of weights and tokens")
+    if key is not None:
+        takes = "a key, such as `jax.random.key(0)`, or None"
+        check_arrays.array("moe", "key", key, takes)
+        # `jax.random.PRNGKey` gives plain uint32.
+        if not is_key(key) and key.dtype != jnp.uint32:
+            raise check.refusal("moe", "key", key, takes)
+
+
+def check_weights(weights: Any, count: int, parts: int, axes: tuple[str, ...]) -> None:
+    """Refuse weights whose first dim is not the experts of this device, or that are none.
+
+    Args:
+        weights: what `moe` was given.
+        count: how many experts the gate tells.
+        parts: into how many parts the experts are split where the layer is called.
+        axes: the manual axes that split them.
+    """
+    local_count = count // parts
+    leaves = named_leaves(weights)
+    for path, leaf in leaves:
+        check_arrays.array(
+            "moe", "weights", leaf, "a tree of arrays, with a dim for the experts first"
+        )
+        if leaf.ndim and leaf.shape[0] == local_count:
+            continue
+        split = whole = ""
+        if parts > 1:
+            split = f", which the axes {axes} split into {parts}"
+            if leaf.ndim and leaf.shape[0] == count:
+                whole = (
+                    " All of them are here: name the parameter's first dim `experts`, so that each "
+                    "device holds its own."
+                )
+        raise ValueError(
+            f"`{path or 'weights'}` of shape {getattr(leaf, 'shape', None)} should have "
+            f"{local_count} experts along dim 0: the gate tells {count}{split}.{whole}"
+        )
+    if not leaves:
+        raise ValueError("`moe(weights=...)` holds no arrays.")
