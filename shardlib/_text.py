@@ -29,6 +29,15 @@ def human_bytes(size: float) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
+def listed(names: Iterable[object]) -> str:
+    """Names in backquotes, with commas between them, for a message.
+
+    >>> listed(["data", "model"])
+    '`data`, `model`'
+    """
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def terminal_width(file: TextIO | None = None) -> int | None:
     """The columns of the terminal that is written to, or None where that is no terminal.
 

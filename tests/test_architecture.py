@@ -36,7 +36,10 @@ LAYERS = [
     ("kernels", "_softmax _norm _linear_cross_entropy"),
     ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),
     ("optimizers", "_stacked _local _onebit_adam"),
-    ("pipeline.schedules", "_table _simulate _weave _search _rounds _schedule _v_shaped _published"),
+    (
+        "pipeline.schedules",
+        "_table _simulate _weave _search _rounds _schedule _v_shaped _published",
+    ),
     ("pipeline.schedules", "_draw _command"),
     (
         "pipeline",

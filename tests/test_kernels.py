@@ -263,7 +263,13 @@ def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
     )
     row = {"scale": (130,), **({"bias": (130,)} if centred else {})}
     arrays = make(
-        {"x": (3, 5, 130), "residual": (3, 5, 130), "g": (3, 5, 130), "h_gradient": (3, 5, 130), **row},
+        {
+            "x": (3, 5, 130),
+            "residual": (3, 5, 130),
+            "g": (3, 5, 130),
+            "h_gradient": (3, 5, 130),
+            **row,
+        },
         "float32",
     )
     x, residual, scale, bias = (arrays.get(name) for name in ("x", "residual", "scale", "bias"))

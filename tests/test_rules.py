@@ -75,7 +75,7 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
     found = resolve(rules, MESH, ("a",), (6,), what="w")
     assert (found.spec, found.padded_shape) == (expected, (padded,))
     assert "`a`=6, of `w`" in found.said[0]
-    assert "`data`=2x`model`=4 does not divide 6" in found.said[0]
+    assert "`data=2` x `model=4` does not divide 6" in found.said[0]
 
 
 @pytest.mark.parametrize(

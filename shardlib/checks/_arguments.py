@@ -22,6 +22,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from shardlib._text import listed
+
 LARGEST = 2**63 - 1
 """The largest whole number that arrays, files and compilers count with."""
 
@@ -337,9 +339,9 @@ def keywords(function: str, options: Mapping[str, Any], known: type) -> None:
     taken = known.__annotations__
     for name in options:
         if name not in taken:
-            listed = ", ".join(f"`{each}`" for each in taken)
             raise TypeError(
-                f"{function}() got an unexpected keyword argument {name!r}; it takes {listed}"
+                f"{function}() got an unexpected keyword argument {name!r}; it takes "
+                f"{listed(taken)}"
             )
 
 

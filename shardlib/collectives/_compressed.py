@@ -334,8 +334,8 @@ def _split_columns(together: jax.Array, like: Sequence[jax.Array]) -> list[jax.A
 
 def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
     """How a device's array is cut, inside a `shard_map`, where axes have sizes."""
-    workers = math.prod(lax.axis_size(axis) for axis in over)
-    parts = math.prod(lax.axis_size(axis) for axis in shared)
+    workers = lax.axis_size(over)
+    parts = lax.axis_size(shared)
     return Pieces(math.prod(x.shape), parts, workers)
 
 

@@ -94,7 +94,7 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
     """
     over, dim = manual_axes("psum_scatter", "axis", axis), check_dim(x, dim, "psum_scatter")
     check_codec("psum_scatter", codec)
-    parts = math.prod(lax.axis_size(axis) for axis in over)
+    parts = lax.axis_size(over)
     if x.shape[dim] % parts:
         raise ValueError(
             f"`psum_scatter`: dim {dim} of an array of shape {x.shape} does not divide into "
@@ -106,7 +106,7 @@ def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Ar
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _psum_scatter(x: jax.Array, over: tuple[str, ...], codec: Codec, dim: int) -> jax.Array:
     """The scatter: a row for each owner goes there as a code, and the decoded rows are added."""
-    parts = math.prod(lax.axis_size(axis) for axis in over)
+    parts = lax.axis_size(over)
     shape = (*x.shape[:dim], x.shape[dim] // parts, *x.shape[dim + 1 :])
     # The dim is cut in two, of which the first counts the owners and comes first.
     rows = jnp.moveaxis(x.reshape(*shape[:dim], parts, *shape[dim:]), dim, 0).reshape(parts, -1)

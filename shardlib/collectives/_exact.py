@@ -249,7 +249,7 @@ def _scatter(
     """
     if len(arrays) == 1:
         return [_scatter_one(arrays[0], dims[0], axes, limit)]
-    parts = math.prod(lax.axis_size(axis) for axis in axes)
+    parts = lax.axis_size(axes)
     rows, shapes = [], []
     for x, dim in zip(arrays, dims, strict=True):
         shape = (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])

@@ -26,7 +26,7 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     makes an all-reduce, which sends twice the bytes.
     """
     front = jnp.moveaxis(x, dim, 0)
-    parts = math.prod(lax.axis_size(axis) for axis in axes)
+    parts = lax.axis_size(axes)
     shape = (front.shape[0] // parts, *front.shape[1:])
     size = math.prod(shape)
     fills_tiles = size % _LANES == 0

@@ -26,6 +26,7 @@ from shardlib.layouts._rules import (
     counts_layers,
     keep_axes,
     parts_over,
+    product_text,
     spec_axes,
     spec_entry,
 )
@@ -173,7 +174,7 @@ def split_further(
         if is_whole and d not in stacked and shape[d] % parts == 0:
             candidates.append(d)
     if not candidates:
-        over = " x ".join(f"`{axis}={mesh_shape[axis]}`" for axis in free)
+        over = product_text(mesh_shape, free)
         return Split(spec, reason=f"no dim that is whole divides by {over}", layer=elements)
     dim = _best_dim(candidates, shape, is_named=bool(dim_names))
     # Axes of size one may be there already.
@@ -225,7 +226,7 @@ def gather(
 
     def gathered(part: jax.Array) -> jax.Array:
         # A gather along the first dim writes its result in place, and needs no pieces.
-        whole = part.nbytes * math.prod(lax.axis_size(axis) for axis in axes)
+        whole = part.nbytes * lax.axis_size(axes)
         if limit and dim and whole > limit:
             return in_pieces(collective, part, dim, -(-whole // limit))
         return collective(part, axis=dim)

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from shardlib._text import table
+from shardlib._text import listed, table
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 
@@ -270,7 +270,7 @@ def _requested(
                 names.append(candidate.name + SIMULATED)
         raise ValueError(
             f"`{task.op}(implementation={check.shown(requested)})`: there are "
-            f"{', '.join(f'`{name}`' for name in names)}; None takes what is fastest here."
+            f"{listed(names)}; None takes what is fastest here."
         )
     reason = implementation.why_not(task, simulated)
     if reason is not None:

@@ -27,7 +27,14 @@ from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._resolve import Resolution, resolve
-from shardlib.layouts._rules import AxisRules, ShardingWarning, as_tuple, check_spec, keep_axes
+from shardlib.layouts._rules import (
+    AxisRules,
+    ShardingWarning,
+    as_tuple,
+    check_spec,
+    keep_axes,
+    mesh_text,
+)
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
 
@@ -441,8 +448,8 @@ def _axes_of_size(mesh: AbstractMesh, parts: int) -> tuple[str, ...]:
     if len(candidates) == 1:
         return candidates[0]
     which = "several axes have" if candidates else "no axis has"
-    sizes = ", ".join(f"`{axis}={size}`" for axis, size in usable.items())
+
     raise ValueError(
-        f"`split(..., parts={parts})`: {which} {parts} devices on the mesh {sizes}. "
+        f"`split(..., parts={parts})`: {which} {parts} devices on the mesh {mesh_text(usable)}. "
         "Name the axes: `axis=...`."
     )

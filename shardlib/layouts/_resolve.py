@@ -10,11 +10,12 @@ candidate divides a dim, the policy of its name decides what happens, see `AxisR
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.layouts._rules import (
     BATCH,
@@ -22,8 +23,8 @@ from shardlib.layouts._rules import (
     AxisRules,
     Policy,
     as_tuple,
-    listed,
     parts_over,
+    product_text,
     require_known,
     spec_entry,
 )
@@ -242,7 +243,7 @@ def _indivisible(
     """
     axes = candidates[0]
     count = parts_over(mesh_shape, axes)
-    tried = " or ".join(_sizes_text(mesh_shape, candidate) for candidate in candidates)
+    tried = " or ".join(product_text(mesh_shape, candidate) for candidate in candidates)
     problem = f"{where}: {tried} does not divide {size}"
     match policy:
         case "replicate":
@@ -264,8 +265,3 @@ def _indivisible(
                 'mesh, a candidate that fits (`["axis", None]`), or say what should happen: '
                 '`rules.indivisible(name="replicate")`, `"drop"` or `"pad"`.'
             )
-
-
-def _sizes_text(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> str:
-    """Axes with their sizes, as a product: `data`=2x`model`=4."""
-    return "x".join(f"`{axis}`={mesh_shape[axis]}" for axis in axes)

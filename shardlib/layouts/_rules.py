@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 
 Axes: TypeAlias = str | tuple[str, ...] | None
@@ -466,11 +467,19 @@ def parts_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names in backquotes, with commas between them, for a message."""
-    return ", ".join(f"`{name}`" for name in names)
+def mesh_text(mesh_shape: Mapping[str, int], separator: str = ", ") -> str:
+    """The axes of a mesh with their sizes, for a message.
+
+    >>> mesh_text({"data": 2, "model": 4}), mesh_text({})
+    ('`data=2`, `model=4`', 'no axes')
+    """
+    return separator.join(f"`{axis}={size}`" for axis, size in mesh_shape.items()) or "no axes"
 
 
-def mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    """The axes of a mesh with their sizes, for a message."""
-    return ", ".join(f"`{axis}={size}`" for axis, size in mesh_shape.items()) or "no axes"
+def product_text(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> str:
+    """Some axes of a mesh, with the sizes that they multiply, for a message.
+
+    >>> product_text({"data": 2, "model": 4, "stage": 2}, ("data", "model"))
+    '`data=2` x `model=4`'
+    """
+    return mesh_text({axis: mesh_shape[axis] for axis in axes}, " x ")

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.machine._processes import initialized_with
 
@@ -161,8 +162,7 @@ def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int
     clauses, differences = [], []
     for other in others:
         names = _differing_names(usual_texts, other[1])
-        listed = ", ".join(f"`{name}`" for name in names)
-        clauses.append(f"{_differ(other[0])} from {_name(usual_processes)} in {listed}")
+        clauses.append(f"{_differ(other[0])} from {_name(usual_processes)} in {listed(names)}")
         for name in names:
             differences.extend(_difference(name, usual, other))
     if unheard:

@@ -81,7 +81,7 @@ def make_mesh(
     # shape that does not go with these devices.
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`make_mesh` cannot lay `{_spell(sizes)}` out on {count_devices(devices)}: "
+            f"`make_mesh` cannot lay `{spell_axes(sizes)}` out on {count_devices(devices)}: "
             f"{_way_out(error)}"
         ) from error
     return Mesh(device_grid, tuple(sizes), axis_types=(axis_type,) * len(sizes))
@@ -140,7 +140,7 @@ def format_mesh(mesh: Mesh | AbstractMesh) -> str:
     >>> format_mesh(make_mesh(data=2, model=4))
     'data=2,model=4'
     """
-    return _spell(mesh.shape)
+    return spell_axes(mesh.shape)
 
 
 def slow_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _check_once(sizes: Mapping[str, int], keywords: Mapping[str, int]) -> None:
         if name in sizes:
             raise ValueError(
                 f"`make_mesh` takes each axis once; `{name}` is both in the shape, "
-                f"`{_spell(sizes)}`, and a keyword. Remove one of the two."
+                f"`{spell_axes(sizes)}`, and a keyword. Remove one of the two."
             )
 
 
@@ -249,7 +249,7 @@ def _checked(entries: Iterable[tuple[str, int | None]]) -> dict[str, int]:
         axes[name] = axis_size
     if list(axes.values()).count(-1) > 1:
         raise ValueError(
-            f"One axis of a mesh may be -1; got `{_spell(axes)}`. Give all but one their sizes."
+            f"One axis of a mesh may be -1; got `{spell_axes(axes)}`. Give all but one their sizes."
         )
     return axes
 
@@ -275,8 +275,8 @@ def _fill_in(axes: dict[str, int], devices: list[Any]) -> dict[str, int]:
     product = math.prod(axes.values())
     if product < count:
         raise ValueError(
-            f"A mesh uses all of its devices; `{_spell(axes)}` is {product} of {count}. Make one "
-            "axis -1 to use them all, or choose some: `sl.make_mesh(..., "
+            f"A mesh uses all of its devices; `{spell_axes(axes)}` is {product} of {count}. Make "
+            "one axis -1 to use them all, or choose some: `sl.make_mesh(..., "
             f"devices=jax.devices()[:{product}])`."
         )
     if product > count:
@@ -292,7 +292,7 @@ def _deduced(axes: dict[str, int], count: int) -> dict[str, int]:
     product = math.prod(sizes.values())
     if count % product:
         raise ValueError(
-            f"`make_mesh` cannot fill in the -1 of `{_spell(axes)}`: the other axes take "
+            f"`make_mesh` cannot fill in the -1 of `{spell_axes(axes)}`: the other axes take "
             f"{product} devices at a time, which does not divide the {count} there are. Choose "
             f"sizes whose product divides {count}."
         )
@@ -309,7 +309,7 @@ def _too_few(axes: dict[str, int], product: int, devices: list[Any]) -> str:
             "`sl.Target(...).mesh(...)`"
         )
     return (
-        f"`make_mesh` has too few devices for `{_spell(axes)}`: it takes {product} and there "
+        f"`make_mesh` has too few devices for `{spell_axes(axes)}`: it takes {product} and there "
         f"are {len(devices)}. Choose smaller sizes, make one axis -1{more}."
     )
 
@@ -327,7 +327,7 @@ def _slow_factors(
     for name, _ in entries:
         if name not in axes:
             raise ValueError(
-                f"`dcn` names axes of the mesh `{_spell(axes)}`; it has no axis "
+                f"`dcn` names axes of the mesh `{spell_axes(axes)}`; it has no axis "
                 f"`{check.shown(name)[1:-1]}`."
             )
     # A name without a factor is the whole axis.
@@ -361,12 +361,12 @@ def _check_slices(
     if not named:
         raise ValueError(
             "`make_mesh` must be told by `dcn` which axes cross the slow network: the devices are "
-            f"in {count} {noun}, and `{_spell(axes)}` does not say which run between them. "
+            f"in {count} {noun}, and `{spell_axes(axes)}` does not say which run between them. "
             f"{advice}"
         )
     raise ValueError(
         f"The `dcn` factors must multiply to the number of {noun}, {count}; got "
-        f"`{_spell(factors)}`, which is {product}. {advice}"
+        f"`{spell_axes(factors)}`, which is {product}. {advice}"
     )
 
 
@@ -495,7 +495,7 @@ def _way_out(error: Exception) -> str:
     )
 
 
-def _spell(axes: Mapping[Any, int]) -> str:
+def spell_axes(axes: Mapping[Any, int]) -> str:
     """Axes and their sizes as `parse_axes` reads them."""
     return ",".join(f"{name}={size}" for name, size in axes.items())
 

@@ -14,10 +14,10 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardlib._text import listed
 from shardlib.machine._chips import CPU, GPUS, TPUS, Chip
 
 Platform = Literal["tpu", "gpu", "cpu"]
@@ -232,9 +232,9 @@ def _unknown(text: Any, parts: list[str]) -> str:
     near = _nearest(text, parts)
     suggestion = ""
     if near:
-        suggestion = f"Near it: {_listed(near)}. "
-    tpus = _listed(f"tpu:{name}" for name in TPUS)
-    gpus = _listed(f"gpu:{name}" for name in GPUS)
+        suggestion = f"Near it: {listed(near)}. "
+    tpus = listed(f"tpu:{name}" for name in TPUS)
+    gpus = listed(f"gpu:{name}" for name in GPUS)
     return (
         f"`{_cut(text)}` is no target. {suggestion}There are {tpus} by the shape of a slice "
         f"(`tpu:v5e:16x16`, `tpu:v5p:4x4x8:slices=2`), {gpus} by slices x hosts x GPUs "
@@ -265,7 +265,3 @@ def _nearest(text: Any, parts: list[str]) -> list[str]:
 def _example_shape(chip: Chip) -> str:
     """A small slice of a TPU, `4x4` or `4x4x4`."""
     return "x".join(["4"] * chip.torus)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

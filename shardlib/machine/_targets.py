@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from shardlib.checks import _arguments as check
 from shardlib.machine._chips import Chip
-from shardlib.machine._mesh import make_mesh, parse_axes
+from shardlib.machine._mesh import make_mesh, parse_axes, spell_axes
 from shardlib.machine._target_names import Machine, Platform, parse_machine
 
 
@@ -96,10 +96,9 @@ class Target:
         # Refused before the devices are made, which takes seconds for a large machine.
         count = math.prod(axes.values())
         if axes and -1 not in axes.values() and count != self.size:
-            spelt = ",".join(f"{name}={size}" for name, size in axes.items())
             raise ValueError(
-                f"The mesh `{spelt}` is {count} devices, and `{self}` has {self.size}. Choose "
-                f"sizes whose product is {self.size}, or make one of them -1."
+                f"The mesh `{spell_axes(axes)}` is {count} devices, and `{self}` has {self.size}. "
+                f"Choose sizes whose product is {self.size}, or make one of them -1."
             )
         return make_mesh(shape, dcn=dcn, devices=self.devices)
 

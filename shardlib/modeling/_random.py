@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.extend import random as extend_random
 from jax.extend.core import Jaxpr, Literal
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr
@@ -167,12 +168,11 @@ def _paths_read(equation: Any, path_of: Mapping[Any, str]) -> list[str | None]:
 
 def describe_raw_keys(paths: Iterable[str]) -> str:
     """The error for raw keys in the state of a model."""
-    listed = ", ".join(f"`{path}`" for path in paths)
     return (
-        f"The loss draws with old-style raw keys of the model, {listed}. They know of no examples, "
-        "so every device would draw the same for its own. Hold typed keys, `jax.random.key(0)`, or "
-        "of a raw one `jax.random.wrap_key_data(raw)`; for draws that are the same everywhere, on "
-        "weights say, `sl.replicated_draws(key)`."
+        f"The loss draws with old-style raw keys of the model, {listed(paths)}. They know of "
+        "no examples, so every device would draw the same for its own. Hold typed keys, "
+        "`jax.random.key(0)`, or of a raw one `jax.random.wrap_key_data(raw)`; for draws that are "
+        "the same everywhere, on weights say, `sl.replicated_draws(key)`."
     )
 
 

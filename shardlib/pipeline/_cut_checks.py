@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from shardlib._text import listed
 from shardlib.pipeline._loop import LayerScan, Loop, Weight, outputs_behind
 from shardlib.tracing._jaxpr import line_of, readers_of, scan_parts, variables
 
@@ -82,7 +83,7 @@ def check_loops(
     if len(scans) > len(expected):
         raise ValueError(
             f"The loss has {len(scans)} loops over layers, at {lines}, and of stacked dims there "
-            f"are {_listed(expected)}. A pipeline tells loops apart by the "
+            f"are {listed(expected)}. A pipeline tells loops apart by the "
             "names of what they take: call the stacked dim of an encoder `encoder_layers`, say, "
             '`sl.Layers([...], name="encoder_layers")`; of what is to be whole on every stage, '
             "anything that no rule lays over the stages."
@@ -92,15 +93,11 @@ def check_loops(
             raise ValueError(_two_dims_in_a_loop(scan, dims, weights))
     if looped_over != expected:
         raise ValueError(
-            f"The loops over layers, at {lines}, take {_listed(looped_over)} "
-            f"in this order, and the rules have {_listed(expected)}: their "
+            f"The loops over layers, at {lines}, take {listed(looped_over)} "
+            f"in this order, and the rules have {listed(expected)}: their "
             "order says which parts of the pipeline come first. Write the rules in the order of "
             "the loss."
         )
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _stacked_dims_of(scan: LayerScan, weights: Sequence[Weight]) -> tuple[str | None, ...]:
@@ -123,7 +120,7 @@ def _no_loop_over(name: str, jaxpr: Jaxpr, weights: Sequence[Weight]) -> str:
             break
     return (
         "A pipeline cuts a model at its loop over layers, and the loss has no "
-        f"`jax.lax.scan` that takes {_listed([weights[k].path for k in stacked[:3]])} one "
+        f"`jax.lax.scan` that takes {listed([weights[k].path for k in stacked[:3]])} one "
         f"layer at a time{reader}. `sl.Layers([...])` makes one of a list of modules; "
         "otherwise scan over them, as `nnx.scan` does. What casts weights or reshapes them "
         "belongs into the layer (`Strategy(precision=...)` casts them), and so does a "
@@ -201,7 +198,7 @@ def check_inputs(
         )
     if unnamed_paths:
         raise ValueError(
-            f"The loop over layers at {at} takes {_listed(unnamed_paths)}, or what is made of it, "
+            f"The loop over layers at {at} takes {listed(unnamed_paths)}, or what is made of it, "
             "one layer at a time, and no dim of it is named `layers`, so that every stage would "
             "hold all of it. Name its first dim: `sl.logical(initializer, ...)` where it is made, "
             "for a bias too, or `sl.annotate(model, ...)`."

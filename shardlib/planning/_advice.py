@@ -13,10 +13,10 @@ Advice that the strategy cannot take, such as a stage that its pipeline refuses,
 """
 
 import dataclasses
-import math
 
 from shardlib._text import human_bytes
 from shardlib.compiled._memory import Memory
+from shardlib.layouts._rules import parts_over, product_text
 from shardlib.machine._chips import Chip
 from shardlib.step._strategy import Strategy
 
@@ -99,10 +99,9 @@ def _split_at_rest(size: str, strategy: Strategy | None) -> str:
     if strategy is None or not _data_devices(strategy):
         return f"{split}: {rules}, or a longer axis."
     if strategy.sharding.stage:
-        mesh = strategy.device_mesh.shape
-        over = ",".join(f"{axis}={mesh[axis]}" for axis in strategy.zero_axes)
+        over = product_text(strategy.device_mesh.shape, strategy.zero_axes)
         return (
-            f"{split} than `{over}`, over which ZeRO splits them already: a longer axis, or "
+            f"{split} than {over}, over which ZeRO splits them already: a longer axis, or "
             f"{rules} over another one."
         )
     first = "`Strategy(zero=1)`, " if _takes_stage(strategy, 1) else ""
@@ -135,7 +134,7 @@ def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float
 
 def _data_devices(strategy: Strategy) -> bool:
     """Whether there are several devices along the axes of data."""
-    return math.prod(strategy.device_mesh.shape[axis] for axis in strategy.data_axes) > 1
+    return parts_over(strategy.device_mesh.shape, strategy.data_axes) > 1
 
 
 def _takes_stage(strategy: Strategy, stage: int) -> bool:

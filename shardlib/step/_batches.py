@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._rules import parts_over
+from shardlib.layouts._rules import parts_over, product_text
 from shardlib.step._strategy import Strategy
 
 State = dict[str, Any]
@@ -60,7 +60,7 @@ def check_batch(batch: Any, strategy: Strategy) -> None:
     sizes = strategy.device_mesh.shape
     parts = parts_over(sizes, strategy.batch_axes) * strategy.microbatches
     if examples == 0 or examples % parts:
-        over = " x ".join(f"`{axis}={sizes[axis]}`" for axis in strategy.batch_axes) or "no axis"
+        over = product_text(sizes, strategy.batch_axes)
         raise ValueError(
             f"A batch of {examples} examples does not split over {over} and "
             f"{_describe_microbatches(strategy)}: use a multiple of {parts}."

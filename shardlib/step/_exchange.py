@@ -354,7 +354,7 @@ class _Exchanged:
             if self.over[i] != over:
                 continue
             split = {*self.axes[i], *over}
-            copies = math.prod(size for axis, size in self.sizes.items() if axis not in split)
+            copies = parts_over(self.sizes, axes_without(self.sizes, split))
             # One array starts where the one before ends. So if there are fewer elements than sums,
             # each element has a sum of its own, and the estimate is exact.
             sketch += jnp.roll(_sketch(gradient, i), offset) / math.sqrt(copies)
@@ -399,7 +399,7 @@ def _squares(
     squares: list[jax.Array] = []
     for x, own_axes in zip(shards, axes, strict=True):
         # Devices along an axis that does not split an array all have it, and all are summed.
-        copies = math.prod(mesh_shape[axis] for axis in every if axis not in own_axes)
+        copies = parts_over(mesh_shape, axes_without(every, own_axes))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         squares.append(jnp.sum(_square(wide)).astype(jnp.float32) / copies)
     # Stacked, so that there is one small sum over devices for all arrays.
@@ -431,5 +431,5 @@ def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -
     over, split = exchange.over(parameter), spec_axes(parameter.stored)
     # ZeRO and the names split evenly, so that all shards have as many elements.
     elements = math.prod(parameter.shape) // parts_over(sizes, split)
-    shared = math.prod(size for axis, size in sizes.items() if axis not in (*over, *split))
+    shared = parts_over(sizes, axes_without(sizes, (*over, *split)))
     return Pieces(elements, shared, parts_over(sizes, over))

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import Exchange
 from shardlib.collectives._exchanges import Compressed
 from shardlib.collectives._zero import Split
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules, spec_axes
+from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules, product_text, spec_axes
 from shardlib.modeling._flax import Names
 from shardlib.optimizers._local import Local
 from shardlib.step._precision import check_patterns
@@ -158,10 +159,9 @@ def check_stacked(strategy: Strategy, names: dict[str, Names]) -> None:
             used.update(name for name in dim_names if name is not None)
     for name in strategy.sharding.stacked:
         if name not in used and name != LAYERS:
-            listed = ", ".join(f"`{known}`" for known in sorted(used)) or "none"
             raise ValueError(
                 f"`Zero(stacked={strategy.sharding.stacked})`: no parameter has a dim of the name "
-                f"`{name}`. Names of the parameters' dims are: {listed}."
+                f"`{name}`. Names of the parameters' dims are: {listed(sorted(used)) or 'none'}."
             )
 
 
@@ -180,7 +180,7 @@ def describe_nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tupl
     # The largest says most about why: small ones are left whole on purpose.
     largest = max(whole, key=lambda path: whole[path].layer)
     sizes = strategy.device_mesh.shape
-    over = " x ".join(f"`{axis}={sizes[axis]}`" for axis in strategy.zero_axes)
+    over = product_text(sizes, strategy.zero_axes)
     advice = "Have a dim that divides, or another mesh, or leave `zero` out."
     if whole[largest].layer <= zero.small:
         advice = (
@@ -253,15 +253,15 @@ def check_names(names: dict[str, Names], leaves: dict[str, Any], rules: AxisRule
 
 def _describe_unknown(unknown: dict[str, list[str]], rules: AxisRules) -> str:
     """The error for names without a rule, of which each has the paths that carry it."""
-    listed: list[str] = []
+    carriers: list[str] = []
     for name, paths in unknown.items():
-        carriers = ", ".join(f"`{path}`" for path in paths)
-        listed.append(f"`{name}` on {carriers}")
-    known = ", ".join(f"`{name}`" for name in rules.names)
+        carriers.append(f"`{name}` on {listed(paths)}")
+    known = listed(rules.names)
     suggestion = ", ".join(f"{name}=None" for name in unknown)
     return (
-        f"Parameters carry names that no rule knows: {'; '.join(listed)}. The rules know {known}. "
-        f"Add rules, `rules | AxisRules({suggestion})` with an axis or `None` for replicated."
+        f"Parameters carry names that no rule knows: {'; '.join(carriers)}. The rules know "
+        f"{known}. Add rules, `rules | AxisRules({suggestion})` with an axis or `None` for "
+        "replicated."
     )
 
 

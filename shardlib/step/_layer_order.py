@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from shardlib._text import listed
 from shardlib._tree import map_named
 from shardlib.layouts._rules import LAYERS, counts_layers
 from shardlib.pipeline._program import table_of
@@ -213,7 +214,7 @@ def _check_loops(schedule: Any, loops: tuple[str, ...]) -> None:
     if not evenly:
         raise ValueError(
             f"The model has {len(loops)} loops over layers "
-            f"({', '.join(f'`{name}`' for name in loops)}), and every stage has parts of each; "
+            f"({listed(loops)}), and every stage has parts of each; "
             f"`{schedule}` has {on_stage} on a stage. `sl.pipeline.Interleaved({schedule.stages}, "
             f"{schedule.microbatches}, chunks={len(loops)})` has {len(loops)}, and so have `ZBV` "
             "and `VHalf` two."

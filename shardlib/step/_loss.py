@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.modeling._batch import WeightedMean
@@ -219,7 +220,7 @@ def _check_structure(before: Any, after: Any) -> None:
     changed = {path for path, _ in leaves_before ^ leaves_after}
     raise ValueError(
         "The loss changed the structure of the model's state: "
-        f"{', '.join(f'`{path}`' for path in sorted(changed))}. The state has the same paths, "
+        f"{listed(sorted(changed))}. The state has the same paths, "
         "shapes and dtypes after a step as before it; return intermediate values as metrics."
     )
 

@@ -12,7 +12,6 @@ changed. The mean of messages is owed the mean of the workers' errors and that o
 another number of workers each get the mean of what those before had, and the same is owed.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -203,7 +202,7 @@ class _Conversion:
             worker, server = errors[parameter.path]
             # How many workers there are on this mesh.
             sizes = self.strategy.device_mesh.shape
-            count = math.prod(sizes[axis] for axis in self.workers(parameter))
+            count = parts_over(sizes, self.workers(parameter))
             # What is owed is the mean over workers, and it stays the same if each has that mean.
             if worker.shape[0] != count:
                 worker = jnp.broadcast_to(jnp.mean(worker, 0), (count, *worker.shape[1:]))

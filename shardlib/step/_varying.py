@@ -18,6 +18,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib._text import listed
 from shardlib.modeling._random import is_row_key, rows_of
 from shardlib.tracing._jaxpr import every_equation, open_jaxpr, scan_parts
 
@@ -207,10 +208,9 @@ def sends_between(jaxpr: ClosedJaxpr, axes: Iterable[str]) -> bool:
 
 def describe_varying(paths: Sequence[str]) -> str:
     """The error for state that would differ from device to device."""
-    listed = ", ".join(f"`{path}`" for path in paths)
     return (
-        f"The loss changes state of the model from the examples at hand: {listed}. It would differ "
-        "from device to device. Compute it from the whole batch: `sl.batch_mean(x)` and "
+        f"The loss changes state of the model from the examples at hand: {listed(paths)}. It would "
+        "differ from device to device. Compute it from the whole batch: `sl.batch_mean(x)` and "
         "`sl.gather_batch(x)`, or a layer's own option, `nnx.BatchNorm(..., axis_name=<the data "
         "axes>)`."
     )

@@ -6,11 +6,11 @@ is never flaky.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib._text import human_bytes, table
+from shardlib._text import human_bytes, listed, table
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import KINDS, Collective
 from shardlib.compiled._memory import KINDS as MEMORY_KINDS
@@ -218,7 +218,7 @@ def _check_limits(at_most: Any) -> None:
     # All names are looked at before the first size.
     for kind in at_most:
         if kind not in kinds:
-            raise ValueError(f"`{kind}` is no kind of memory; there are {_listed(kinds)}.")
+            raise ValueError(f"`{kind}` is no kind of memory; there are {listed(kinds)}.")
     for kind, size in at_most.items():
         check.whole("assert_memory", f"at_most[{kind!r}]", size, "a number of bytes", least=0)
 
@@ -253,7 +253,7 @@ def _expected_bytes(sends: Any) -> dict[_Link, int]:
             raise check.refusal("assert_collectives", "sends", sends, takes)
         kind, axes = key
         if kind not in KINDS:
-            raise ValueError(f"`{kind}` is no kind of collective; there are {_listed(KINDS)}.")
+            raise ValueError(f"`{kind}` is no kind of collective; there are {listed(KINDS)}.")
         if isinstance(axes, str):
             axes = (axes,)
         check.texts(
@@ -263,10 +263,6 @@ def _expected_bytes(sends: Any) -> dict[_Link, int]:
             "assert_collectives", f"sends[{key!r}]", size, "a number of bytes", least=0
         )
     return expected
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Plan:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.step._state import State
 from shardlib.step._step import Step
@@ -133,13 +134,12 @@ def check_names(
     """
     # Names are looked at before values: a dict would silently keep the last of two.
     names = {"step", "note", *metrics}
-    listed = ", ".join(f"`{name}`" for name in speed) or "none yet"
     for name in (*watched, *speed):
         if name in names:
             raise ValueError(
                 f"`fit`: two numbers of a record are called `{name}`. A record has the metrics of "
                 "the step, what `Records(watch=...)` names, and the speed, "
-                f"{listed}: call yours something else."
+                f"{listed(speed) or 'none yet'}: call yours something else."
             )
         names.add(name)
 
