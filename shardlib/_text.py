@@ -121,7 +121,7 @@ def table(
     widths = _widths(rows, range(columns))
     if columns - 1 not in right:
         widths[columns - 1] = 0
-    lines: list[str] = []
+    lines = []
     for row in rows:
         # No spaces at the ends of lines, where the last cells are empty or narrow.
         lines.append(gap.join(_aligned(row, widths, right)).rstrip())
@@ -186,15 +186,19 @@ def _fitted(
     limits: dict[int, int] = {}
     # None first: with all columns, for shortening them may be enough.
     for dropped in (None, *sacrifices.drop):
-        kept = [column for column in kept if column != dropped]
+        if dropped in kept:
+            kept.remove(dropped)
         widths = _widths(rows, kept)
         excess = sum(widths.values()) + len(gap) * (len(kept) - 1) - width
         limits, excess = _limits(widths, excess, sacrifices.shorten)
         if excess <= 0:
             break
-    fitted = [_shortened_row(row, kept, limits) for row in rows]
     # Columns have other numbers where some before them are left out.
-    return fitted, {number for number, column in enumerate(kept) if column in right}
+    kept_right = set()
+    for number, column in enumerate(kept):
+        if column in right:
+            kept_right.add(number)
+    return [_shortened_row(row, kept, limits) for row in rows], kept_right
 
 
 def _shortened_row(row: Sequence[str], kept: list[int], limits: Mapping[int, int]) -> list[str]:

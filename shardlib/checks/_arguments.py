@@ -286,10 +286,8 @@ def path(
     # File systems count bytes, not letters.
     longest = max(map(len, encoded.split(b"/")))
     if longest > _LONGEST_NAME or len(encoded) > _LONGEST_PATH:
-        shorter = (
-            f"{takes}, of at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes; "
-            f"this has {len(encoded):,}, and {longest:,}"
-        )
+        limits = f"at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes"
+        shorter = f"{takes}, of {limits}; this has {len(encoded):,}, and {longest:,}"
         raise refusal(function, argument, value, shorter)
     return Path(written)
 

@@ -95,6 +95,13 @@ class Signs:
         lanes = max(1, min(_LANES, self.block // 8, -(-elements // 8)))
         return _Tiling(-(-elements // (8 * lanes)), lanes, max(1, self.block // (8 * lanes)))
 
+    def _tiles(self, rows: jax.Array, alive: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Rows in tiles, zero where they always are; and in tiles too, where they may not be."""
+        if alive is None:
+            everywhere = jnp.ones((1, rows.shape[1]), bool)
+            return self._tiled(rows), self._tiled(everywhere)
+        return self._tiled(jnp.where(alive, rows, 0)), self._tiled(alive)
+
     def _tiled(self, rows: jax.Array) -> jax.Array:
         """Rows as `(row, tile, 8, lane)`.
 
@@ -116,13 +123,7 @@ class Signs:
         """
         _check_rows("Signs.encode", rows, alive)
         count, elements = rows.shape
-        rows = rows.astype(jnp.float32)
-        if alive is None:
-            tiles = self._tiled(rows)
-            living = self._tiled(jnp.ones((1, elements), bool))
-        else:
-            tiles = self._tiled(jnp.where(alive, rows, 0))
-            living = self._tiled(alive)
+        tiles, living = self._tiles(rows.astype(jnp.float32), alive)
         scale = self._scales(tiles, living, elements)
         # Eight signs along the sublanes become the bits of a byte; lanes stay where they are.
         packed = jnp.sum((tiles >= 0).astype(jnp.uint8) << _BIT_POSITIONS, 2, dtype=jnp.uint8)

@@ -16,7 +16,7 @@ per step however many microbatches there were.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
-from shardlib.layouts._rules import as_tuple, axes_without
+from shardlib.layouts._rules import as_tuple, axes_within, axes_without
 
 _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
 
@@ -99,7 +99,7 @@ def averaged_axes(axes: tuple[str, ...], parameter: Parameter) -> tuple[str, ...
     """The axes of an exchange that do not split a parameter; none for one without elements."""
     if not math.prod(parameter.shape):
         return ()
-    return tuple(axis for axis in axes if axis in parameter.axes)
+    return axes_within(axes, parameter.axes)
 
 
 class ExchangeInputs(NamedTuple):
@@ -212,10 +212,18 @@ def _scattered(parameter: Parameter) -> _Scattered:
     ZeRO splits at most one dim over axes of the data.
     """
     for dim, entry in enumerate(parameter.stored):
-        axes = tuple(axis for axis in as_tuple(entry) if axis in parameter.axes)
+        axes = axes_within(as_tuple(entry), parameter.axes)
         if axes:
             return _Scattered(dim, axes)
     return _Scattered(0, ())
+
+
+@dataclass
+class _Bucket:
+    """Arrays that share a collective, by number, and the bytes that they have together."""
+
+    members: list[int] = field(default_factory=list)
+    bytes: int = 0
 
 
 def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> list[list[int]]:
@@ -223,18 +231,19 @@ def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> 
 
     Groups are filled in order. An array that is larger than the limit is a group by itself.
     """
-    buckets: list[list[int]] = []
-    filled: dict[Any, int] = {}
-    last: dict[Any, list[int]] = {}
+    buckets: list[_Bucket] = []
+    # A collective takes arrays of one dtype, so a bucket of each is being filled.
+    bucket_of_dtype: dict[Any, _Bucket] = {}
     for i in members:
         size, dtype = arrays[i].nbytes, arrays[i].dtype
-        # A collective takes arrays of one dtype.
-        if dtype not in last or filled[dtype] + size > limit:
-            last[dtype], filled[dtype] = [], 0
-            buckets.append(last[dtype])
-        last[dtype].append(i)
-        filled[dtype] += size
-    return buckets
+        bucket = bucket_of_dtype.get(dtype)
+        if bucket is None or bucket.bytes + size > limit:
+            bucket = _Bucket()
+            bucket_of_dtype[dtype] = bucket
+            buckets.append(bucket)
+        bucket.members.append(i)
+        bucket.bytes += size
+    return [bucket.members for bucket in buckets]
 
 
 def _scatter(

@@ -159,6 +159,7 @@ def summary(found: Iterable[Collective]) -> str:
         times[size, _summary_line(collective, size)] += collective.times
     if not times:
         return "no collectives"
+    # What sends most comes first.
     counted = [(size, count, line) for (size, line), count in times.items()]
     counted.sort(key=lambda row: (-row[0] * row[1], row[2]))
     return "\n".join(line.format(count) for _, count, line in counted)
@@ -262,11 +263,17 @@ def _operands_and_results(scope: Scope, made: Instruction, kind: str) -> tuple[_
         operands, results = operands[:1], results[:1]
     if made.opcode == "send":
         # What it gives comes from the `recv` that meets it.
-        meeting = made.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
-        receives = (other for other in scope.instructions.values() if other.opcode == "recv")
-        received = next(other for other in receives if meeting in other.attributes)
-        results = arrays(received.result)[:1]
+        results = arrays(_matching_receive(scope, made).result)[:1]
     return operands, results
+
+
+def _matching_receive(scope: Scope, send: Instruction) -> Instruction:
+    """The `recv` that meets a `send`: both name the same meeting."""
+    meeting = send.get(r'(_xla_host_transfer_rendezvous="[^"]*")')
+    for other in scope.instructions.values():
+        if other.opcode == "recv" and meeting in other.attributes:
+            return other
+    raise ValueError(f"The program sends by `{send.name}`, and has no `recv` of {meeting}.")
 
 
 def _sources(program: Program, scope: Scope, made: Instruction, source: str) -> tuple[str, ...]:

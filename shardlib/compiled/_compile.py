@@ -186,15 +186,14 @@ def _stated(printed: str, analysis: Any) -> tuple[int, int | None]:
     its temporaries are the log's "HLO temp", which includes fragmentation, and the fragmentation
     once more. What does not fit is decided on the log's account.
     """
-    section = first(r"Program hbm requirement [\d.]+\w+:\n((?: +.*\n?)*)", printed)
-    parts = {}
-    for name, size in re.findall(r"(?m)^    ([\w ]+?)  +([\d.]+\w+)", section):
-        parts[name.strip()] = _size(size)
+    parts = _program_parts(printed)
     if not parts:
         program = analysis.generated_code_size_in_bytes if analysis is not None else 0
         return program, None
-    program = sum(size for name, size in parts.items() if name != "HLO temp")
-    total = program + parts.get("HLO temp", 0)
+    # What the program computes with is counted apart from the program itself.
+    temporaries = parts.pop("HLO temp", 0)
+    program = sum(parts.values())
+    total = program + temporaries
     arguments = re.search(r"(?m)^    arguments +([\d.]+\w+)", printed)
     if arguments:
         total += _size(arguments[1])
@@ -203,6 +202,15 @@ def _stated(printed: str, analysis: Any) -> tuple[int, int | None]:
     if outputs:
         total += _size(outputs[1]) - _size(outputs[2])
     return program, total
+
+
+def _program_parts(printed: str) -> dict[str, int]:
+    """The bytes of each part of a program, where the TPU compiler has logged them."""
+    section = first(r"Program hbm requirement [\d.]+\w+:\n((?: +.*\n?)*)", printed)
+    parts: dict[str, int] = {}
+    for name, size in re.findall(r"(?m)^    ([\w ]+?)  +([\d.]+\w+)", section):
+        parts[name.strip()] = _size(size)
+    return parts
 
 
 def _size(text: str) -> int:
@@ -226,14 +234,9 @@ def _words(error: str, dump: Path | None = None) -> str:
     E1001: OutOfVmem: Ran out of memory.
     See the manual.
     """
-    text = re.sub(r"^[A-Z_]+: ", "", error.strip())
-    lines = [line.strip().removesuffix(" -") for line in text.splitlines()]
-    kept = [line for line in lines if line and not _TRACE.search(line)]
+    kept = _telling_lines(error)
     if not kept:
         return "no reason was given"
-    # A number and a name stand in a line of their own.
-    if re.fullmatch(r"[\w: ]{1,80}:", kept[0]) and len(kept) > 1:
-        kept[:2] = [f"{kept[0]} {kept[1]}"]
     words = "\n".join(kept)
     if len(words) > _LONGEST:
         words = words[: _LONGEST - 4].rstrip() + " ..."
@@ -241,6 +244,19 @@ def _words(error: str, dump: Path | None = None) -> str:
     if blamed:
         words += f"\nThe line: {blamed}"
     return words
+
+
+def _telling_lines(error: str) -> list[str]:
+    """The lines of a compiler's message but for empty ones and stack traces."""
+    lines: list[str] = []
+    for line in re.sub(r"^[A-Z_]+: ", "", error.strip()).splitlines():
+        telling = line.strip().removesuffix(" -")
+        if telling and not _TRACE.search(telling):
+            lines.append(telling)
+    # A number and a name stand in a line of their own.
+    if len(lines) > 1 and re.fullmatch(r"[\w: ]{1,80}:", lines[0]):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return lines
 
 
 def _blamed(words: str, dump: Path | None) -> str:
@@ -251,11 +267,15 @@ def _blamed(words: str, dump: Path | None) -> str:
     frame = first(r"\bstack_frame_id=(\d+)", words)
     if not frame or dump is None:
         return ""
+    # The largest first: that is the whole program, and the others are parts of it.
     written = sorted(
         dump.glob("*_optimizations*.txt"), key=lambda file: file.stat().st_size, reverse=True
     )
-    tables = (stack_lines(file.read_text(errors="replace")) for file in written)
-    return next((lines[frame] for lines in tables if lines.get(frame)), "")
+    for file in written:
+        lines = stack_lines(file.read_text(errors="replace"))
+        if lines.get(frame):
+            return lines[frame]
+    return ""
 
 
 _INVOLUNTARY = re.compile(
@@ -297,9 +317,13 @@ def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]
     for name, born, dies in re.findall(r"(?m)^    (\S+):(\d+)-(\d+)$", ranges):
         lives[name] = (int(born), int(dies))
     numbered = {}
+    last = 0
     for number, name in re.findall(r"(?m)^    (\d+):(\S+)$", sequence):
         numbered[int(number)] = name
-    last = max([*numbered, *(end for _, end in lives.values())], default=0)
+        last = max(last, int(number))
+    # A value may die after the last instruction, where the program returns it.
+    for _, end in lives.values():
+        last = max(last, end)
     return tuple(numbered.get(number, "") for number in range(last + 1)), lives
 
 

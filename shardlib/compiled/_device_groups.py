@@ -37,16 +37,20 @@ class Devices:
         self.slice_of: dict[int, int] = {}
         if mesh is None:
             return
-        members: dict[int, list[int]] = defaultdict(list)
         for position, device in enumerate(mesh.devices.flat):
-            number = slice_index(device)
-            members[number].append(position)
-            self.slice_of[position] = number
+            self.slice_of[position] = slice_index(device)
             self.position_of_id[device.id] = position
         # One program for the whole mesh numbers all of its devices, whatever slices they are in.
         self.slices = {0: list(range(mesh.size))}
         if partitions < mesh.size:
-            self.slices = dict(sorted(members.items()))
+            self.slices = self._positions_by_slice()
+
+    def _positions_by_slice(self) -> dict[int, list[int]]:
+        """The positions in the mesh of the devices of each slice."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for position, number in self.slice_of.items():
+            members[number].append(position)
+        return dict(sorted(members.items()))
 
     def groups(self, made: Instruction) -> Groups:
         """The groups of a collective, or the pairs of a permute, of all slices together.
@@ -99,12 +103,23 @@ class Devices:
         # All groups run over the same axes, so the first one is enough; pairs may differ.
         varying = _varying_dims(groups if permute else groups[:1], positions.shape)
         if not permute:
-            fixed = [dim for dim in range(positions.ndim) if dim not in varying]
-            size = math.prod(positions.shape[dim] for dim in varying)
-            expected = positions.transpose(fixed + varying).reshape(-1, size).tolist()
+            expected = _groups_along(positions, varying)
             if sorted(map(sorted, groups)) != sorted(map(sorted, expected)):
                 return None
         return tuple(self.mesh.axis_names[dim] for dim in varying)
+
+
+def _groups_along(positions: np.ndarray, dims: list[int]) -> list[list[int]]:
+    """The groups of a collective that runs over some dims of the mesh, all of them."""
+    size = 1
+    fixed: list[int] = []
+    for dim, length in enumerate(positions.shape):
+        if dim in dims:
+            size *= length
+        else:
+            fixed.append(dim)
+    # Devices of one group differ in these dims only, which come last and are counted first.
+    return positions.transpose(fixed + dims).reshape(-1, size).tolist()
 
 
 def _varying_dims(groups: Groups, shape: tuple[int, ...]) -> list[int]:

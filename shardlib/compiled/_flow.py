@@ -12,10 +12,10 @@ one before:
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from shardlib.compiled._compile import Compiled, Value
+from shardlib.compiled._compile import Allocation, Compiled, Value
 from shardlib.compiled._hlo import Instruction, Scope
 
 Key = tuple[str, tuple[int, ...]]  # an instruction and which part of its result
@@ -49,6 +49,16 @@ def is_forward(op_name: str) -> bool:
     return "jvp(" in op_name and not is_backward(op_name)
 
 
+def _last_reads(allocations: Iterable[Allocation]) -> dict[Key, int]:
+    """When each value is last read, at whichever of its places that is later."""
+    dies: dict[Key, int] = defaultdict(int)
+    for allocation in allocations:
+        for value in allocation.values:
+            key = (value.instruction, value.index)
+            dies[key] = max(dies[key], value.dies)
+    return dies
+
+
 class Flow:
     """Where the values of one compiled program come from, across loops, fusions and tuples.
 
@@ -59,11 +69,7 @@ class Flow:
         self.kinds_by_path = kinds_by_path
         self.program = compiled.program
         self.order = compiled.order
-        self.dies: dict[Key, int] = defaultdict(int)  # when a value is last read
-        for allocation in compiled.allocations:
-            for value in allocation.values:
-                key = (value.instruction, value.index)
-                self.dies[key] = max(self.dies[key], value.dies)
+        self.dies = _last_reads(compiled.allocations)
         self.scopes: dict[str, Scope] = {}
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)

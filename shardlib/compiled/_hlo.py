@@ -83,7 +83,10 @@ class Scope:
 
     def root(self) -> Instruction:
         """The instruction that makes the result of the computation, as `follow` finds it."""
-        return self.follow(next(made.name for made in self.instructions.values() if made.is_root))
+        for made in self.instructions.values():
+            if made.is_root:
+                return self.follow(made.name)
+        raise ValueError(f"The computation `{self.name}` has no root.")
 
     def carried(self, name: str) -> int | None:
         """Which element of a loop's state the value called `name` is, if it is one.
@@ -452,8 +455,11 @@ def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
     Dtypes are HLO's: `f32`, `bf16`, `pred`. A tuple has several arrays. Tokens, which have no
     size, are left out.
     """
-    matches = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", type_)
-    return [(dtype, tuple(numbers(shape))) for dtype, shape in matches if _bits(dtype)]
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", type_):
+        if _bits(dtype):
+            found.append((dtype, tuple(numbers(shape))))
+    return found
 
 
 def _bits(dtype: str) -> int:

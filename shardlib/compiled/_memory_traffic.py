@@ -108,16 +108,21 @@ def _moved_by_calls(program: Program, scope: Scope, made: Instruction) -> tuple[
 def _read(program: Program, scope: Scope, made: Instruction) -> int:
     """The bytes that an instruction reads from main memory, each operand once."""
     if made.opcode in _SLICES:
-        # Of what is sliced, only the slice; and nothing from an array in fast memory.
         sliced = scope.instructions[made.operands[0]]
-        return _bytes(made.result) if _bytes(sliced.result) else 0
+        # Nothing is read of an array in fast memory, which has no bytes here.
+        if not _bytes(sliced.result):
+            return 0
+        # Of what is sliced, only the slice.
+        return _bytes(made.result)
     if made.opcode == "dynamic-update-slice":
         # The update; what is updated in place is not read.
         return _bytes(scope.instructions[made.operands[1]].result)
     total = 0
     inner = _inside(program, scope, made)
     for number, name in enumerate(made.operands):
-        if name not in scope.instructions or name in made.operands[:number]:
+        # An operand that comes twice is read once.
+        is_repeated = name in made.operands[:number]
+        if is_repeated or name not in scope.instructions:
             continue
         operand_bytes = _bytes(scope.instructions[name].result)
         if inner and operand_bytes:

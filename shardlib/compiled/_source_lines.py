@@ -25,13 +25,7 @@ def stack_lines(text: str) -> dict[str, str]:
     The keys are the frames' numbers as they are written; of each frame's stack, the line that says
     most to the user is taken. Empty where the text has no such tables.
     """
-    files = dict(_head_table(text, "FileNames", '"(.*)"'))
-    locations: dict[str, _Location] = {}
-    for key, file, line in _head_table(
-        text, "FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)"
-    ):
-        if file in files:
-            locations[key] = _Location(files[file], f"{files[file]}:{line}")
+    locations = _locations(text)
     frames = _head_table(
         text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     )
@@ -70,6 +64,17 @@ class _Frame:
     parent: str
 
 
+def _locations(text: str) -> dict[str, _Location]:
+    """The files and lines that the head of a program names, by their keys."""
+    files = dict(_head_table(text, "FileNames", '"(.*)"'))
+    pattern = r"\{file_name_id=(\d+).*?\bline=(\d+)"
+    locations: dict[str, _Location] = {}
+    for key, file, line in _head_table(text, "FileLocations", pattern):
+        if file in files:
+            locations[key] = _Location(files[file], f"{files[file]}:{line}")
+    return locations
+
+
 def _stack(frames: dict[str, _Frame], key: str) -> list[_Location]:
     """The locations of a frame and of those that called it, the innermost first."""
     locations: list[_Location] = []
@@ -94,9 +99,12 @@ def _line_of_user(stack: Sequence[tuple[str, str]]) -> str:
         if Path(file) == _STEP:
             break
         inside_step.append((file, line))
-    others = [(file, line) for file, line in inside_step if _PACKAGE not in Path(file).parents]
     # Other libraries' lines say less than the user's, and ours less than theirs.
-    for file, line in others:
+    others: list[tuple[str, str]] = []
+    for file, line in inside_step:
+        if _PACKAGE in Path(file).parents:
+            continue
+        others.append((file, line))
         if "site-packages" not in Path(file).parts:
             return line
     for _, line in [*others, *inside_step, *stack]:

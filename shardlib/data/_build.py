@@ -259,8 +259,7 @@ class _Part:
         """Write the ids of some documents, whose texts have so many bytes in all."""
         if not documents:
             return
-        pieces: list[np.ndarray] = []
-        lengths: list[int] = []
+        pieces, lengths = [], []
         for ids in documents:
             pieces += [ids, self.end]
             lengths.append(len(ids) + 1)

@@ -89,11 +89,7 @@ def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[
                 "that stays as it is."
             )
         try:
-            if isinstance(raw, _BadRecordError):
-                raise raw
-            text = file_format.parse(raw, corpus.field)
-            # JSON may spell what UTF-8 cannot hold.
-            text.encode()
+            text = _parsed(file_format, raw, corpus)
         except (_BadRecordError, UnicodeError) as error:
             place = f"{file_format.unit} {_place(error, number, file_format.unit)}"
             _pass_over(source, corpus, reading, place, _reason(error))
@@ -108,6 +104,16 @@ def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[
             f"`{source.path}` is empty: it has no {file_format.unit}. Remove it, or see what "
             "became of its content."
         )
+
+
+def _parsed(file_format: _Format, raw: Any, corpus: Corpus) -> str:
+    """The text of a record; raises what is wrong with one that is bad."""
+    if isinstance(raw, _BadRecordError):
+        raise raw
+    text = file_format.parse(raw, corpus.field)
+    # JSON may spell what UTF-8 cannot hold.
+    text.encode()
+    return text
 
 
 def _pass_over(source: Source, corpus: Corpus, reading: Reading, place: str, reason: str) -> None:

@@ -115,7 +115,11 @@ def _matches(pattern: str, format: str) -> list[Path]:
         return [path.absolute()]
     # By `glob`, since a `Path` takes no pattern from the root on.
     names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-    files = [Path(name).absolute() for name in names if not Path(name).is_dir()]
+    files: list[Path] = []
+    for name in names:
+        # A pattern may match folders too, whose files it does not name.
+        if not Path(name).is_dir():
+            files.append(Path(name).absolute())
     if files:
         return files
     what = "There is no file or folder"

@@ -82,13 +82,7 @@ class Sequences:
             )
         whole_number("Sequences(length=...)", self.length, 1, _MOST_LENGTH)
         whole_number("Sequences(batch=...)", self.batch, 1, _MOST_BATCH)
-        if self.seed is not None:
-            is_whole = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
-            if not is_whole or abs(int(self.seed)) > _MOST_SEED:
-                raise ValueError(
-                    f"`Sequences(seed={shown(self.seed)})` is a whole number, or None for the "
-                    "order as it is; of at most 63 bits."
-                )
+        _check_seed(self.seed)
         if not isinstance(self.documents, str) or self.documents not in ("cut", "whole"):
             raise ValueError(
                 f"`Sequences(documents={shown(self.documents)})`: choose 'cut' or 'whole'."
@@ -294,17 +288,14 @@ class Reader:
         examples: Any = None
         if isinstance(state, Mapping):
             examples = state.get("examples")
+        # Python takes True for 1.
         is_int = isinstance(examples, int) and not isinstance(examples, bool)
         if not is_int or not 0 <= examples < _ENDLESS:
             raise ValueError(
                 "The state of a `Reader` tells how many `examples` were taken, from 0 up; got "
                 f"{shown(state)}."
             )
-        # A state may leave out what it is of, and is then taken for one of these data.
-        differences: list[str] = []
-        for name, value in self._sequences.identity.items():
-            if name in state and state[name] != value:
-                differences.append(f"`{name}` was {shown(state[name])} and is {value!r}")
+        differences = self._differences(state)
         if differences:
             raise ValueError(
                 f"The state is a place in other data: {', '.join(differences)}. Take the same, or "
@@ -313,6 +304,15 @@ class Reader:
             )
         self.close()
         self._start, self._taken = examples, 0
+
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        """In what the data of a state are others than these, for a message."""
+        differences: list[str] = []
+        for name, value in self._sequences.identity.items():
+            # A state may leave out what it is of, and is then taken for one of these data.
+            if name in state and state[name] != value:
+                differences.append(f"`{name}` was {shown(state[name])} and is {value!r}")
+        return differences
 
     def close(self) -> None:
         """Stop reading ahead. The next batch begins it again."""
@@ -335,6 +335,18 @@ class _Steps:
 
     def __getitem__(self, step: int) -> Example:
         return self.sequences.examples(self.start + step * self.sequences.batch + self.rows)
+
+
+def _check_seed(seed: Any) -> None:
+    """Refuse a seed that is neither None nor a whole number of at most 63 bits."""
+    if seed is None:
+        return
+    is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if not is_whole or abs(int(seed)) > _MOST_SEED:
+        raise ValueError(
+            f"`Sequences(seed={shown(seed)})` is a whole number, or None for the order as it is; "
+            "of at most 63 bits."
+        )
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:

@@ -332,12 +332,7 @@ def make_tokenizer(
 ) -> "Bytes | HuggingFace":
     """The tokenizer of a file with this content; without a file, bytes."""
     if path is None:
-        for name, value in (("end", end), ("unknown", unknown)):
-            if value is not None:
-                raise ValueError(
-                    f"`{name}={shown(value)}` is a token of a tokenizer's file; with bytes, 256 "
-                    "ends a document and no character is unknown. Leave it out."
-                )
+        _refuse_tokens_of_file(end=end, unknown=unknown)
         return Bytes()
     inner = _inner_tokenizer(path, content)
     ids = inner.get_vocab(with_added_tokens=True)
@@ -354,6 +349,16 @@ def make_tokenizer(
     if _leaves_out(inner):
         alphabet = _Alphabet()
     return HuggingFace(inner, vocab, end_id, unknown_id, str(path), alphabet)
+
+
+def _refuse_tokens_of_file(**tokens: str | None) -> None:
+    """Refuse tokens that only the file of a tokenizer can have, where there is none."""
+    for name, value in tokens.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}={shown(value)}` is a token of a tokenizer's file; with bytes, 256 "
+                "ends a document and no character is unknown. Leave it out."
+            )
 
 
 def _inner_tokenizer(path: Path, content: bytes) -> Any:

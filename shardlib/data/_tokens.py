@@ -164,14 +164,7 @@ class Prepared:
         for name in ("files", "empty", "learned_documents", "learned_bytes", "unknown"):
             number = whole_number(f"Prepared({name}=...)", getattr(self, name), 0, (1 << 63) - 1)
             object.__setattr__(self, name, number)
-        kinds = {
-            "corpus": Corpus,
-            "folder": Path,
-            "train": Tokens,
-            "held_out": Tokens,
-            "tokenizer_sha256": str,
-        }
-        for name, kind in kinds.items():
+        for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ValueError(
@@ -179,12 +172,7 @@ class Prepared:
                     "makes it."
                 )
         for name, kind in (("skipped", Skipped), ("left_out", str)):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
-                raise ValueError(
-                    f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. "
-                    "`prepare(corpus)` makes it."
-                )
+            _check_tuple(name, getattr(self, name), kind)
 
     def __repr__(self) -> str:
         return f"Prepared({self.corpus}, train={self.train}, held_out={self.held_out})"
@@ -229,6 +217,26 @@ class Prepared:
         for skipped in self.skipped:
             notes.append(str(skipped))
         return notes
+
+
+_KINDS = {
+    "corpus": Corpus,
+    "folder": Path,
+    "train": Tokens,
+    "held_out": Tokens,
+    "tokenizer_sha256": str,
+}
+"""The kinds of those fields of `Prepared` that are neither numbers nor tuples."""
+
+
+def _check_tuple(name: str, value: Any, kind: type) -> None:
+    """Refuse a field of `Prepared` that is no tuple of a kind."""
+    if isinstance(value, tuple) and all(isinstance(item, kind) for item in value):
+        return
+    raise ValueError(
+        f"`Prepared({name}={shown(value)})` is no tuple of `{kind.__name__}`. `prepare(corpus)` "
+        "makes it."
+    )
 
 
 def _row(name: str, part: Tokens) -> tuple[str, ...]:

@@ -40,7 +40,14 @@ from shardlib.experts._moe_checks import (
 from shardlib.experts._routing import Choices, Router, places, z_loss
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope, shard
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import EXPERTS, AxisRules, as_tuple, axes_without, parts_over
+from shardlib.layouts._rules import (
+    EXPERTS,
+    AxisRules,
+    as_tuple,
+    axes_within,
+    axes_without,
+    parts_over,
+)
 from shardlib.modeling._batch import WeightedMean, manual_over_all
 
 Experts = Callable[[Any, jax.Array], jax.Array]
@@ -180,13 +187,18 @@ def _gate_logits(
     gate_input = x.astype(jnp.float32)
     if key is not None and router.jitter:
         jitter_key = jax.random.fold_in(key, 0)
-        low, high = 1 - router.jitter, 1 + router.jitter
-        gate_input = gate_input * jax.random.uniform(jitter_key, x.shape, jnp.float32, low, high)
+        gate_input = _jittered(gate_input, jitter_key, router.jitter)
     logits = _logits(gate_input, gate.astype(jnp.float32))
     drawn = None
     if key is not None:
         drawn = jax.random.uniform(jax.random.fold_in(key, 1), x.shape[:-1])
     return logits, drawn
+
+
+def _jittered(x: jax.Array, key: jax.Array, jitter: float) -> jax.Array:
+    """The input with each number multiplied by a random one close to 1."""
+    factors = jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter)
+    return x * factors
 
 
 def _apply_experts(experts: Experts, weights: Any, x_GECM: jax.Array) -> jax.Array:
@@ -247,7 +259,7 @@ def _expert_axes(count: int) -> _ExpertAxes:
     what = f"the experts, of which a gate, whole everywhere, tells {count}"
     spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
     axes = tuple(axis for axis in as_tuple(spec[0]) if mesh.shape[axis] > 1)
-    manual = tuple(axis for axis in axes if axis in mesh.manual_axes)
+    manual = axes_within(axes, mesh.manual_axes)
     if manual:
         _check_one_kind(axes, manual)
     automatic = axes_without(axes, manual)
@@ -321,6 +333,10 @@ class _Exchange(NamedTuple):
         return manual_over_all(send, spec)(x)
 
 
+_ON_ONE_DEVICE = _Exchange(_ExpertAxes((), (), 1), (), None, 1, False)
+"""Without rules or a mesh: all experts are on the device at hand, and nothing is exchanged."""
+
+
 def _check_one_kind(axes: tuple[str, ...], manual: tuple[str, ...]) -> None:
     """Refuse experts over axes of which only some are manual: tokens go by one kind of exchange."""
     if manual != axes:
@@ -339,7 +355,7 @@ def _exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> _Ex
     scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
         # Where that is a mistake, `shard` says what is wrong.
-        return _Exchange(_ExpertAxes((), (), 1), (), None, 1, False)
+        return _ON_ONE_DEVICE
     rules: AxisRules = scope.rules
     scope.record((EXPERTS,))
     # The width may be split too, and stays so during the exchange.
@@ -365,12 +381,7 @@ def _group_sizes(x: jax.Array, group: int | None, exchange: _Exchange) -> tuple[
     """
     tokens = math.prod(x.shape[:-1])
     if group is None:
-        if x.ndim == 2:
-            raise ValueError(
-                f"Of {tokens} tokens without a dim for the sequence, say how many share the places "
-                "of the experts: `group=...`."
-            )
-        group = math.prod(x.shape[1:-1])
+        group = _tokens_of_example(x)
     check.whole("moe", "group", group, "a number of tokens", least=1)
     if tokens % (group * exchange.rows):
         over = ""
@@ -382,6 +393,16 @@ def _group_sizes(x: jax.Array, group: int | None, exchange: _Exchange) -> tuple[
             "lies on one device."
         )
     return int(group), tokens // int(group)
+
+
+def _tokens_of_example(x: jax.Array) -> int:
+    """The tokens of one example, which are a group where none is asked for."""
+    if x.ndim == 2:
+        raise ValueError(
+            f"Of {x.shape[0]} tokens without a dim for the sequence, say how many share the places "
+            "of the experts: `group=...`."
+        )
+    return math.prod(x.shape[1:-1])
 
 
 # Experts whose logits are made at a time.
@@ -449,15 +470,22 @@ def _checked_choices(choices: Choices, real_GS: jax.Array, count: int) -> Choice
             f"A router chose experts of dtype {expert.dtype}; an expert is a whole number."
         )
     within = (expert >= 0) & (expert < count)
-    if not isinstance(within, Tracer) and not bool(within.all()):
-        raise ValueError(
-            f"A router chose expert {int(expert[~within][0])}, and there are {count}, counted from "
-            f"0: {int((~within).sum())} of {within.size} choices are out of range."
-        )
+    if not isinstance(within, Tracer):
+        _check_range(expert, within, count)
     # What is out of range is traced, and no error can be raised: nan is noticed.
     weight = jnp.where(within, weight.astype(jnp.float32), jnp.nan)
     return Choices(
         jnp.clip(expert, 0, count - 1).astype(jnp.int32), weight, wanted & real_GS[..., None]
+    )
+
+
+def _check_range(expert: jax.Array, within: jax.Array, count: int) -> None:
+    """Refuse choices of experts that do not exist; `within` is true where one does."""
+    if bool(within.all()):
+        return
+    raise ValueError(
+        f"A router chose expert {int(expert[~within][0])}, and there are {count}, counted from "
+        f"0: {int((~within).sum())} of {within.size} choices are out of range."
     )
 
 

@@ -14,17 +14,23 @@ def check_tokens(x: Any, gate: Any, names: Any) -> None:
     """Refuse tokens, names and a gate that do not fit each other."""
     check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
     check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
-    if x.ndim < 2 or len(names) != x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    if x.ndim < 2 or len(names) != x.ndim or not is_float:
         raise ValueError(
             "`moe(x, ...)` takes tokens (batch, ..., width), real numbers, and a name for each "
             f"dim; got {x.dtype}{list(x.shape)} and `names={check.shown(names)}`."
         )
+    _check_gate(gate, x.shape)
+
+
+def _check_gate(gate: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what is no gate for tokens of this shape."""
     check_arrays.array("moe", "gate", gate, "an array, (width, experts)")
     is_matrix = gate.ndim == 2 and jnp.issubdtype(gate.dtype, jnp.floating)
-    if not is_matrix or gate.shape[0] != x.shape[-1]:
+    if not is_matrix or gate.shape[0] != shape[-1]:
         raise ValueError(
-            f"`moe(gate=...)` is of shape (width, experts), ({x.shape[-1]}, ...) for tokens of "
-            f"shape {x.shape}; got {getattr(gate, 'shape', type(gate).__name__)}."
+            f"`moe(gate=...)` is of shape (width, experts), ({shape[-1]}, ...) for tokens of "
+            f"shape {shape}; got {gate.shape}."
         )
 
 

@@ -199,10 +199,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     notebook = Notebook()
     leaves, treedef = jax.tree.flatten((args, kwargs))
     # Other arguments than arrays are handed to the function as they are.
-    arrays = []
-    for k, leaf in enumerate(leaves):
-        if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype):
-            arrays.append(k)
+    arrays = _numbers_of_arrays(leaves)
 
     def called(traced: list[Any]) -> None:
         # Nothing is returned: the function's result may be anything, not only arrays.
@@ -214,6 +211,15 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     with _notebook(notebook):
         jax.eval_shape(called, [leaves[k] for k in arrays])
     return Explanation(tuple(notebook.calls))
+
+
+def _numbers_of_arrays(leaves: Sequence[Any]) -> list[int]:
+    """Which leaves of the arguments are arrays, by number."""
+    numbers: list[int] = []
+    for number, leaf in enumerate(leaves):
+        if hasattr(leaf, "shape") and check_arrays.holds(leaf.dtype):
+            numbers.append(number)
+    return numbers
 
 
 def choose(candidates: Sequence[Implementation], task: Task, requested: str | None) -> Chosen:
@@ -338,19 +344,29 @@ def ranking(task: Task) -> list[str]:
     """
     assert task.device is not None
     x = task.arrays["x"]
-    lines = []
-    for line in measurements():
-        if line["op"] == task.op and line["device"] == task.device.kind:
-            lines.append(line)
-    # Times of another dtype are a better guess than none.
-    of_dtype = [line for line in lines if line["dtype"] == str(x.dtype)]
-    if of_dtype:
-        lines = of_dtype
+    lines = _measured(task.op, task.device.kind, str(x.dtype))
     if not lines:
         return []
     length = max(x.shape[-1], 1)
     nearest = min(
         (line["row"] for line in lines), key=lambda measured: abs(math.log(measured / length))
     )
-    fastest_first = sorted(lines, key=lambda line: line["time"])
-    return [line["implementation"] for line in fastest_first if line["row"] == nearest]
+    names: list[str] = []
+    for line in sorted(lines, key=lambda line: line["time"]):
+        if line["row"] == nearest:
+            names.append(line["implementation"])
+    return names
+
+
+def _measured(op: str, kind: str, dtype: str) -> list[Mapping[str, Any]]:
+    """What was measured of an operation on a kind of device, in this dtype if it was."""
+    lines: list[Mapping[str, Any]] = []
+    of_dtype: list[Mapping[str, Any]] = []
+    for line in measurements():
+        if line["op"] != op or line["device"] != kind:
+            continue
+        lines.append(line)
+        if line["dtype"] == dtype:
+            of_dtype.append(line)
+    # Times of another dtype are a better guess than none.
+    return of_dtype or lines

@@ -162,10 +162,12 @@ class RowLayout:
         if self.passes > 1:
             numbers = MOST_IN_A_LANE if self.one_row_per_lane else ENOUGH
             begin = jnp.minimum(turn * numbers, self.length - numbers)
-            return [
-                Piece(begin + offset, size, turn * numbers - begin - offset)
-                for offset in range(0, numbers, size)
-            ]
+            streamed = []
+            for offset in range(0, numbers, size):
+                # The last pass begins early: some of its numbers came by in the one before.
+                repeated = turn * numbers - begin - offset
+                streamed.append(Piece(begin + offset, size, repeated))
+            return streamed
         pieces = [Piece(begin, size) for begin in range(0, self.length - size + 1, size)]
         remainder = self.length % size
         if remainder:

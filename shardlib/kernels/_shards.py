@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, warn
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import AxisRules, as_tuple, axes_without, parts_over
+from shardlib.layouts._rules import AxisRules, as_tuple, axes_within, axes_without, parts_over
 
 Names: TypeAlias = Sequence[str | None]
 
@@ -175,9 +175,7 @@ def _manual_axes_of(
     if not isinstance(name, str) or name not in rules:
         return ()
     candidates = [as_tuple(axes) for axes in rules[name]]
-    manual = []
-    for axes in candidates:
-        manual.append(tuple(axis for axis in axes if axis in mesh.manual_axes))
+    manual = [axes_within(axes, mesh.manual_axes) for axes in candidates]
     if len(set(manual)) > 1:
         first_manual = next(axes for axes in manual if axes)[0]
         raise ValueError(

@@ -74,7 +74,10 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
         if isinstance(parameter, int):
             followers[path] = parameter
     dims = _followed_dims(probe, followers)
-    unexplained = {path: i for path, i in followers.items() if path not in dims}
+    unexplained: dict[str, int] = {}
+    for path, index in followers.items():
+        if path not in dims:
+            unexplained[path] = index
     first_dims = _first_dims(probe, unexplained)
 
     relations: dict[str, Relation] = {}
@@ -146,10 +149,10 @@ class _Probe:
         leaves, tree = jax.tree.flatten(params)
 
         def state_shapes(shapes: Sequence[Shape]) -> dict[str, Shape]:
-            resized = [
-                jax.ShapeDtypeStruct(shape, leaf.dtype)
-                for shape, leaf in zip(shapes, leaves, strict=True)
-            ]
+            resized = []
+            for shape, leaf in zip(shapes, leaves, strict=True):
+                resized.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            # `init` is only traced, so that no array of these shapes is ever made.
             state = jax.eval_shape(init, tree.unflatten(resized))
             return {path: leaf.shape for path, leaf in named_leaves(state)}
 
@@ -200,13 +203,24 @@ def _followed_parameters(probe: _Probe) -> dict[str, int | str]:
             continue
         followed: dict[str, int | str] = {}
         for path, shape in probe.base.items():
-            changes = tuple(n for n, shapes in enumerate(answers) if shapes[path] != shape)
+            changes = _rounds_of_change(answers, path, shape)
             if changes:
                 followed[path] = index_of_half.get(changes, "follows several parameters")
             else:
                 followed[path] = "follows no parameter"
         return followed
     return {}
+
+
+def _rounds_of_change(
+    answers: Sequence[Mapping[str, Shape | None]], path: str, shape: Shape | None
+) -> tuple[int, ...]:
+    """The rounds in which an array of the state has another shape than with the real parameters."""
+    rounds: list[int] = []
+    for number, shapes in enumerate(answers):
+        if shapes[path] != shape:
+            rounds.append(number)
+    return tuple(rounds)
 
 
 def _halves_of_rounds(count: int) -> tuple[int, list[tuple[int, ...]]]:
@@ -282,15 +296,25 @@ def _explained_first(
     if len(parameter_shape) < 3 or parameter_shape.count(parameter_shape[0]) > 1:
         return None
     layers = parameter_shape[0]
-    changed = [dim for dim, size in enumerate(shape) if resized_shape[dim] != size]
-    if len(changed) != 1:
+    dim = _only_changed(shape, resized_shape)
+    if dim is None:
         return None
-    [dim] = changed
     if (shape[dim], resized_shape[dim]) != (layers, resize(layers)):
         return None
     dims: list[int | None] = [None] * len(shape)
     dims[dim] = 0
     return tuple(dims)
+
+
+def _only_changed(shape: Shape, resized_shape: Shape) -> int | None:
+    """The dim whose size has changed, or None if none has, or several have."""
+    changed: list[int] = []
+    for dim, size in enumerate(shape):
+        if resized_shape[dim] != size:
+            changed.append(dim)
+    if len(changed) != 1:
+        return None
+    return changed[0]
 
 
 def _explained(

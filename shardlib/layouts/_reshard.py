@@ -14,7 +14,7 @@ digits, which are dims of an intermediate shape:
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, mesh_of_shards
-from shardlib.layouts._route import Piece, Step, Tiles, plan, spec_entries, tile_count
+from shardlib.layouts._route import Layout, Piece, Step, Tiles, plan, spec_entries, tile_count
 from shardlib.layouts._rules import check_spec
 
 
@@ -77,12 +77,7 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     check.kind("reshard", "to", to, PartitionSpec, "a `PartitionSpec`")
     check.kind("reshard", "source", source, PartitionSpec, "a `PartitionSpec`", optional=True)
     mesh, known = _mesh_and_layout(x)
-    if set(mesh.manual_axes) == set(mesh.axis_names):
-        raise ValueError(
-            "`reshard` inside a `shard_map` that is manual over every axis: each device has its "
-            "own part, and there is no layout left to change. Use the collectives of `jax.lax`; a "
-            "partial sum is the local value there."
-        )
+    _check_not_manual(mesh)
     _check_spec_of_argument("to", to, mesh, x.shape)
     if source is not None:
         _check_spec_of_argument("source", source, mesh, x.shape)
@@ -99,6 +94,16 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
         # Only the partitioner knows where the array comes from, so it picks the way.
         return constrain(x, to)
     return _compiled_move(mesh, source, to, x.shape)(x)
+
+
+def _check_not_manual(mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a mesh of which every axis is manual."""
+    if set(mesh.manual_axes) == set(mesh.axis_names):
+        raise ValueError(
+            "`reshard` inside a `shard_map` that is manual over every axis: each device has its "
+            "own part, and there is no layout left to change. Use the collectives of `jax.lax`; a "
+            "partial sum is the local value there."
+        )
 
 
 def _mesh_and_layout(x: jax.Array) -> tuple[Mesh | AbstractMesh, PartitionSpec | None]:
@@ -135,13 +140,7 @@ def _check_spec_of_argument(
         )
     entries, _ = spec_entries(spec, 0)
     named = [*itertools.chain(*entries), *spec.unreduced, *spec.reduced]
-    for axis in named:
-        if axis in mesh.manual_axes:
-            raise ValueError(
-                f"`reshard(x, {argument}={spec})` names `{axis}`, over which the surrounding "
-                "`shard_map` is manual: each device has its own part. Use the collectives of "
-                "`jax.lax` over it; a partial sum there is the local value."
-            )
+    _check_automatic(argument, spec, named, mesh)
     check_spec(mesh.shape, PartitionSpec(*spec.partitions), shape, what="the array to reshard")
     # Axes that split a dim are known to the mesh by now: these are of partial sums.
     for axis in named:
@@ -149,6 +148,19 @@ def _check_spec_of_argument(
             raise ValueError(
                 f"`reshard(x, {argument}={spec})` sums over `{axis}`; the mesh has "
                 f"{(*mesh.shape,)}."
+            )
+
+
+def _check_automatic(
+    argument: str, spec: PartitionSpec, axes: Iterable[Any], mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuse axes over which a surrounding `shard_map` is manual."""
+    for axis in axes:
+        if axis in mesh.manual_axes:
+            raise ValueError(
+                f"`reshard(x, {argument}={spec})` names `{axis}`, over which the surrounding "
+                "`shard_map` is manual: each device has its own part. Use the collectives of "
+                "`jax.lax` over it; a partial sum there is the local value."
             )
 
 
@@ -374,8 +386,7 @@ def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]
     A device that already has the tile it wants keeps it. Every other one gets it from a device that
     has no use for it, so that nobody sends twice.
     """
-    has = _number(tuple(itertools.chain(*step.before.tiles)), index)
-    wants = _number(tuple(itertools.chain(*step.after.tiles)), index)
+    has, wants = _tile_numbers(step.before, index), _tile_numbers(step.after, index)
     [stay] = np.nonzero(has == wants)
     [move] = np.nonzero(has != wants)
     # Every tile is had as often as it is wanted: both layouts have as many tiles. Sorted by tile,
@@ -383,6 +394,11 @@ def _pairs(step: Step, index: Mapping[str, np.ndarray]) -> list[tuple[int, int]]
     senders = np.concatenate([stay, move[np.argsort(has[move], kind="stable")]])
     receivers = np.concatenate([stay, move[np.argsort(wants[move], kind="stable")]])
     return list(zip(senders.tolist(), receivers.tolist(), strict=True))
+
+
+def _tile_numbers(layout: Layout, index: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The number of the tile that each device has in a layout."""
+    return _number(tuple(itertools.chain(*layout.tiles)), index)
 
 
 def _indices(pieces: tuple[Piece, ...], mesh_shape: Mapping[str, int]) -> dict[str, np.ndarray]:

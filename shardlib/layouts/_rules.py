@@ -412,7 +412,7 @@ def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
             # There are no axes in it to leave out.
             entries.append(entry)
             continue
-        entries.append(spec_entry(tuple(axis for axis in as_tuple(entry) if axis in axes)))
+        entries.append(spec_entry(axes_within(as_tuple(entry), axes)))
     return PartitionSpec(*entries)
 
 
@@ -460,6 +460,15 @@ def axes_without(axes: Iterable[str], excluded: Container[str]) -> tuple[str, ..
     ('pod', 'model')
     """
     return tuple(axis for axis in axes if axis not in excluded)
+
+
+def axes_within(axes: Iterable[str], kept: Container[str]) -> tuple[str, ...]:
+    """Those of some axes that are among others, in order.
+
+    >>> axes_within(("pod", "data", "model"), ("model", "data"))
+    ('data', 'model')
+    """
+    return tuple(axis for axis in axes if axis in kept)
 
 
 def parts_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:

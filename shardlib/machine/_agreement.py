@@ -168,12 +168,17 @@ def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int
     if unheard:
         clauses.append(f"{_differ(unheard)} from all of these")
 
-    sentence = "; ".join(clauses)
-    sentence = sentence[:1].upper() + sentence[1:]
+    sentence = _capitalised("; ".join(clauses))
+    # The largest group comes first: where the next is as large, nobody can tell which is right.
     if len(usual_processes) == len(others[0][0]):
         sentence += ". Neither is in the majority"
     sentence += ". Start every process with the same command, code and environment."
     return "\n".join([sentence, *differences])
+
+
+def _capitalised(sentence: str) -> str:
+    """A sentence with a capital at its beginning, and the rest as it is."""
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _differing_names(usual: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

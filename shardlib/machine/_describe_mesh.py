@@ -13,12 +13,12 @@ data ↓  │ 0 1 2 3 │
         └─────────┘
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
 
+from shardlib._text import table
 from shardlib.checks import _arguments as check
 from shardlib.machine._mesh import count_devices, format_mesh, name_slices, slices_of
 
@@ -83,7 +83,8 @@ def _table_of_axes(mesh: Mesh, slices: np.ndarray, *, list_devices: bool) -> str
         columns.append(["torus", *map(_torus, _lines_along_axes(devices))])
     if list_devices:
         columns.append(["devices", *map(_first_few, _lines_along_axes(devices))])
-    return _aligned(columns)
+    # Sizes, the second column, are numbers and stand to the right.
+    return table([*zip(*columns, strict=True)], right=(1,))
 
 
 def _lines_along_axes(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -92,18 +93,6 @@ def _lines_along_axes(array: np.ndarray) -> Iterator[np.ndarray]:
         index: list[int | slice] = [0] * array.ndim
         index[axis] = slice(None)
         yield array[tuple(index)]
-
-
-def _aligned(columns: list[list[str]]) -> str:
-    """Columns of texts as lines, each column as wide as its widest text."""
-    padded = []
-    for number, column in enumerate(columns):
-        width = max(map(len, column))
-        # Sizes, the second column, are numbers and stand to the right.
-        align = str.rjust if number == 1 else str.ljust
-        padded.append([align(cell, width) for cell in column])
-    rows = zip(*padded, strict=True)
-    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _networks(line: np.ndarray) -> str:
@@ -153,11 +142,18 @@ def _picture(devices: np.ndarray, slices: np.ndarray, down: str, across: str) ->
     rows = [_row_of_ids(row, new_column, width) for row in devices]
 
     lines = [f" {across} →", *_framed(rows, new_row)]
-    # The name of the axis that runs down is beside the first row of ids, the third line.
-    label = f"{down} ↓  " if down else ""
-    margins = [" " * len(label)] * len(lines)
-    margins[2] = label
-    return "\n".join(map(operator.add, margins, lines))
+    if down:
+        lines = _with_label(lines, f"{down} ↓  ")
+    return "\n".join(lines)
+
+
+def _with_label(lines: list[str], label: str) -> list[str]:
+    """Lines with the name of the axis that runs down before the first row of ids, the third."""
+    labelled: list[str] = []
+    for number, line in enumerate(lines):
+        margin = label if number == 2 else " " * len(label)
+        labelled.append(margin + line)
+    return labelled
 
 
 def _framed(rows: list[str], new_row: list[bool]) -> list[str]:

@@ -153,9 +153,12 @@ def slow_axes(mesh: Mesh) -> tuple[str, ...]:
     ()
     """
     slices = slices_of(mesh)
-    return tuple(
-        name for axis, name in enumerate(mesh.axis_names) if np.diff(slices, axis=axis).any()
-    )
+    slow: list[str] = []
+    for axis, name in enumerate(mesh.axis_names):
+        # Two neighbours along the axis are of different slices.
+        if np.diff(slices, axis=axis).any():
+            slow.append(name)
+    return tuple(slow)
 
 
 def _check_once(sizes: Mapping[str, int], keywords: Mapping[str, int]) -> None:

@@ -325,10 +325,11 @@ def _check_bind_address(address: str) -> None:
         "interface of it."
     )
     socket_addresses = _resolve(host, int(port), way_out)
-    addresses = sorted({str(sockaddr[0]) for _, sockaddr in socket_addresses})
-    if all(map(_is_loopback, addresses)) and not _is_loopback_name(host):
+    hosts = sorted({str(sockaddr[0]) for _, sockaddr in socket_addresses})
+    # The loopback is reached from this machine only, which is meant where it is named.
+    if all(map(_is_loopback, hosts)) and not _is_loopback_name(host):
         raise ValueError(
-            f"Process 0 is to listen on `{address}`, and `{host}` is {' and '.join(addresses)} on "
+            f"Process 0 is to listen on `{address}`, and `{host}` is {' and '.join(hosts)} on "
             "this machine (look into /etc/hosts), where processes of other machines cannot reach "
             f"it. If all processes are on this machine, write `localhost:{port}`. {way_out}"
         )
@@ -381,8 +382,7 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
     is_announced = False
     while True:
         try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            return [(family, sockaddr) for family, _, _, _, sockaddr in infos]
+            return _socket_addresses(host, port)
         except OSError as error:
             waited = time.monotonic() - start
             if waited > _SECONDS_TO_RESOLVE:
@@ -392,11 +392,18 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
                 ) from error
             if not is_announced and waited > 2:
                 is_announced = True
-                sys.stderr.write(
-                    f"shardlib: waiting for `{host}`, process 0, to have an address "
-                    f"({error.strerror})\n"
-                )
+                reason = f"process 0, to have an address ({error.strerror})"
+                sys.stderr.write(f"shardlib: waiting for `{host}`, {reason}\n")
         time.sleep(1)
+
+
+def _socket_addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """The addresses at which to listen for a host, with the family of each."""
+    found: list[tuple[socket.AddressFamily, Any]] = []
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, address in infos:
+        found.append((family, address))
+    return found
 
 
 def _is_loopback_name(host: str) -> bool:

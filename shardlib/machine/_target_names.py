@@ -215,13 +215,21 @@ def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], options: list[str]) -> 
     joins_one_host = chip.largest == _GPUS_OF_HOST
     too_large = hosts * gpus > chip.largest or gpus > _GPUS_OF_HOST
     if too_large or (hosts > 1 and joins_one_host):
-        limit = " of one host" if joins_one_host else ", 18 hosts of 4"
-        raise ValueError(
-            f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} "
-            f"{chip.name.upper()}s{limit}. Several hosts on the network are several "
-            f"slices: `gpu:{chip.name}:{slices * hosts}x1x{min(gpus, _GPUS_OF_HOST)}`."
-        )
+        raise ValueError(_describe_too_wide(text, chip, sizes))
     return Machine("gpu", chip, (hosts, gpus), slices)
+
+
+def _describe_too_wide(text: str, chip: Chip, sizes: tuple[int, ...]) -> str:
+    """The error for slices of more GPUs than NVLink joins."""
+    slices, hosts, gpus = sizes
+    limit = ", 18 hosts of 4"
+    if chip.largest == _GPUS_OF_HOST:
+        limit = " of one host"
+    return (
+        f"`{_cut(text)}`: a slice is what NVLink joins, at most {chip.largest} "
+        f"{chip.name.upper()}s{limit}. Several hosts on the network are several "
+        f"slices: `gpu:{chip.name}:{slices * hosts}x1x{min(gpus, _GPUS_OF_HOST)}`."
+    )
 
 
 def _unknown(text: Any, parts: list[str]) -> str:

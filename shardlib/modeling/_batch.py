@@ -18,6 +18,7 @@ from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_mesh, current_scope, mesh_of_shards
 from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import axes_within
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +98,7 @@ def split_axes() -> tuple[str, ...]:
             f"The whole batch was asked for inside a `shard_map` over {manual}, and no rules say "
             "which of these axes split it. Trace it under `with sl.use(rules, mesh):`."
         )
-    return tuple(axis for axis in scope.rules.batch_axes if axis in manual)
+    return axes_within(scope.rules.batch_axes, manual)
 
 
 def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:

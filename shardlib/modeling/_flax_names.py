@@ -51,7 +51,10 @@ def complete_names(
             completed[path] = padded_names(names[path], shapes[path])
     short = _short_paths(completed, shapes)
     # A spec speaks of mesh axes, and has no names that rules could be asked for.
-    tuples = {path: value for path, value in completed.items() if isinstance(value, tuple)}
+    tuples = {}
+    for path, value in completed.items():
+        if isinstance(value, tuple):
+            tuples[path] = value
     entries_by_path = _names_when_made(make_model, short, tuples)
     for path in short:
         # Right if the constraint, which was stacked like the variable, says the same.
@@ -143,7 +146,7 @@ def _constraint_entries(jaxpr: Any, var: Any) -> list[Any] | None:
     The array is followed back through inner functions, transpositions, and operations with a single
     operand of its shape. None if there is no constraint on the way, or it cannot be followed.
     """
-    equation = next((equation for equation in jaxpr.eqns if var in equation.outvars), None)
+    equation = _maker_of(jaxpr, var)
     if equation is None:
         return None
     name, params = equation.primitive.name, equation.params
@@ -164,3 +167,11 @@ def _constraint_entries(jaxpr: Any, var: Any) -> list[Any] | None:
     if sources[0].aval.shape != var.aval.shape:
         return None
     return entries
+
+
+def _maker_of(jaxpr: Any, var: Any) -> Any:
+    """The equation that makes a variable; None for an input."""
+    for equation in jaxpr.eqns:
+        if var in equation.outvars:
+            return equation
+    return None

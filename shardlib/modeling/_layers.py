@@ -41,14 +41,7 @@ class Layers(nnx.Module):
         check.text("Layers", "name", name, "the name of a dim")
         layers = list(layers)
         _check_modules(layers)
-        # The graph of the first layer stands for all, which must be alike.
-        graph, first = nnx.split(layers[0])
-        states = [first]
-        for number, layer in enumerate(layers[1:], 1):
-            other_graph, state = nnx.split(layer)
-            _check_alike(number, first, state, same_graph=graph == other_graph)
-            states.append(state)
-        _check_apart(states)
+        graph, states = _split_alike(layers)
         self.count = len(layers)
         stack = functools.partial(_stack_variables, name)
         self.stacked = nnx.merge(graph, jax.tree.map(stack, *states, is_leaf=_is_variable))
@@ -60,10 +53,10 @@ class Layers(nnx.Module):
     def __call__(self, x: Any, *same: Any) -> Any:
         """Hand `x` through all layers, in a loop of blocks that may be recomputed."""
         # What changes nothing in itself may be closed over by `jax.jit`, and is said to.
-        changes = any(
-            not isinstance(variable, nnx.Param)
-            for _, variable in nnx.to_flat_state(nnx.state(self.stacked))
-        )
+        changes = False
+        for _, variable in nnx.to_flat_state(nnx.state(self.stacked)):
+            if not isinstance(variable, nnx.Param):
+                changes = True
         # The loop keeps XLA from merging the two computations of a block, so no barrier is needed.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=changes)
         block = remat(lambda layer, x, *same: layer(x, *same), checkpoint=checkpoint)
@@ -83,6 +76,18 @@ def _check_modules(layers: list[Any]) -> None:
         "stacked by `jax.tree.map(lambda *of_each: jnp.stack(of_each), *layers)` and "
         "looped over by `jax.lax.scan`."
     )
+
+
+def _split_alike(layers: list[Any]) -> tuple[Any, list[Any]]:
+    """The graph of the first layer, which stands for all, and the state of each."""
+    graph, first = nnx.split(layers[0])
+    states = [first]
+    for number, layer in enumerate(layers[1:], 1):
+        other_graph, state = nnx.split(layer)
+        _check_alike(number, first, state, same_graph=graph == other_graph)
+        states.append(state)
+    _check_apart(states)
+    return graph, states
 
 
 def _kind(layer: Any) -> str:

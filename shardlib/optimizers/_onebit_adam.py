@@ -170,10 +170,7 @@ class _OneBitAdam:
         count = state.steps + 1
         seen = jnp.where(state.frozen, state.seen, count)
         mu, nu, step = self._adam(updates, state, sent, count, seen)
-        if self.freeze_step == "auto":
-            freezes, norm = self._freezes_by_itself(state, count, nu)
-        else:
-            freezes, norm = count >= self.freeze_step, state.norm
+        freezes, norm = self._freezes(state, count, nu)
         step, final = self.final.update(step, state.rest, params, **extra)
         return step, OneBitAdamState(count, seen, state.frozen | freezes, norm, mu, nu, final)
 
@@ -234,6 +231,14 @@ class _OneBitAdam:
         """
         unbiased = nu / (1 - self.b2**nu_steps).astype(nu.dtype)
         return mu / (1 - self.b1**count).astype(mu.dtype) / (jnp.sqrt(unbiased) + self.eps)
+
+    def _freezes(
+        self, state: OneBitAdamState, count: jax.Array, nu: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether the variance is frozen from now on, and its norm when it was last compared."""
+        if self.freeze_step == "auto":
+            return self._freezes_by_itself(state, count, nu)
+        return count >= self.freeze_step, state.norm
 
     def _freezes_by_itself(
         self, state: OneBitAdamState, count: jax.Array, nu: Any

@@ -247,14 +247,15 @@ def outputs_behind(
     loop_of_output: dict[Any, int] = {}
     without_layers = set()
     for number, loop in enumerate(loops):
-        outputs = loop.equation.outvars
-        loop_of_output.update(dict.fromkeys(outputs, number))
-        without_layers.update(outputs[k] for k in loop.batch_only_outputs)
+        loop_of_output.update(dict.fromkeys(loop.equation.outvars, number))
+        for k in loop.batch_only_outputs:
+            without_layers.add(loop.equation.outvars[k])
     # An output of a loop is taken as given here: what lies behind it is the loop's own affair.
     equations = behind(jaxpr, wanted, loop_of_output)
     read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])
     outputs_read = []
     for variable in read:
+        # What a loop makes of the batch only is there before any layer.
         if variable in loop_of_output and variable not in without_layers:
             outputs_read.append((loop_of_output[variable], variable))
     return outputs_read

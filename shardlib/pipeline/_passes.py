@@ -150,12 +150,16 @@ class Passes:
         slots, wire = self.program.slots, self.cut.wire
         activations = empty(wire.shapes, slots["activations"][0] + 1)
         gradients = empty(wire.gradient_shapes, slots["gradients"][0] + 1)
-        kept, left = [], []
-        for loop, of_loop in enumerate(self.layers):
-            kept.append(empty(of_loop.kept, slots["kept"][loop], self.layers_per_part[loop]))
-        for loop, of_loop in enumerate(self.layers):
-            left.append(empty(of_loop.left, slots["left"][loop], self.layers_per_part[loop]))
+        kept = self._empty([loop.kept for loop in self.layers], slots["kept"])
+        left = self._empty([loop.left for loop in self.layers], slots["left"])
         return {"activations": activations, "gradients": gradients, "kept": kept, "left": left}
+
+    def _empty(self, shapes_of_loops: Sequence[Any], slots: Sequence[int]) -> list[Any]:
+        """For each loop an empty buffer of its own shapes, for all layers of a part."""
+        buffers = []
+        for loop, shapes in enumerate(shapes_of_loops):
+            buffers.append(empty(shapes, slots[loop], self.layers_per_part[loop]))
+        return buffers
 
     def for_loop(self, part: Any, do: Callable[..., Any], *operands: Any) -> Any:
         """`do(loop, *operands)` for the loop that a part belongs to.

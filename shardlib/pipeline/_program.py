@@ -206,11 +206,15 @@ class _Rows:
         self.rows[f"{kind}.part"][at] = op.part
         self.rows[f"{kind}.chunk"][at] = table.chunk(op.part)
         for buffer in _USES[kind]:
+            if self._uses(op, buffer):
+                self.rows[f"{kind}.{buffer}"][at] = self.slots.of(buffer, op)
+
+    def _uses(self, op: Op, buffer: str) -> bool:
+        """Whether a pass reads or writes a buffer that passes of its kind use."""
+        if op.kind == "F" and buffer == "gradients":
             # Among forward passes, only that through the last part writes a gradient: the head's.
-            writes_no_gradient = kind == "F" and op.part < table.parts - 1
-            if buffer == "gradients" and writes_no_gradient:
-                continue
-            self.rows[f"{kind}.{buffer}"][at] = self.slots.of(buffer, op)
+            return op.part == self.table.parts - 1
+        return True
 
     def add_arrival(self, op: Op, tick: int) -> None:
         """Write down where what a pass sends arrives, and through which channel, if it sends."""

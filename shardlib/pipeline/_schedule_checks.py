@@ -63,11 +63,7 @@ def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -
         rules: the rules, of which `layers` names the axis.
         axes: the sizes of the mesh's axes.
     """
-    choices: tuple[Any, ...] = (None,)
-    for name, rule in rules.items():
-        if name == LAYERS:
-            choices = tuple(rule)
-            break
+    choices = _choices_of(rules, LAYERS)
     if len(choices) != 1 or len(as_tuple(choices[0])) != 1:
         rule = choices[0] if len(choices) == 1 else list(choices)
         raise ValueError(
@@ -86,3 +82,11 @@ def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -
             f"The axis `{axis}` splits the batch, and `{LAYERS}` too: every stage sees all "
             "examples."
         )
+
+
+def _choices_of(rules: AxisRules, name: str) -> tuple[Any, ...]:
+    """What a rule may choose among; None if there is no rule of this name."""
+    for other, choices in rules.items():
+        if other == name:
+            return tuple(choices)
+    return (None,)

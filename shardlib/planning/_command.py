@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardlib._text import terminal_width
+from shardlib._text import listed, terminal_width
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
@@ -135,7 +135,7 @@ def _parent(argv: list[str], arguments: argparse.Namespace, folder: Path) -> int
         return 128 + signal.SIGINT
     except _StoppedError:
         return 128 + signal.SIGTERM
-    content: dict[str, Any] = {}
+    content = {}
     if answer.exists():
         content = json.loads(answer.read_text())
     if "report" in content:
@@ -236,11 +236,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     title, result = _of_user(
         lambda: _step_of(subject, target, arguments), f"`{arguments.make_step}`"
     )
-    if not _is_step_with_inputs(result):
-        raise ValueError(
-            f"`{arguments.make_step}` must return a step, its state and its batch, and may add a "
-            f"`sl.planning.Estimate`; it returned {_types_of(result)}."
-        )
+    _check_result(arguments.make_step, result)
     step, state, batch, *rest = result
     estimate = next(iter(rest), None)
     planned = _of_user(
@@ -251,6 +247,15 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.json:
         report = json.dumps(planned.as_dict())
     return {"report": report, "fits": planned.fits}
+
+
+def _check_result(make_step: str, result: Any) -> None:
+    """Refuse what a function has returned if it is no step with its state and its batch."""
+    if not _is_step_with_inputs(result):
+        raise ValueError(
+            f"`{make_step}` must return a step, its state and its batch, and may add a "
+            f"`sl.planning.Estimate`; it returned {_types_of(result)}."
+        )
 
 
 def _is_step_with_inputs(result: Any) -> bool:
@@ -323,14 +328,18 @@ def _named(where: str, name: str) -> Any:
         module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
     value = getattr(module, name, None)
     if not callable(value) and not _is_run(value):
-        others: list[str] = []
-        for other_name, other in vars(module).items():
-            if _is_own(other, module):
-                others.append(f"`{other_name}`")
-        raise ValueError(
-            f"`{where}` has no function and no run `{name}`; it has {', '.join(others) or 'none'}."
-        )
+        others = listed(_own_names(module)) or "none"
+        raise ValueError(f"`{where}` has no function and no run `{name}`; it has {others}.")
     return value
+
+
+def _own_names(module: Any) -> list[str]:
+    """The names of a module that may have been meant, those of its own functions and runs."""
+    names: list[str] = []
+    for name, value in vars(module).items():
+        if _is_own(value, module):
+            names.append(name)
+    return names
 
 
 def _is_own(value: Any, module: Any) -> bool:

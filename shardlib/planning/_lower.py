@@ -21,6 +21,8 @@ import jax
 
 from shardlib._text import human_bytes
 
+_PACKAGE = Path(__file__).parent.parent
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _LARGEST_CONSTANT = 2**20
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -81,15 +83,20 @@ def line_of_user(error: BaseException) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    installed = (Path(__file__).parent.parent, Path(sysconfig.get_paths()["stdlib"]))
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(folder in Path(frame.filename).parents for folder in installed)
-        and not frame.filename.startswith("<")
-        and "site-packages" not in frame.filename
-    ]
-    return frames[-1] if frames else ""
+    # The innermost frame comes last.
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_of_user(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _is_of_user(file: str) -> bool:
+    """Whether a file is neither ours, nor installed, nor Python's own."""
+    folders = Path(file).parents
+    if _PACKAGE in folders or _STANDARD_LIBRARY in folders:
+        return False
+    # `<string>` and its like are no files.
+    return not file.startswith("<") and "site-packages" not in file
 
 
 def _check_constants(jaxpr: Any) -> None:

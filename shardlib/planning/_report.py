@@ -350,10 +350,18 @@ def _collective_rows(traffic: Sequence[tuple[_Route, _Traffic]]) -> list[tuple[s
             )
         )
     if others:
-        times = sum(total.times for _, total in others)
-        sent = human_bytes(sum(total.sent_bytes for _, total in others))
-        rows.append(("  and", "", f"{len(others)} more", "", f"{times:,} x", "", sent, ""))
+        rows.append(_row_of_others(others))
     return rows
+
+
+def _row_of_others(others: Sequence[tuple[_Route, _Traffic]]) -> tuple[str, ...]:
+    """One row for the collectives that have none of their own."""
+    times = sent_bytes = 0
+    for _, total in others:
+        times += total.times
+        sent_bytes += total.sent_bytes
+    more, sent = f"{len(others)} more", human_bytes(sent_bytes)
+    return ("  and", "", more, "", f"{times:,} x", "", sent, "")
 
 
 def _total_rows(

@@ -61,9 +61,7 @@ def of_totals(equation: Any, operands: list[Fact]) -> Fact:
     varying = [fact for fact in operands if fact.varies]
     # Rows and totals together: each example would get something of all the others.
     if varying:
-        # A loop that takes one example after the other may add each to a running sum.
-        in_a_loop = all(fact.rows is None for fact in varying)
-        if name in ADDITIVE and in_a_loop and first.total == "sum":
+        if _is_running_sum(name, first, varying):
             return first
         return couple(equation, first.reduced)
     if first.total == "sum":
@@ -74,6 +72,12 @@ def of_totals(equation: Any, operands: list[Fact]) -> Fact:
     if keeps_extreme and same_kind:
         return first
     return couple(equation, first.reduced)
+
+
+def _is_running_sum(name: str, total: Fact, varying: list[Fact]) -> bool:
+    """Whether a loop that takes one example after the other adds each to a sum."""
+    in_a_loop = all(fact.rows is None for fact in varying)
+    return in_a_loop and name in ADDITIVE and total.total == "sum"
 
 
 def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:

@@ -6,10 +6,9 @@ contributions of devices
   -> gradient, errors for the next step, norm, what is finite
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,9 +128,7 @@ def _manual_everywhere(
     replicated = PartitionSpec()
     # Errors have a leading dim of devices, of which each has its own.
     error_specs = jax.tree.map(lambda _: PartitionSpec(automatic), errors)
-    state_specs: Any = ()
-    if sender is not None:
-        state_specs = jax.tree.map(lambda spec: keep_axes(spec, automatic), sender.specs)
+    state_specs = _kept_specs(sender, automatic)
     contributed = [keep_axes(parameter.spec, automatic) for parameter in parameters]
     stored = [keep_axes(parameter.stored, automatic) for parameter in parameters]
     return jax.shard_map(
@@ -141,6 +138,13 @@ def _manual_everywhere(
         axis_names=set(automatic),
         check_vma=False,
     )
+
+
+def _kept_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
+    """The specs of the state of an optimizer that sends, over axes that are automatic so far."""
+    if sender is None:
+        return ()
+    return jax.tree.map(lambda spec: keep_axes(spec, automatic), sender.specs)
 
 
 class _Exchanged:
@@ -257,13 +261,18 @@ class _Exchanged:
         for (over, shared), members in groups.items():
             for bucket in buckets(sums, members, self.exchange.within.bucket_bytes):
                 parts = [sums[position] for position in bucket]
-                if shared:
-                    summed = self._sums_in_parts(parts, over, shared)
-                else:
-                    summed = lax.psum(parts, over)
+                summed = self._summed(parts, over, shared)
                 for position, total in zip(bucket, summed, strict=True):
                     totals[position] = total.astype(jnp.float32)
         return totals
+
+    def _summed(
+        self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
+    ) -> Iterable[jax.Array]:
+        """The sums of some arrays over workers, in one collective."""
+        if shared:
+            return self._sums_in_parts(parts, over, shared)
+        return lax.psum(parts, over)
 
     def _sums_in_parts(
         self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
@@ -276,9 +285,10 @@ class _Exchanged:
         rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         part = lax.psum(rows[lax.axis_index(shared)], over)
         whole = lax.all_gather(part, shared, axis=0, tiled=True)
-        ends = itertools.accumulate((x.size for x in arrays), initial=0)
-        for x, (first, last) in zip(arrays, itertools.pairwise(ends), strict=True):
-            yield whole.reshape(-1)[first:last].reshape(x.shape)
+        first = 0
+        for x in arrays:
+            yield whole.reshape(-1)[first : first + x.size].reshape(x.shape)
+            first += x.size
 
     def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
         """Each worker's own gradient.
@@ -400,13 +410,18 @@ def _squares(
     for x, own_axes in zip(shards, axes, strict=True):
         # Devices along an axis that does not split an array all have it, and all are summed.
         copies = parts_over(mesh_shape, axes_without(every, own_axes))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        squares.append(jnp.sum(_square(wide)).astype(jnp.float32) / copies)
+        squares.append(_sum_of_squares(x) / copies)
     # Stacked, so that there is one small sum over devices for all arrays.
     stacked = jnp.stack(squares)
     if not every:
         return stacked
     return lax.psum(stacked, every)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    """The sum of the squares of an array, added up in 32 bits or more."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.sum(_square(wide)).astype(jnp.float32)
 
 
 def _all_axes(axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:

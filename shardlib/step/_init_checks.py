@@ -156,7 +156,7 @@ def check_stacked(strategy: Strategy, names: dict[str, Names]) -> None:
     for dim_names in names.values():
         # Arrays that are laid out by a spec have no names.
         if dim_names is not None and not isinstance(dim_names, PartitionSpec):
-            used.update(name for name in dim_names if name is not None)
+            used.update(filter(None, dim_names))
     for name in strategy.sharding.stacked:
         if name not in used and name != LAYERS:
             raise ValueError(
@@ -173,9 +173,13 @@ def describe_nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tupl
         splits: how ZeRO splits each parameter, by path; one that it could not split has a reason.
     """
     zero = strategy.sharding
-    whole = {path: split for path, split in splits.items() if split.reason}
-    some_are_split = any(split.dim is not None for split in splits.values())
-    if not zero.stage or not whole or some_are_split:
+    whole: dict[str, Split] = {}
+    for path, split in splits.items():
+        if split.dim is not None:
+            return ()
+        if split.reason:
+            whole[path] = split
+    if not zero.stage or not whole:
         return ()
     # The largest says most about why: small ones are left whole on purpose.
     largest = max(whole, key=lambda path: whole[path].layer)

@@ -59,7 +59,7 @@ def order_of(
     parts = table.parts // loops
     layers_in_part = layers // parts
     stage_of_part = table.placement[loop * parts : (loop + 1) * parts]
-    order: list[int] = []
+    order = []
     for stage in range(table.stages):
         for part in range(parts):
             if stage_of_part[part] == stage:
@@ -82,7 +82,7 @@ def orders(
         shapes: the paths and shapes of all parameters.
     """
     loops = loops_of(strategy, names)
-    lines: dict[str, str] = {}
+    lines = {}
     for path, shape in shapes:
         stack = _stack_of(names.get(path), loops)
         if stack is None:
@@ -120,11 +120,10 @@ def check_order(theirs: Strategy, mine: Strategy, names: dict[str, Any]) -> None
     """
     loops = loops_of(theirs, names) or loops_of(mine, names)
     # Orders are compared for a number of layers that both can divide.
-    parts = [
-        table_of(strategy.pipeline).parts
-        for strategy in (theirs, mine)
-        if strategy.pipeline is not None
-    ]
+    parts: list[int] = []
+    for strategy in (theirs, mine):
+        if strategy.pipeline is not None:
+            parts.append(table_of(strategy.pipeline).parts)
     # Where one of them has no pipeline, its order is the model's, for any number of layers.
     layers = math.lcm(*parts)
     for loop in range(len(loops)):
@@ -208,9 +207,9 @@ def _check_loops(schedule: Any, loops: tuple[str, ...]) -> None:
     evenly = on_stage % len(loops) == 0
     for loop in range(len(loops)):
         stage_of_part = table.placement[loop * parts : (loop + 1) * parts]
-        for stage in range(table.stages):
-            if stage_of_part.count(stage) != on_stage // len(loops):
-                evenly = False
+        counts = {stage_of_part.count(stage) for stage in range(table.stages)}
+        if counts != {on_stage // len(loops)}:
+            evenly = False
     if not evenly:
         raise ValueError(
             f"The model has {len(loops)} loops over layers "

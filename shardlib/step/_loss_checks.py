@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.layouts._annotate import warn
-from shardlib.layouts._rules import EXPERTS, spec_axes
+from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
 from shardlib.step._coupled import describe_coupled, facts
@@ -226,7 +227,7 @@ def _is_split(parameter: Any, axes: Sequence[str]) -> bool:
 
 def _describe_part(parameter: Any, split_axes: Sequence[str], strategy: Strategy) -> str:
     """The error for a parameter of which the loss sees a part, and takes it for the whole."""
-    axes = ", ".join(f"`{axis}`" for axis in spec_axes(parameter.named) if axis in split_axes)
+    axes = listed(axes_within(spec_axes(parameter.named), split_axes))
     return (
         f"`{parameter.path}` of shape {parameter.shape} is laid out as {parameter.named}, split "
         f"over {axes}, over which each device has its own part: the loss would see an array of "

@@ -24,6 +24,7 @@ from shardlib.layouts._rules import (
     LAYERS,
     AxisRules,
     as_tuple,
+    axes_within,
     axes_without,
     counts_layers,
 )
@@ -328,7 +329,7 @@ class Strategy:
         nothing but the batch and experts.
         """
         if self.manual is not None:
-            return tuple(axis for axis in self.rules.batch_axes if axis in self.manual)
+            return axes_within(self.rules.batch_axes, self.manual)
         others: dict[str, Any] = {}
         for name, axes in self.rules.items():
             if name not in (BATCH, EXPERTS):

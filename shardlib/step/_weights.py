@@ -23,7 +23,14 @@ from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import constrain
-from shardlib.layouts._rules import as_tuple, axes_without, keep_axes, parts_over, spec_axes
+from shardlib.layouts._rules import (
+    as_tuple,
+    axes_within,
+    axes_without,
+    keep_axes,
+    parts_over,
+    spec_axes,
+)
 from shardlib.step._precision import cast
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
@@ -215,7 +222,7 @@ class StepParameter:
         """Into how many parts an entry of a spec splits a dim over the data axes."""
         sizes = self.strategy.device_mesh.shape
         # Over other axes the loss sees global arrays, whose layout is the partitioner's.
-        data = [axis for axis in as_tuple(entry) if axis in self.strategy.data_axes]
+        data = axes_within(as_tuple(entry), self.strategy.data_axes)
         return parts_over(sizes, data)
 
     @property
@@ -308,6 +315,11 @@ class _Trained:
     held: Any  # that, or the whole parameter
     sums: Any = None  # a reference to the sum of its gradients, if microbatches accumulate
 
+    def start_sums(self) -> None:
+        """Make what microbatches add up in, a reference: all of them add to the same memory."""
+        if self.parameter.strategy.accumulate > 1:
+            self.sums = jax.new_ref(self.parameter.empty_sums(self.stored, self.held))
+
     def differentiated(self, weight: Weight | None) -> Any:
         """The array with respect to which the derivative is taken.
 
@@ -345,11 +357,8 @@ class Weights:
         self.trained: list[_Trained] = []
         for parameter, stored in zip(self.parameters, stored_leaves, strict=True):
             self.trained.append(_Trained(parameter, stored, parameter.start(stored)))
-        # References, so that every microbatch adds to the same memory.
         for trained in self.trained:
-            if trained.parameter.strategy.accumulate > 1:
-                empty = trained.parameter.empty_sums(trained.stored, trained.held)
-                trained.sums = jax.new_ref(empty)
+            trained.start_sums()
 
     def gradient(self, total: Any, others: Any, last: bool) -> tuple[Any, list[Any]]:
         """Differentiate `total(params, *others)`, which returns a sum and auxiliary values.

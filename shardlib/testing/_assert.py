@@ -251,18 +251,21 @@ def _expected_bytes(sends: Any) -> dict[_Link, int]:
     for key, size in sends.items():
         if not isinstance(key, tuple) or len(key) != 2:
             raise check.refusal("assert_collectives", "sends", sends, takes)
-        kind, axes = key
-        if kind not in KINDS:
-            raise ValueError(f"`{kind}` is no kind of collective; there are {listed(KINDS)}.")
-        if isinstance(axes, str):
-            axes = (axes,)
-        check.texts(
-            "assert_collectives", "sends", axes, f"axes as text or a tuple of text; {takes}"
-        )
-        expected[_Link(kind, axes)] = check.whole(
+        link = _checked_link(*key, takes)
+        expected[link] = check.whole(
             "assert_collectives", f"sends[{key!r}]", size, "a number of bytes", least=0
         )
     return expected
+
+
+def _checked_link(kind: Any, axes: Any, takes: str) -> _Link:
+    """A kind of collective and the axes it runs over, one of them by itself or in a tuple."""
+    if kind not in KINDS:
+        raise ValueError(f"`{kind}` is no kind of collective; there are {listed(KINDS)}.")
+    if isinstance(axes, str):
+        axes = (axes,)
+    check.texts("assert_collectives", "sends", axes, f"axes as text or a tuple of text; {takes}")
+    return _Link(kind, axes)
 
 
 def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Plan:

@@ -188,7 +188,11 @@ def _default_shapes(axes: tuple[str, ...], rules: AxisRules, schedule: Any) -> l
     # The axis over which the rules split the stacked layers.
     first_choice, *_ = dict(rules.items())[LAYERS]
     stages_axis = as_tuple(first_choice)[0]
-    return [shape for shape in shapes if parse_axes(shape)[stages_axis] == schedule.stages]
+    fitting: list[str] = []
+    for shape in shapes:
+        if parse_axes(shape)[stages_axis] == schedule.stages:
+            fitting.append(shape)
+    return fitting
 
 
 def _single_device(axes: tuple[str, ...], rules: AxisRules, options: Mapping[str, Any]) -> Strategy:
@@ -354,10 +358,7 @@ def _describe(mismatches: list[_Mismatch], where: str, *, by_mesh: bool) -> str:
         f"{expected.allowed / expected.scale:.1e} is allowed for rounding. {_worst_entries(first)}"
     ]
     if others:
-        named = [f"{other.name} by {other.relative:.1e}" for other in others[:_OTHERS_NAMED]]
-        if len(others) > _OTHERS_NAMED:
-            named.append(f"and {len(others) - _OTHERS_NAMED} more")
-        lines.append(f"In the same step differ {', '.join(named)}.")
+        lines.append(f"In the same step differ {_names_of(others)}.")
     if not np.isfinite(wide(expected.values)).all():
         lines.append("On one device it is not finite either: compare a step that is.")
     if by_mesh:
@@ -367,6 +368,14 @@ def _describe(mismatches: list[_Mismatch], where: str, *, by_mesh: bool) -> str:
             "or without dropout."
         )
     return "\n".join(lines)
+
+
+def _names_of(mismatches: list[_Mismatch]) -> str:
+    """The first few of some mismatches, and how many more there are."""
+    named = [f"{other.name} by {other.relative:.1e}" for other in mismatches[:_OTHERS_NAMED]]
+    if len(mismatches) > _OTHERS_NAMED:
+        named.append(f"and {len(mismatches) - _OTHERS_NAMED} more")
+    return ", ".join(named)
 
 
 def _worst_entries(mismatch: _Mismatch) -> str:

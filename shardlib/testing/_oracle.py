@@ -208,8 +208,7 @@ def _expected(record: Record, perturbed: Sequence[Record], tolerance: float) -> 
     """
     expected = []
     for kind in KINDS:
-        # An empty array has no largest entry, and nothing to compare.
-        arrays = {path: values for path, values in getattr(record, kind).items() if values.size}
+        arrays = _nonempty(getattr(record, kind))
         largest = max(map(_largest_entry, arrays.values()), default=0.0)
         for path, values in arrays.items():
             # An array that is zero but for rounding has no scale: it gets a hundredth of the
@@ -223,6 +222,15 @@ def _expected(record: Record, perturbed: Sequence[Record], tolerance: float) -> 
                     allowed = max(allowed, MARGIN * moved)
             expected.append(Expected(kind, path, values, scale, allowed))
     return expected
+
+
+def _nonempty(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that have entries: an empty one has no largest, and nothing to compare."""
+    kept: dict[str, np.ndarray] = {}
+    for path, values in arrays.items():
+        if values.size:
+            kept[path] = values
+    return kept
 
 
 def _largest_entry(values: np.ndarray) -> np.floating:

@@ -162,16 +162,23 @@ def _linearize(
     (tree,), count = trees, len(function.jaxpr.outvars)
     weight_vars = traced.jaxpr.invars[len(traced.jaxpr.invars) - len(shapes) :]
     # One residual may be used several times, and is kept once.
-    residuals = list(dict.fromkeys(variables(traced.jaxpr.outvars[count:])))
     from_weights = _computed_only_from(traced.jaxpr, weight_vars)
+    kept, recomputed = [], []
+    # Each once, however often it is used.
+    for residual in dict.fromkeys(variables(traced.jaxpr.outvars[count:])):
+        # What is made of weights only is made again of them, and takes no memory until then.
+        if residual in from_weights:
+            recomputed.append(residual)
+        else:
+            kept.append(residual)
     return _Linearized(
         traced,
         tree,
         perturbed,
         count,
         weight_vars,
-        kept=[variable for variable in residuals if variable not in from_weights],
-        recomputed=[variable for variable in residuals if variable in from_weights],
+        kept=kept,
+        recomputed=recomputed,
     )
 
 

@@ -30,7 +30,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib.layouts._rules import as_tuple, spec_axes
+from shardlib.layouts._rules import as_tuple, axes_without, spec_axes
 from shardlib.tracing._jaxpr import evaluate, is_function, open_jaxpr, scan_parts
 from shardlib.tracing._lookup_forms import (
     FREE,
@@ -263,7 +263,7 @@ def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     """A spec with some axes left out."""
     entries = []
     for entry in spec:
-        kept = tuple(axis for axis in as_tuple(entry) if axis not in axes)
+        kept = axes_without(as_tuple(entry), axes)
         entries.append(kept or None)
     return PartitionSpec(*entries)
 

@@ -92,11 +92,7 @@ def check_shared(folder: Any) -> None:
         seen = bool(written) and mark.read_text() == written
     except OSError:
         seen = False
-    complaint = "" if seen else "x"
-    blind = []
-    for process, text in enumerate(gather_texts(complaint)):
-        if text:
-            blind.append(process)
+    blind = _processes_where(not seen)
     # By now every process has looked.
     if is_first:
         mark.unlink(missing_ok=True)
@@ -106,6 +102,12 @@ def check_shared(folder: Any) -> None:
             f"{folder} what process 0 wrote there. Several processes save into one folder, on a "
             "file system that they share, by the same name on each."
         )
+
+
+def _processes_where(condition: bool) -> list[int]:
+    """The processes on which a condition holds; every process calls this."""
+    texts = gather_texts("x" if condition else "")
+    return [process for process, text in enumerate(texts) if text]
 
 
 def is_not_of_orbax(record: logging.LogRecord) -> bool:

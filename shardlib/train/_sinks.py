@@ -225,7 +225,10 @@ class Progress:
         """Show a record."""
         _check_record("Progress", record)
         # Lists of numbers are for curves, and would fill the terminal.
-        numbers = {name: value for name, value in record.items() if not np.ndim(value)}
+        numbers: dict[str, Any] = {}
+        for name, value in record.items():
+            if not np.ndim(value):
+                numbers[name] = value
         step = numbers["step"]
         if "note" in numbers:
             self._line(f"step {step}: {numbers['note']}")

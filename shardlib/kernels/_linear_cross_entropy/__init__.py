@@ -251,15 +251,19 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
     floats = check_arrays.is_float(x.dtype) and check_arrays.is_float(kernel.dtype)
     if x.ndim < 1 or kernel.ndim != 2 or x.shape[-1] != kernel.shape[1] or not floats:
         raise ValueError(
-            f"`{OP}`: `x` is {x.dtype}{list(x.shape)}, `kernel` {kernel.dtype}"
-            f"{list(kernel.shape)}; they are floats of 16 bits or more, `(..., width)` and "
-            "`(vocabulary, width)`."
+            f"`{OP}`: `x` is {_described(x)}, `kernel` {_described(kernel)}; they are "
+            "floats of 16 bits or more, `(..., width)` and `(vocabulary, width)`."
         )
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
-            f"`{OP}`: `targets` is {targets.dtype}{list(targets.shape)}; it has an integer for "
+            f"`{OP}`: `targets` is {_described(targets)}; it has an integer for "
             f"each of the rows {list(x.shape[:-1])} of `x`."
         )
+
+
+def _described(x: Any) -> str:
+    """The dtype and shape of an array, for a message."""
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _check_whole_width(x_layout: ArrayLayout) -> None:

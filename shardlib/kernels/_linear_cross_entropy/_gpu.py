@@ -166,14 +166,18 @@ def _sum_tile(loss: Loss, tile: Tile, targets_ref: Any, limits_ref: Any) -> tupl
     """The four sums over the logits of a tile, for each of its rows; see `Sums`."""
     z, token, counts = _logits(tile, limits_ref, loss)
     highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
-    e = jnp.where(counts, jnp.exp(z - tile.across(highest)), jnp.zeros_like(z))
+    e = _or_zero(counts, jnp.exp(z - tile.across(highest)))
     is_target = token == tile.across(tile.of_rows(targets_ref))
-    of_target = jnp.where(is_target, z, jnp.zeros_like(z)).sum(1)
+    of_target = _or_zero(is_target, z).sum(1)
+    sum_z = jnp.zeros_like(of_target)  # nobody reads it
     if loss.smoothing:
-        sum_z = jnp.where(counts, z, jnp.zeros_like(z)).sum(1)
-    else:
-        sum_z = jnp.zeros_like(of_target)  # nobody reads it
+        sum_z = _or_zero(counts, z).sum(1)
     return highest, e.sum(1), of_target, sum_z
+
+
+def _or_zero(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """What is outside a mask, as zero; Mosaic takes arrays of one layout, and no scalar."""
+    return jnp.where(mask, x, jnp.zeros_like(x))
 
 
 def backward(

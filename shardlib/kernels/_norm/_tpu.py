@@ -192,8 +192,8 @@ def backward(
     """
     kernel = _Kernel(Norm(epsilon, centred), h_gradient is not None, scale is not None, biased)
     run = partial(_backward_of_groups, kernel, simulated)
-    operands = (h, scale, gradient, h_gradient)
-    x_gradient, *sums = batched(run, "rows", "broadcast", "rows", "rows")(*operands)
+    run_batched = batched(run, "rows", "broadcast", "rows", "rows")
+    x_gradient, *sums = run_batched(h, scale, gradient, h_gradient)
     scale_gradient = bias_gradient = None
     # The sum for the scale comes first, if there is one.
     if scale is not None:
@@ -274,17 +274,22 @@ def norm_forward(*refs: Any, kernel: _Kernel) -> None:
     h = next(remaining)[...]
     if kernel.added:
         # Rounded as it is in memory: backward starts from the rounded sum.
-        total = h.astype(jnp.float32) + next(remaining)[...].astype(jnp.float32)
+        total = h.astype(jnp.float32) + _in_float32(next(remaining))
         h = total.astype(h.dtype)
     y, _ = _unit_rows(h, kernel.norm)
     if kernel.scaled:
-        y = y * next(remaining)[...].astype(jnp.float32)
+        y = y * _in_float32(next(remaining))
     if kernel.biased:
-        y = y + next(remaining)[...].astype(jnp.float32)
+        y = y + _in_float32(next(remaining))
     y_ref = next(remaining)
     y_ref[...] = y.astype(y_ref.dtype)
     if kernel.added:
         next(remaining)[...] = h
+
+
+def _in_float32(ref: Any) -> jax.Array:
+    """What a reference holds, in the dtype in which a kernel computes."""
+    return ref[...].astype(jnp.float32)
 
 
 def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: int) -> None:

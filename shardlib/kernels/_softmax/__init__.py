@@ -175,17 +175,21 @@ def _checked_mask(x: jax.Array, where: Any, causal: bool) -> jax.Array | None:
     if where is None:
         return None
     where = check_arrays.as_array("softmax", "where", where, "an array of bools")
+    _check_where(where, x.shape)
+    return where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
+
+
+def _check_where(where: jax.Array, shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not of bools, or does not broadcast to what it masks."""
     if where.dtype != bool:
         raise ValueError(
             f"`softmax(where={where.dtype}{list(where.shape)})`: bools, true where `x` is left in."
         )
     try:
-        fits = jnp.broadcast_shapes(where.shape, x.shape) == x.shape
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"`softmax`: `where` of shape {where.shape} does not broadcast to `x` of "
-            f"shape {x.shape}."
+            f"`softmax`: `where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
         )
-    return where.reshape((1,) * (x.ndim - where.ndim) + where.shape)

@@ -59,15 +59,7 @@ def check_schedule(
         most: the most passes of one kind.
     """
     kind = type(schedule).__name__
-    stages = checked_stages(schedule)
-    count = check.whole(
-        kind,
-        "microbatches",
-        schedule.microbatches,
-        "a number of microbatches",
-        least=1,
-        most=MOST_PASSES,
-    )
+    stages, count = checked_stages(schedule), _checked_microbatches(schedule)
     if count < least or count % multiple:
         what = f"at least {least}"
         if multiple > 1:
@@ -85,6 +77,18 @@ def check_schedule(
         stages=stages,
         microbatches=count,
         paired=check.boolean(kind, "paired", schedule.paired),
+    )
+
+
+def _checked_microbatches(schedule: Any) -> int:
+    """How many microbatches a schedule has."""
+    return check.whole(
+        type(schedule).__name__,
+        "microbatches",
+        schedule.microbatches,
+        "a number of microbatches",
+        least=1,
+        most=MOST_PASSES,
     )
 
 

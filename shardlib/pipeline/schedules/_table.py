@@ -174,20 +174,25 @@ def _op(word: str, stage: int, at: int, parts: Sequence[int]) -> Op:
     """The op that a word says, number `at` of a stage that has some `parts`."""
     match = _OP.fullmatch(word)
     names_part = match is not None and match[3] is not None
-    if match is None or not (names_part or len(parts) == 1):
-        reason = "an op is `F3`, `B3` or `W3`"
-        if match is not None:
-            reason = f"stage {stage} has the parts {list(parts)}: say which"
-        example = next(iter(parts), 0)
-        raise ValueError(
-            f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
-            f"{reason}, as in `F3@{example}`."
-        )
+    if match is None:
+        raise _bad_op(word, stage, at, parts, "an op is `F3`, `B3` or `W3`")
+    if not names_part and len(parts) != 1:
+        which = f"stage {stage} has the parts {list(parts)}: say which"
+        raise _bad_op(word, stage, at, parts, which)
     # The pattern has matched one of the kinds.
     kind: Kind = KINDS[KINDS.index(match[1])]
     if names_part:
         return Op(kind, int(match[2]), int(match[3]))
     return Op(kind, int(match[2]), parts[0])
+
+
+def _bad_op(word: str, stage: int, at: int, parts: Sequence[int], reason: str) -> ValueError:
+    """The error for an op that cannot be read, with an example of one that can."""
+    example = next(iter(parts), 0)
+    return ValueError(
+        f"`Table.parse`: `{check.shown(word)[1:-1]}`, op {at} of stage {stage}: "
+        f"{reason}, as in `F3@{example}`."
+    )
 
 
 @dataclass(frozen=True, repr=False)

@@ -66,11 +66,16 @@ class _Weaving:
         # All stages look for work at the beginning. Of equal times, the lower stage comes first.
         self.queue = [(0.0, stage) for stage in range(stages)]
 
+    def _is_at_work(self, stage: int, now: float) -> bool:
+        """Whether the last op of a stage still runs."""
+        ops = self.made[stage]
+        return bool(ops) and self.end[ops[-1]] > now
+
     def step(self) -> None:
         """Let the next stage of the queue do something, or wait."""
         now, stage = heapq.heappop(self.queue)
-        if self.made[stage] and self.end[self.made[stage][-1]] > now:
-            return  # woken while at work
+        if self._is_at_work(stage, now):
+            return
         op = self._next(stage)
         if op is not None and self._starts_now(stage, op, now):
             self.position[stage] += 1
