@@ -253,6 +253,7 @@ def _check_rows(function: str, rows: Any, alive: Any) -> None:
     if alive is None:
         return
     check_arrays.array(function, "alive", alive, "an array of bools, as many as there are numbers")
+    # One row of bools may serve for all rows.
     if alive.dtype != bool or not _broadcasts_to(alive.shape, rows.shape):
         raise ValueError(
             f"`{function}(alive=...)` takes bools that broadcast to the rows, {list(rows.shape)}; "

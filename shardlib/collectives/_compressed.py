@@ -277,6 +277,7 @@ def _messages(
                     "`pmean(errors=...)` takes those of an earlier call, or of "
                     "`no_errors(x, axis)` in the same `shard_map`."
                 )
+    # Errors and bools come in trees like the arrays', or are None for all.
     errors_by_leaf = _by_leaf("errors", errors, treedef)
     alive_by_leaf = _by_leaf("alive", alive, treedef)
     messages = []
@@ -440,6 +441,7 @@ def _check_message(message: _Message) -> None:
             )
     if alive is None:
         return
+    # Anything may be in the tree of `alive`, so its shape is asked for with care.
     described = (getattr(alive, "shape", None), getattr(alive, "dtype", None))
     if described != (message.array.shape, bool):
         raise ValueError(

@@ -92,6 +92,7 @@ class Zero:
             strict=check.boolean("Zero", "strict", self.strict),
         )
         check.pattern("Zero", "layers", self.layers, optional=True)
+        # What has no special character matches itself only.
         if self.layers is not None and re.escape(self.layers) == self.layers:
             raise ValueError(
                 f"`Zero(layers={check.shown(self.layers)})` is plain text, and would find the same "
@@ -312,6 +313,7 @@ def _zero_of_name(name: str, crossing: tuple[str, ...], data_axes: tuple[str, ..
         )
     if "HYBRID" not in name:
         return Zero(STAGES[name])
+    # Hybrid: split within the fast network, and one copy on each side of the slow one.
     within = axes_without(data_axes, crossing)
     if within in ((), data_axes):
         problem = "none stays within"

@@ -164,6 +164,7 @@ class Flow:
             case "bitcast" | "opt-barrier":
                 return [(operands[0], index)]
             case "while":
+                # The state before the loop, and that after each turn.
                 return [(operands[0], index), (self._root(scope, made, "body"), index)]
             case "call":
                 return [(self._root(scope, made, "to_apply"), index)]

@@ -92,6 +92,7 @@ def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str
         if not _is_elsewhere(allocation, compiled, platform):
             account.add(allocation)
     account.kinds["program"] = compiled.program_bytes
+    # The largest first: reports name only a few.
     account.pieces.sort(key=lambda piece: -piece.size)
     return Memory(
         account.kinds,

@@ -68,6 +68,7 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
         builder.write_tokens()
         builder.write_description({"learned": learned, "tokenizer_sha256": tokenizer_sha256})
     except OSError as error:
+        # A full disk is the user's to mend, and is said in words.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_is_full(error, folder, builder.dtype) from error
         raise
@@ -349,6 +350,7 @@ def _check(
         )
     for source in sources:
         status = source.path.stat()
+        # What was read of a file that changes may be half of one version and half of another.
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
             raise ValueError(
                 f"`{source.path}` changed while it was read. Prepare again when it is finished."

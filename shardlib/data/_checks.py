@@ -110,6 +110,7 @@ def path_text(what: str, value: Any, way_out: str) -> str:
     if not text.strip():
         raise ValueError(f"`{said}` is blank. {way_out}")
     try:
+        # File systems count bytes, and cannot hold every text.
         size = len(os.fsencode(text))
     except UnicodeError:
         raise ValueError(

@@ -310,6 +310,7 @@ def _text_type(arrow: Any, source: Source, schema: Any, column: str) -> Any:
             "field=...)`."
         )
     column_type = schema.field(column).type
+    # A dictionary is a column of numbers, with a table of the texts that they stand for.
     if arrow.types.is_dictionary(column_type):
         column_type = column_type.value_type
     if not any(getattr(arrow.types, f"is_{kind}")(column_type) for kind in _TEXT_TYPES):
@@ -337,6 +338,7 @@ def _records(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbe
         for start in range(0, total, _ROWS):
             numbers = range(start, min(start + _ROWS, total))
             yield from zip(numbers, _read_records(reader, numbers), strict=True)
+            # Nothing is said of bytes here: records are taken to be alike.
             reading.position = lambda done=numbers.stop: source.size * done / total
     finally:
         reader.close()

@@ -89,6 +89,7 @@ class Sequences:
             )
         if not len(self):
             raise ValueError(self._describe_too_few())
+        # The shuffle computes in 32 bits.
         if len(self) > _MAX_EXAMPLES and self.seed is not None:
             raise ValueError(
                 f"{len(self)} examples are more than can be shuffled, {_MAX_EXAMPLES}: choose a "

@@ -418,6 +418,7 @@ def tokenizer_file(tokenizer: str) -> Path | None:
     path = expanded(tokenizer)
     try:
         if path.is_dir():
+            # Folders of models have the file by this name.
             path = path / "tokenizer.json"
         if path.is_file():
             return path

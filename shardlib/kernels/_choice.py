@@ -102,6 +102,7 @@ class Implementation:
             if self.simulates:
                 reason += f"; `{self.name}{SIMULATED}` runs it anywhere, slowly"
             return reason
+        # XLA splits what it knows; a kernel is a single operation to it.
         if self.platform is not None and task.partitioned:
             return (
                 "the mesh in scope has automatic axes and the op was given no names: XLA cannot "
@@ -267,6 +268,7 @@ def _requested(
     by_name = {candidate.name: candidate for candidate in candidates}
     implementation, simulated = None, False
     if isinstance(requested, str):
+        # The name may ask for a kernel to be run by an interpreter.
         simulated = requested.endswith(SIMULATED)
         implementation = by_name.get(requested.removesuffix(SIMULATED))
     if implementation is None or (simulated and not implementation.simulates):
@@ -347,6 +349,7 @@ def ranking(task: Task) -> list[str]:
     lines = _measured(task.op, task.device.kind, str(x.dtype))
     if not lines:
         return []
+    # Rows of twice the length are as far off as rows of half of it.
     length = max(x.shape[-1], 1)
     nearest = min(
         (line["row"] for line in lines), key=lambda measured: abs(math.log(measured / length))

@@ -75,6 +75,7 @@ def call(
     )
 
     def called(*operands: jax.Array) -> Any:
+        # A kernel forgets over which axes its arrays differ, which `shard_map` checks.
         axes = frozenset().union(*map(varying, operands))
         return jax.tree.map(lambda y: as_varying(y, axes), kernel(*operands))
 

@@ -144,6 +144,7 @@ def over_tiles(
     """
     (rows, width), columns = a.shape, b.shape[0]
     assert rows % (2 * ROWS) == columns % COLUMNS == width % step(a.dtype) == 0, (a.shape, b.shape)
+    # What an epilogue makes has one number for each row of a tile, or one for each logit.
     shapes = {"row": (columns // COLUMNS, rows), "tile": (rows, columns)}
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
     product = _Product(epilogue, results, rows, columns, width, a.dtype, kernel.simulated)

@@ -120,6 +120,7 @@ def merged(function: Callable[..., Any], *roles: Role) -> Callable[..., Any]:
     @called.def_vmap
     def _(size: int, differs: Any, *args: Any) -> Any:
         shared_differ = [differs[k] for k, role in enumerate(roles) if role == "shared"]
+        # With one shared array for all, more rows are all that the `vmap` means.
         if any(shared_differ):
             results = _map_over_batch(called, differs, args)
         else:

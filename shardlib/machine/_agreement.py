@@ -258,6 +258,7 @@ def _difference(name: str, usual: Statement, other: Statement) -> list[str]:
         lineterm="",
     )
     shown = list(islice(diff, _MAX_DIFFERENCES))
+    # What is left in the iterator is not shown.
     more = len(list(diff))
     if more:
         shown.append(f"... and {more} more lines")

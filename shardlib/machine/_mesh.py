@@ -478,6 +478,7 @@ def _is_simulated(devices: list[Any]) -> bool:
 
 def _way_out(error: Exception) -> str:
     """Why JAX cannot lay a mesh out, and what to do, by the kind and the text of its error."""
+    # JAX has no classes of its own for these errors, so they are told apart by kind and text.
     if isinstance(error, NotImplementedError):
         return (
             "an axis would share a dimension of the torus with another. Pass "

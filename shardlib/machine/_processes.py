@@ -390,6 +390,7 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
                     f"Process 0 is to listen on `{host}:{port}`, and for {_SECONDS_TO_RESOLVE} "
                     f"seconds this machine knew no host of that name ({error.strerror}). {way_out}"
                 ) from error
+            # Names of pods often appear a second after the pods: not worth a word.
             if not is_announced and waited > 2:
                 is_announced = True
                 reason = f"process 0, to have an address ({error.strerror})"

@@ -117,6 +117,7 @@ def _explain_cloud_name(text: str) -> str:
     generation, count = match[1].lower(), int(match[2])
     chip = TPUS[_CLOUD_GENERATIONS.get(generation, generation)]
     cores = _CLOUD_CORES.get(chip.name)
+    # Newer chips have one core, and their names count chips.
     if cores is None:
         return (
             f"`{text}` does not say the shape of the slice. In this name clouds count chips: "

@@ -429,6 +429,7 @@ def _unnamed_paths(traced: _Traced, loop: Loop) -> list[str]:
     paths = []
     for k in loop.per_layer_inputs:
         atom = loop.equation.invars[k]
+        # What is not made of weights, such as the numbers of the layers, needs no name.
         if isinstance(atom, Literal) or atom not in traced.of_weights:
             continue
         if atom not in traced.of_inputs or traced.has_gradient(atom):

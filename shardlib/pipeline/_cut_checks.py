@@ -111,6 +111,7 @@ def _no_loop_over(name: str, jaxpr: Jaxpr, weights: Sequence[Weight]) -> str:
     It names what reads them instead, which most often is a cast or a reshape before the loop.
     """
     stacked = [k for k, weight in enumerate(weights) if weight.stacked_dim == name]
+    # The first operation that takes one whole is the best guess at what is wrong.
     stacked_variables = {jaxpr.invars[k] for k in stacked}
     reader = ""
     for equation in jaxpr.eqns:
@@ -163,8 +164,10 @@ def check_reader(jaxpr: Jaxpr, variable: Any, path: str, loop: Any) -> None:
     is_output = variable in variables(jaxpr.outvars)
     if not readers and not is_output:
         return
+    # A weight that is an output too would have to be whole on every device.
     if readers == [loop] and not is_output and _is_scanned_once(loop, variable):
         return
+    # Any other reader says more than the loop itself does.
     other = next((equation for equation in readers if equation is not loop), loop)
     if other is None:
         reader = "it is an output"
@@ -204,6 +207,7 @@ def check_inputs(
             "for a bias too, or `sl.annotate(model, ...)`."
         )
     for k in loop.per_layer_inputs:
+        # A stage has the layers of one loop only, and with them what the loop makes layer by layer.
         outputs = outputs_behind(jaxpr, [equation.invars[k]], earlier)
         if outputs:
             number, _ = outputs[0]

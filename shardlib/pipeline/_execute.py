@@ -118,6 +118,7 @@ class Executor:
             lambda buffers: (nothing, buffers),
             state.buffers,
         )
+        # The head comes right behind the last part, in the same tick: what that made is not sent.
         buffers, outer_sums, totals = lax.cond(
             self._is_last(row),
             lambda *operands: passes.head(row, sent, *operands),

@@ -64,6 +64,7 @@ class Layer:
                 floats.append(array)
             else:
                 others.append(array)
+        # The function takes what is differentiated first.
         made, residuals = self.run_forward(*floats, *others, *weights, *local_inputs)
         entering = len(self.differentiable)
         return made[:entering], made[entering:], residuals

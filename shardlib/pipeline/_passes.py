@@ -481,6 +481,7 @@ class Passes:
             weight_gradients = self.layers[loop].weight_gradients(
                 kept, self.layer_weights(loop, weights), [*local.shared, *slices], left
             )
+            # The sums have all layers of a stage, of which a part has some.
             return self.with_layer_gradients(loop, sums, first_row + number, weight_gradients), None
 
         numbers = jnp.arange(self.layers_per_part[loop])
@@ -533,6 +534,7 @@ class Passes:
             return self.cut.constants(loop, replaced(self.outer, trained, weights))[0]
 
         made, derivative = jax.vjp(constants, [self.outer[k] for k in trained])
+        # Sums may be wider than what they are sums of; a derivative takes the dtype of the latter.
         constant_gradients = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
         (weight_gradients,) = derivative(constant_gradients)
         return self.with_outer(outer_sums, trained, weight_gradients)

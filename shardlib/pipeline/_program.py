@@ -201,6 +201,7 @@ class _Rows:
         """Write down a pass of a tick, and the slots that it reads and writes."""
         kind, table = op.kind, self.table
         at = tick, table.placement[op.part]
+        # Rows are zero where a stage has no pass of this kind.
         self.rows[kind][at] = 1
         self.rows[f"{kind}.microbatch"][at] = op.microbatch
         self.rows[f"{kind}.part"][at] = op.part

@@ -72,11 +72,13 @@ def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -
             f'`rules | sl.AxisRules({LAYERS}="stage")`, as `sl.rules.pipeline` does.'
         )
     (axis,) = as_tuple(choices[0])
+    # A device holds one stage: with more devices than stages, some would have no work.
     if axes[axis] != schedule.stages:
         raise ValueError(
             f"`{schedule}` has {schedule.stages} stages, and the mesh axis `{axis}` that the "
             f"rule `{LAYERS}` names has size {axes[axis]}: make them the same."
         )
+    # Microbatches travel from stage to stage, so that all of them pass through each.
     if axis in rules.batch_axes:
         raise ValueError(
             f"The axis `{axis}` splits the batch, and `{LAYERS}` too: every stage sees all "

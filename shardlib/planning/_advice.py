@@ -96,6 +96,7 @@ def _split_at_rest(size: str, strategy: Strategy | None) -> str:
     """
     split = f"Split parameters and optimizer state, {size}, over more devices"
     rules = "rules such as `sl.rules.fsdp`"
+    # ZeRO splits over axes of data, and does nothing where these have one device.
     if strategy is None or not _data_devices(strategy):
         return f"{split}: {rules}, or a longer axis."
     if strategy.sharding.stage:

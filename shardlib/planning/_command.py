@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     The exit code is 0 for a report, 1 for one that says it does not fit, 2 for a mistake.
     """
+    # The command runs itself once more: a compiler that dies takes its process with it.
     answer = os.environ.get(_CHILD)
     if answer:
         return _child(arguments, Path(answer))
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         _split(arguments.make_step)
     except ValueError as error:
         return _refuse(str(error))
+    # What can be refused at once has been: the process below takes seconds to start.
     with tempfile.TemporaryDirectory(prefix="shardlib-plan-") as folder:
         return _parent(arguments.given, arguments, Path(folder))
 
@@ -103,6 +105,7 @@ def _split(make_step: str) -> tuple[str, str]:
     """The file or module that is named, and what is named of it."""
     if make_step.endswith(".py"):
         return make_step, _RUN
+    # The last colon, since a path may have one of its own.
     where, colon, name = make_step.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise ValueError(
@@ -175,6 +178,7 @@ def _run_child(argv: list[str], target: Target, environment: dict[str, str], noi
         child = subprocess.Popen(
             [sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log
         )
+        # Who ends this process means the compiler too, which may run for minutes.
         before = signal.signal(signal.SIGTERM, _stop)
         try:
             return child.wait()
@@ -238,6 +242,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     _check_result(arguments.make_step, result)
     step, state, batch, *rest = result
+    # A fourth value is the estimate to compare with.
     estimate = next(iter(rest), None)
     planned = _of_user(
         lambda: plan(step, state, batch, target, estimate=estimate, name=title or name),

@@ -62,6 +62,7 @@ class Decoder:
     final_norm: bool = True
 
     def __post_init__(self) -> None:
+        # The type of a field says what it takes.
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             if hint is bool:

@@ -74,6 +74,7 @@ class Estimate:
         rows = [("module", "", "parameters", "forward FLOPs", "output", "kept")]
         rows += map(_row, self.modules)
         memory = [("bytes per device", "")]
+        # Kinds that take nothing, such as sums without microbatches, are left out.
         for kind, size in [*self.kinds.items(), ("at the fullest moment", self.total_bytes)]:
             if size:
                 memory.append((kind, human_bytes(size)))

@@ -45,6 +45,7 @@ def lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], floa
             _check_constants(traced.jaxpr)
             lowered = traced.lower()
     except Exception as error:
+        # Some errors are the user's, who is told in plain words; others are handed on as they are.
         message = _lowering_message(error)
         if not message:
             raise
@@ -107,6 +108,7 @@ def _check_constants(jaxpr: Any) -> None:
     """
     large = []
     for constant in _constants(jaxpr):
+        # Keys and tokens have no size in bytes, and are small.
         if getattr(constant, "nbytes", 0) >= _LARGEST_CONSTANT:
             size = human_bytes(constant.nbytes)
             large.append(f"{constant.dtype}{list(constant.shape)} ({size})")

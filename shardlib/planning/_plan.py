@@ -104,6 +104,7 @@ class Plan:
         Sizes are in bytes. `usable_bytes` is null where a device's memory has no bound, which JSON
         cannot express; of the arrays at the fullest moment only the 20 largest are listed.
         """
+        # JSON has no infinity, which stands for memory that nobody knows.
         usable: int | None = None
         if not math.isinf(self.chip.usable_bytes):
             usable = int(self.chip.usable_bytes)
@@ -394,6 +395,7 @@ def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     """
     kinds = {}
     for number, path in enumerate(paths):
+        # The arguments of a step are the leaves of its state, and then those of the batch.
         if number >= leaves_of_state:
             kinds[path] = "inputs"
         elif re.search(r"\b(opt_state|errors)\b", path):

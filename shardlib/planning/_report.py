@@ -38,6 +38,7 @@ def report(plan: Any) -> str:
         f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing "
         "was run",
     ]
+    # A section without anything to say is empty.
     return "\n\n".join(section for section in sections if section)
 
 
@@ -49,6 +50,7 @@ def _title(plan: Any) -> str:
     devices = f"{plan.devices} device"
     if plan.devices > 1:
         devices += "s"
+    # Of a CPU nobody knows what it may take.
     if not math.isinf(plan.chip.hbm_bytes):
         devices += f", {human_bytes(plan.chip.hbm_bytes)} each"
     mesh = f"mesh {plan.mesh}"
@@ -147,6 +149,8 @@ def _largest(plan: Any) -> str:
                 short(piece.source),
             )
         )
+    # On a narrow terminal the operation goes first and then the kind: the size and the line say
+    # what to change.
     return table(rows, right=(1,), width=terminal_width(), shorten=(4, 3, 0), drop=(3, 2))
 
 
@@ -197,6 +201,7 @@ def _estimated(plan: Any) -> str:
         return ""
     rows = [("the most at any moment", "by formula", "compiled", "error")]
     for kind, size in estimate.kinds.items():
+        # An estimate is of the most of each kind at any moment, not of one moment for all.
         rows += _estimated_rows(kind, size, plan.memory.most[kind])
     rows += _estimated_rows("total", estimate.total_bytes, plan.memory.total_bytes)
     return (
@@ -266,6 +271,7 @@ def _communication(plan: Any) -> str:
     """
     if not plan.collectives:
         return "no communication"
+    # Collectives and totals share the columns, so that both are in one table.
     heading = "communication per step,network,collective,dtype,times,of,sends,because of"
     rows = [
         tuple(heading.split(",")),
@@ -334,6 +340,7 @@ def _network(slow: bool) -> str:
 
 def _collective_rows(traffic: Sequence[tuple[_Route, _Traffic]]) -> list[tuple[str, ...]]:
     """The rows of the collectives that send most, and one row for all others."""
+    # Twice as many rows as of arrays: forward and backward passes have collectives of their own.
     shown, others = traffic[: 2 * _SHOWN], traffic[2 * _SHOWN :]
     rows = []
     for route, total in shown:

@@ -76,6 +76,7 @@ def _check_arrays(leaves: list[tuple[str, Any]]) -> None:
                 f"{what} is a {type(leaf).__name__}; a batch is a tree of arrays of numbers. Give "
                 "constants to the loss by closing over them."
             )
+        # Arrays of numpy may be of text or of objects.
         if not check_arrays.holds(leaf.dtype):
             raise ValueError(
                 f"{what} is an array of {leaf.dtype}, which no device holds: a batch is a tree of "
@@ -153,6 +154,8 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     """
     _check_strategy("batches", strategy)
     if isinstance(source, Batches):
+        # Batches that are on the mesh already are taken as they are, if they are where the step
+        # wants them.
         if batch_sharding(source.strategy) != batch_sharding(strategy):
             raise ValueError(
                 f"These batches are put on the mesh as {batch_sharding(source.strategy)}, and "
@@ -225,11 +228,13 @@ class Batches(Iterator[Any]):
     def _open(self) -> Iterator[Any]:
         """An iterator of the source that goes on after the last batch that was given out."""
         source = self._source
+        # A source of ours reads only the rows of this process.
         if hasattr(source, "local"):
             iterator = source.local(local_rows(source.batch, self.strategy))
         else:
             iterator = iter(source)
         kind = type(source).__name__
+        # Grain's iterators know their place too, by the same two methods.
         knows_its_place = hasattr(iterator, "set_state")
         if self._place is not None and not knows_its_place:
             raise ValueError(
@@ -250,6 +255,7 @@ class Batches(Iterator[Any]):
 
     def _drop_taken(self, iterator: Iterator[Any]) -> None:
         """Read as many batches from the start as were given out, and forget them."""
+        # An iterator that is its own source cannot be read again.
         if iterator is self._source and not _is_fresh(self._source):
             raise ValueError(
                 f"To go on after {self._taken} batches a source is read again from its start, and "

@@ -181,6 +181,7 @@ class _Walk:
         A loop that a reduction over examples ends couples all of it: how often it runs depends on
         the examples together.
         """
+        # First the constants of the condition, then those of the body, and what is carried.
         condition_count = equation.params["cond_nconsts"]
         constant_count = condition_count + equation.params["body_nconsts"]
         condition_constants = operands[:condition_count]
@@ -194,6 +195,8 @@ class _Walk:
             coupled = chosen_by(equation, predicate)
             if coupled is not None:
                 return [coupled] * len(carry)
+            # Again until nothing changes: what one turn learns of a value, the next turn starts
+            # with.
             next_carry = _all_joined(carry, results, over_examples=False)
             if next_carry == carry:
                 return carry
@@ -276,6 +279,7 @@ def _called_function(equation: Any) -> Jaxpr | None:
             continue
         if isinstance(inner, ClosedJaxpr):
             inner = inner.jaxpr
+        # A loop has a function too, but hands it other inputs than its own.
         same_inputs = len(inner.invars) == len(equation.invars)
         same_outputs = len(inner.outvars) == len(equation.outvars)
         if same_inputs and same_outputs:

@@ -71,6 +71,7 @@ class Description:
         yield f"{self.parameter_count:,} parameters, {size}, on {self.mesh}"
         kinds: list[str] = []
         for kind, size_of_kind in self.bytes_per_device.items():
+            # Without frozen parameters or errors there is nothing to say of them.
             if size_of_kind:
                 kinds.append(f"{human_bytes(size_of_kind)} {kind}")
         yield f"per device: {', '.join(kinds)}"
@@ -125,6 +126,7 @@ def describe(state: State) -> Description:
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
     remarks = _Remarks(state, names)
+    # Both trained and frozen ones are parameters of the model, in its own order.
     parameters = state.params, state.frozen
     rows: list[Row] = []
     for tree in (combine(*parameters), state.rest):

@@ -126,6 +126,7 @@ class Evaluation:
         strategy, params = self.strategy, combine(state.params, state.frozen)
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
+        # As if all were frozen: nothing is differentiated.
         parameters = step_parameters(params, named, splits, strategy, frozen=True)
         means: Any = partial(self._means, state.layout, parameters)
         if strategy.manual_axes:
@@ -162,6 +163,7 @@ class Evaluation:
             return *keyed, every_nth(inputs.batch, microbatches.count, number)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
+        # The same wrappers as in training, so that a loss means the same in both.
         total = with_partitionable_lookups(partial(forward, call), parameters, self.strategy)
         if self.strategy.pipeline is None:
             _, (means, _, _) = evaluate_loss(total, parameters, inputs.params, *arguments(0))
@@ -172,6 +174,7 @@ class Evaluation:
                     total, self.strategy, parameters, inputs.params, names, arguments
                 )
                 means = pipelined.value()
+        # Over automatic axes the partitioner has added up already.
         if not self.strategy.manual_axes:
             return means
         return lax.psum(means, self.strategy.manual_axes)

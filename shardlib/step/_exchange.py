@@ -89,6 +89,7 @@ def exchange_gradients(
     def exchanged(
         shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any
     ) -> tuple[Any, ...]:
+        # By now every axis is manual: arrays are shards, and collectives name their axes.
         at = _Exchanged(exchange, described, dict(mesh.shape))
         sums = at.within(shards, weight)
         if not at.members:
@@ -101,6 +102,7 @@ def exchange_gradients(
     state: Any = ()
     if sender is not None:
         state = sender.state
+    # The step is manual over the axes of data only; here the others become so too.
     everywhere: Any = exchanged
     if mesh.auto_axes:
         everywhere = _manual_everywhere(exchanged, mesh.auto_axes, described, errors, sender)
@@ -315,6 +317,7 @@ class _Exchanged:
 
         `alive` says of each where it is not always zero, None if that is unknown.
         """
+        # Only of those that the exchange averages: the others are summed already.
         described = [self.parameters[i] for i in self.members]
         shared = [self.shared[i] for i in self.members]
         before: list[Any] = [None] * len(self.members)

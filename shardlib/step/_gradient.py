@@ -195,6 +195,7 @@ class GradientFunction:
         """Microbatches that go through the stages of a pipeline, overlapping each other."""
 
         def arguments_of(number: Any) -> Any:
+            # Examples have a leading dim of microbatches here.
             return arguments(inputs.rest, number, jax.tree.map(lambda x: x[number], examples))
 
         with jax.named_scope("loss"):

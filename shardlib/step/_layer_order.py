@@ -203,6 +203,7 @@ def _check_loops(schedule: Any, loops: tuple[str, ...]) -> None:
     """Refuse a schedule in which a stage does not have as many parts of each loop."""
     table = table_of(schedule)
     parts = table.parts // len(loops)
+    # The parts of the first loop come first in the table, then those of the next.
     on_stage = table.parts // schedule.stages
     evenly = on_stage % len(loops) == 0
     for loop in range(len(loops)):

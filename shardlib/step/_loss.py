@@ -199,6 +199,7 @@ def _check_number(name: str, part: Any, *, may_be_array: bool = False) -> None:
             "many examples everywhere, or `sl.weighted_mean(total, weight)`: the sum over the "
             f"examples at hand and how much they weigh.{hint}"
         )
+    # JAX would refuse it too, in the words of its own gradient.
     if jnp.issubdtype(jnp.result_type(part), jnp.complexfloating):
         raise ValueError(
             f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute "

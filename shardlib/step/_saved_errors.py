@@ -217,6 +217,7 @@ def _program(conversion: _Conversion, *, by_worker: bool) -> Callable[[ErrorsByP
     It is remembered, since a run saves a checkpoint many times.
     """
     mesh = conversion.strategy.device_mesh
+    # A checkpoint has the errors of each worker as a whole; on the mesh each device has a part.
     specs_by_worker = conversion.specs_by_worker()
     specs_by_device = conversion.specs_by_device()
     if by_worker:

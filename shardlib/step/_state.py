@@ -214,6 +214,7 @@ def state_specs(state: State) -> State:
     for tree in (state.params, state.frozen):
         for path, split in layout.splits(tree).items():
             stored[path] = split.spec
+    # The state of the optimizer is split like the parameters that it belongs to.
     follow = like_parameters(dict(layout.relations), stored)
     whole = PartitionSpec()
 

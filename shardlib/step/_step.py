@@ -149,6 +149,7 @@ class Step:
         check_compiles()
         check_batch(batch, self.strategy)
         layout = state.layout
+        # States of one layout share a program; another model, or other rules, has its own.
         if layout not in self._jitted_by_layout:
             check_layout(layout, self.strategy)
             mesh = self.strategy.device_mesh

@@ -101,6 +101,7 @@ class Strategy:
     def __post_init__(self) -> None:
         self._check_fields()
         axes = self._axis_sizes
+        # Fields by themselves first, then what must fit together: errors name the simplest cause.
         self.rules.check_mesh(axes)
         self._check_mesh()
         self._check_manual()
@@ -221,6 +222,7 @@ class Strategy:
                     f"parameters over `{axis}` too, and every step gather them whole again over "
                     "it, in more bytes than the exchange saves. Split over other axes."
                 )
+        # ZeRO needs an axis of its own that the exchange does not take.
         if zero.stage and set(exchanged_over) >= set(self.data_axes):
             raise ValueError(
                 f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all "

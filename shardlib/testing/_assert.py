@@ -78,6 +78,7 @@ def assert_collectives(
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     step_plan = _plan(step, state, batch, target)
+    # Both ways: what is sent and was not expected, and what was expected and is not sent.
     differences = _differences(expected, _collectives_by_link(step_plan, ignore_below))
     if differences:
         raise AssertionError(
@@ -133,6 +134,7 @@ def _describe_differences(differences: list[_Difference]) -> str:
     for difference in differences:
         link, expected, sent = difference.link, difference.expected, difference.sent
         rows.append((link.kind, link.over, f"{expected:,}", f"{sent:,}", f"{sent - expected:+,}"))
+        # Where nothing is sent there is no line to blame.
         if difference.collectives:
             details.append(f"  {link.kind} over {link.over}:")
             details.extend(map(_describe_collective, difference.collectives))
@@ -249,6 +251,7 @@ def _expected_bytes(sends: Any) -> dict[_Link, int]:
     check.kind("assert_collectives", "sends", sends, Mapping, takes)
     expected: dict[_Link, int] = {}
     for key, size in sends.items():
+        # A key is a kind and axes; a kind by itself would not say over which network.
         if not isinstance(key, tuple) or len(key) != 2:
             raise check.refusal("assert_collectives", "sends", sends, takes)
         link = _checked_link(*key, takes)

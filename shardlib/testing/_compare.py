@@ -242,6 +242,7 @@ def mesh_shapes(axes: Sequence[str], devices: int | None = None) -> list[str]:
         most=_MOST_DEVICES,
         optional=True,
     )
+    # All devices there are, unless a number is asked for.
     count = len(jax.devices()) if devices is None else int(devices)
     return [",".join(sizes) for sizes in _arrangements(tuple(axes), count)]
 
@@ -339,11 +340,13 @@ def _compare(
         for expected in arrays:
             actual = getattr(record, expected.kind)[expected.path]
             compared = _Mismatch(step, expected, actual, differences(actual, expected.values))
+            # Kept of what agrees too: it shows how far from the limit a strategy is.
             largest[expected.kind] = max(largest[expected.kind], compared.relative)
             may_differ = by_mesh and expected.kind == "randomness"
             if compared.is_too_far and not may_differ:
                 mismatches.append(compared)
         if mismatches:
+            # Later steps start from other numbers, and differ for that alone.
             return largest, sorted(mismatches, key=lambda mismatch: mismatch.order)
     return largest, []
 
@@ -359,6 +362,7 @@ def _describe(mismatches: list[_Mismatch], where: str, *, by_mesh: bool) -> str:
     ]
     if others:
         lines.append(f"In the same step differ {_names_of(others)}.")
+    # Where the oracle itself is nan, nothing can be compared.
     if not np.isfinite(wide(expected.values)).all():
         lines.append("On one device it is not finite either: compare a step that is.")
     if by_mesh:

@@ -80,6 +80,7 @@ class Run:
         self.steps = experiment.steps
         self.start = init(
             experiment.make_model,
+            # Gradients are compared too, so the optimizer's state keeps those of the last step.
             optax.chain(_remember_gradients(), experiment.optimizer),
             strategy,
             trainable=experiment.trainable,

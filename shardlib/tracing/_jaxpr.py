@@ -169,6 +169,7 @@ def _evaluate_inlined(
             continue
         _evaluate_stretch(jaxpr, pending, read, values)
         pending = []
+        # The call is replaced by its body, in which there may be more such calls.
         body, constants = _body_of_call(equation)
         arguments = values_of(equation.invars, values)
         results = _evaluate_inlined(body, constants, arguments, whether)

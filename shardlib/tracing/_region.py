@@ -160,6 +160,7 @@ def _accumulating_target(gradient_anchor: Any, sums: Any, where: tuple[Any, ...]
     def backwards(saved: Any, gradient: Any) -> Any:
         sums, where = saved
         sums[_index_of_layer(where)] += gradient
+        # The gradient has been added already: the anchor's is zero.
         return jnp.float32(0), None, None
 
     target.defvjp(forwards, backwards)

@@ -220,6 +220,7 @@ def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
         if root is None or root.weight.whole is not None:
             values.append(value)
             continue
+        # Of a stack that is used layer by layer, each layer enters where it is used.
         if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
             values.append(value)
             continue
@@ -298,6 +299,7 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> 
     """
     entered: dict[WeightSlice, Any] = {}
     regional: list[WeightSlice] = []
+    # Weights that are stored whole need no region, which would gather them.
     for root in _roots(inputs):
         if root.weight.whole is None:
             entered[root] = bind_whole_weight(root, None)

@@ -157,10 +157,12 @@ def find_hindrance(folder: Any, error: Exception) -> BaseException | None:
         for name in names:
             try:
                 with Path(subfolder, name).open("rb") as file:
+                    # To open a file is not enough: a disk that fails, fails at reading.
                     file.read(1)
             except OSError as failure:
                 failures.append(failure)
     for failure in failures:
+        # A file that is gone is the checkpoint's fault, and nothing that stood in the way.
         if not isinstance(failure, MISSING):
             return failure
     if isinstance(error, MemoryError) or any(word in str(error) for word in _HINDERED):

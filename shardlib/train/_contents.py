@@ -163,6 +163,7 @@ def check_leaves(
     if not differing:
         return
     exchange = ""
+    # Errors that only one of the two has come from another exchange.
     if any(path.startswith("errors/") for path in saved.keys() ^ wanted.keys()):
         exchange = (
             " What an exchange has left over, `errors`, belongs to it: restore under the same "

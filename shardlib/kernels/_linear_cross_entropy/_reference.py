@@ -86,6 +86,7 @@ def forward(
         return combine_sums(sums, Sums(highest, total, of_target, sum_z))
 
     zeros = varying_zeros(jnp.zeros(x.shape[0], compute_dtype(x.dtype)), x, kernel, targets)
+    # The sums of no tokens: any token is more than the highest so far.
     empty = Sums(zeros - jnp.inf, zeros, zeros, zeros)
     sums = fold_chunks(add_chunk, empty, kernel, _wanted_chunk(x))
     return losses_of_sums(sums, targets, loss, axes)

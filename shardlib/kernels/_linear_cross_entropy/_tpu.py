@@ -518,6 +518,7 @@ def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     total = float32_row if kernel.dtype != jnp.float32 else 0
 
     def by_preference(part: int) -> tuple[bool, int]:
+        # Parts that the cores divide evenly come first, and then the larger ones.
         return math.ceil(vocab / part) % cores() != 0, -part
 
     for most_vocab in sorted(PARTS, key=by_preference):

@@ -36,6 +36,7 @@ def refuses(task: Task) -> str | None:
             "keeps no account of what differs between devices, and here that is known over "
             f"`{', '.join(sorted(task.differing))}`: `shard_map(..., check_vma=False)` wants none"
         )
+    # Its kernels are written for these three.
     unknown = {str(x.dtype) for x in task.arrays.values()} - {"float32", "bfloat16", "float16"}
     if unknown:
         return f"takes float32, bfloat16 and float16; not {', '.join(sorted(unknown))}"

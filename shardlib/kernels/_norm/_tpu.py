@@ -307,6 +307,7 @@ def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: 
     unit_gradient = gradient
     if kernel.scaled:
         unit_gradient = gradient * next(remaining)[...].astype(jnp.float32)
+    # A norm undoes the length of a row, so what of the gradient is along the row is lost.
     x_gradient = unit_gradient - unit * (unit_gradient * unit).mean(-1, keepdims=True)
     if kernel.norm.centred:
         x_gradient -= unit_gradient.mean(-1, keepdims=True)

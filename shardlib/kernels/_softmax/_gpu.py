@@ -70,6 +70,7 @@ def _forward_of_rows(
     shapes = row_shapes(x.shape, where_shape, keep_last=causal)
     operands = [layout.flatten(x)]
     if where is not None:
+        # As bytes: a kernel loads no bools.
         mask = where.astype(jnp.int8)
         if layout.one_row_per_lane:
             operands.append(layout.flatten(mask))
@@ -105,6 +106,7 @@ class _Mask:
         if self.where_shape is not None:
             if not layout.one_row_per_lane:
                 mask_index = _mask_row(index, self.lead, self.where_shape)
+            # A mask of one column says of each row whether any of it is left.
             one_bool_a_row = self.where_shape[-1] < layout.length
             if not one_bool_a_row:
                 array = layout.load(refs[0], mask_index)

@@ -92,6 +92,7 @@ def _report(arguments: argparse.Namespace) -> str:
             "--forward, --backward and --weights are all 0: then nothing takes any time."
         )
     _check_options(arguments)
+    # Without a schedule to describe, all are compared.
     if arguments.schedule is None and arguments.table is None:
         if arguments.svg is not None:
             raise ValueError("--svg draws one schedule: say which, --schedule NAME.")
@@ -104,6 +105,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
     That an option was given is only seen while its default is not filled in.
     """
+    # A table has its stages, microbatches and parts in it.
     if arguments.table is not None:
         if arguments.schedule is not None:
             raise ValueError("--schedule and --table: give one of them.")
@@ -114,6 +116,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ValueError("--paired is for a --table; the other schedules know.")
     if arguments.chunks is not None and arguments.schedule not in (None, "interleaved"):
         raise ValueError(f"--chunks is for `interleaved`; got --schedule {arguments.schedule}.")
+    # Defaults come last, so that what was given can be told from what was not.
     for name, default in _DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
@@ -153,6 +156,7 @@ def _description(arguments: argparse.Namespace, costs: Costs) -> str:
     """One schedule: its picture in letters, what they mean, and its numbers."""
     schedule = _chosen(arguments, costs)
     table, timeline = schedule.table, simulate(schedule.table, costs)
+    # Colours only for a terminal: in a file they would be letters.
     width = shutil.get_terminal_size((100, 24)).columns
     picture = text(timeline, width, colour=sys.stdout.isatty())
     legend = "F forward, B backward"
@@ -181,6 +185,8 @@ def _description(arguments: argparse.Namespace, costs: Costs) -> str:
 
 def _row(schedule: _Named, timeline: Timeline) -> tuple[str, ...]:
     """The numbers of a schedule, in the columns of `_HEAD`."""
+    # Two bubbles: of stages that run freely, and of stages in step, as the compiled program has
+    # them.
     ticks = pack(timeline.table, schedule.paired)
     count = str(len(ticks.rows))
     if schedule.paired:

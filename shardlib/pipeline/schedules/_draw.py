@@ -180,6 +180,7 @@ class _Cells:
         order = self.timeline.table.orders[stage]
         cells, at = [], 0
         for column in range(self.columns):
+            # The middle of a column: passes that end at its edge are not drawn twice.
             moment = (column + 0.5) * step
             while at < len(order) and self.timeline.end[order[at]] <= moment:
                 at += 1
@@ -193,6 +194,7 @@ class _Cells:
     def _cell(self, op: Op) -> str:
         """The letters of a pass, in colour for a terminal that has colours."""
         chunk = min(self.timeline.table.chunk(op.part), 1)
+        # Capital letters for the first part of a stage, small ones for all further parts.
         letter = op.kind
         if chunk > 0:
             letter = letter.lower()

@@ -235,6 +235,8 @@ class Interleaved:
             most=MOST_PASSES,
         )
         check.assign(self, chunks=chunks)
+        # Parts are handed out group by group: with fewer microbatches than stages a group is not
+        # full.
         stages = checked_stages(self)
         check_schedule(
             self,

@@ -85,6 +85,7 @@ class _Rounds:
         """Make the schedule."""
         self._begin()
         self._even_out()
+        # Each microbatch goes through both parts of every stage, so there are two rounds for each.
         for _ in range(2 * self.microbatches):
             self._backward_round()
             self._forward_round()
@@ -206,6 +207,7 @@ class _Rounds:
         """Go forward until no stage has done so less often than the one before it."""
         turn = 0
         for number in range(1, len(self.stages)):
+            # The two parts take turns, so that neither runs out of microbatches.
             while self._is_behind(number):
                 name = f"F{turn}"
                 for later in reversed(range(number, len(self.stages))):
@@ -233,6 +235,8 @@ class _Rounds:
                 second_parts.append(number)
             elif stage.done["B0"] < self.microbatches:
                 first_parts.append(number)
+        # Gradients of first parts come from the stage after, those of second parts from the one
+        # before.
         for number in reversed(first_parts):
             self._do_after_weights(number, "B0")
         for number in second_parts:

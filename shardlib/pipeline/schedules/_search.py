@@ -96,6 +96,8 @@ class _Builder:
         """Make the schedule."""
         self._warm_up()
         self._backward_round(fills_gaps=False)
+        # From then on every round has a backward pass of each stage, and a forward pass as long as
+        # there are microbatches.
         for _ in range(self.problem.microbatches - 1):
             for stage in self._going_forward():
                 self._fill_gap(stage, "F")
@@ -134,10 +136,13 @@ class _Builder:
         if kind != "W":
             start = max(start, self._arrival(stage, kind))
         if target.order:
+            # Before its first op a stage waits for the pipeline to fill, which no order can change.
             target.waited += start - target.clock
         op = Op(kind, target.done[kind], stage)
         self.end[op] = target.clock = start + target.cost[kind]
         kept = self.problem.costs.kept
+        # A forward pass takes a microbatch's activations in, a backward pass gives up what only it
+        # needs, and gradients of weights give up the rest.
         target.held += {"F": 1.0, "B": kept - 1.0, "W": -kept}[kind]
         target.done[kind] += 1
         target.order.append(op)
@@ -158,6 +163,8 @@ class _Builder:
             self._do(stage, "W")
         while target.pending and target.clock + target.cost["W"] <= self._arrival(stage, kind):
             self._do(stage, "W")
+        # One more that does not quite fit delays the stage. It is done if the stage would otherwise
+        # have waited longer than any other.
         gap = self._arrival(stage, kind) - target.clock
         if not target.pending or gap <= 0:
             return
@@ -234,8 +241,10 @@ class _Builder:
         if not self.rules.yields or stage + 1 == self.problem.stages:
             return True
         after = self.stages[stage + 1]
+        # The next stage is about to run out of microbatches.
         if target.done["F"] < after.done["F"] + 2:
             return True
+        # When the gradient of what the next stage has now can be here, at the earliest.
         needed = after.clock + after.cost["F"] + after.cost["B"] + self.problem.costs.send
         if target.clock >= needed:
             return False

@@ -50,6 +50,7 @@ class Costs:
         backward = _share(self.backward, table, op.part, "backward")
         if table.splits:
             return backward
+        # One backward pass makes both gradients where the table does not split them.
         return backward + weights
 
 

@@ -78,6 +78,7 @@ class Table:
         placed = _placement(placement)
         orders = []
         for stage, words in enumerate(lines):
+            # An op names its part only where its stage has several.
             parts = [part for part, where in enumerate(placed) if where == stage]
             order = []
             for at, word in enumerate(words):
@@ -303,6 +304,7 @@ def _check_complete(table: Table, done: Container[Op]) -> None:
     """Refuse a table in which a part lacks a pass that other parts or microbatches have."""
     kinds = KINDS
     if not table.splits:
+        # Only split tables have ops for weights, and only those that train go backward.
         kinds = KINDS[:2] if table.trains else KINDS[:1]
     for microbatch, part, kind in product(range(table.microbatches), range(table.parts), kinds):
         op = Op(kind, microbatch, part)

@@ -66,6 +66,7 @@ def _starts(schedule: "VMin | VHalf", stage: int) -> dict[Op, int]:
     pattern = schedule.pattern(stage)
     starts: dict[Op, int] = {}
     for microbatch in range(schedule.microbatches):
+        # Every microbatch does what the first does, a period later.
         begin = _PERIOD * microbatch
         starts[Op("F", microbatch, first)] = begin + pattern.forward_first
         starts[Op("F", microbatch, second)] = begin + pattern.forward_second
@@ -98,6 +99,8 @@ class VMin:
         A delay of two before the backward passes sees to that where 3 divides S.
         """
         stages = self.stages
+        # With a multiple of three stages, passes of two microbatches would fall on one unit:
+        # backward passes start later.
         delay = 0 if stages % 3 else 2
         return _Pattern(
             forward_first=stage,
@@ -148,6 +151,7 @@ class VHalf:
         A delay of three before the backward passes sees to that for an even S.
         """
         stages = self.stages
+        # With an even number of stages, passes of two microbatches would fall on one unit.
         delay = 0 if stages % 2 else 3
         return _Pattern(
             forward_first=2 * stage,
@@ -195,6 +199,7 @@ class ZBV:
     def gap(self, costs: Costs) -> float:
         """0, for F = B = W and M at least 2 S; (S - 1) F / 2 for M = S."""
         forward, count = equal_cost(costs), self.microbatches
+        # In between, stages wait for each other in ways that no short formula says.
         if self.stages < count < 2 * self.stages:
             raise ValueError(
                 f"The closed formula is for M = S and for M at least 2 S; got {self}. `simulate` "
@@ -292,6 +297,7 @@ class _Order:
             self.ops.append(op)
             if op.kind == "F":
                 continue
+            # A backward pass that is not split makes the gradients of weights at once.
             weights = op._replace(kind="W")
             if split:
                 self.postponed.append(weights)
