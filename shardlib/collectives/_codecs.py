@@ -138,7 +138,10 @@ class Signs:
         return mean if self.scale == "mean" else jnp.sqrt(mean)
 
     def _signed(self, positive: jax.Array, scale: jax.Array, elements: int) -> jax.Array:
-        """Rows of scales, plus where a tile is `positive` and minus elsewhere."""
+        """Rows of scales, plus where a tile is `positive` and minus elsewhere.
+
+        It undoes `_tiles`: what the last tile has beyond the row is cut off.
+        """
         together = self._tiling(elements).tiles_in_block
         scale = jnp.repeat(scale, together, 1)[:, : positive.shape[1], None, None]
         return jnp.where(positive, scale, -scale).reshape(positive.shape[0], -1)[:, :elements]

@@ -277,7 +277,11 @@ def _scatter(
 
 
 def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], limit: int) -> jax.Array:
-    """The scatter of one array; a large one along another dim than the first goes in pieces."""
+    """The scatter of one array; a large one along another dim than the first goes in pieces.
+
+    Pieces of at most `limit` bytes are sent one after the other, so that their buffers need not
+    exist all at once.
+    """
     if dim and x.nbytes > limit:
         return in_pieces(partial(sum_scatter, axes=axes), x, dim, -(-x.nbytes // limit))
     return sum_scatter(x, dim, axes)

@@ -247,7 +247,11 @@ def _words(error: str, dump: Path | None = None) -> str:
 
 
 def _telling_lines(error: str) -> list[str]:
-    """The lines of a compiler's message but for empty ones and stack traces."""
+    r"""The lines of a compiler's message but for empty ones and stack traces.
+
+    >>> _telling_lines("INTERNAL: Mosaic failed:\nno such layout\n\n=====")
+    ['Mosaic failed: no such layout']
+    """
     lines: list[str] = []
     for line in re.sub(r"^[A-Z_]+: ", "", error.strip()).splitlines():
         telling = line.strip().removesuffix(" -")

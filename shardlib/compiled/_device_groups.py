@@ -110,7 +110,11 @@ class Devices:
 
 
 def _groups_along(positions: np.ndarray, dims: list[int]) -> list[list[int]]:
-    """The groups of a collective that runs over some dims of the mesh, all of them."""
+    """The groups of a collective that runs over some dims of the mesh, all of them.
+
+    >>> _groups_along(np.arange(4).reshape(2, 2), [0])
+    [[0, 2], [1, 3]]
+    """
     size = 1
     fixed: list[int] = []
     for dim, length in enumerate(positions.shape):

@@ -206,7 +206,13 @@ class Flow:
         return given
 
     def _root(self, scope: Scope, caller: Instruction, name: str) -> str:
-        """The name of the instruction whose result is that of a computation that is called."""
+        """The name of the instruction whose result is that of a computation that is called.
+
+        Args:
+            scope: the computation that calls.
+            caller: the instruction that does.
+            name: which of its computations is meant, such as `body`.
+        """
         inside = self.program.called(scope, caller, name).instructions
         return next(made.name for made in inside.values() if made.is_root)
 

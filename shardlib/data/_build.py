@@ -128,7 +128,13 @@ class _Builder:
                 self.described[name] = part.description()
 
     def _append(self, texts: list[str], train: "_Part", held_out: "_Part") -> None:
-        """Encode a batch of documents, and write each to its part."""
+        """Encode a batch of documents, and write each to its part.
+
+        Args:
+            texts: the documents.
+            train: the part for those to learn from.
+            held_out: the part for those kept for evaluation, chosen by the hash of their text.
+        """
         # Together, since the tokenizer encodes texts in several threads.
         encoded = self.tokenizer.encode_batch(texts)
         documents: dict[bool, list[np.ndarray]] = {False: [], True: []}

@@ -117,7 +117,11 @@ def _parsed(file_format: _Format, raw: Any, corpus: Corpus) -> str:
 
 
 def _pass_over(source: Source, corpus: Corpus, reading: Reading, place: str, reason: str) -> None:
-    """Count a bad record, or refuse it, as the corpus says."""
+    """Count a bad record, or refuse it, as the corpus says.
+
+    `place` is where the record is in its file, such as `line 3`, and `reason` what is wrong with
+    it.
+    """
     if corpus.bad == "stop":
         raise ValueError(
             f"`{source.path}`, {place}: {reason}. Fix it, or skip bad records: `Corpus(..., "

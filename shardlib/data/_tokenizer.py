@@ -138,7 +138,13 @@ class _Alphabet:
     known: set[str] = field(default_factory=set)  # of the characters that were looked up
 
     def check(self, inner: Any, texts: list[str], name: str) -> None:
-        """Refuse texts with characters that the tokenizer would leave out."""
+        """Refuse texts with characters that the tokenizer would leave out.
+
+        Args:
+            inner: the tokenizer of the `tokenizers` package.
+            texts: documents, some of a batch.
+            name: the tokenizer's name, for the message.
+        """
         normalized = [_normalized(inner, text) for text in texts]
         # Texts have few characters that differ, and each is looked up once.
         fresh = set().union(*normalized) - self.known
@@ -330,7 +336,14 @@ def load_tokenizer(
 def make_tokenizer(
     path: Path | None, content: bytes, end: str | None, unknown: str | None
 ) -> "Bytes | HuggingFace":
-    """The tokenizer of a file with this content; without a file, bytes."""
+    """The tokenizer of a file with this content; without a file, bytes.
+
+    Args:
+        path: the tokenizer's file.
+        content: what is in it.
+        end: the token that ends a document, if it is not the one that the file names.
+        unknown: the token for characters that it lacks; without one they are refused.
+    """
     if path is None:
         _refuse_tokens_of_file(end=end, unknown=unknown)
         return Bytes()

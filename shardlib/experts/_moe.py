@@ -196,7 +196,13 @@ def _gate_logits(
 
 
 def _jittered(x: jax.Array, key: jax.Array, jitter: float) -> jax.Array:
-    """The input with each number multiplied by a random one close to 1."""
+    """The input with each number multiplied by a random one close to 1.
+
+    Args:
+        x: the input of the gate, in float32.
+        key: the key to draw the factors with.
+        jitter: how far a factor may be from 1.
+    """
     factors = jax.random.uniform(key, x.shape, jnp.float32, 1 - jitter, 1 + jitter)
     return x * factors
 
@@ -480,7 +486,10 @@ def _checked_choices(choices: Choices, real_GS: jax.Array, count: int) -> Choice
 
 
 def _check_range(expert: jax.Array, within: jax.Array, count: int) -> None:
-    """Refuse choices of experts that do not exist; `within` is true where one does."""
+    """Refuse choices of experts that do not exist; `within` is true where one does.
+
+    It is for choices that are known; what is traced becomes nan in the result.
+    """
     if bool(within.all()):
         return
     raise ValueError(

@@ -362,7 +362,13 @@ def ranking(task: Task) -> list[str]:
 
 
 def _measured(op: str, kind: str, dtype: str) -> list[Mapping[str, Any]]:
-    """What was measured of an operation on a kind of device, in this dtype if it was."""
+    """What was measured of an operation on a kind of device, in this dtype if it was.
+
+    Args:
+        op: the name of the operation.
+        kind: the kind of device, as JAX names it.
+        dtype: the dtype of the array that the operation takes.
+    """
     lines: list[Mapping[str, Any]] = []
     of_dtype: list[Mapping[str, Any]] = []
     for line in measurements():

@@ -95,7 +95,14 @@ def batched(function: Callable[..., Any], *roles: Role, depth: int = 0) -> Calla
 
 
 def _with_batch_dim(x: Any, differs: Any, role: Role, size: int) -> Any:
-    """An argument of a `vmap` with the new dim first; see `batched`."""
+    """An argument of a `vmap` with the new dim first; see `batched`.
+
+    Args:
+        x: the argument.
+        differs: whether it has a dim of the `vmap`, which is then its first.
+        role: what the function takes it for.
+        size: how long the new dim is.
+    """
     if role == "shared" and x is not None:
         assert not differs, "what all rows share differs along a dim of vmap"
         return x

@@ -146,7 +146,14 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
 
 
 def _check_names(op: str, shape: tuple[int, ...], names: Names | None, what: str) -> None:
-    """Refuse names that are not one string or None for each dim."""
+    """Refuse names that are not one string or None for each dim.
+
+    Args:
+        op: the operation, for the message.
+        shape: the shape of the array that has the dims.
+        names: what was given as their names.
+        what: the argument that is the array.
+    """
     if names is None:
         return
     check.kind(op, "names", names, tuple | list, "a name for each dim, in a tuple")

@@ -307,7 +307,11 @@ def _explained_first(
 
 
 def _only_changed(shape: Shape, resized_shape: Shape) -> int | None:
-    """The dim whose size has changed, or None if none has, or several have."""
+    """The dim whose size has changed, or None if none has, or several have.
+
+    >>> _only_changed((4, 8), (4, 9)), _only_changed((4, 8), (5, 9))
+    (1, None)
+    """
     changed: list[int] = []
     for dim, size in enumerate(shape):
         if resized_shape[dim] != size:

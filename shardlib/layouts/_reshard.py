@@ -154,7 +154,14 @@ def _check_spec_of_argument(
 def _check_automatic(
     argument: str, spec: PartitionSpec, axes: Iterable[Any], mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuse axes over which a surrounding `shard_map` is manual."""
+    """Refuse axes over which a surrounding `shard_map` is manual.
+
+    Args:
+        argument: the argument of `reshard` that has the spec.
+        spec: the spec, for the message.
+        axes: all axes that it names.
+        mesh: the mesh, with the axes that are manual around the call.
+    """
     for axis in axes:
         if axis in mesh.manual_axes:
             raise ValueError(

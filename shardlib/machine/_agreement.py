@@ -177,7 +177,11 @@ def describe_disagreement(statements: Sequence[Statement], unheard: Sequence[int
 
 
 def _capitalised(sentence: str) -> str:
-    """A sentence with a capital at its beginning, and the rest as it is."""
+    """A sentence with a capital at its beginning, and the rest as it is.
+
+    >>> _capitalised("process 1 differs in `XLA_FLAGS`")
+    'Process 1 differs in `XLA_FLAGS`'
+    """
     return sentence[:1].upper() + sentence[1:]
 
 

@@ -113,7 +113,13 @@ def _torus(line: np.ndarray) -> str:
 
 
 def _factors(names: Sequence[str], sizes: Sequence[int], times: str, gap: str) -> str:
-    """Names with their sizes, those of size 1 left out; `-` if no others remain."""
+    """Names with their sizes, those of size 1 left out; `-` if no others remain.
+
+    >>> _factors(("slow", "fast"), (2, 4), " ×", ", ")
+    'slow ×2, fast ×4'
+    >>> _factors(("slow", "fast"), (1, 1), " ×", ", ")
+    '-'
+    """
     factors = []
     for name, size in zip(names, sizes, strict=True):
         if size > 1:

@@ -178,7 +178,10 @@ def _cut(text: Any) -> str:
 
 
 def _tpu(text: str, chip: Chip, shape: tuple[int, ...], options: list[str]) -> Machine:
-    """A machine of TPU slices; `options` is what follows the shape, `slices=4` or nothing."""
+    """A machine of TPU slices; `options` is what follows the shape, `slices=4` or nothing.
+
+    The shape is that of a slice, in chips, as in `tpu:v5p:4x4x8`.
+    """
     slices = _slice_count(text, options[0]) if options else 1
     are_sides = len(shape) == chip.torus and all(map(_is_side, shape))
     if not are_sides or math.prod(shape) > chip.largest:
@@ -205,7 +208,10 @@ def _slice_count(text: str, option: str) -> int:
 
 
 def _gpus(text: str, chip: Chip, sizes: tuple[int, ...], options: list[str]) -> Machine:
-    """A machine of GPUs; `options` is what follows the sizes, where nothing may be."""
+    """A machine of GPUs; `options` is what follows the sizes, where nothing may be.
+
+    The sizes are slices, hosts of a slice, and GPUs of a host, as in `gpu:h200:4x1x8`.
+    """
     if options or len(sizes) != 3 or 0 in sizes:
         raise ValueError(
             f"`{_cut(text)}`: GPUs are counted as slices x hosts x GPUs, `gpu:{chip.name}:4x1x8` "

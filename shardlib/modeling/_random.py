@@ -207,7 +207,10 @@ class _RowKeys:
         return wrap(words[:size]), wrap(words[size : 2 * size]), words[2 * size :]
 
     def pack(self, stream: jax.Array, example: jax.Array, position: jax.Array) -> jax.Array:
-        """The words of a row key, from its two keys and its start and stride."""
+        """The words of a row key, from its two keys and its start and stride.
+
+        It undoes `unpack`.
+        """
         return jnp.concatenate(
             [jax.random.key_data(stream), jax.random.key_data(example), position], axis=-1
         )

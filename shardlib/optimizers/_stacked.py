@@ -64,7 +64,14 @@ class _ByMember:
         return jax.tree.unflatten(jax.tree.structure(params), states)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        """The updates of each parameter by itself, and its next state."""
+        """The updates of each parameter by itself, and its next state.
+
+        Args:
+            updates: the gradients.
+            state: for each parameter the state of the optimizer.
+            params: the parameters, if the optimizer reads them.
+            **extra: what else it takes, the same for all parameters.
+        """
         structure = jax.tree.structure(updates)
         parameters = [None] * structure.num_leaves
         if params is not None:

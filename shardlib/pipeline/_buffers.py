@@ -65,7 +65,14 @@ def read_layer(buffer: Arrays, slot: Any, layer: Any) -> Arrays:
 
 
 def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
-    """The buffer with the values of one layer in a slot."""
+    """The buffer with the values of one layer in a slot.
+
+    Args:
+        buffer: arrays of slots, and within a slot of layers.
+        slot: the slot of a microbatch.
+        layer: the number of the layer within its part.
+        values: the layer's arrays.
+    """
     updated = []
     for x, new in zip(buffer, values, strict=True):
         start = (slot, layer, *([0] * (x.ndim - 2)))
@@ -74,7 +81,14 @@ def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
 
 
 def with_loop(buffers: Buffers, name: str, loop: int, buffer: Arrays) -> Buffers:
-    """All buffers, with another one for one of the loops; `name` has a buffer for each loop."""
+    """All buffers, with another one for one of the loops; `name` has a buffer for each loop.
+
+    Args:
+        buffers: the buffers of a stage, by name.
+        name: `kept` or `left`, of which each loop has its own.
+        loop: the number of the loop.
+        buffer: its new buffer.
+    """
     return buffers | {name: [*buffers[name][:loop], buffer, *buffers[name][loop + 1 :]]}
 
 

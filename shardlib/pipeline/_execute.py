@@ -196,7 +196,10 @@ class Executor:
         return totals
 
     def _measured_head(self, row: dict[str, Any], sent: Arrays, totals: Arrays) -> Arrays:
-        """The totals with the outputs of the microbatch that has come out of the last part."""
+        """The totals with the outputs of the microbatch that has come out of the last part.
+
+        It is the loss without a derivative, for a table that only goes forward.
+        """
         travelled = self.cut.wire.unpacked(len(self.cut.loops) - 1, sent)
         inputs = self.inputs(Pass(row, "F")["microbatch"])
         outputs = self.cut.after(self.passes.outer, inputs, travelled, self.totals)

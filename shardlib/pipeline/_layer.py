@@ -171,7 +171,13 @@ class _SplitBackward:
         return values
 
     def _run(self, equations: list[Any], wanted: Sequence[Any], values: dict[Any, Any]) -> Arrays:
-        """The values of `wanted` after some equations, given those of what these read."""
+        """The values of `wanted` after some equations, given those of what these read.
+
+        Args:
+            equations: equations of the layer's backward pass, in order.
+            wanted: the variables whose values are returned.
+            values: what is known, by variable; it is added to.
+        """
         needed = inputs_of(equations)
         outputs = _outputs_among(wanted, equations)
         # Equations may read each other's results, and all else comes as an argument.

@@ -409,7 +409,11 @@ class Passes:
     def _input_gradients_of_layer(
         self, part: _BackwardPart, left_slot: Any, carry: Any, scanned: Any
     ) -> Any:
-        """The backward pass of one layer, of its inputs only; the rest is left in a buffer."""
+        """The backward pass of one layer, of its inputs only; the rest is left in a buffer.
+
+        The gradients of its weights are made later, from what is left. `left_slot` is the slot of
+        the microbatch in that buffer.
+        """
         gradients, left = carry
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)

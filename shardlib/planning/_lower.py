@@ -92,7 +92,11 @@ def line_of_user(error: BaseException) -> str:
 
 
 def _is_of_user(file: str) -> bool:
-    """Whether a file is neither ours, nor installed, nor Python's own."""
+    """Whether a file is neither ours, nor installed, nor Python's own.
+
+    >>> _is_of_user("/home/me/train.py"), _is_of_user("<string>"), _is_of_user(__file__)
+    (True, False, False)
+    """
     folders = Path(file).parents
     if _PACKAGE in folders or _STANDARD_LIBRARY in folders:
         return False

@@ -75,7 +75,13 @@ def of_totals(equation: Any, operands: list[Fact]) -> Fact:
 
 
 def _is_running_sum(name: str, total: Fact, varying: list[Fact]) -> bool:
-    """Whether a loop that takes one example after the other adds each to a sum."""
+    """Whether a loop that takes one example after the other adds each to a sum.
+
+    Args:
+        name: the name of the operation.
+        total: what was added up so far.
+        varying: operands that depend on an example.
+    """
     in_a_loop = all(fact.rows is None for fact in varying)
     return in_a_loop and name in ADDITIVE and total.total == "sum"
 

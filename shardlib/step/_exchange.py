@@ -229,7 +229,11 @@ class _Exchanged:
     def _messages(
         self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
     ) -> tuple[Any, ...]:
-        """Average the messages that the optimizer makes of the workers' own gradients."""
+        """Average the messages that the optimizer makes of the workers' own gradients.
+
+        Gradients are clipped before the optimizer sees them. Returns what `averaged` does: values,
+        errors, the square of the gradient's norm, and whether it is finite.
+        """
         own = self._workers(sums)
         square, finite = self._measured(sums, own)
         if sender.clip is not None:
@@ -271,7 +275,13 @@ class _Exchanged:
     def _summed(
         self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
     ) -> Iterable[jax.Array]:
-        """The sums of some arrays over workers, in one collective."""
+        """The sums of some arrays over workers, in one collective.
+
+        Args:
+            parts: arrays that each device has a summand of.
+            over: the axes of the workers.
+            shared: axes along which devices have the same summand; each of them then sums a part.
+        """
         if shared:
             return self._sums_in_parts(parts, over, shared)
         return lax.psum(parts, over)

@@ -192,7 +192,11 @@ class GradientFunction:
     def _in_a_pipeline(
         self, total: Any, arguments: Any, inputs: GradientInputs, examples: Any
     ) -> _Accumulated:
-        """Microbatches that go through the stages of a pipeline, overlapping each other."""
+        """Microbatches that go through the stages of a pipeline, overlapping each other.
+
+        A schedule says when each microbatch is where, and the gradients of all are added up as they
+        come.
+        """
 
         def arguments_of(number: Any) -> Any:
             # Examples have a leading dim of microbatches here.

@@ -272,7 +272,14 @@ def _checked_link(kind: Any, axes: Any, takes: str) -> _Link:
 
 
 def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Plan:
-    """The plan of a step; what is a plan already stays as it is."""
+    """The plan of a step; what is a plan already stays as it is.
+
+    Args:
+        step: a step of `sl.train_step`, or a plan of one.
+        state: the state it takes.
+        batch: the batch it takes.
+        target: the machine to compile for; by default the one at hand.
+    """
     if isinstance(step, Plan):
         return step
     return plan(step, state, batch, target)

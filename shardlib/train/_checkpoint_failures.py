@@ -105,7 +105,10 @@ def check_shared(folder: Any) -> None:
 
 
 def _processes_where(condition: bool) -> list[int]:
-    """The processes on which a condition holds; every process calls this."""
+    """The processes on which a condition holds; every process calls this.
+
+    The result is the same on all of them, so that all raise the same error or none does.
+    """
     texts = gather_texts("x" if condition else "")
     return [process for process, text in enumerate(texts) if text]
 

@@ -130,7 +130,14 @@ def describe_nonfinite(batch: Any, strategy: Strategy) -> str:
 
 
 def _place_of(example: int, examples: int, device: Any, strategy: Strategy) -> str:
-    """Where an example of a batch of so many is: its device, and its microbatch of several."""
+    """Where an example of a batch of so many is: its device, and its microbatch of several.
+
+    Args:
+        example: its number in the batch.
+        examples: how many the batch has.
+        device: the device that holds it, by number.
+        strategy: it says how many microbatches there are.
+    """
     where = f"device {device.id} of process {device.process_index}"
     if strategy.microbatches == 1:
         return where

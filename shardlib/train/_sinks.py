@@ -199,7 +199,10 @@ class TensorBoard:
         self._writer.flush()
 
     def _add_curves(self, name: str, value: Any, step: int) -> None:
-        """Add a point to the curve of a number, or to one curve for each number of a list."""
+        """Add a point to the curve of a number, or to one curve for each number of a list.
+
+        A list, such as the loads of experts, is a group of curves that are drawn together.
+        """
         assert self._writer is not None
         if not np.ndim(value):
             self._writer.add_scalar(name.rstrip("/"), value, step)

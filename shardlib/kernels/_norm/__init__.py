@@ -265,7 +265,10 @@ def _checked(op: str, arrays: _Arrays, epsilon: Any) -> tuple[_Arrays, Any]:
 
 
 def _check_row(op: str, name: str, array: Any, x: Any) -> None:
-    """Refuse a scale or bias that has not a float for each number of a row."""
+    """Refuse a scale or bias that has not a float for each number of a row.
+
+    None is a scale or bias that was not given.
+    """
     if array is None:
         return
     if array.shape != x.shape[-1:] or not check_arrays.is_float(array.dtype):

@@ -172,7 +172,10 @@ def _named_placement(lines: Sequence[Sequence[str]]) -> Sequence[int]:
 
 
 def _op(word: str, stage: int, at: int, parts: Sequence[int]) -> Op:
-    """The op that a word says, number `at` of a stage that has some `parts`."""
+    """The op that a word says, number `at` of a stage that has some `parts`.
+
+    A word is a kind and a microbatch, and a part where the stage has several: `F3` or `F3@1`.
+    """
     match = _OP.fullmatch(word)
     names_part = match is not None and match[3] is not None
     if match is None:
@@ -290,7 +293,10 @@ def _check_placement(table: Table) -> None:
 
 
 def _check_op(table: Table, op: Op, stage: int, where: str) -> None:
-    """Refuse an op that cannot be, or whose part is on another stage."""
+    """Refuse an op that cannot be, or whose part is on another stage.
+
+    `stage` is the stage that has it in its order, and `where` its place there, for the message.
+    """
     if op.kind not in KINDS or not 0 <= op.part < table.parts or op.microbatch < 0:
         raise ValueError(
             f"`Table(orders=...)`: `{op}`, {where}, cannot be: there are {table.parts} "
