@@ -466,7 +466,7 @@ def test_under_jit_what_is_wrong_becomes_nan():
 def test_experts_that_the_axis_does_not_divide(experts):
     with pytest.raises(
         ValueError,
-        match=rf"`experts`={experts}, of .*`data`=8 does not divide {experts}.*multiple of 8",
+        match=rf"`experts`={experts}, of .*`data=8` does not divide {experts}.*multiple of 8",
     ):
         after_a_step(replace(CONFIG, experts=experts), *MESHES["one axis"])
 

@@ -201,7 +201,7 @@ def test_a_model_born_sharded_equals_one_born_whole():
 def test_policies_for_parameters():
     make = lambda: sl.annotate({"w": jnp.ones((8, 6))}, {"w": ("embed", "mlp")})
     with pytest.raises(
-        ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model`=4 does not divide 6"
+        ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model=4` does not divide 6"
     ):
         params_specs(make)
     strategy = sl.Strategy(mesh="data=2,model=4", rules=RULES.indivisible(mlp="replicate"))

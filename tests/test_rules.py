@@ -93,7 +93,7 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
             (8, 8),
             "`b` and `a`, two dims of `w` of shape \\(8, 8\\), both map to the mesh axis `model`",
         ),
-        (dict(a="model"), ("a",), (6,), "dim 0, `a`=6, of `w`.*`model`=4 does not divide 6"),
+        (dict(a="model"), ("a",), (6,), "dim 0, `a`=6, of `w`.*`model=4` does not divide 6"),
         (dict(a="model"), ("a",), (8, 8), "has 2 dims and was given 1 names"),
         (
             dict(heads="model"),
