@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+CLEAR_LINE = "\r\x1b[K"
+"""Takes a terminal back to the beginning of its line, and clears that."""
+
 _NARROWEST = 14  # letters that a column keeps when it is shortened
 
 
@@ -51,6 +54,16 @@ def terminal_width(file: TextIO | None = None) -> int | None:
         return os.get_terminal_size((file or sys.stdout).fileno()).columns or None
     except (OSError, ValueError, AttributeError):  # a pipe, a file, a notebook, or closed
         return None
+
+
+def bar(done: float, total: float, width: int = 24) -> str:
+    """A bar that is filled as far as work is done; without any work it is empty.
+
+    >>> bar(1, 2, width=8)
+    '████░░░░'
+    """
+    full = min(width, int(width * done / max(total, 1)))
+    return "█" * full + "░" * (width - full)
 
 
 def shortened(text: str, width: int) -> str:

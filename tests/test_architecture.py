@@ -47,7 +47,10 @@ LAYERS = [
     ),
     ("pipeline", "_execute"),
     ("experts", "_routing _dispatch _moe_checks _moe"),
-    ("step", "_precision _exchange _strategy _batches _layer_order _state _init_checks _init"),
+    (
+        "step",
+        "_scopes _precision _exchange _strategy _batches _layer_order _state _init_checks _init",
+    ),
     ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     ("step", "_gradient _optimizer_update _step_calls _step _evaluation"),

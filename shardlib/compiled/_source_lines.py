@@ -10,6 +10,7 @@ locations to files.
 """
 
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,29 @@ from typing import Any, NamedTuple
 
 _PACKAGE = Path(__file__).parent.parent
 _STEP = _PACKAGE / "step" / "_step.py"
+# Ours, Python's own, and what is installed for this Python.
+_FOLDERS_OF_OTHERS = (
+    _PACKAGE,
+    Path(sysconfig.get_paths()["stdlib"]),
+    Path(sysconfig.get_paths()["purelib"]),
+    Path(sysconfig.get_paths()["platlib"]),
+)
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is neither ours, nor installed, nor Python's own.
+
+    >>> is_of_user("/home/me/train.py"), is_of_user("<string>"), is_of_user(__file__)
+    (True, False, False)
+    """
+    # `<string>` and its like are no files.
+    if file.startswith("<"):
+        return False
+    path = Path(file)
+    if any(folder in path.parents for folder in _FOLDERS_OF_OTHERS):
+        return False
+    # The file may be that of another machine, where a program was compiled.
+    return "site-packages" not in path.parts
 
 
 def stack_lines(text: str) -> dict[str, str]:
@@ -105,7 +129,7 @@ def _line_of_user(stack: Sequence[tuple[str, str]]) -> str:
         if _PACKAGE in Path(file).parents:
             continue
         others.append((file, line))
-        if "site-packages" not in Path(file).parts:
+        if is_of_user(file):
             return line
     for _, line in [*others, *inside_step, *stack]:
         return line

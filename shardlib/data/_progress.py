@@ -6,7 +6,7 @@ Work that is done within two seconds says nothing.
 import sys
 import time
 
-from shardlib._text import human_bytes, shortened, terminal_width
+from shardlib._text import CLEAR_LINE, bar, human_bytes, shortened, terminal_width
 
 # Work that is shorter says nothing.
 _QUIET_SECONDS = 2.0
@@ -16,8 +16,6 @@ _LINE_SECONDS = 30.0
 _FRAME_SECONDS = 0.1
 # The bar's letters, and how many there must be for it to be of use.
 _WIDTH, _NARROWEST = 24, 4
-# Back to the beginning of the terminal's line, which is then cleared.
-_CLEAR = "\r\x1b[K"
 
 
 def log(text: str) -> None:
@@ -47,14 +45,14 @@ class Progress:
             log(text)
             return
         self.next = now + _FRAME_SECONDS
-        sys.stderr.write(_CLEAR + _line(done_bytes, self.total_bytes, text))
+        sys.stderr.write(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
         sys.stderr.flush()
         self.drawn = True
 
     def close(self) -> None:
         """Take the bar away."""
         if self.drawn:
-            sys.stderr.write(_CLEAR)
+            sys.stderr.write(CLEAR_LINE)
             sys.stderr.flush()
 
 
@@ -69,16 +67,6 @@ def _line(done: float, total: float, text: str) -> str:
     if width < _NARROWEST:
         return shortened(text, room)
     return f"{bar(done, total, width)} {text}"
-
-
-def bar(done: float, total: float, width: int = _WIDTH) -> str:
-    """A bar of as much as is done.
-
-    >>> bar(1, 2)
-    '████████████░░░░░░░░░░░░'
-    """
-    full = min(width, int(width * done / max(total, 1)))
-    return "█" * full + "░" * (width - full)
 
 
 def progress_line(what: str, done: int, total: int, seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Placements: pure functions from the path, shape and spec of a leaf to its spec.
 
-A placement lays a leaf out and never changes its value. Placements are chained, each given the spec
-that the one before made:
+A placement lays a leaf out and never changes its value. It is given the spec that the leaf has so
+far, and may refine it:
 
     P()  --by_names-->  P(None, "model")  --a stage of ZeRO-->  P("data", "model")
 """
@@ -17,23 +17,6 @@ from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import AxisRules, check_spec
 
 Placement: TypeAlias = Callable[[str, tuple[int, ...], PartitionSpec], PartitionSpec]
-
-
-def chain(*placements: Placement) -> Placement:
-    """One placement after the other, as one placement.
-
-    Without any, it leaves every spec as it is.
-
-    >>> chain()("w", (4,), PartitionSpec("data"))
-    P('data',)
-    """
-
-    def placed(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        for placement in placements:
-            spec = placement(path, shape, spec)
-        return spec
-
-    return placed
 
 
 def place(placement: Placement, tree: Any) -> Any:
@@ -91,7 +74,7 @@ def like_parameters(
         relation = relations.get(path)
         if relation is None or relation.parameter is None:
             return spec
-        # Placeholders and the like follow no dim; what came before in the chain decides.
+        # Placeholders and the like follow no dim, and keep the spec that they have.
         if set(relation.dims) <= {None}:
             return spec
         parameter_spec = specs[relation.parameter]

@@ -282,3 +282,14 @@ def _implementation(rows: int, base: str) -> Any:
         name=name,
         tag=name,
     )
+
+
+def scrambled(words: jax.Array) -> jax.Array:
+    """Words of 32 bits as others that look random: each bit depends on all bits of the word.
+
+    It is the finalizer of MurmurHash3. Every step of it can be undone, so that words that differ
+    stay different.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return words ^ (words >> jnp.uint32(16))

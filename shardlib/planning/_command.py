@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardlib._text import listed, terminal_width
+from shardlib._text import CLEAR_LINE, listed, terminal_width
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
@@ -433,6 +433,5 @@ class _Progress:
         started = time.monotonic()
         while not self.stopped.wait(0.5):
             seconds = time.monotonic() - started
-            print(f"\r{text} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-        # Back to the beginning of the line, and clear it.
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print(f"{CLEAR_LINE}{text} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

@@ -10,19 +10,16 @@ for one of three reasons, each of which is told with the user's line:
 
 import contextlib
 import re
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardlib._text import human_bytes
+from shardlib.compiled._source_lines import is_of_user
 
-_PACKAGE = Path(__file__).parent.parent
-_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _LARGEST_CONSTANT = 2**20
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -86,22 +83,9 @@ def line_of_user(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     # The innermost frame comes last.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_of_user(frame.filename):
+        if is_of_user(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
-
-
-def _is_of_user(file: str) -> bool:
-    """Whether a file is neither ours, nor installed, nor Python's own.
-
-    >>> _is_of_user("/home/me/train.py"), _is_of_user("<string>"), _is_of_user(__file__)
-    (True, False, False)
-    """
-    folders = Path(file).parents
-    if _PACKAGE in folders or _STANDARD_LIBRARY in folders:
-        return False
-    # `<string>` and its like are no files.
-    return not file.startswith("<") and "site-packages" not in file
 
 
 def _check_constants(jaxpr: Any) -> None:

@@ -21,6 +21,7 @@ from shardlib.step._layer_order import check_order
 from shardlib.step._loss import LossFunction, call_loss, check_arguments, forward
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined, Programs
+from shardlib.step._scopes import LOSS
 from shardlib.step._state import Layout, State, combine
 from shardlib.step._step_calls import check_compiles
 from shardlib.step._strategy import Strategy
@@ -168,7 +169,7 @@ class Evaluation:
         if self.strategy.pipeline is None:
             _, (means, _, _) = evaluate_loss(total, parameters, inputs.params, *arguments(0))
         else:
-            with jax.named_scope("loss"):
+            with jax.named_scope(LOSS):
                 names = dict(layout.names)
                 pipelined = Pipelined(
                     total, self.strategy, parameters, inputs.params, names, arguments

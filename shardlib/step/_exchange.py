@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec
 from shardlib.collectives._compressed import Errors, Pieces
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
 from shardlib.layouts._rules import axes_without, keep_axes, parts_over, spec_axes
+from shardlib.modeling._random import scrambled
 from shardlib.optimizers._local import Local
+from shardlib.step._scopes import COMPRESSED, EXACT
 
 ErrorsByPath = dict[str, Errors]
 
@@ -214,11 +216,11 @@ class _Exchanged:
         """
 
         def compressed() -> tuple[Any, ...]:
-            with jax.named_scope("compressed"):
+            with jax.named_scope(COMPRESSED):
                 return self._messages(sums, errors, sender, treedef)
 
         def exact() -> tuple[Any, ...]:
-            with jax.named_scope("exact"):
+            with jax.named_scope(EXACT):
                 members = [sums[i] for i in self.members]
                 values = self._with(sums, self._exactly(members))
                 squares = _squares(values, self.axes, self.sizes)
@@ -404,10 +406,7 @@ def _sketch(x: jax.Array, number: int) -> jax.Array:
     seed = jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
     word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_WIDTH)
     word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + seed
-    # The finalizer of MurmurHash3: every bit of the position decides over every bit of the word.
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
-    is_positive = (word ^ (word >> jnp.uint32(16))) & 1 == 1
+    is_positive = scrambled(word) & 1 == 1
     return jnp.sum(jnp.where(is_positive, rows, -rows), 0)
 
 

@@ -29,6 +29,7 @@ from shardlib.step._loss import NONFINITE, LossFunction, call_loss, forward, non
 from shardlib.step._loss_checks import check_loss
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined
+from shardlib.step._scopes import EXCHANGE, LOSS
 from shardlib.step._state import Layout, combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._weights import Weights, with_partitionable_lookups
@@ -183,7 +184,7 @@ class GradientFunction:
         # Sums that are exchanged in the last backward pass make it another program than those
         # before it, which only add up.
         last_is_different = any(parameter.overlapped for parameter in weights.parameters)
-        with jax.named_scope("loss"):
+        with jax.named_scope(LOSS):
             (means, streams, rest), gradient = _accumulate(
                 microbatch, inputs.rest, scanned, self.strategy.microbatches, last_is_different
             )
@@ -202,7 +203,7 @@ class GradientFunction:
             # Examples have a leading dim of microbatches here.
             return arguments(inputs.rest, number, jax.tree.map(lambda x: x[number], examples))
 
-        with jax.named_scope("loss"):
+        with jax.named_scope(LOSS):
             pipelined = Pipelined(
                 total,
                 self.strategy,
@@ -230,7 +231,7 @@ class GradientFunction:
         sender = self.sender
         if sender is not None:
             sender = sender._replace(state=inputs.opt_state)
-        with jax.named_scope("exchange"):
+        with jax.named_scope(EXCHANGE):
             gradient = exchange_gradients(
                 self.strategy.exchange,
                 accumulated.contributions,

@@ -20,6 +20,7 @@ from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._loop import Weight
 from shardlib.pipeline._program import program_of
 from shardlib.step._layer_order import loops_of, stacked_dim
+from shardlib.step._scopes import may_be_in_loss
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 
@@ -184,10 +185,9 @@ def check_branches(found: Iterable[Collective]) -> None:
     """
     # Collectives other than permutes have replica groups, in which a stage's devices meet.
     for collective in found:
-        # A permute without a scope may come from anywhere, so it is taken for one of the loss.
         # The step's own permutes, between ticks, are outside of any branch.
-        in_the_loss = "loss" in collective.op_name or not collective.op_name
-        if collective.kind != "collective-permute" or not collective.conditional or not in_the_loss:
+        is_permute = collective.kind == "collective-permute"
+        if not (is_permute and collective.conditional and may_be_in_loss(collective.op_name)):
             continue
         source = collective.op_name.rsplit("/", 1)[-1]
         if collective.sources:

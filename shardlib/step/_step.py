@@ -36,6 +36,7 @@ from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
 from shardlib.step._optimizer_update import update_of
 from shardlib.step._pipelined import Programs
+from shardlib.step._scopes import OPTIMIZER
 from shardlib.step._state import Layout, State, drop_weak_types, state_specs
 from shardlib.step._step_calls import (
     check_call,
@@ -179,7 +180,7 @@ class Step:
         # Automatic from here: global values laid out in shards, so that every optax transformation
         # is right. What the user said about implicit promotion applies to the loss; optimizers of
         # optax need it.
-        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
+        with jax.named_scope(OPTIMIZER), jax.numpy_dtype_promotion("standard"):
             update = update_of(state, gradient, trained, metrics["loss"], strategy)
         params, opt_state, streams, rest = drop_weak_types(
             (update.params, update.opt_state, streams, rest)

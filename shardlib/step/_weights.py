@@ -32,6 +32,7 @@ from shardlib.layouts._rules import (
     spec_axes,
 )
 from shardlib.step._precision import cast
+from shardlib.step._scopes import EXCHANGE, GATHER
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._lookups import partitionable
@@ -193,7 +194,7 @@ class StepParameter:
         # Cast before it is sent: the dtype of the sum is what is on the wire.
         sent = cast(gradient, self.exchanged.reduce)
         spec = PartitionSpec(*self.named[consumed_dims:])
-        with jax.named_scope("exchange"):
+        with jax.named_scope(EXCHANGE):
             if self.split.dim is None:
                 return total(sent, spec, self.axes)
             return scatter(sent, spec, self.split.dim - consumed_dims, self.split.axes)
@@ -237,7 +238,7 @@ class StepParameter:
         limit = self.strategy.sharding.bucket_bytes
         if consumed_dims:
             limit = 0
-        with jax.named_scope("gather"):
+        with jax.named_scope(GATHER):
             return gather(
                 cast(stored, self._compute),
                 PartitionSpec(*self.named[consumed_dims:]),

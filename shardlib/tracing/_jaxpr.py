@@ -13,14 +13,14 @@ have chosen. They always evaluate by JAX's own evaluator, which keeps for each e
 the user's code that it came from: error messages and profiles then still name that line.
 """
 
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from shardlib.compiled._source_lines import is_of_user
 
 # The names of primitives that call one function: `jit`, and what recomputes in the backward pass.
 # Different versions of JAX call them differently.
@@ -271,18 +271,12 @@ def _count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 def line_of(equation: Any) -> str:
     """The line that an equation came from, as `file:number`; empty if there is none.
 
-    It is the innermost frame of the traceback that is neither in this package nor in something
-    installed, nor in Python's own library.
+    It is the innermost frame of the traceback that is in a file of the user.
     """
-    installed = (
-        Path(__file__).parent.parent,
-        Path(sysconfig.get_paths()["purelib"]),
-        Path(sysconfig.get_paths()["stdlib"]),
-    )
     traceback = equation.source_info.traceback
     if not traceback:
         return ""
     for frame in traceback.frames:
-        if not any(folder in Path(frame.file_name).parents for folder in installed):
+        if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return ""

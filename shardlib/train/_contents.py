@@ -20,14 +20,11 @@ import numpy as np
 from jax import lax
 
 from shardlib._tree import named_leaves
-from shardlib.modeling._random import is_key
+from shardlib.modeling._random import is_key, scrambled
 from shardlib.step._state import State
 
 # Odd factors of an element's index along even and odd dims, which tell positions apart.
 _POSITION_FACTORS = (0x9E3779B1, 0x85EBCA77)
-# MurmurHash3's finalizer: shifts and odd factors, each step of which can be undone.
-_SCRAMBLE = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-_LAST_SHIFT = 16
 
 
 @jax.jit
@@ -49,9 +46,7 @@ def _digest(x: jax.Array) -> jax.Array:
         word += lax.broadcasted_iota(jnp.uint32, word.shape, dim) * jnp.uint32(
             _POSITION_FACTORS[dim % 2] + 2 * dim
         )
-    for shift, factor in _SCRAMBLE:
-        word = (word ^ (word >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return jnp.sum(word ^ (word >> jnp.uint32(_LAST_SHIFT)), dtype=jnp.uint32)
+    return jnp.sum(scrambled(word), dtype=jnp.uint32)
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:

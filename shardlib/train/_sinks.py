@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from shardlib._text import CLEAR_LINE, bar
 from shardlib.checks import _arguments as check
 
 # Numbers from here on are shortened by a letter for thousands, millions and so on.
@@ -222,7 +223,7 @@ class Progress:
         if file is not None and not hasattr(file, "write"):
             raise check.refusal("Progress", "file", file, "a file to write to, or None")
         self._file = sys.stderr if file is None else file
-        self._shown = 0  # letters of the bar that is on the line now
+        self._is_drawn = False  # whether the terminal's line has a bar now
 
     def __call__(self, record: Record) -> None:
         """Show a record."""
@@ -241,10 +242,7 @@ class Progress:
             self._show_step(numbers)
 
     def _show_step(self, numbers: Record) -> None:
-        """Draw the bar anew with the numbers of a step, or write a line where there is no terminal.
-
-        The bar's line is padded to the length of the one before it, which it covers.
-        """
+        """Draw the bar anew with the numbers of a step, or write a line in a file or a pipe."""
         step = numbers["step"]
         left = ""
         if "seconds_left" in numbers:
@@ -254,27 +252,19 @@ class Progress:
         if not self._file.isatty():
             self._line(f"step {step}/{self.steps}{left}  {text}")
             return
-        # A run of no steps, whose state was complete, still has a bar.
-        filled = self.width * step // max(self.steps, 1)
-        bar = "█" * filled + "·" * (self.width - filled)
-        line = f"{bar} {step}/{self.steps}{left}  {text}"[: _columns()]
-        drawn = "\r" + line.ljust(self._shown)
-        self._shown = len(line)
-        if step >= self.steps:
-            # The last one stays, and whatever is written next begins below it.
-            drawn += "\n"
-            self._shown = 0
-        self._file.write(drawn)
+        filled = bar(step, self.steps, self.width)
+        line = f"{filled} {step}/{self.steps}{left}  {text}"[: _columns()]
+        # The last one stays, and whatever is written next begins below it.
+        self._is_drawn = step < self.steps
+        end = "" if self._is_drawn else "\n"
+        self._file.write(CLEAR_LINE + line + end)
         self._file.flush()
 
     def _line(self, text: str) -> None:
-        """Write a line in place of the bar, which is drawn below it by the next record.
-
-        Spaces cover what the bar's line has shown.
-        """
-        if self._shown:
-            self._file.write("\r" + " " * self._shown + "\r")
-            self._shown = 0
+        """Write a line in place of the bar, which is drawn below it by the next record."""
+        if self._is_drawn:
+            self._file.write(CLEAR_LINE)
+            self._is_drawn = False
         self._file.write(text + "\n")
         self._file.flush()
 
