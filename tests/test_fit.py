@@ -22,7 +22,7 @@ import shardlib as sl
 from models import gpt
 from shardlib import _lock
 from shardlib._lock import TakenError
-from shardlib.train import _folder
+from shardlib.train import _folder, _nonfinite
 from shardlib.train._speed import Speed
 
 CONFIG = gpt.tiny(layers=2, width=16, heads=4, context=8, vocab=32, dropout=0.1)
@@ -918,3 +918,11 @@ def test_a_run_that_is_there_and_does_nothing_is_not_taken_over(tmp_path, monkey
     ):
         short_fit(tmp_path, rows(2))
     assert (tmp_path / "occupied.json").read_text() == holder
+
+
+def test_a_large_number_of_64_bits_in_a_batch_is_finite():
+    rows = np.array([[1.0], [1e300], [np.inf]])
+    assert _nonfinite._first_nonfinite_row(rows) == 2
+    assert _nonfinite._first_nonfinite_row(rows[:2]) is None
+    small = np.array([[1.0], [np.nan]], jnp.bfloat16)
+    assert _nonfinite._first_nonfinite_row(small) == 1

@@ -51,3 +51,14 @@ def test_of_branches_the_dearest_counts():
 def test_what_a_tpu_keeps_in_fast_memory_moves_nothing():
     found = moved(lambda x: jnp.cumsum(x * 2).reshape(-1, 8).sum(1), 2**14, platform="v5e:2x2")
     assert found.read <= 1.1 * 4 * 2**14 and found.written <= 1.1 * 4 * 2**11
+
+
+def test_a_loop_that_never_runs_moves_nothing_of_its_body():
+    loop = jax.jit(lambda x: jax.lax.fori_loop(0, 6, lambda _, x: jnp.sin(x), x))
+    compiled = loop.lower(jax.ShapeDtypeStruct((FLOATS,), "float32")).compile()
+    text = compiled.as_text()
+    assert '"known_trip_count":{"n":"6"}' in text
+    # XLA removes a loop that it knows never to run, so its text is written here.
+    never = text.replace('"known_trip_count":{"n":"6"}', '"known_trip_count":{"n":"0"}')
+    difference = testing.memory_traffic(text).total - testing.memory_traffic(never).total
+    assert difference == pytest.approx(6 * 2 * BYTES, rel=1e-4)

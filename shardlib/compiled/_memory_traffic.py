@@ -92,16 +92,18 @@ def _moved_by_calls(program: Program, scope: Scope, made: Instruction) -> tuple[
     """How often an instruction runs what it calls, and what that reads and writes each time.
 
     Of the branches of a conditional it is the one that moves most. A loop of unknown length counts
-    as once, and one that never runs as well.
+    as once.
     """
     dearest = Moved(0, 0)
     for name in program.calls(scope, made):
         moved = _moved(program, program.called(scope, made, name))
         if moved.total > dearest.total:
             dearest = moved
-    times = 1
+    times = None
     if made.opcode == "while":
-        times = program.trip_count(scope, made) or 1
+        times = program.trip_count(scope, made)
+    if times is None:
+        times = 1
     return times, dearest
 
 

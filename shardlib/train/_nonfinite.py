@@ -148,9 +148,12 @@ def _place_of(example: int, examples: int, device: Any, strategy: Strategy) -> s
 
 def _first_nonfinite_row(data: jax.Array) -> int | None:
     """The first index along the first dim at which some number is not finite, or None."""
-    # Small dtypes, bfloat16 say, become float32, which holds their values exactly.
-    dtype = np.complex64 if jnp.iscomplexobj(data) else np.float32
-    finite = np.isfinite(np.asarray(data, dtype))
+    numbers = np.asarray(data)
+    # Small dtypes, bfloat16 say, become float32, which holds their values exactly. It does not hold
+    # those of 64 bits: a large one would become infinite.
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.float32)
+    finite = np.isfinite(numbers)
     rows = np.flatnonzero(~finite.reshape(len(finite), -1).all(axis=1))
     if not rows.size:
         return None
