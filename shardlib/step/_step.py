@@ -49,7 +49,6 @@ from shardlib.step._step_calls import (
 )
 from shardlib.step._strategy import Strategy
 from shardlib.step._weights import step_parameters
-from shardlib.tracing._open_constraints import without_open_constraints
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
@@ -186,8 +185,7 @@ class Step:
             (update.params, update.opt_state, streams, rest)
         )
         after = state.replaced(
-            # The last operation of the step, behind which its program is complete.
-            step=without_open_constraints(state.step + 1),
+            step=state.step + 1,
             params=params,
             opt_state=opt_state,
             errors=update.errors,
