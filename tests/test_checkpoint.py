@@ -341,7 +341,8 @@ with sl.Checkpoints(sys.argv[1]) as checkpoints:
     checkpoints.wait()
     state, _ = step(state, np.ones((8, 8), "f"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, limits[1]))  # no file may grow beyond, as on a disk that is full
+    # No file may grow beyond, as on a disk that is full. Each shard is larger, and may be in a file of its own.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
     try:
         checkpoints.save(state)
         checkpoints.wait()
