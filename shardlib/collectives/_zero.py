@@ -313,7 +313,7 @@ def _zero_of_name(name: str, crossing: tuple[str, ...], data_axes: tuple[str, ..
         )
     if "HYBRID" not in name:
         return Zero(STAGES[name])
-    # Hybrid: split within the fast network, and one copy on each side of the slow one.
+    # A hybrid splits within the fast network, and has a copy on each side of the slow one.
     within = axes_without(data_axes, crossing)
     if within in ((), data_axes):
         problem = "none stays within"

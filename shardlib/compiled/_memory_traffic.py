@@ -114,7 +114,7 @@ def _read(program: Program, scope: Scope, made: Instruction) -> int:
         # Nothing is read of an array in fast memory, which has no bytes here.
         if not _bytes(sliced.result):
             return 0
-        # Of what is sliced, only the slice.
+        # A slice reads only its own part of what it is taken from.
         return _bytes(made.result)
     if made.opcode == "dynamic-update-slice":
         # The update; what is updated in place is not read.

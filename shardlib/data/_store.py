@@ -120,7 +120,7 @@ def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
             f"The folder {shown(str(folder))} for tokens cannot be made ({error.strerror}); name "
             "another: `prepare(corpus, cache=...)`."
         ) from error
-    # Known now, and not after hours of reading.
+    # It is better to find out now than after hours of reading.
     if not os.access(folder, os.W_OK):
         raise ValueError(
             f"The folder `{folder}` for tokens cannot be written to; name another: "

@@ -124,7 +124,7 @@ def _check_alike(number: int, first: Any, state: Any, *, same_graph: bool) -> No
     variable.
     """
     first_shapes, shapes = _shapes_by_path(first), _shapes_by_path(state)
-    # Shapes first: an error about these says more than one about settings.
+    # Shapes are compared first: an error about these says more than one about settings.
     for path in dict.fromkeys([*first_shapes, *shapes]):
         first_shape, shape = first_shapes.get(path, "missing"), shapes.get(path, "missing")
         if first_shape != shape:

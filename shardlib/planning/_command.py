@@ -178,7 +178,7 @@ def _run_child(argv: list[str], target: Target, environment: dict[str, str], noi
         child = subprocess.Popen(
             [sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log
         )
-        # Who ends this process means the compiler too, which may run for minutes.
+        # A signal to this process is meant for the compiler too, which may run for minutes.
         before = signal.signal(signal.SIGTERM, _stop)
         try:
             return child.wait()

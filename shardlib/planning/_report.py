@@ -50,7 +50,7 @@ def _title(plan: Any) -> str:
     devices = f"{plan.devices} device"
     if plan.devices > 1:
         devices += "s"
-    # Of a CPU nobody knows what it may take.
+    # The memory that a CPU may take is unknown.
     if not math.isinf(plan.chip.hbm_bytes):
         devices += f", {human_bytes(plan.chip.hbm_bytes)} each"
     mesh = f"mesh {plan.mesh}"

@@ -195,7 +195,7 @@ class _Walk:
             coupled = chosen_by(equation, predicate)
             if coupled is not None:
                 return [coupled] * len(carry)
-            # Again until nothing changes: what one turn learns of a value, the next turn starts
+            # Repeated until nothing changes: what one turn learns of a value, the next turn starts
             # with.
             next_carry = _all_joined(carry, results, over_examples=False)
             if next_carry == carry:

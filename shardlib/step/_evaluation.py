@@ -127,7 +127,7 @@ class Evaluation:
         strategy, params = self.strategy, combine(state.params, state.frozen)
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
-        # As if all were frozen: nothing is differentiated.
+        # All parameters are taken for frozen ones: nothing is differentiated.
         parameters = step_parameters(params, named, splits, strategy, frozen=True)
         means: Any = partial(self._means, state.layout, parameters)
         if strategy.manual_axes:

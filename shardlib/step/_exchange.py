@@ -329,7 +329,7 @@ class _Exchanged:
 
         `alive` says of each where it is not always zero, None if that is unknown.
         """
-        # Only of those that the exchange averages: the others are summed already.
+        # Only these parameters are averaged by the exchange: the others are summed already.
         described = [self.parameters[i] for i in self.members]
         shared = [self.shared[i] for i in self.members]
         before: list[Any] = [None] * len(self.members)

@@ -101,7 +101,8 @@ class Strategy:
     def __post_init__(self) -> None:
         self._check_fields()
         axes = self._axis_sizes
-        # Fields by themselves first, then what must fit together: errors name the simplest cause.
+        # Each field is checked by itself first, and then what must fit together, so that errors
+        # name the simplest cause.
         self.rules.check_mesh(axes)
         self._check_mesh()
         self._check_manual()

@@ -156,7 +156,7 @@ def _while(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     while True:
         (stops,) = _walk(condition, [*inputs[:condition_constants], *carry], axes)
         outputs = _walk(body, [*body_constants, *carry], axes)
-        # Again until nothing is added: axes only ever join, so this ends.
+        # Repeated until nothing is added: axes only ever join, so this ends.
         grown = [differs | stops for differs in _united(carry, outputs)]
         if grown == carry:
             return carry

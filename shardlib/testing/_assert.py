@@ -78,7 +78,8 @@ def assert_collectives(
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     step_plan = _plan(step, state, batch, target)
-    # Both ways: what is sent and was not expected, and what was expected and is not sent.
+    # Differences go both ways: what is sent and was not expected, and what was expected and is not
+    # sent.
     differences = _differences(expected, _collectives_by_link(step_plan, ignore_below))
     if differences:
         raise AssertionError(

@@ -340,7 +340,8 @@ def _compare(
         for expected in arrays:
             actual = getattr(record, expected.kind)[expected.path]
             compared = _Mismatch(step, expected, actual, differences(actual, expected.values))
-            # Kept of what agrees too: it shows how far from the limit a strategy is.
+            # The largest difference is kept where all agree, too: it shows how far from the limit a
+            # strategy is.
             largest[expected.kind] = max(largest[expected.kind], compared.relative)
             may_differ = by_mesh and expected.kind == "randomness"
             if compared.is_too_far and not may_differ:

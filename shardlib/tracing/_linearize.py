@@ -164,7 +164,7 @@ def _linearize(
     # One residual may be used several times, and is kept once.
     from_weights = _computed_only_from(traced.jaxpr, weight_vars)
     kept, recomputed = [], []
-    # Each once, however often it is used.
+    # A residual is kept once, however often it is used.
     for residual in dict.fromkeys(variables(traced.jaxpr.outvars[count:])):
         # What is made of weights only is made again of them, and takes no memory until then.
         if residual in from_weights:

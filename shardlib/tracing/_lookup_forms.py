@@ -165,7 +165,7 @@ def _layout_of_parts(
     (dim,) = dims.start_index_map
     entries: list[Any] = [None] * table.ndim
     entries[dim] = axes
-    # Then a region over these axes only is allowed within the one around it.
+    # A region over these axes only may then be nested in the one around it.
     if _come_after_manual_axes(axes, mesh):
         return _Layout(axes, PartitionSpec(*entries), PartitionSpec(), PartitionSpec())
 

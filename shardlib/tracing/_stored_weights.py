@@ -220,7 +220,7 @@ def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
         if root is None or root.weight.whole is not None:
             values.append(value)
             continue
-        # Of a stack that is used layer by layer, each layer enters where it is used.
+        # A stack that is used layer by layer enters layer by layer, where each layer is used.
         if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
             values.append(value)
             continue

@@ -235,7 +235,7 @@ def _checked_loss(rows: int, options: LossOptions) -> Loss:
     vocab = check.whole(OP, "vocab", vocab, takes, least=1, most=rows)
     ignored = options.get("ignored", -1)
     ignored = check.whole(OP, "ignored", ignored, "a target", least=-(2**31), most=2**31 - 1)
-    # Rows of a real token would be left out without a word.
+    # A real token of that number would be left out of the loss without a word.
     if 0 <= ignored < vocab:
         raise ValueError(
             f"`{OP}(ignored={ignored})` is a token of the {vocab}: choose one that is none."

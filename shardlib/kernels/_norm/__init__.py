@@ -254,7 +254,7 @@ def _checked(op: str, arrays: _Arrays, epsilon: Any) -> tuple[_Arrays, Any]:
         )
     for name in ("scale", "bias"):
         _check_row(op, name, given[name], x)
-    # Neither is rounded or broadcast in silence.
+    # Neither is rounded or broadcast without being asked to be.
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"`{op}`: `residual` is {residual.dtype}{list(residual.shape)} and `x` is "

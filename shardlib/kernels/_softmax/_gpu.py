@@ -70,7 +70,7 @@ def _forward_of_rows(
     shapes = row_shapes(x.shape, where_shape, keep_last=causal)
     operands = [layout.flatten(x)]
     if where is not None:
-        # As bytes: a kernel loads no bools.
+        # Masks are handed over as bytes, since a kernel loads no bools.
         mask = where.astype(jnp.int8)
         if layout.one_row_per_lane:
             operands.append(layout.flatten(mask))
