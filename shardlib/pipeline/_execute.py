@@ -164,13 +164,12 @@ class Executor:
         Gradients of trained constants go back to the weights that the constants are made of.
         """
         outer_sums, stack_sums = state.outer_sums, []
-        for loop, constants in enumerate(self.passes.trained_constants):
+        for number, loop in enumerate(self.passes.loops):
             # The sums of a loop are those of its constants, then those of its stacked weights.
-            sums = state.layer_sums[loop]
-            if constants:
-                constant_sums = sums[: len(constants)]
-                outer_sums = self.passes.constants_backward(loop, outer_sums, constant_sums)
-            stack_sums += sums[len(constants) :]
+            sums, count = state.layer_sums[number], len(loop.trained_constants)
+            if count:
+                outer_sums = self.passes.constants_backward(number, outer_sums, sums[:count])
+            stack_sums += sums[count:]
         return outer_sums, stack_sums
 
     def measure(self) -> Arrays:

@@ -101,6 +101,24 @@ class _ArrivedGradients:
     rows: Arrays
 
 
+@dataclass(frozen=True, eq=False)
+class _StageLoop:
+    """What a stage has of a loop over layers.
+
+    - `layer` is the function of one layer, with its derivatives.
+    - `stacks` are the loop's weights: of each the layers of this stage, part after part.
+    - `layers_per_part` is how many layers a part has.
+    - The constants are what all layers take that is made of weights outside the loop. Trained
+      ones have gradients.
+    """
+
+    layer: Layer
+    stacks: Arrays
+    layers_per_part: int
+    trained_constants: Arrays
+    frozen_constants: Arrays
+
+
 @dataclass(eq=False)
 class Passes:
     """The passes that one stage can do, for a cut function and a program.
@@ -125,20 +143,18 @@ class Passes:
         # How many parts of each loop are on each stage.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
         self.outer = [self.weights[k] for k in cut.outer]
-        # The following lists have one entry for each loop.
-        self.layers: list[Layer] = []
-        self.stacks: list[Arrays] = []
-        self.layers_per_part: list[int] = []
-        for loop in cut.loops:
-            self.layers.append(layer(loop, cut.trained, self.table.splits))
-            self.stacks.append([self.weights[k] for k in loop.weight_numbers])
-            self.layers_per_part.append(loop.layers // self.parts_per_loop)
-        self.trained_constants: list[Arrays] = []
-        self.frozen_constants: list[Arrays] = []
-        for number in range(len(cut.loops)):
+        self.loops: list[_StageLoop] = []
+        for number, loop in enumerate(cut.loops):
             trained, frozen = cut.constants(number, self.outer)
-            self.trained_constants.append(trained)
-            self.frozen_constants.append(frozen)
+            self.loops.append(
+                _StageLoop(
+                    layer=layer(loop, cut.trained, self.table.splits),
+                    stacks=[self.weights[k] for k in loop.weight_numbers],
+                    layers_per_part=loop.layers // self.parts_per_loop,
+                    trained_constants=trained,
+                    frozen_constants=frozen,
+                )
+            )
 
     # What a stage has.
 
@@ -150,15 +166,15 @@ class Passes:
         slots, wire = self.program.slots, self.cut.wire
         activations = empty(wire.shapes, slots["activations"][0] + 1)
         gradients = empty(wire.gradient_shapes, slots["gradients"][0] + 1)
-        kept = self._empty([loop.kept for loop in self.layers], slots["kept"])
-        left = self._empty([loop.left for loop in self.layers], slots["left"])
+        kept = self._empty([loop.layer.kept for loop in self.loops], slots["kept"])
+        left = self._empty([loop.layer.left for loop in self.loops], slots["left"])
         return {"activations": activations, "gradients": gradients, "kept": kept, "left": left}
 
     def _empty(self, shapes_of_loops: Sequence[Any], slots: Sequence[int]) -> list[Any]:
         """For each loop an empty buffer of its own shapes, for all layers of a part."""
         buffers = []
         for loop, shapes in enumerate(shapes_of_loops):
-            buffers.append(empty(shapes, slots[loop], self.layers_per_part[loop]))
+            buffers.append(empty(shapes, slots[loop], self.loops[loop].layers_per_part))
         return buffers
 
     def for_loop(self, part: Any, do: Callable[..., Any], *operands: Any) -> Any:
@@ -176,26 +192,26 @@ class Passes:
 
     def layer_weights(self, loop: int, weights: Arrays) -> Arrays:
         """What a layer takes as weights: the loop's trained constants, and then its own."""
-        return [*self.trained_constants[loop], *weights]
+        return [*self.loops[loop].trained_constants, *weights]
 
     def part_weights(self, step: Pass, loop: int) -> tuple[Any, Arrays]:
         """The first of the stage's layers that belongs to a pass's part, and the part's weights."""
         # With one part on a stage nothing is sliced. A slice with a traced start would be a copy.
         if self.chunks_per_loop == 1:
-            return 0, self.stacks[loop]
-        count = self.layers_per_part[loop]
+            return 0, self.loops[loop].stacks
+        count = self.loops[loop].layers_per_part
         # Chunks of a stage are numbered through all loops, its rows only within one.
         first = (step["chunk"] - loop * self.chunks_per_loop) * count
-        return first, rows_of(self.stacks[loop], first, count)
+        return first, rows_of(self.loops[loop].stacks, first, count)
 
     def local_inputs(self, step: Pass, loop: int) -> _LocalInputs:
         """What a pass needs besides what was sent and kept, computed on this stage."""
         inputs = self.inputs(step["microbatch"])
         # Masks, positions and the like are cheaper to compute than to send or to keep.
         shared, per_layer = self.cut.local_inputs(loop, self.outer, inputs)
-        count = self.layers_per_part[loop]
+        count = self.loops[loop].layers_per_part
         first = (step["part"] - loop * self.parts_per_loop) * count
-        shared = [*self.frozen_constants[loop], *shared]
+        shared = [*self.loops[loop].frozen_constants, *shared]
         return _LocalInputs(first, inputs, shared, rows_of(per_layer, first, count))
 
     # Forward.
@@ -243,14 +259,14 @@ class Passes:
             travelling, kept = carry
             number, weights, slices = scanned
             weights = self.layer_weights(loop, weights)
-            travelling, rows, residuals = self.layers[loop].forward(
+            travelling, rows, residuals = self.loops[loop].layer.forward(
                 travelling, weights, [*local.shared, *slices]
             )
             if kept:
                 kept = with_layer(kept, slot, number, residuals)
             return (travelling, kept), rows
 
-        numbers = jnp.arange(self.layers_per_part[loop])
+        numbers = jnp.arange(self.loops[loop].layers_per_part)
         _, weights = self.part_weights(step, loop)
         start = arrived[:entering], kept_buffer
         (travelling, kept), rows = lax.scan(body, start, (numbers, weights, local.per_layer))
@@ -344,7 +360,7 @@ class Passes:
         kept, slot = self._residuals(step, loop, buffers)
         first_row, weights = self.part_weights(step, loop)
         part = _BackwardPart(loop, local, kept, slot, first_row)
-        numbers = jnp.arange(self.layers_per_part[loop])
+        numbers = jnp.arange(self.loops[loop].layers_per_part)
         scanned = (numbers, weights, local.per_layer, arrived.rows)
         # Backward, the last layer comes first. Besides the gradients, the scan carries what layers
         # write: what is left for the weights' gradients, or the sums of these themselves.
@@ -377,7 +393,7 @@ class Passes:
         entering = sum(target.differentiable[: len(target.entering)])
         stacked = sum(target.differentiable[stacked_from:])
         of_stacked = gradients[len(gradients) - stacked :]
-        rows = rows_of(of_stacked, first_layer, self.layers_per_part[loop])
+        rows = rows_of(of_stacked, first_layer, self.loops[loop].layers_per_part)
         return _ArrivedGradients(gradients[:entering], gradients[entering:], rows)
 
     def _residuals(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Any]:
@@ -390,7 +406,7 @@ class Passes:
         if not self.program.recompute:
             return kept, slot
         if not kept:
-            kept, slot = empty(self.layers[loop].kept, 1, self.layers_per_part[loop]), 0
+            kept, slot = empty(self.loops[loop].layer.kept, 1, self.loops[loop].layers_per_part), 0
         _, kept = self.run_part(loop, step, buffers, kept, slot)
         return kept, slot
 
@@ -400,7 +416,7 @@ class Passes:
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)
         residuals = read_layer(part.kept, part.slot, number)
-        gradients, weight_gradients = self.layers[part.loop].backward(
+        gradients, weight_gradients = self.loops[part.loop].layer.backward(
             residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
         )
         sums = self.with_layer_gradients(part.loop, sums, part.first_row + number, weight_gradients)
@@ -418,7 +434,7 @@ class Passes:
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)
         residuals = read_layer(part.kept, part.slot, number)
-        gradients, new = self.layers[part.loop].input_gradients(
+        gradients, new = self.loops[part.loop].layer.input_gradients(
             residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
         )
         return (gradients, with_layer(left, left_slot, number, new)), None
@@ -482,13 +498,13 @@ class Passes:
             number, weights, slices = scanned
             kept = read_layer(buffers["kept"][loop], step["kept"], number)
             left = read_layer(buffers["left"][loop], step["left"], number)
-            weight_gradients = self.layers[loop].weight_gradients(
+            weight_gradients = self.loops[loop].layer.weight_gradients(
                 kept, self.layer_weights(loop, weights), [*local.shared, *slices], left
             )
             # The sums have all layers of a stage, of which a part has some.
             return self.with_layer_gradients(loop, sums, first_row + number, weight_gradients), None
 
-        numbers = jnp.arange(self.layers_per_part[loop])
+        numbers = jnp.arange(self.loops[loop].layers_per_part)
         sums, _ = lax.scan(body, layer_sums[loop], (numbers, weights, local.per_layer))
         return replaced(layer_sums, [loop], [sums])
 
@@ -508,7 +524,7 @@ class Passes:
         weights in the layer's row.
         """
         # The sums of a loop begin with those of its constants.
-        constants = len(self.trained_constants[loop])
+        constants = len(self.loops[loop].trained_constants)
         added = []
         for k, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
             gradient = gradient.astype(total.dtype)
@@ -522,7 +538,7 @@ class Passes:
     def empty_constant_sums(self, loop: int) -> Arrays:
         """Empty sums of gradients of a loop's trained constants, in float32 at least."""
         sums = []
-        for x in self.trained_constants[loop]:
+        for x in self.loops[loop].trained_constants:
             sums.append(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
         return sums
 
