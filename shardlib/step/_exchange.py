@@ -1,9 +1,12 @@
 """The exchange of a step: exact sums first, then the strategy's exchange between workers.
 
-contributions of devices
-  -> summed exactly within workers, laid out as the parameter is at rest    `within`
-  -> averaged over workers, if the exchange takes any axes                  `averaged`, `sent`
-  -> gradient, errors for the next step, norm, what is finite
+A contribution is the gradient of one device's own examples. A worker is all devices that have one
+position along the axes that the exchange takes: a device or a pod (see `collectives/_exact`).
+
+    contributions of devices
+      -> summed exactly within workers, laid out as the parameter is at rest    `within`
+      -> averaged over workers, if the exchange takes any axes                  `averaged`, `sent`
+      -> gradient, errors for the next step, norm, what is finite
 """
 
 import math
@@ -34,7 +37,8 @@ class Gradient(NamedTuple):
     """What an exchange makes of the contributions of all devices.
 
     Attributes:
-        values: the gradient of the batch or, of what an optimizer sent itself, the mean of that.
+        values: the gradient of the batch. Where the optimizer decides what is sent, the mean of
+            that over workers.
         errors: what is left over for the next step, by path.
         square: the square of the norm of the whole gradient.
         finite: for each parameter, whether its gradient is finite.
@@ -47,7 +51,7 @@ class Gradient(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """An optimizer that says itself what is sent.
+    """An optimizer that decides what workers send each other, such as 1-bit Adam.
 
     Attributes:
         optimizer: the optimizer.
@@ -82,7 +86,7 @@ def exchange_gradients(
         weight: the weight of the whole batch.
         parameters: a `Parameter` for each gradient.
         errors: what the exchange left over in the step before.
-        sender: the optimizer, if it says itself what is sent.
+        sender: the optimizer, if it decides what workers send each other.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     described = treedef.flatten_up_to(parameters)
@@ -92,14 +96,13 @@ def exchange_gradients(
         shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any
     ) -> tuple[Any, ...]:
         # By now every axis is manual: arrays are shards, and collectives name their axes.
-        at = _Exchanged(exchange, described, dict(mesh.shape))
-        sums = at.within(shards, weight)
-        if not at.members:
-            squares = _squares(sums, at.axes, mesh.shape)
-            return sums, errors, jnp.sum(squares), jnp.isfinite(squares)
+        local = _LocalExchange(exchange, described, dict(mesh.shape))
+        sums = local.within(shards, weight)
+        if not local.members:
+            return local.exact(sums, errors)
         if sender is None:
-            return at.averaged(sums, errors)
-        return at.sent(sums, errors, sender._replace(state=state), treedef)
+            return local.averaged(sums, errors)
+        return local.sent(sums, errors, sender._replace(state=state), treedef)
 
     state: Any = ()
     if sender is not None:
@@ -127,7 +130,7 @@ def _manual_everywhere(
         automatic: the axes that are automatic around it.
         parameters: what it exchanges.
         errors: the errors, of which only the structure is used.
-        sender: the optimizer, if it says itself what is sent.
+        sender: the optimizer, if it decides what workers send each other.
     """
     replicated = PartitionSpec()
     # Errors have a leading dim of devices, of which each has its own.
@@ -151,29 +154,38 @@ def _kept_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda spec: keep_axes(spec, automatic), sender.specs)
 
 
-class _Exchanged:
-    """One exchange of a step's gradients, manual over every axis.
+class _Axes(NamedTuple):
+    """The axes of a mesh, as a parameter has them.
+
+    Attributes:
+        workers: over these its gradient is averaged by the exchange; none if it is not.
+        split: these split it.
+        shared: along these, of more than one device, devices hold the same values of it.
+    """
+
+    workers: tuple[str, ...]
+    split: tuple[str, ...]
+    shared: tuple[str, ...]
+
+
+class _LocalExchange:
+    """The exchange of a step's gradients as one device sees it, manual over every axis.
 
     `members` are the positions of the parameters that are averaged by the exchange. All others are
-    only summed exactly.
+    only summed exactly. `axes` has for each parameter its own.
     """
 
     def __init__(
         self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]
     ) -> None:
         self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
-        # For each parameter: the axes of its workers, those that split it, and those along which
-        # devices hold the same values of it.
-        self.over: list[tuple[str, ...]] = []
-        self.axes: list[tuple[str, ...]] = []
-        self.shared: list[tuple[str, ...]] = []
+        self.axes: list[_Axes] = []
         self.members: list[int] = []
         for position, parameter in enumerate(parameters):
-            over, split = exchange.over(parameter), spec_axes(parameter.stored)
-            self.over.append(over)
-            self.axes.append(split)
-            self.shared.append(self._axes_without((*over, *split)))
-            if over:
+            workers, split = exchange.over(parameter), spec_axes(parameter.stored)
+            shared = self._axes_without((*workers, *split))
+            self.axes.append(_Axes(workers, split, shared))
+            if workers:
                 self.members.append(position)
 
     @property
@@ -195,17 +207,21 @@ class _Exchanged:
         Of a parameter that it averages, the result is this worker's part of the gradient.
         """
         summed: list[Parameter] = []
-        for parameter, over in zip(self.parameters, self.over, strict=True):
-            axes = axes_without(parameter.axes, over)
+        for parameter, own in zip(self.parameters, self.axes, strict=True):
+            axes = axes_without(parameter.axes, own.workers)
             summed.append(parameter._replace(axes=axes))
         return self.exchange.within.reduce(contributions, weight, summed)
+
+    def exact(self, values: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
+        """What is returned of gradients that are complete: them, the errors, and exact norms."""
+        squares = _squares(values, [own.split for own in self.axes], self.sizes)
+        return values, errors, jnp.sum(squares), jnp.isfinite(squares)
 
     def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
         """Average the workers' gradients."""
         unknown = [None] * len(self.members)
         values, errors = self._average(sums, self._workers(sums), errors, unknown)
-        squares = _squares(values, self.axes, self.sizes)
-        return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+        return self.exact(values, errors)
 
     def sent(
         self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
@@ -223,8 +239,7 @@ class _Exchanged:
             with jax.named_scope(EXACT):
                 members = [sums[i] for i in self.members]
                 values = self._with(sums, self._exactly(members))
-                squares = _squares(values, self.axes, self.sizes)
-                return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+                return self.exact(values, errors)
 
         return lax.cond(sender.optimizer.sends(sender.state), compressed, exact)
 
@@ -265,7 +280,7 @@ class _Exchanged:
         # Arrays that are summed over the same axes go in one collective.
         groups: dict[Any, list[int]] = defaultdict(list)
         for position, i in enumerate(self.members):
-            groups[self.over[i], self.shared[i]].append(position)
+            groups[self.axes[i].workers, self.axes[i].shared].append(position)
         for (over, shared), members in groups.items():
             for bucket in buckets(sums, members, self.exchange.within.bucket_bytes):
                 parts = [sums[position] for position in bucket]
@@ -311,7 +326,7 @@ class _Exchanged:
         """
         own: list[jax.Array] = []
         for i in self.members:
-            workers = parts_over(self.sizes, self.over[i])
+            workers = parts_over(self.sizes, self.axes[i].workers)
             own.append(sums[i].astype(jnp.float32) * workers)
         return own
 
@@ -327,11 +342,11 @@ class _Exchanged:
     ) -> tuple[list[jax.Array], ErrorsByPath]:
         """Average what workers have, by the exchange; returns values and errors.
 
-        `alive` says of each where it is not always zero, None if that is unknown.
+        `alive` says of each gradient where it is not always zero; None if that is unknown.
         """
         # Only these parameters are averaged by the exchange: the others are summed already.
         described = [self.parameters[i] for i in self.members]
-        shared = [self.shared[i] for i in self.members]
+        shared = [self.axes[i].shared for i in self.members]
         before: list[Any] = [None] * len(self.members)
         if self.exchange.keeps_errors:
             before = [_own_error(errors[parameter.path]) for parameter in described]
@@ -355,7 +370,7 @@ class _Exchanged:
         """
         # What is summed exactly has an exact norm, to which the estimate of the rest is added.
         square = self._square_of_summed(sums)
-        for over in dict.fromkeys(self.over[i] for i in self.members):
+        for over in dict.fromkeys(self.axes[i].workers for i in self.members):
             mean = lax.pmean(self._sketch_of_members(own, over), over)
             others = self._axes_without(over)
             estimate = jnp.sum(jnp.square(mean))
@@ -369,16 +384,16 @@ class _Exchanged:
         summed = [i for i in range(len(sums)) if i not in self.members]
         if not summed:
             return jnp.float32(0)
-        axes = [self.axes[i] for i in summed]
+        axes = [self.axes[i].split for i in summed]
         return jnp.sum(_squares([sums[i] for i in summed], axes, self.sizes))
 
     def _sketch_of_members(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
         """Sums with random signs of all gradients that are averaged over the same axes."""
         sketch, offset = jnp.zeros(_WIDTH), 0
         for i, gradient in zip(self.members, own, strict=True):
-            if self.over[i] != over:
+            if self.axes[i].workers != over:
                 continue
-            split = {*self.axes[i], *over}
+            split = {*self.axes[i].split, *over}
             copies = parts_over(self.sizes, axes_without(self.sizes, split))
             # One array starts where the one before ends. So if there are fewer elements than sums,
             # each element has a sum of its own, and the estimate is exact.

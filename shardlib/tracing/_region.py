@@ -57,6 +57,11 @@ class Weight:
     group: Hashable = None
     accumulates_in_place: bool = False
 
+    @property
+    def is_stored_whole(self) -> bool:
+        """Whether every device stores all of it, so that nothing is gathered."""
+        return self.whole is None
+
 
 class StoredWeight(NamedTuple):
     """The arrays that stand for a weight while a step runs.

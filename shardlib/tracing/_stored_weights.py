@@ -208,19 +208,18 @@ def _last_use(jaxpr: Jaxpr) -> dict[Any, int]:
 
 
 def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
-    """Let those weights among the inputs of a jaxpr enter that are stored whole.
+    """Replace the weights that are stored whole among the inputs of a jaxpr by arrays.
 
-    Stacks that are taken layer by layer do not enter yet: each of their layers does, further
-    inside.
+    A stack that the jaxpr takes layer by layer stays: each of its layers enters further inside.
     """
     entered: dict[WeightSlice, Any] = {}
     values: list[Entry] = []
     for var, value in zip(jaxpr.invars, inputs, strict=True):
         root = _root(value)
-        if root is None or root.weight.whole is not None:
+        if root is None or not root.weight.is_stored_whole:
             values.append(value)
             continue
-        # A stack that is used layer by layer enters layer by layer, where each layer is used.
+        # Entered as a whole, the gradient of a stack would be reduced at once, not layer by layer.
         if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
             values.append(value)
             continue
@@ -231,10 +230,10 @@ def _enter_whole_weights(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> list[Entry]:
 
 
 def _derive(jaxpr: Jaxpr, equation: Any, operand: "WeightSlice | _Derived") -> Entry:
-    """What a cheap equation makes of a weight.
+    """What a cheap equation, such as a cast or a slice, makes of a weight.
 
-    Where that is one layer of a stack, picked by its number, it is a weight again, which enters
-    here if it is stored whole.
+    A slice that picks one layer of a stack by its number gives a weight again. If that is stored
+    whole, it enters here.
     """
     if squeezes_first_dim(equation) and isinstance(operand, _Derived):
         stack, index = operand.operand, operand.equation
@@ -245,7 +244,7 @@ def _derive(jaxpr: Jaxpr, equation: Any, operand: "WeightSlice | _Derived") -> E
             and is_one_layer(index, stack)
         ):
             layer = stack.at(index.params["start_indices"][0])
-            if stack.weight.whole is None:
+            if stack.weight.is_stored_whole:
                 return bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
             return layer
     return _Derived(jaxpr, equation, operand)
@@ -295,13 +294,14 @@ def _with_arrays(
 def _region(function: Callable[[list[Any]], list[Any]], inputs: list[Entry]) -> list[Any]:
     """Call a function of arrays in a region, in which the weights among its inputs are whole.
 
-    Weights that are stored whole just enter; without any others there is no region, only the call.
+    Weights that are stored whole only enter. If there are no others, the function is called without
+    a region.
     """
     entered: dict[WeightSlice, Any] = {}
     regional: list[WeightSlice] = []
     # Weights that are stored whole need no region, which would gather them.
     for root in _roots(inputs):
-        if root.weight.whole is None:
+        if root.weight.is_stored_whole:
             entered[root] = bind_whole_weight(root, None)
         else:
             regional.append(root)
@@ -346,9 +346,11 @@ def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
 
 
 def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
-    """Evaluate a `checkpoint` of weights: as one region, or as another one around layers.
+    """Evaluate a `checkpoint` of weights.
 
-    A region recomputes nothing but weights by itself; the checkpoint inside it does the rest.
+    Without layers inside it is one region: the region gathers weights again in the backward pass,
+    and the checkpoint inside it recomputes the rest. With layers inside, which are regions
+    themselves, it is a checkpoint around these.
     """
     equation, entries = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
@@ -380,7 +382,7 @@ def _evaluate_whole(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Entry]
 
 
 def _rebased(value: Entry, now: dict[WeightSlice, WeightSlice]) -> Entry:
-    """A value derived from a weight, derived from another one that stands for it now."""
+    """A value derived from a weight, now derived from the one that takes its place."""
     if isinstance(value, _Derived):
         return _Derived(value.jaxpr, value.equation, _rebased(value.operand, now))
     return now.get(value, value)
@@ -461,7 +463,7 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
 
 def _check_unsplit(stack: WeightSlice) -> None:
     """Refuse a loop over a dim along which a weight is split among devices."""
-    if stack.consumed_dims < stack.weight.stacked or stack.weight.whole is None:
+    if stack.consumed_dims < stack.weight.stacked or stack.weight.is_stored_whole:
         return
     raise ValueError(
         f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
