@@ -225,6 +225,59 @@ def test_errors_are_not_poisoned():
     )
 
 
+THREE_NAMES = ("a", "b", "c")
+
+
+def three_products(model, x, rng):
+    """Each parameter's gradient is the mean of its own columns."""
+    columns = jnp.split(x, len(THREE_NAMES), axis=1)
+    products = [part @ model[name] for part, name in zip(columns, THREE_NAMES, strict=True)]
+    return jnp.mean(sum(products))
+
+
+def three_vectors():
+    return {name: jnp.ones(8, jnp.float32) for name in THREE_NAMES}
+
+
+def strategy_of_three(clip=None):
+    rules = sl.AxisRules(batch=("pod", "data"))
+    return sl.Strategy(rules=rules, mesh="pod=2,data=4", exchange=OneBit("pod"), clip=clip)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_the_first_parameter_whose_gradient_is_not_finite_is_named(clip):
+    strategy = strategy_of_three(clip)
+    state = sl.init(three_vectors, adam(1), strategy)
+    step = sl.train_step(three_products, strategy)
+    good = np.ones((8, 24), np.float32)
+    infinite, large = good.copy(), good.copy()
+    infinite[0, 20] = np.inf
+    # Finite, but its square is not: neither is its norm.
+    large[:, 12] = 3e19
+    told = []
+    for x in (good, infinite, large, good):
+        state, metrics = step(state, x)
+        told.append((float(metrics["compressed"]), int(metrics["first_nonfinite"])))
+    assert told == [(0, -1), (1, 2), (1, 1), (1, -1)]
+
+
+def test_a_compressed_step_where_numbers_have_64_bits_by_default():
+    def norms():
+        strategy = strategy_of_three(clip=1.0)
+        state = sl.init(three_vectors, adam(1), strategy)
+        step = sl.train_step(three_products, strategy)
+        told = []
+        for seed in range(3):
+            x = np.random.default_rng(seed).normal(size=(8, 24)).astype(np.float32)
+            state, metrics = step(state, x)
+            told.append(float(metrics["grad_norm"]))
+        return told
+
+    with jax.enable_x64(True):
+        wide = norms()
+    assert wide == pytest.approx(norms(), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("exchange", "optimizer"),
     [(OneBit("data"), optax.sgd(0.1)), (OneBit("data", feedback=False), optax.sign_sgd(0.1))],

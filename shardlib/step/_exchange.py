@@ -266,7 +266,10 @@ class _LocalExchange:
         own = [message_leaves[i].astype(jnp.float32) for i in self.members]
         values, after = self._average(sums, own, errors, alive_members)
         # What was finite may not be as a code. Its error would then never be finite again.
-        finite = finite & self._finite(values) & jnp.isfinite(square)
+        all_finite = finite & self._finite(values) & jnp.isfinite(square)
+        # One gradient that is not finite spoils the norm, and with it the scale of all others. Then
+        # only that one is named.
+        finite = jnp.where(jnp.all(finite), all_finite, finite)
         return values, after, square, finite
 
     def _exactly(self, sums: list[jax.Array]) -> list[jax.Array]:
@@ -389,7 +392,7 @@ class _LocalExchange:
 
     def _sketch_of_members(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
         """Sums with random signs of all gradients that are averaged over the same axes."""
-        sketch, offset = jnp.zeros(_WIDTH), 0
+        sketch, offset = jnp.zeros(_WIDTH, jnp.float32), 0
         for i, gradient in zip(self.members, own, strict=True):
             if self.axes[i].workers != over:
                 continue
@@ -402,9 +405,9 @@ class _LocalExchange:
         return sketch
 
     def _finite(self, values: list[jax.Array]) -> jax.Array:
-        """For each array, whether it is finite on all devices."""
+        """For each array, whether its elements and its norm are finite on all devices."""
         # Counted as integers: a sum of nan would say no more than that there is one.
-        bad = jnp.stack([jnp.any(~jnp.isfinite(x)) for x in values]).astype(jnp.int32)
+        bad = jnp.stack([~jnp.isfinite(_sum_of_squares(x)) for x in values]).astype(jnp.int32)
         if self.every_axis:
             bad = lax.psum(bad, self.every_axis)
         return bad == 0
@@ -416,7 +419,11 @@ def _own_error(error: Errors) -> Errors:
 
 
 def _sketch(x: jax.Array, number: int) -> jax.Array:
-    """Sums of the elements of an array, with signs drawn from `number` and never again."""
+    """Sums of the elements of an array, each with a sign that `number` and its place decide.
+
+    Signs are the same in every step. So while the direction of a gradient does not change, the
+    estimate of its norm errs by the same share.
+    """
     rows = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
     seed = jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
     word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_WIDTH)
