@@ -1,12 +1,15 @@
 """The exchange of a step: exact sums first, then the strategy's exchange between workers.
 
-A contribution is the gradient of one device's own examples. A worker is all devices that have one
-position along the axes that the exchange takes: a device or a pod (see `collectives/_exact`).
+A contribution is the gradient of one device's own examples. An exchange names the axes over which
+it averages (it "takes" them); over all others sums are exact. A worker is all devices that have the
+same position along the axes it takes: on a mesh of `pod=4,data=8`, an exchange over `pod` has four
+workers of eight devices, and one over both axes has 32 of one.
 
     contributions of devices
-      -> summed exactly within workers, laid out as the parameter is at rest    `within`
+      -> summed exactly within workers, laid out as at rest, divided by the
+         weight of the batch                                                    `within`
       -> averaged over workers, if the exchange takes any axes                  `averaged`, `sent`
-      -> gradient, errors for the next step, norm, what is finite
+      -> gradient, errors for the next step, norm of the gradient, which gradients are finite
 """
 
 import math
@@ -28,20 +31,21 @@ from shardlib.step._scopes import COMPRESSED, EXACT
 
 ErrorsByPath = dict[str, Errors]
 
-# The number of sums by which the norm of a mean is estimated. It is a prime, so that a column of a
-# matrix, which may have most of its gradient, does not fall into one sum.
-_WIDTH = 2039
+# The number of sums in a sketch, by which a norm is estimated. Elements that are this far apart
+# share a sum. It is a prime, so that those of one column of a matrix, often the largest, do not.
+_SKETCH_SIZE = 2039
 
 
 class Gradient(NamedTuple):
     """What an exchange makes of the contributions of all devices.
 
     Attributes:
-        values: the gradient of the batch. Where the optimizer decides what is sent, the mean of
-            that over workers.
-        errors: what is left over for the next step, by path.
-        square: the square of the norm of the whole gradient.
-        finite: for each parameter, whether its gradient is finite.
+        values: the gradient of the batch, before clipping. While the optimizer decides what is
+            sent, the mean of its messages for those parameters that the exchange averages.
+        errors: what compression left out, for the next step, by path.
+        square: the square of the norm of all values. While the optimizer decides what is sent, an
+            estimate of that of the gradient.
+        finite: for each parameter, whether its gradient is finite, and so small that its square is.
     """
 
     values: Any
@@ -76,9 +80,9 @@ def exchange_gradients(
 ) -> Gradient:
     """Turn every device's own gradients into the gradient of the batch.
 
-    It is called in the region that is manual over the data axes, and works manually over all axes:
-    a collective over a manual axis whose operand an automatic axis splits would first gather that
-    operand.
+    It is called where the data axes are manual, and makes all other axes manual too. If an array
+    were left split along an automatic axis, XLA would gather it before a collective over a manual
+    one, and send as many times the bytes.
 
     Args:
         exchange: the exchange of the strategy.
@@ -92,27 +96,26 @@ def exchange_gradients(
     described = treedef.flatten_up_to(parameters)
     mesh = jax.sharding.get_abstract_mesh()
 
-    def exchanged(
-        shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any
-    ) -> tuple[Any, ...]:
+    def exchanged(shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any) -> Gradient:
         # By now every axis is manual: arrays are shards, and collectives name their axes.
         local = _LocalExchange(exchange, described, dict(mesh.shape))
         sums = local.within(shards, weight)
-        if not local.members:
-            return local.exact(sums, errors)
+        if not local.averaged_positions:
+            return local.measured(sums, errors)
         if sender is None:
             return local.averaged(sums, errors)
+        # What a `shard_map` splits comes in as an argument. So this is the device's shard of it.
         return local.sent(sums, errors, sender._replace(state=state), treedef)
 
     state: Any = ()
     if sender is not None:
         state = sender.state
-    # The step is manual over the axes of data only; here the others become so too.
+    # Some axes may be automatic out here, those of tensor parallelism for one. Inside, none is.
     everywhere: Any = exchanged
     if mesh.auto_axes:
         everywhere = _manual_everywhere(exchanged, mesh.auto_axes, described, errors, sender)
-    values, errors, square, finite = everywhere(leaves, weight, errors, state)
-    return Gradient(treedef.unflatten(values), errors, square, finite)
+    gradient = everywhere(leaves, weight, errors, state)
+    return gradient._replace(values=treedef.unflatten(gradient.values))
 
 
 def _manual_everywhere(
@@ -122,32 +125,32 @@ def _manual_everywhere(
     errors: ErrorsByPath,
     sender: Sender | None,
 ) -> Callable[..., Any]:
-    """A function of shards, errors and the sender's state, manual over the automatic axes too.
+    """The same function, manual over the automatic axes too.
 
     Args:
-        exchanged: the function, `(shards, weight, errors, state)` to values, errors, the square of
-            the norm, and what is finite.
+        exchanged: the function, `(shards, weight, errors, state)` to a `Gradient` of leaves.
         automatic: the axes that are automatic around it.
         parameters: what it exchanges.
         errors: the errors, of which only the structure is used.
         sender: the optimizer, if it decides what workers send each other.
     """
     replicated = PartitionSpec()
-    # Errors have a leading dim of devices, of which each has its own.
+    # Each device has errors of its own, in the order of `Strategy.every_axis`: first the manual
+    # axes, which are split outside of this, then the automatic ones.
     error_specs = jax.tree.map(lambda _: PartitionSpec(automatic), errors)
-    state_specs = _kept_specs(sender, automatic)
+    state_specs = _sender_specs(sender, automatic)
     contributed = [keep_axes(parameter.spec, automatic) for parameter in parameters]
     stored = [keep_axes(parameter.stored, automatic) for parameter in parameters]
     return jax.shard_map(
         exchanged,
         in_specs=(contributed, replicated, error_specs, state_specs),
-        out_specs=(stored, error_specs, replicated, replicated),
+        out_specs=Gradient(stored, error_specs, replicated, replicated),
         axis_names=set(automatic),
         check_vma=False,
     )
 
 
-def _kept_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
+def _sender_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
     """The specs of the state of an optimizer that sends, over axes that are automatic so far."""
     if sender is None:
         return ()
@@ -155,15 +158,16 @@ def _kept_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
 
 
 class _Axes(NamedTuple):
-    """The axes of a mesh, as a parameter has them.
+    """How the axes of a mesh fall into three for one parameter. Axes of one device may be in none.
 
     Attributes:
-        workers: over these its gradient is averaged by the exchange; none if it is not.
-        split: these split it.
-        shared: along these, of more than one device, devices hold the same values of it.
+        over: along these lie the workers, whose gradients of it the exchange averages. Empty if
+            its gradient is only summed exactly.
+        split: along these, devices hold different parts of it, as it is stored.
+        shared: along all others, devices hold the same values of it.
     """
 
-    workers: tuple[str, ...]
+    over: tuple[str, ...]
     split: tuple[str, ...]
     shared: tuple[str, ...]
 
@@ -171,30 +175,26 @@ class _Axes(NamedTuple):
 class _LocalExchange:
     """The exchange of a step's gradients as one device sees it, manual over every axis.
 
-    `members` are the positions of the parameters that are averaged by the exchange. All others are
-    only summed exactly. `axes` has for each parameter its own.
+    `averaged_positions` are those of the parameters that are averaged by the exchange. All others
+    are only summed exactly. A list named `own` or `averaged` has an entry for each of these
+    positions; every other list has one for each parameter.
     """
 
     def __init__(
         self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]
     ) -> None:
         self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
-        self.axes: list[_Axes] = []
-        self.members: list[int] = []
+        self.axes_of: list[_Axes] = []
+        self.averaged_positions: list[int] = []
         for position, parameter in enumerate(parameters):
-            workers, split = exchange.over(parameter), spec_axes(parameter.stored)
-            shared = self._axes_without((*workers, *split))
-            self.axes.append(_Axes(workers, split, shared))
-            if workers:
-                self.members.append(position)
+            over, split = exchange.over(parameter), spec_axes(parameter.stored)
+            shared = self._other_axes((*over, *split))
+            self.axes_of.append(_Axes(over, split, shared))
+            if over:
+                self.averaged_positions.append(position)
 
-    @property
-    def every_axis(self) -> tuple[str, ...]:
-        """The axes of the mesh that have several devices."""
-        return self._axes_without(())
-
-    def _axes_without(self, excluded: Sequence[str]) -> tuple[str, ...]:
-        """The axes of several devices but for some."""
+    def _other_axes(self, excluded: Sequence[str]) -> tuple[str, ...]:
+        """The axes of the mesh, of more than one device, that are not among these."""
         axes = []
         for axis, size in self.sizes.items():
             if size > 1 and axis not in excluded:
@@ -202,97 +202,101 @@ class _LocalExchange:
         return tuple(axes)
 
     def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
-        """Sum exactly over all axes that the exchange does not take.
+        """Sum exactly over all axes that the exchange does not take; divide by the batch's weight.
 
-        Of a parameter that it averages, the result is this worker's part of the gradient.
+        Of a parameter that the exchange averages, the result is this worker's summand of the
+        batch's gradient. Of any other, it is that gradient.
         """
         summed: list[Parameter] = []
-        for parameter, own in zip(self.parameters, self.axes, strict=True):
-            axes = axes_without(parameter.axes, own.workers)
+        for parameter, own in zip(self.parameters, self.axes_of, strict=True):
+            axes = axes_without(parameter.axes, own.over)
             summed.append(parameter._replace(axes=axes))
         return self.exchange.within.reduce(contributions, weight, summed)
 
-    def exact(self, values: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
-        """What is returned of gradients that are complete: them, the errors, and exact norms."""
-        squares = _squares(values, [own.split for own in self.axes], self.sizes)
-        return values, errors, jnp.sum(squares), jnp.isfinite(squares)
+    def measured(self, values: list[jax.Array], errors: ErrorsByPath) -> Gradient:
+        """The result of an exchange whose values are final: with them, their norm."""
+        squares = _squares(values, [own.split for own in self.axes_of], self.sizes)
+        return Gradient(values, errors, jnp.sum(squares), jnp.isfinite(squares))
 
-    def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> tuple[Any, ...]:
+    def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> Gradient:
         """Average the workers' gradients."""
-        unknown = [None] * len(self.members)
-        values, errors = self._average(sums, self._workers(sums), errors, unknown)
-        return self.exact(values, errors)
+        unknown = [None] * len(self.averaged_positions)
+        values, errors = self._average(sums, self._own_gradients(sums), errors, unknown)
+        return self.measured(values, errors)
 
     def sent(
         self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
-    ) -> tuple[Any, ...]:
+    ) -> Gradient:
         """Average what the optimizer sends or, while it sends nothing, gradients exactly.
 
         Which of the two a step does is known only when it runs, so both are in its program.
         """
 
-        def compressed() -> tuple[Any, ...]:
+        def by_messages() -> Gradient:
             with jax.named_scope(COMPRESSED):
                 return self._messages(sums, errors, sender, treedef)
 
-        def exact() -> tuple[Any, ...]:
+        def by_sums() -> Gradient:
             with jax.named_scope(EXACT):
-                members = [sums[i] for i in self.members]
-                values = self._with(sums, self._exactly(members))
-                return self.exact(values, errors)
+                own = [sums[i] for i in self.averaged_positions]
+                values = self._with(sums, self._summed_over_workers(own))
+                return self.measured(values, errors)
 
-        return lax.cond(sender.optimizer.sends(sender.state), compressed, exact)
+        return lax.cond(sender.optimizer.sends(sender.state), by_messages, by_sums)
 
     def _messages(
         self, sums: list[jax.Array], errors: ErrorsByPath, sender: Sender, treedef: Any
-    ) -> tuple[Any, ...]:
+    ) -> Gradient:
         """Average the messages that the optimizer makes of the workers' own gradients.
 
-        Gradients are clipped before the optimizer sees them. Returns what `averaged` does: values,
-        errors, the square of the gradient's norm, and whether it is finite.
+        Gradients are clipped before the optimizer sees them.
         """
-        own = self._workers(sums)
-        square, finite = self._measured(sums, own)
+        own = self._own_gradients(sums)
+        square, finite = self._estimated(sums, own)
+        clipped = own
         if sender.clip is not None:
             # The estimate of the norm is the same on all workers, and so is the scale: the mean of
             # clipped gradients is the clipped mean.
             scale = sender.clip / jnp.maximum(jnp.sqrt(square), sender.clip)
-            own = [gradient * scale.astype(gradient.dtype) for gradient in own]
-        gradients = treedef.unflatten(self._with(sums, own))
+            clipped = [gradient * scale.astype(gradient.dtype) for gradient in own]
+        # Those that are summed exactly are clipped after the exchange, by the optimizer's update.
+        gradients = treedef.unflatten(self._with(sums, clipped))
         messages, alive = sender.optimizer.message(gradients, sender.state)
         message_leaves = treedef.flatten_up_to(messages)
         alive_leaves = treedef.flatten_up_to(alive)
-        alive_members = [alive_leaves[i] for i in self.members]
-        own = [message_leaves[i].astype(jnp.float32) for i in self.members]
-        values, after = self._average(sums, own, errors, alive_members)
+        own_alive = [alive_leaves[i] for i in self.averaged_positions]
+        own_messages = [message_leaves[i].astype(jnp.float32) for i in self.averaged_positions]
+        values, after = self._average(sums, own_messages, errors, own_alive)
         # What was finite may not be as a code. Its error would then never be finite again.
         all_finite = finite & self._finite(values) & jnp.isfinite(square)
         # One gradient that is not finite spoils the norm, and with it the scale of all others. Then
         # only that one is named.
         finite = jnp.where(jnp.all(finite), all_finite, finite)
-        return values, after, square, finite
+        return Gradient(values, after, square, finite)
 
-    def _exactly(self, sums: list[jax.Array]) -> list[jax.Array]:
+    def _summed_over_workers(self, own: list[jax.Array]) -> list[jax.Array]:
         """The exact sums over workers.
 
-        If other devices hold the same values, each of them sums a part, and they gather the parts:
-        the network between workers then carries every value once.
+        If several devices of a worker hold the same values, each of them sums one part of these
+        over workers, and then they gather the parts: the network between workers carries every
+        value once.
         """
-        # Positions here are those among the members, not among all parameters.
-        totals = list(sums)
+        # Positions here are those in `own`, not among all parameters.
+        totals = list(own)
         # Arrays that are summed over the same axes go in one collective.
         groups: dict[Any, list[int]] = defaultdict(list)
-        for position, i in enumerate(self.members):
-            groups[self.axes[i].workers, self.axes[i].shared].append(position)
-        for (over, shared), members in groups.items():
-            for bucket in buckets(sums, members, self.exchange.within.bucket_bytes):
-                parts = [sums[position] for position in bucket]
-                summed = self._summed(parts, over, shared)
+        for position, i in enumerate(self.averaged_positions):
+            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
+        for (over, shared), group in groups.items():
+            for bucket in buckets(own, group, self.exchange.within.bucket_bytes):
+                parts = [own[position] for position in bucket]
+                summed = self._summed_in_one_collective(parts, over, shared)
                 for position, total in zip(bucket, summed, strict=True):
+                    # The dtype of the means of messages, which the step's other branch returns.
                     totals[position] = total.astype(jnp.float32)
         return totals
 
-    def _summed(
+    def _summed_in_one_collective(
         self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
     ) -> Iterable[jax.Array]:
         """The sums of some arrays over workers, in one collective.
@@ -322,21 +326,22 @@ class _LocalExchange:
             yield whole.reshape(-1)[first : first + x.size].reshape(x.shape)
             first += x.size
 
-    def _workers(self, sums: list[jax.Array]) -> list[jax.Array]:
-        """Each worker's own gradient.
+    def _own_gradients(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """The gradients of this worker alone.
 
-        It is scaled by the number of workers, so that the gradient of the batch is the mean.
+        Each is its summand times the number of workers, so that the mean over workers is the
+        gradient of the batch.
         """
         own: list[jax.Array] = []
-        for i in self.members:
-            workers = parts_over(self.sizes, self.axes[i].workers)
+        for i in self.averaged_positions:
+            workers = parts_over(self.sizes, self.axes_of[i].over)
             own.append(sums[i].astype(jnp.float32) * workers)
         return own
 
-    def _with(self, sums: list[jax.Array], members: list[jax.Array]) -> list[jax.Array]:
-        """The sums, with other values for those that the exchange averages."""
+    def _with(self, sums: list[jax.Array], averaged: list[jax.Array]) -> list[jax.Array]:
+        """The sums of all parameters, with these in place of those that the exchange averages."""
         values = list(sums)
-        for i, value in zip(self.members, members, strict=True):
+        for i, value in zip(self.averaged_positions, averaged, strict=True):
             values[i] = value
         return values
 
@@ -348,9 +353,9 @@ class _LocalExchange:
         `alive` says of each gradient where it is not always zero; None if that is unknown.
         """
         # Only these parameters are averaged by the exchange: the others are summed already.
-        described = [self.parameters[i] for i in self.members]
-        shared = [self.axes[i].shared for i in self.members]
-        before: list[Any] = [None] * len(self.members)
+        described = [self.parameters[i] for i in self.averaged_positions]
+        shared = [self.axes_of[i].shared for i in self.averaged_positions]
+        before: list[Any] = [None] * len(self.averaged_positions)
         if self.exchange.keeps_errors:
             before = [_own_error(errors[parameter.path]) for parameter in described]
         inputs = ExchangeInputs(shared, before, alive)
@@ -361,22 +366,27 @@ class _LocalExchange:
                 errors[parameter.path] = jax.tree.map(lambda x: x[None], error)
         return self._with(sums, means), errors
 
-    def _measured(self, sums: list[jax.Array], own: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _estimated(
+        self, sums: list[jax.Array], own: list[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """An estimate of the square of the norm of the whole gradient, and what of it is finite.
 
-        No device has the mean gradient, so its norm is estimated from sums with random signs s:
+        No device has the mean gradient x. But each has a sketch of its own gradient: sums of its
+        elements with random signs s. A sketch is linear: the mean of the workers' sketches is the
+        sketch of x. And
 
             E[(sum_k s_k x_k)^2]  =  sum_k x_k^2
 
-        and sums over workers of such sums are those of the mean. `_WIDTH` of them tell the square
-        to some three percent, and the norm to half of that.
+        so the squares of its sums add up to an estimate of the square of the norm of x. With
+        `_SKETCH_SIZE` sums its standard deviation is three percent; that of the norm is half of it.
         """
         # What is summed exactly has an exact norm, to which the estimate of the rest is added.
         square = self._square_of_summed(sums)
-        for over in dict.fromkeys(self.axes[i].workers for i in self.members):
-            mean = lax.pmean(self._sketch_of_members(own, over), over)
-            others = self._axes_without(over)
+        for over in dict.fromkeys(self.axes_of[i].over for i in self.averaged_positions):
+            mean = lax.pmean(self._sketch_of_averaged(own, over), over)
+            others = self._other_axes(over)
             estimate = jnp.sum(jnp.square(mean))
+            # Devices along the other axes have sketches of other parts, or of their share of one.
             if others:
                 estimate = lax.psum(estimate, others)
             square += estimate
@@ -384,19 +394,19 @@ class _LocalExchange:
 
     def _square_of_summed(self, sums: list[jax.Array]) -> jax.Array:
         """The square of the norm of all gradients that are summed exactly."""
-        summed = [i for i in range(len(sums)) if i not in self.members]
+        summed = [i for i in range(len(sums)) if i not in self.averaged_positions]
         if not summed:
             return jnp.float32(0)
-        axes = [self.axes[i].split for i in summed]
+        axes = [self.axes_of[i].split for i in summed]
         return jnp.sum(_squares([sums[i] for i in summed], axes, self.sizes))
 
-    def _sketch_of_members(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
+    def _sketch_of_averaged(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
         """Sums with random signs of all gradients that are averaged over the same axes."""
-        sketch, offset = jnp.zeros(_WIDTH, jnp.float32), 0
-        for i, gradient in zip(self.members, own, strict=True):
-            if self.axes[i].workers != over:
+        sketch, offset = jnp.zeros(_SKETCH_SIZE, jnp.float32), 0
+        for i, gradient in zip(self.averaged_positions, own, strict=True):
+            if self.axes_of[i].over != over:
                 continue
-            split = {*self.axes[i].split, *over}
+            split = {*self.axes_of[i].split, *over}
             copies = parts_over(self.sizes, axes_without(self.sizes, split))
             # One array starts where the one before ends. So if there are fewer elements than sums,
             # each element has a sum of its own, and the estimate is exact.
@@ -406,10 +416,11 @@ class _LocalExchange:
 
     def _finite(self, values: list[jax.Array]) -> jax.Array:
         """For each array, whether its elements and its norm are finite on all devices."""
-        # Counted as integers: a sum of nan would say no more than that there is one.
+        # On how many devices each array is not finite, by one small sum for all arrays.
         bad = jnp.stack([~jnp.isfinite(_sum_of_squares(x)) for x in values]).astype(jnp.int32)
-        if self.every_axis:
-            bad = lax.psum(bad, self.every_axis)
+        every_axis = self._other_axes(())
+        if every_axis:
+            bad = lax.psum(bad, every_axis)
         return bad == 0
 
 
@@ -424,9 +435,10 @@ def _sketch(x: jax.Array, number: int) -> jax.Array:
     Signs are the same in every step. So while the direction of a gradient does not change, the
     estimate of its norm errs by the same share.
     """
-    rows = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
+    flat = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _SKETCH_SIZE))
+    rows = flat.reshape(-1, _SKETCH_SIZE)
     seed = jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
-    word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_WIDTH)
+    word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_SKETCH_SIZE)
     word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + seed
     is_positive = scrambled(word) & 1 == 1
     return jnp.sum(jnp.where(is_positive, rows, -rows), 0)

@@ -25,7 +25,7 @@ class Update(NamedTuple):
     params: Any
     opt_state: Any
     errors: Any
-    skipped: jax.Array  # 1 if the gradient was not finite, else 0
+    nonfinite: jax.Array  # 1 if the gradient was not finite, else 0
     metrics: dict[str, jax.Array]
 
 

@@ -1,19 +1,19 @@
 """The train step.
 
     state, batch
-      -> [manual over the data axes: the gradient of the whole batch's loss]   `_gradient`
-      -> [automatic: clip and update, on global arrays laid out in shards]     `_optimizer_update`
+      -> [manual over the data axes: the contributions of devices to the
+         gradient of the whole batch's loss, `_gradient`, and their `_exchange`]
+      -> [automatic: clip and `_optimizer_update`, on global arrays laid out in shards]
       -> new state, metrics
 
 `Step._run` below holds this order.
 
 The contract of differentiation. Inside the manual region the loss of a step is
-`sum of totals / sum of weights` over devices and microbatches, and what is differentiated on each
-device is the sum of all devices' totals. Every collective transposes as the linear map it is
-(`check_vma=False`): a `psum` inside a loss is part of that sum like anything else, so using one is
-exact, and needs no knowledge of what the step does. The contributions of the devices to a
-parameter's gradient are then added by the exchange, over the data axes that do not split the
-parameter.
+`sum of totals / sum of weights` over devices and microbatches. What each device differentiates is
+the sum of all devices' totals; the weight does not depend on parameters, and the exchange divides
+by it last. With `check_vma=False` every collective transposes as the linear map it is, a `psum` to
+a `psum`. So a loss may use collectives without knowing how the step adds up. The exchange adds the
+contributions of the devices to each gradient, over the data axes that do not split the parameter.
 """
 
 import contextlib
@@ -56,12 +56,14 @@ def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
 
     It is compiled, and the old state is donated.
 
-    `loss_fn(model, batch, rng)` sees the model and some of the examples, and returns
-    `sl.weighted_mean(total, weight)`, or a scalar, which says that all examples weigh the same;
-    either alone or with a dict of metrics, each of the same kind or
-    `sl.weighted_mean(total, weight)` of an array. What it changes in the model's state other than
-    parameters is kept. `rng` is a key whose draws do not depend on the mesh. Every leaf of `batch`
-    has the examples along dim 0.
+    `loss_fn(model, batch, rng)` sees the model and some of the examples. It returns the loss, or
+    `(loss, metrics)` with a dict of metrics:
+
+    - The loss is `sl.weighted_mean(total, weight)`, or a scalar: then all examples weigh the same.
+    - A metric is either of these too, or `sl.weighted_mean(total, weight)` of an array.
+
+    What it changes in the model's state other than parameters is kept. `rng` is a key whose draws
+    do not depend on the mesh. Every leaf of `batch` has the examples along dim 0.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -191,7 +193,7 @@ class Step:
             errors=update.errors,
             streams=streams,
             rest=rest,
-            nonfinite=state.nonfinite + update.skipped,
+            nonfinite=state.nonfinite + update.nonfinite,
         )
         return after, metrics | update.metrics
 
@@ -202,7 +204,7 @@ class Step:
         return step_parameters(params, named, splits, self.strategy, frozen=frozen)
 
     def _sender(self, state: State) -> Sender | None:
-        """The optimizer, if it says itself what is sent."""
+        """What the exchange needs of an optimizer that decides what is sent; None for others."""
         optimizer, clip = state.layout.optimizer, self.strategy.clip
         if not isinstance(optimizer, Local) or isinstance(clip, optax.GradientTransformation):
             return None
