@@ -45,6 +45,9 @@ class Task:
     # Mesh axes over which JAX keeps account that the arrays differ.
     differing: frozenset[str] = frozenset()
     device: "Device | None" = None
+    # By which measurements are compared; where it is None, the last dim of the first array.
+    length: int | None = None
+    definition: Any = None  # what is asked for besides arrays, of the op's own type
 
     def __str__(self) -> str:
         return ", ".join(f"{name}: {x.dtype}{list(x.shape)}" for name, x in self.arrays.items())
@@ -345,12 +348,12 @@ def ranking(task: Task) -> list[str]:
     task's dtype if that was measured at all. The list is empty where nothing was.
     """
     assert task.device is not None
-    x = task.arrays["x"]
+    x = next(iter(task.arrays.values()))
     lines = _measured(task.op, task.device.kind, str(x.dtype))
     if not lines:
         return []
     # Rows of twice the length are as far off as rows of half of it.
-    length = max(x.shape[-1], 1)
+    length = max(x.shape[-1] if task.length is None else task.length, 1)
     nearest = min(
         (line["row"] for line in lines), key=lambda measured: abs(math.log(measured / length))
     )

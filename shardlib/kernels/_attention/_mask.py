@@ -1,0 +1,186 @@
+"""Which keys each query of an attention sees, as a value that is known before any numbers are.
+
+A mask has two parts, and a key is seen where both let it be seen:
+
+    a band      key - query is at least `-left` and at most `right`; causal is `right = 0`
+    blocks      a table of bools, for blocks of positions: `BlockMask`
+
+Both speak of positions in the whole sequence, which need not begin where an array begins.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.checks import _arguments as check
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which blocks of keys each block of queries sees, for block-sparse attention.
+
+    Query `i` sees key `j` where `pattern[..., i // size, j // size]` is true. What else masks the
+    attention (causal, a window, segments) masks it too.
+
+    Args:
+        pattern: bools, `(query blocks, key blocks)` or `(heads, query blocks, key blocks)`, of
+            NumPy: it is part of the program.
+        size: how many positions a block has. Blocks of fewer than 128 save little: what is computed
+            is computed in blocks of at least that.
+
+    >>> BlockMask(np.tri(4, dtype=bool), 128).lengths
+    (512, 512)
+    """
+
+    pattern: np.ndarray
+    size: int
+
+    def __post_init__(self) -> None:
+        takes = (
+            "bools of NumPy, `(query blocks, key blocks)` or `(heads, query blocks, key blocks)`"
+        )
+        check.kind("BlockMask", "pattern", self.pattern, np.ndarray, takes)
+        if self.pattern.dtype != bool or self.pattern.ndim not in (2, 3) or not self.pattern.size:
+            raise check.refusal("BlockMask", "pattern", self.pattern, takes)
+        check.whole("BlockMask", "size", self.size, least=1)
+        # What the caller changes later must not change the mask, which is a key of caches.
+        pattern = self.pattern.copy()
+        pattern.setflags(write=False)
+        object.__setattr__(self, "pattern", pattern)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.size, self.pattern.shape, self.pattern.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads have a pattern each; None if all have the same."""
+        if self.pattern.ndim == 2:
+            return None
+        return len(self.pattern)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many positions of queries and of keys the pattern covers."""
+        queries, keys = self.pattern.shape[-2:]
+        return queries * self.size, keys * self.size
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What is known of a mask before the arrays are: a band around the query, and blocks.
+
+    A bound of None is no bound.
+    """
+
+    left: int | None = None  # how far before a query's own position it sees
+    right: int | None = None  # and how far behind it; 0 is causal
+    blocks: BlockMask | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether every query sees every key."""
+        return self == Mask()
+
+    def band(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+        """Which keys the band leaves to each query, `(queries, keys)`; None if that is all.
+
+        Args:
+            queries: their positions.
+            keys: theirs.
+        """
+        distance = keys[None, :] - queries[:, None]
+        kept = None
+        if self.right is not None:
+            kept = distance <= self.right
+        if self.left is not None:
+            within = distance >= -self.left
+            kept = within if kept is None else kept & within
+        return kept
+
+    def pairs(self, queries: "Blocks", keys: "Blocks", starts: tuple[int, int] | None) -> Any:
+        """The pairs of a block of queries and a block of keys of which some key may be seen.
+
+        Those of one block of queries follow each other. Where the positions at which queries and
+        keys start are known only to the running program, all pairs may be.
+
+        Args:
+            queries: how the queries are cut into blocks.
+            keys: how the keys are.
+            starts: the positions of the first query and of the first key, if they are known.
+        """
+        seen = np.ones((queries.count, keys.count), bool)
+        if starts is not None:
+            first_query, last_query = queries.positions(starts[0])
+            first_key, last_key = keys.positions(starts[1])
+            if self.right is not None:
+                seen &= first_key[None, :] - last_query[:, None] <= self.right
+            if self.left is not None:
+                seen &= last_key[None, :] - first_query[:, None] >= -self.left
+            if self.blocks is not None:
+                seen &= self._in_pattern(first_query, last_query, first_key, last_key)
+        return np.argwhere(seen).astype(np.int32)
+
+    def _in_pattern(self, *edges: np.ndarray) -> np.ndarray:
+        """Whether the pattern has anything between the edges of each block of queries and keys.
+
+        Edges are the first and the last positions of blocks of queries, and of those of keys.
+        """
+        assert self.blocks is not None
+        pattern: Any = self.blocks.pattern
+        if pattern.ndim == 3:
+            pattern = pattern.any(0)
+        # Sums of all entries above and left of each, so that those of any rectangle are four reads.
+        sums = np.zeros((pattern.shape[0] + 1, pattern.shape[1] + 1), int)
+        sums[1:, 1:] = pattern.cumsum(0).cumsum(1)
+        first_query, last_query, first_key, last_key = (edge // self.blocks.size for edge in edges)
+        below, right = last_query[:, None] + 1, last_key[None, :] + 1
+        above, left = first_query[:, None], first_key[None, :]
+        inside = sums[below, right] - sums[above, right] - sums[below, left] + sums[above, left]
+        return inside > 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A length that is cut into blocks of a size, of which the last may be shorter."""
+
+    length: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return math.ceil(self.length / self.size)
+
+    @property
+    def padded_length(self) -> int:
+        """The length with which the last block is as long as the others."""
+        return self.count * self.size
+
+    def positions(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first and the last position of each block, of a sequence that starts at one."""
+        first = np.arange(self.count) * self.size
+        last = np.minimum(first + self.size, self.length) - 1
+        return first + start, last + start
+
+
+def pattern_at(pattern: jax.Array, size: int, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Which keys, by position, each head's pattern of blocks leaves: `(heads, queries, keys)`.
+
+    A position that the pattern does not cover is left out.
+    """
+    of_queries = pattern.at[:, queries // size].get(mode="fill", fill_value=False)
+    kept = of_queries.at[:, :, keys // size].get(mode="fill", fill_value=False)
+    # A negative number would count from the end.
+    inside = (queries >= 0)[:, None] & (keys >= 0)[None, :]
+    return jnp.logical_and(kept, inside)
