@@ -8,14 +8,14 @@ and calls it on each device's own shard. What devices exchange:
     key heads           where query heads are split over more axes than key heads, each device
                         takes those that its queries need; backward their gradients are summed
 
-Everything around the implementation is differentiated by JAX, and implementations bring a
-derivative of their own.
+Forward and backward are one `custom_vjp`. It saves each device's own shards, the result and the
+log-sum-exp, and backward gathers keys and values a second time.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from shardlib.kernels._choice import Chosen, Implementation, Task, choose, devic
 from shardlib.kernels._shards import (
     ArrayLayout,
     Names,
+    as_varying,
     layout_of,
     partitioned,
     per_shard,
@@ -38,7 +39,7 @@ from shardlib.kernels._shards import (
     varying_alike,
 )
 from shardlib.layouts._annotate import mesh_of_shards
-from shardlib.layouts._rules import parts_over
+from shardlib.layouts._rules import axes_without, parts_over
 
 OP = "attention"
 IMPLEMENTATIONS = (Implementation("reference", None, f"{__name__}._reference"),)
@@ -111,34 +112,35 @@ def attention(
         starts=known,
         with_lse=check.boolean(OP, "with_lse", with_lse),
     )
-    shards = _Shards(q_layout, k_layout)
+    shards = _Shards(q_layout, k_layout, v_layout)
     arrays = _Arrays(q, k, v, query_segments, key_segments, _checked_sinks(sinks, q), given)
-    layouts = shards.layouts(arrays, v_layout)
-    local, differing = {}, frozenset[str]()
-    for name, array, layout in zip(_Arrays._fields, arrays, layouts, strict=True):
-        if array is not None and layout is not None:
-            local[name] = layout.local(array.dtype)
-            differing |= varying(array)
-    task = Task(
-        OP,
-        local,
-        partitioned(q_layout),
-        differing=differing,
-        device=device_here(),
-        length=k_layout.global_shape[1],
-        definition=shards.with_traced_starts(definition),
-    )
-    chosen = choose(IMPLEMENTATIONS, task, implementation)
-    y_layout = shards.result(v.shape[-1])
-    lse_layout = q_layout.select(0, 1, 2)
-    run = partial(_run_shard, chosen, definition, shards)
+    task = _task(arrays, definition, shards)
+    call = Call(choose(IMPLEMENTATIONS, task, implementation), definition, shards)
     if q.size and k.size and v.size:
-        y, lse = per_shard(run, varying_alike(*arrays), layouts, (y_layout, lse_layout))
+        y, lse = cast(Any, _attend)(call, *varying_alike(*arrays))
     else:
         # No kernel takes arrays without numbers, and without keys nothing is seen.
-        y = jnp.zeros(y_layout.shape, q.dtype)
-        lse = jnp.full(lse_layout.shape, -jnp.inf, jnp.promote_types(q.dtype, jnp.float32))
+        y = jnp.zeros(shards.y_layout.shape, q.dtype)
+        lse = jnp.full(shards.lse_layout.shape, -jnp.inf, jnp.promote_types(q.dtype, jnp.float32))
     return (y, lse) if definition.with_lse else y
+
+
+def _task(arrays: "_Arrays", definition: Attention, shards: "_Shards") -> Task:
+    """What one device is asked to do."""
+    local, differing = {}, frozenset[str]()
+    for name, array, layout in zip(_Arrays._fields, arrays, shards.layouts, strict=True):
+        if array is not None:
+            local[name] = layout.local(array.dtype)
+            differing |= varying(array)
+    return Task(
+        OP,
+        local,
+        partitioned(shards.q_layout),
+        differing=differing,
+        device=device_here(),
+        length=shards.k_layout.global_shape[1],
+        definition=shards.on_one_device(definition),
+    )
 
 
 class _Arrays(NamedTuple):
@@ -155,42 +157,67 @@ class _Arrays(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shards:
-    """How queries and keys are laid out, and what a device takes of the keys for its queries."""
+    """How queries, keys and values are laid out, and what a device takes of the keys."""
 
     q_layout: ArrayLayout
     k_layout: ArrayLayout
+    v_layout: ArrayLayout
 
-    def layouts(self, arrays: _Arrays, v_layout: ArrayLayout) -> list[ArrayLayout | None]:
-        """The layout of each array; None for one that every device has whole."""
-        starts = None
-        if arrays.starts is not None:
-            # It is the same on all devices; a layout without a spec would say nothing is known.
-            spec = None if self.q_layout.spec is None else jax.P(None)
-            starts = ArrayLayout((2,), spec, ((),))
-        return [
+    @property
+    def layouts(self) -> _Arrays:
+        """The layout of each array."""
+        # The starts are the same on all devices; without a spec, nothing would be known of them.
+        starts_spec = None if self.q_layout.spec is None else jax.P(None)
+        return _Arrays(
             self.q_layout,
             self.k_layout,
-            v_layout,
+            self.v_layout,
             self.q_layout.select(0, 1),
             self.k_layout.select(0, 1),
             self.q_layout.select(2),
-            starts,
-        ]
+            ArrayLayout((2,), starts_spec, ((),)),
+        )
 
-    def result(self, size: int) -> ArrayLayout:
-        """The layout of the result, with another last dim than the queries."""
+    @property
+    def y_layout(self) -> ArrayLayout:
+        """The layout of the result, whose last dim is that of the values."""
         layout = self.q_layout
-        return ArrayLayout((*layout.shape[:3], size), layout.spec, layout.axes)
+        return ArrayLayout((*layout.shape[:3], self.v_layout.shape[3]), layout.spec, layout.axes)
 
-    def with_traced_starts(self, definition: Attention) -> Attention:
-        """The attention of one device.
+    @property
+    def lse_layout(self) -> ArrayLayout:
+        """The layout of the log-sum-exp, one number for each query and head."""
+        return self.q_layout.select(0, 1, 2)
+
+    @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """The automatic axes over which devices with other queries have the same keys.
+
+        Over these, gradients of keys and values are added up inside the `shard_map` of the op.
+        """
+        own = self.k_layout.automatic_axes(0, 1, 2)
+        return axes_without(self.q_layout.automatic_axes(0, 1, 2), own)
+
+    def on_one_device(self, definition: Attention) -> Attention:
+        """The attention that one device does.
 
         Where the queries' positions are split, only the running program knows where they start.
         """
-        if not self.q_layout.axes[1] or definition.starts is None:
-            return definition
-        return Attention(definition.scale, definition.mask, definition.cap, None,
-                         definition.with_lse)  # fmt: skip
+        if self.q_layout.axes[1]:
+            return replace(definition, starts=None)
+        return definition
+
+    def keys(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The keys and values that this device's queries need: all positions, and its own heads."""
+        k, v = self.gathered(k), self.gathered(v)
+        return self.own_heads(k), self.own_heads(v)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """All positions of an array of which this device has some, in its second dim."""
+        axes = self.k_layout.axes[1]
+        if not axes:
+            return x
+        return lax.all_gather(x, axes, axis=1, tiled=True)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -205,52 +232,132 @@ class _Shards:
 
     def own_heads(self, k: jax.Array) -> jax.Array:
         """The key heads that this device's queries need, of those that it has."""
-        axes = self.key_heads_axes
-        parts = parts_over(mesh_of_shards().shape, axes)
-        if parts == 1:
+        first, taken = self._own_heads()
+        if taken == self.heads[1]:
             return k
-        count = k.shape[2]
-        taken = max(count // parts, 1)
-        # With more parts than key heads, several devices take the same.
-        first = lax.axis_index(axes) * count // parts
         return lax.dynamic_slice_in_dim(k, first, taken, 2)
 
+    def given_back(self, gradient: jax.Array) -> jax.Array:
+        """The gradient to this device's shard, from that to what `keys` made of it.
 
-def _run_shard(
-    chosen: Chosen, definition: Attention, shards: _Shards, *shard: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The attention of this device's queries."""
-    arrays = _Arrays(*shard)
-    keys = [arrays.k, arrays.v, arrays.key_segments]
-    gathered_axes = shards.k_layout.axes[1]
-    if gathered_axes:
-        for number, x in enumerate(keys):
-            if x is not None:
-                keys[number] = lax.all_gather(x, gathered_axes, axis=1, tiled=True)
-    k, v = shards.own_heads(keys[0]), shards.own_heads(keys[1])
-    local = shards.with_traced_starts(definition)
-    starts = arrays.starts
-    if local.starts is None:
-        if definition.starts is not None:
-            starts = jnp.array(definition.starts, jnp.int32)
-        offset = shard_offset(shards.q_layout.axes[1], arrays.q.shape[1])
-        starts = starts.at[0].add(offset)
-    beside = Beside(
-        arrays.query_segments, keys[2], arrays.sinks, starts, _own_pattern(local, shards)
-    )
-    return chosen.implementation.forward(arrays.q, k, v, beside, attention=local, **chosen.options)
+        It is the transpose of `keys`, of one array. JAX's own is not used: in a `shard_map` in
+        another one, it finds types that do not agree on what differs between devices.
+        """
+        first, taken = self._own_heads()
+        if taken < self.heads[1]:
+            shape = list(gradient.shape)
+            shape[2] = self.heads[1]
+            zeros = as_varying(jnp.zeros(shape, gradient.dtype), varying(gradient))
+            gradient = lax.dynamic_update_slice_in_dim(zeros, gradient, first, 2)
+        axes = self.k_layout.axes[1]
+        if not axes:
+            return gradient
+        return lax.psum_scatter(gradient, axes, scatter_dimension=1, tiled=True)
+
+    def _own_heads(self) -> tuple[Any, int]:
+        """The first of the key heads that this device takes of those it has, and how many."""
+        axes = self.key_heads_axes
+        parts = parts_over(mesh_of_shards().shape, axes)
+        count = self.heads[1]
+        if parts == 1:
+            return 0, count
+        # With more parts than key heads, several devices take the same.
+        return lax.axis_index(axes) * count // parts, max(count // parts, 1)
 
 
-def _own_pattern(definition: Attention, shards: _Shards) -> Any:
-    """The pattern of the block mask for this device's heads; None without one."""
-    blocks = definition.mask.blocks
-    if blocks is None:
-        return None
-    if blocks.heads is None:
-        return jnp.asarray(blocks.pattern[None])
-    heads = shards.heads[0]
-    first = shard_offset(shards.q_layout.axes[2], heads)
-    return lax.dynamic_slice_in_dim(jnp.asarray(blocks.pattern), first, heads, 0)
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before its numbers are: the static argument of the `custom_vjp`."""
+
+    chosen: Chosen
+    definition: Attention
+    shards: _Shards
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that forward and backward of the implementation both take."""
+        return {"attention": self.shards.on_one_device(self.definition)} | self.chosen.options
+
+    def beside(self, arrays: _Arrays) -> Beside:
+        """The other arrays of one device than queries, keys and values, from its shards."""
+        starts = arrays.starts
+        if self.shards.q_layout.axes[1]:
+            if self.definition.starts is not None:
+                starts = jnp.array(self.definition.starts, jnp.int32)
+            offset = shard_offset(self.shards.q_layout.axes[1], arrays.q.shape[1])
+            starts = starts.at[0].add(offset)
+        key_segments = arrays.key_segments
+        if key_segments is not None:
+            key_segments = self.shards.gathered(key_segments)
+        return Beside(arrays.query_segments, key_segments, arrays.sinks, starts, self._pattern())
+
+    def _pattern(self) -> Any:
+        """The pattern of the block mask for this device's heads; None without one."""
+        blocks = self.definition.mask.blocks
+        if blocks is None:
+            return None
+        if blocks.heads is None:
+            return jnp.asarray(blocks.pattern[None])
+        heads = self.shards.heads[0]
+        first = shard_offset(self.shards.q_layout.axes[2], heads)
+        return lax.dynamic_slice_in_dim(jnp.asarray(blocks.pattern), first, heads, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, *arrays: Any) -> tuple[Any, Any]:
+    """What each device's queries take from the values, and their log-sum-exp."""
+
+    def run_shard(*shards: Any) -> tuple[Any, Any]:
+        own = _Arrays(*shards)
+        k, v = call.shards.keys(own.k, own.v)
+        implementation = call.chosen.implementation
+        return implementation.forward(own.q, k, v, call.beside(own), **call.options)
+
+    results = (call.shards.y_layout, call.shards.lse_layout)
+    return per_shard(run_shard, arrays, call.shards.layouts, results)
+
+
+def _forward(call: Call, *arrays: Any) -> tuple[Any, Any]:
+    """The results, and what backward needs."""
+    results = cast(Any, _attend)(call, *arrays)
+    return results, (arrays, results)
+
+
+def _backward(call: Call, saved: Any, gradients: Any) -> tuple[Any, ...]:
+    """The gradients to queries, keys, values and sinks; the other arrays have none."""
+    arrays, results = saved
+    shards = call.shards
+
+    def run_shard(*operands: Any) -> tuple[Any, ...]:
+        own = _Arrays(*operands[:-4])
+        own_results, own_gradients = operands[-4:-2], operands[-2:]
+        k, v = shards.keys(own.k, own.v)
+        q_gradient, k_gradient, v_gradient, sinks_gradient = call.chosen.implementation.backward(
+            own.q, k, v, call.beside(own), own_results, own_gradients, **call.options
+        )
+        k_gradient, v_gradient = shards.given_back(k_gradient), shards.given_back(v_gradient)
+        if shards.shared_axes:
+            k_gradient, v_gradient = lax.psum((k_gradient, v_gradient), shards.shared_axes)
+        query_axes = shards.q_layout.automatic_axes(0, 1)
+        if sinks_gradient is not None and query_axes:
+            sinks_gradient = lax.psum(sinks_gradient, query_axes)
+        return q_gradient, k_gradient, v_gradient, sinks_gradient
+
+    operands = (*arrays, *results, *gradients)
+    result_layouts = (shards.y_layout, shards.lse_layout)
+    layouts = (*shards.layouts, *result_layouts, *result_layouts)
+    sinks = _Arrays(*arrays).sinks
+    gradient_layouts: list[Any] = [shards.q_layout, shards.k_layout, shards.v_layout, None]
+    if sinks is not None:
+        gradient_layouts[3] = shards.layouts.sinks
+    gradient = per_shard(run_shard, operands, layouts, tuple(gradient_layouts))
+    q_gradient, k_gradient, v_gradient, sinks_gradient = gradient
+    if sinks is not None:
+        sinks_gradient = sinks_gradient.astype(sinks.dtype)
+    return q_gradient, k_gradient, v_gradient, None, None, sinks_gradient, None
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def _layout_of_keys(
@@ -305,7 +412,7 @@ def _check_layouts(q_layout: ArrayLayout, k_layout: ArrayLayout, v_layout: Array
             "and devices would lack the key heads of their heads. Key heads may be split as heads "
             "are, or over the first of their axes, or be whole."
         )
-    _check_heads(_Shards(q_layout, k_layout))
+    _check_heads(_Shards(q_layout, k_layout, v_layout))
 
 
 def _check_heads(shards: _Shards) -> None:

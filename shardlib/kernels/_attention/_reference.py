@@ -27,8 +27,7 @@ so that memory is linear in the lengths, forward and backward.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +67,12 @@ class Beside(NamedTuple):
     pattern: Any = None  # (heads or one, query blocks, key blocks), of the mask's blocks
 
 
+# Letters of the products: b batch, g key heads, r query heads of each, q and k the positions of
+# queries and keys, d the size of a head, v that of a value.
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, *, attention: Attention
 ) -> tuple[jax.Array, jax.Array]:
-    """What each query takes from the values, and its log-sum-exp; JAX can differentiate both.
+    """What each query takes from the values, and its log-sum-exp.
 
     Args:
         q: (batch, queries, heads, size).
@@ -84,21 +85,7 @@ def forward(
         `(batch, queries, heads, size of a value)` in the dtype of `q`, and `(batch, queries,
         heads)`, wide.
     """
-    batch, queries, heads, size = q.shape
-    groups = k.shape[2]
-    grouped = q.reshape(batch, queries, groups, heads // groups, size)
-    y, lse = cast(Any, _attend)(attention, grouped, k, v, beside)
-    lse = lse.reshape(batch, heads, queries).transpose(0, 2, 1)
-    return y.reshape(batch, queries, heads, v.shape[-1]), lse
-
-
-# Letters of the products: b batch, g key heads, r query heads of each, q and k the positions of
-# queries and keys, d the size of a head, v that of a value.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    attention: Attention, q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside
-) -> tuple[jax.Array, jax.Array]:
-    """`y` of shape bqgrv, in the dtype of `q`, and the log-sum-exp, bgrq."""
+    q = _grouped(q, k)
     walk = _Walk(attention, q, k, beside)
     wide = compute_dtype(q.dtype)
     batch, _, groups, per_group, _ = q.shape
@@ -108,28 +95,28 @@ def _attend(
     if beside.sinks is not None:
         # A sink is a score that was seen before all others, and has no value.
         sinks = beside.sinks.astype(wide).reshape(1, groups, per_group, 1)
-        highest, totals = highest.at[:].set(sinks), totals + 1
+        highest, totals = jnp.broadcast_to(sinks, rows), totals + 1
     y = jnp.zeros((batch, walk.queries.padded_length, groups, per_group, v.shape[-1]), wide)
     q, k, v = walk.queries_of(q), walk.keys_of(k), walk.keys_of(v)
 
     def add_pair(sums: Any, pair: jax.Array) -> tuple[Any, None]:
         highest, totals, y = sums
-        here, there = walk.at(pair)
+        at_queries, at_keys = walk.at(pair)
         z, kept = walk.scores(q, k, pair)
         if kept is not None:
             z = jnp.where(kept, z, -jnp.inf)
-        old_highest = here(highest, 3)
+        old_highest = at_queries(highest, 3)
         new_highest = jnp.maximum(old_highest, z.max(-1))
         # Where nothing was seen yet, the difference of two infinities would be no number.
         reference = jnp.where(new_highest == -jnp.inf, 0, new_highest)
         rescale = jnp.exp(old_highest - reference)
         e = jnp.exp(z - reference[..., None])
-        product = _product("bgrqk,bkgv->bqgrv", e.astype(v.dtype), there(v, 1))
-        y_block = here(y, 1) * rescale.transpose(0, 3, 1, 2)[..., None] + product
-        total = here(totals, 3) * rescale + e.sum(-1)
-        put = walk.put_queries
-        return (put(highest, new_highest, 3, pair), put(totals, total, 3, pair),
-                put(y, y_block, 1, pair)), None  # fmt: skip
+        product = _product("bgrqk,bkgv->bqgrv", e.astype(v.dtype), at_keys(v, 1))
+        y_block = at_queries(y, 1) * rescale.transpose(0, 3, 1, 2)[..., None] + product
+        total = at_queries(totals, 3) * rescale + e.sum(-1)
+        highest = walk.put_queries(highest, new_highest, 3, pair)
+        totals = walk.put_queries(totals, total, 3, pair)
+        return (highest, totals, walk.put_queries(y, y_block, 1, pair)), None
 
     differing = varying(q)
     start = tuple(as_varying(x, differing) for x in (highest, totals, y))
@@ -140,19 +127,36 @@ def _attend(
     divisor = jnp.where(seen, totals, 1)
     y = y / divisor.transpose(0, 3, 1, 2)[..., None]
     lse = jnp.where(seen, highest + jnp.log(divisor), -jnp.inf)
-    return y.astype(q.dtype), lse
+    heads = groups * per_group
+    y = y.astype(q.dtype).reshape(batch, length, heads, -1)
+    return y, lse.transpose(0, 3, 1, 2).reshape(batch, length, heads)
 
 
-def _forward(attention: Attention, q: Any, k: Any, v: Any, beside: Beside) -> tuple[Any, Any]:
-    """What `_attend` gives, and what backward needs."""
-    y, lse = cast(Any, _attend)(attention, q, k, v, beside)
-    return (y, lse), (q, k, v, beside, y, lse)
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: Beside,
+    results: tuple[jax.Array, jax.Array],
+    gradients: tuple[jax.Array, jax.Array],
+    *,
+    attention: Attention,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The gradients to queries, keys, values and sinks.
 
+    That to the sinks, a sum over queries, is wide.
 
-def _backward(attention: Attention, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    """The gradients to queries, keys, values and sinks."""
-    q, k, v, beside, y, lse = saved
-    y_gradient, lse_gradient = gradients
+    Args:
+        q: as in forward, and so are the next three.
+        k: keys.
+        v: values.
+        beside: the other arrays.
+        results: what forward gave.
+        gradients: those to the results.
+        attention: which attention.
+    """
+    q, y, y_gradient = (_grouped(x, k) for x in (q, results[0], gradients[0]))
+    lse, lse_gradient = (_grouped(x, k).transpose(0, 2, 3, 1) for x in (results[1], gradients[1]))
     walk = _Walk(attention, q, k, beside)
     wide = lse.dtype
     # dy . y - dlse, one number for each query and head.
@@ -167,23 +171,23 @@ def _backward(attention: Attention, saved: Any, gradients: Any) -> tuple[Any, ..
 
     def add_pair(sums: Any, pair: jax.Array) -> tuple[Any, None]:
         q_sum, k_sum, v_sum = sums
-        here, there = walk.at(pair)
+        at_queries, at_keys = walk.at(pair)
         z, kept = walk.scores(q, k, pair)
-        p = jnp.exp(z - here(padded_lse, 3)[..., None])
+        p = jnp.exp(z - at_queries(padded_lse, 3)[..., None])
         if kept is not None:
             p = jnp.where(kept, p, 0)
-        dy = here(y_gradient, 1)
+        dy = at_queries(y_gradient, 1)
         v_gradient = _product("bgrqk,bqgrv->bkgv", p.astype(dy.dtype), dy)
-        dp = _product("bqgrv,bkgv->bgrqk", dy, there(v, 1))
-        dz = p * (dp - here(padded_delta, 3)[..., None])
+        dp = _product("bqgrv,bkgv->bgrqk", dy, at_keys(v, 1))
+        dz = p * (dp - at_queries(padded_delta, 3)[..., None])
         if attention.cap is not None:
             dz *= 1 - (z / attention.cap) ** 2  # the derivative of cap * tanh(. / cap)
         dz = (dz * attention.scale).astype(q.dtype)
-        q_gradient = _product("bgrqk,bkgd->bqgrd", dz, there(k, 1))
-        k_gradient = _product("bgrqk,bqgrd->bkgd", dz, here(q, 1))
-        q_sum = walk.put_queries(q_sum, here(q_sum, 1) + q_gradient, 1, pair)
-        k_sum = walk.put_keys(k_sum, there(k_sum, 1) + k_gradient, 1, pair)
-        v_sum = walk.put_keys(v_sum, there(v_sum, 1) + v_gradient, 1, pair)
+        q_gradient = _product("bgrqk,bkgd->bqgrd", dz, at_keys(k, 1))
+        k_gradient = _product("bgrqk,bqgrd->bkgd", dz, at_queries(q, 1))
+        q_sum = walk.put_queries(q_sum, at_queries(q_sum, 1) + q_gradient, 1, pair)
+        k_sum = walk.put_keys(k_sum, at_keys(k_sum, 1) + k_gradient, 1, pair)
+        v_sum = walk.put_keys(v_sum, at_keys(v_sum, 1) + v_gradient, 1, pair)
         return (q_sum, k_sum, v_sum), None
 
     start = tuple(as_varying(jnp.zeros(x.shape, wide), varying(q)) for x in (q, k, v))
@@ -191,17 +195,26 @@ def _backward(attention: Attention, saved: Any, gradients: Any) -> tuple[Any, ..
     rounded: list[Any] = []
     for x, total in zip(whole, sums, strict=True):
         rounded.append(total[:, : x.shape[1]].astype(x.dtype))
-    sinks_gradient = None
-    if beside.sinks is not None:
-        # A sink's share of a query, exp(sink - lse), takes part in no value.
-        groups, per_group = delta.shape[1:3]
-        sinks = beside.sinks.astype(wide).reshape(1, groups, per_group, 1)
-        sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 3))
-        sinks_gradient = sinks_gradient.reshape(-1).astype(beside.sinks.dtype)
-    return *rounded, Beside(sinks=sinks_gradient)
+    q_sum, k_sum, v_sum = rounded
+    q_sum = q_sum.reshape(*q_sum.shape[:2], -1, q_sum.shape[-1])
+    if beside.sinks is None:
+        return q_sum, k_sum, v_sum, None
+    # A sink's share of a query, exp(sink - lse), takes part in no value.
+    sinks = _grouped(beside.sinks.astype(wide)[None, None], k).transpose(0, 2, 3, 1)
+    sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 3))
+    return q_sum, k_sum, v_sum, sinks_gradient.reshape(-1)
 
 
-_attend.defvjp(_forward, _backward)
+def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
+    """An array of heads, with two dims for them: key heads, and the heads of each.
+
+    Args:
+        x: (batch, queries, heads, ...).
+        k: the keys.
+    """
+    batch, queries, heads, *rest = x.shape
+    groups = k.shape[2]
+    return x.reshape(batch, queries, groups, heads // groups, *rest)
 
 
 def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -260,15 +273,15 @@ class _Walk:
 
     def scores(self, q: jax.Array, k: jax.Array, pair: jax.Array) -> tuple[jax.Array, Any]:
         """The scores of a pair of blocks, bgrqk, and which of them count; None if all do."""
-        here, there = self.at(pair)
-        z = _product("bqgrd,bkgd->bgrqk", here(q, 1), there(k, 1)) * self.attention.scale
+        at_queries, at_keys = self.at(pair)
+        z = _product("bqgrd,bkgd->bgrqk", at_queries(q, 1), at_keys(k, 1)) * self.attention.scale
         if self.attention.cap is not None:
             z = self.attention.cap * jnp.tanh(z / self.attention.cap)
         return z, self._kept(pair)
 
     def _kept(self, pair: jax.Array) -> jax.Array | None:
         """Which scores of a pair of blocks count, with dims of one where they do not differ."""
-        here, there = self.at(pair)
+        at_queries, at_keys = self.at(pair)
         query_numbers = pair[0] * self.queries.size + jnp.arange(self.queries.size)
         key_numbers = pair[1] * self.keys.size + jnp.arange(self.keys.size)
         queries, keys = query_numbers + self.starts[0], key_numbers + self.starts[1]
@@ -279,7 +292,7 @@ class _Walk:
         if self.keys.padded_length != self.keys.length:
             kept.append((key_numbers < self.keys.length)[None, :])
         if self.query_segments is not None:
-            own, other = here(self.query_segments, 1), there(self.key_segments, 1)
+            own, other = at_queries(self.query_segments, 1), at_keys(self.key_segments, 1)
             kept.append((own[:, :, None] == other[:, None, :])[:, None, None])
         blocks = self.attention.mask.blocks
         if blocks is not None:
