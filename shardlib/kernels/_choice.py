@@ -72,12 +72,12 @@ class Implementation:
     name: str
     platform: str | None  # None: anywhere
     module: str
-    ours: bool = True  # or another library's, whose kernels cannot be simulated
+    has_simulator: bool = True  # without one, a kernel runs only where its device is
 
     @property
     def simulates(self) -> bool:
-        """Whether there is an interpreter for it: it is a kernel, and ours."""
-        return self.platform is not None and self.ours
+        """Whether an interpreter can run it on any machine."""
+        return self.platform is not None and self.has_simulator
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -131,7 +131,7 @@ class Chosen:
     def options(self) -> dict[str, bool]:
         """The keyword arguments that its functions take besides those of the op.
 
-        Kernels of ours take `simulated`; the reference and other libraries' kernels do not.
+        Kernels with a simulator take `simulated`; the reference and other kernels do not.
         """
         if self.implementation.simulates:
             return {"simulated": self.simulated}

@@ -42,7 +42,10 @@ from shardlib.layouts._annotate import mesh_of_shards
 from shardlib.layouts._rules import axes_without, parts_over
 
 OP = "attention"
-IMPLEMENTATIONS = (Implementation("reference", None, f"{__name__}._reference"),)
+IMPLEMENTATIONS = (
+    Implementation("reference", None, f"{__name__}._reference"),
+    Implementation("splash", "tpu", f"{__name__}._splash"),
+)
 
 
 def attention(
@@ -110,6 +113,7 @@ def attention(
         mask=mask,
         cap=check.number(OP, "soft_cap", soft_cap, optional=True, above=0),
         starts=known,
+        own_segments=segment_ids is not None and not isinstance(segment_ids, tuple | list),
         with_lse=check.boolean(OP, "with_lse", with_lse),
     )
     shards = _Shards(q_layout, k_layout, v_layout)

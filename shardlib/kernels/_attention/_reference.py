@@ -54,6 +54,7 @@ class Attention:
     cap: float | None = None
     # The positions of the first query and of the first key; None if arrays say them.
     starts: tuple[int, int] | None = (0, 0)
+    own_segments: bool = False  # whether queries and keys have the same segments
     with_lse: bool = False  # whether the caller is given the log-sum-exp
 
 

@@ -30,7 +30,7 @@ IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
     Implementation("gpu", "gpu", f"{__name__}._gpu"),
-    Implementation("tokamax", "gpu", f"{__name__}._tokamax", ours=False),
+    Implementation("tokamax", "gpu", f"{__name__}._tokamax", has_simulator=False),
 )
 
 

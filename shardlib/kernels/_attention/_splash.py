@@ -1,0 +1,296 @@
+"""Attention on TPUs by JAX's splash kernel.
+
+The kernel walks over the blocks of keys that a mask leaves to each block of queries; a band is
+computed within it, and blocks of a pattern are left out of its grid. What is done around it:
+
+    its arrays have the heads before the positions, and one sequence: the batch is a `vmap`
+    it does not scale, so that queries are scaled before, and their gradient after
+    a query that sees nothing has numbers of no meaning, which are made zeros here
+    its backward kernels are called one by one, for they take the sum `dy . y` of each query as an
+    operand, and the gradient to the log-sum-exp is a part of that
+
+Its fused backward kernel keeps a gradient of all queries for each block of keys, memory that grows
+with the square of the length. The two kernels that are called here each make the scores again.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from shardlib.kernels._attention._mask import Mask
+from shardlib.kernels._attention._reference import Attention, Beside
+from shardlib.kernels._choice import Task
+from shardlib.kernels._tpu import LANES
+from shardlib.kernels._tpu import supported as refuses_dtypes
+
+LEAST = -0.7 * float(np.finfo(np.float32).max)  # the score of what is masked
+
+
+def refuses(task: Task) -> str | None:
+    """Why the kernel cannot do a task; None if it can.
+
+    The text continues a sentence that begins with the implementation's name.
+    """
+    wrong_dtype = refuses_dtypes(task)
+    if wrong_dtype is not None:
+        return wrong_dtype
+    attention: Attention = task.definition
+    q, k, v = (task.arrays[name] for name in ("q", "k", "v"))
+    if attention.starts is None:
+        return (
+            "takes positions that are known before the program runs; here the device computes "
+            "where its queries or keys start"
+        )
+    if task.differing:
+        return (
+            "keeps no account of what differs between devices, and here that is known over "
+            f"`{', '.join(sorted(task.differing))}`: `shard_map(..., check_vma=False)` wants none"
+        )
+    for what, length in (("queries", q.shape[1]), ("keys", k.shape[1])):
+        if length % LANES:
+            raise_to = length + -length % LANES
+            return (
+                f"takes lengths that {LANES} divides, and there are {length} {what} on a device; "
+                f"pad them to {raise_to}, with a segment of their own"
+            )
+    if v.shape[3] != q.shape[3]:
+        return f"takes values of the size of keys; here {v.shape[3]} and {q.shape[3]}"
+    blocks = attention.mask.blocks
+    if blocks is not None and blocks.heads not in (None, q.shape[2]):
+        return (
+            f"takes one pattern of blocks for all heads where heads are split over devices; here "
+            f"{blocks.heads} heads have one each"
+        )
+    return None
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: Beside,
+    *,
+    attention: Attention,
+    simulated: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """What each query takes from the values, and its log-sum-exp; arguments as in the reference."""
+    kernel = _kernel(q.shape[1], k.shape[1], q.shape[2], attention, simulated)
+
+    def one_sequence(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
+        y, (lse,) = kernel(q, k, v, segments, beside.sinks)
+        return y, lse
+
+    q = _heads_first((q * attention.scale).astype(q.dtype))
+    y, lse = jax.vmap(one_sequence)(q, _heads_first(k), _heads_first(v), _segments(beside))
+    if _may_see_nothing(q.shape[2], k.shape[1], beside, attention):
+        seen = lse > LEAST / 2
+        y, lse = jnp.where(seen[..., None], y, 0), jnp.where(seen, lse, -jnp.inf)
+    return _heads_first(y), lse.swapaxes(1, 2)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: Beside,
+    results: tuple[jax.Array, jax.Array],
+    gradients: tuple[jax.Array, jax.Array],
+    *,
+    attention: Attention,
+    simulated: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The gradients to queries, keys, values and sinks; arguments as in the reference."""
+    kernel = _kernel(q.shape[1], k.shape[1], q.shape[2], attention, simulated)
+    y, lse = results
+    y_gradient, lse_gradient = gradients
+    delta = jnp.einsum("bqhv,bqhv->bqh", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
+    delta = (delta - lse_gradient).swapaxes(1, 2)
+    # With this, scores of a query that saw nothing are exponentials of very small numbers.
+    lse = jnp.where(lse == -jnp.inf, 0, lse).swapaxes(1, 2)
+
+    def one_sequence(*arrays: Any) -> tuple[Any, ...]:
+        return _gradients(kernel, *arrays)
+
+    scaled = (q * attention.scale).astype(q.dtype)
+    heads_first = (_heads_first(x) for x in (scaled, k, v))
+    q_gradient, k_gradient, v_gradient = jax.vmap(one_sequence)(
+        *heads_first, _segments(beside), lse, _heads_first(y_gradient), delta
+    )
+    q_gradient = _heads_first((q_gradient * attention.scale).astype(q.dtype))
+    sinks_gradient = None
+    if beside.sinks is not None:
+        # A sink's share of a query, exp(sink - lse), takes part in no value.
+        share = jnp.exp(beside.sinks.astype(lse.dtype)[None, :, None] - lse)
+        sinks_gradient = -(share * delta).sum((0, 2))
+    return q_gradient, _heads_first(k_gradient), _heads_first(v_gradient), sinks_gradient
+
+
+def _gradients(
+    kernel: Any, q: Any, k: Any, v: Any, segments: Any, lse: Any, y_gradient: Any, delta: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients to one sequence's queries, keys and values, by the two backward kernels.
+
+    Args:
+        kernel: what `_kernel` made.
+        q: scaled queries, (heads, queries, size); k and v likewise.
+        k: keys.
+        v: values.
+        segments: of queries and keys, or None.
+        lse: (heads, queries).
+        y_gradient: the gradient to the result.
+        delta: for each query, that times the result, less the gradient to its log-sum-exp.
+    """
+    sizes: Any = kernel.kwargs["block_sizes"]
+    options = {
+        "is_mqa": False,
+        "mask_value": kernel.kwargs["mask_value"],
+        "attn_logits_soft_cap": kernel.kwargs["attn_logits_soft_cap"],
+        "mask_function": kernel.kwargs["mask_function"],
+        "interpret": kernel.kwargs["interpret"],
+        "q_layout": sizes.q_layout,
+        "k_layout": sizes.k_layout,
+        "v_layout": sizes.v_layout,
+    }
+    operands = (q, k, v, segments, None, lse, y_gradient, delta)
+    # JAX calls the two from the derivative of its own, which has no gradient to `lse`.
+    _, k_gradient, v_gradient = splash._splash_attention_bwd_dkv(
+        *operands,
+        bq=sizes.block_q_dkv,
+        bkv=sizes.block_kv_dkv,
+        bkv_compute=sizes.block_kv_dkv_compute,
+        mask_info=_collapsed(kernel.dkv_mask_info),
+        use_fused_bwd_kernel=False,
+        **options,
+    )
+    q_gradient = splash._splash_attention_bwd_dq(
+        *operands,
+        bq=sizes.block_q_dq,
+        bkv=sizes.block_kv_dq,
+        mask_info=_collapsed(kernel.dq_mask_info),
+        **options,
+    )
+    return q_gradient, k_gradient, v_gradient
+
+
+def _collapsed(mask_info: Any) -> Any:
+    """A mask's blocks, with one dim for all that are partly seen, as the kernels read them."""
+    blocks = mask_info.partial_mask_blocks
+    if blocks is None:
+        return mask_info
+    return mask_info._replace(partial_mask_blocks=blocks.reshape(-1, *blocks.shape[-2:]))
+
+
+def _kernel(queries: int, keys: int, heads: int, attention: Attention, simulated: bool) -> Any:
+    """JAX's kernel for sequences of these lengths, with what it makes of the mask."""
+    query_block, key_block = _block(queries), _block(keys)
+    sizes = splash.BlockSizes(
+        block_q=query_block,
+        block_kv=key_block,
+        block_q_dkv=query_block,
+        block_kv_dkv=key_block,
+        block_q_dq=query_block,
+        block_kv_dq=key_block,
+    )
+    assert attention.starts is not None
+    return splash.make_splash_mha(
+        mask=_mask(attention.mask, queries, keys, heads, attention.starts),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        mask_value=LEAST,
+        attn_logits_soft_cap=attention.cap,
+        interpret=simulated,
+    )
+
+
+def _block(length: int) -> int:
+    """How many of so many queries or keys a block has, in whole tiles that divide the length."""
+    for size in (1024, 512, 256):
+        if length % size == 0:
+            return size
+    return LANES
+
+
+@functools.cache
+def _mask(
+    mask: Mask, queries: int, keys: int, heads: int, starts: tuple[int, int]
+) -> masks.MultiHeadMask:
+    """The mask as JAX's kernel takes it: one for each head."""
+    shape = (queries, keys)
+    if mask.blocks is not None:
+        return masks.MultiHeadMask([_Pattern(mask, shape, head, starts) for head in range(heads)])
+    one: Any = masks.FullMask(shape)
+    if not mask.everything:
+        one = masks.LocalMask(shape, (mask.left, mask.right), offset=starts[0] - starts[1])
+    return masks.MultiHeadMask([one] * heads)
+
+
+class _Pattern(masks.Mask):
+    """A band and a pattern of blocks of one head, whose bools are made when they are asked for."""
+
+    def __init__(
+        self, mask: Mask, shape: tuple[int, int], head: int, starts: tuple[int, int]
+    ) -> None:
+        assert mask.blocks is not None
+        # Heads with the same pattern are the same mask.
+        self._key = (mask, shape, 0 if mask.blocks.heads is None else head, starts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Queries and keys."""
+        return self._key[1]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        mask, shape, head, starts = self._key
+        assert mask.blocks is not None
+        pattern = mask.blocks.pattern
+        if mask.blocks.heads is not None:
+            pattern = pattern[head]
+        queries = np.arange(shape[0])[index[0]] + starts[0]
+        keys = np.arange(shape[1])[index[1]] + starts[1]
+        size = mask.blocks.size
+        kept = pattern[np.ix_(queries // size, keys // size)]
+        distance = keys[None, :] - queries[:, None]
+        if mask.right is not None:
+            kept = kept & (distance <= mask.right)
+        if mask.left is not None:
+            kept = kept & (distance >= -mask.left)
+        return kept
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Pattern) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _may_see_nothing(queries: int, keys: int, beside: Beside, attention: Attention) -> bool:
+    """Whether there may be a query that sees no key, and has no sink."""
+    if beside.sinks is not None:
+        return False
+    segments = beside.query_segments is not None
+    if attention.mask.everything and not segments:
+        return False
+    assert attention.starts is not None
+    # A band has the query's own position, which is of its own segment.
+    same_positions = queries == keys and attention.starts[0] == attention.starts[1]
+    own_segments = attention.own_segments or not segments
+    return not (same_positions and own_segments and attention.mask.blocks is None)
+
+
+def _segments(beside: Beside) -> Any:
+    """The segments of queries and keys as JAX's kernel takes them; None where there are none."""
+    if beside.query_segments is None:
+        return None
+    return splash.SegmentIds(beside.query_segments, beside.key_segments)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """The array with its second dim and its third exchanged: positions and heads."""
+    return x.swapaxes(1, 2)
