@@ -19,7 +19,7 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         self.causal = causal
-        self.implementation: Literal["xla", "cudnn", None] = config.attention
+        self.implementation = config.attention
         self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
         self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
         self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
@@ -179,21 +179,45 @@ class Attention(nnx.Module):
             q_BSHK, k_BTGK = rotate(q_BSHK, rotation), rotate(k_BTGK, rotation)
         # Query head h attends with key head h // (H / G), so a device that holds whole groups needs
         # nobody else's.
-        of_BT = segments_BS if memory_BTD is None else memory_segments_BT
+        segments = None
+        memory_BT = segments_BS if memory_BTD is None else memory_segments_BT
+        if segments_BS is not None and memory_BT is not None:
+            segments = (segments_BS, memory_BT) if memory_BTD is not None else segments_BS
+        y_BSHK = self._attend(q_BSHK, k_BTGK, v_BTGK, segments)
+        return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
+
+    def _attend(
+        self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
+    ) -> jax.Array:
+        """What each query takes from the values, by the implementation of the configuration.
+
+        Segments are those of queries and keys, one array where they are the same, or None.
+        """
+        if self.implementation not in ("xla", "cudnn"):
+            return sl.kernels.attention(
+                q_BSHK,
+                k_BTGK,
+                v_BTGK,
+                names=HEADS,
+                kv_names=KV_HEADS,
+                causal=self.causal,
+                segment_ids=segments,
+                implementation=self.implementation,
+            )
         same_B1ST = None
-        if segments_BS is not None and of_BT is not None:
-            same_B1ST = (segments_BS[:, :, None] == of_BT[:, None, :])[:, None]
+        if segments is not None:
+            own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
+            same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
         if self.implementation == "cudnn":
             _check_cudnn(q_BSHK.dtype)
-        y_BSHK = jax.nn.dot_product_attention(
+        return jax.nn.dot_product_attention(
             q_BSHK,
             k_BTGK,
             v_BTGK,
             mask=same_B1ST,
             is_causal=self.causal,
-            implementation=self.implementation,
+            implementation=cast(Literal["xla", "cudnn"], self.implementation),
         )
-        return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
 
 
 def _check_cudnn(dtype: Any) -> None:

@@ -21,9 +21,10 @@ class GPTConfig:
     was measured to be fastest where they run, and with another text by the implementation of that
     name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
-    are made again in the backward pass. `attention` is the `implementation` of
-    `jax.nn.dot_product_attention`: "cudnn" is flash attention on NVIDIA's GPUs, of floats of 16
-    bits and on meshes of axes of data alone, or an error.
+    are made again in the backward pass. `attention` is the implementation of
+    `sl.kernels.attention`, whose scores are never in memory, or one of two of JAX's own: "xla" is
+    plain JAX, which writes all scores, and "cudnn" is flash attention on NVIDIA's GPUs, of floats
+    of 16 bits and on meshes of axes of data alone, or an error.
     """
 
     layers: int
@@ -50,7 +51,7 @@ class GPTConfig:
         "fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None
     ] = None
     fused_loss: bool = False
-    attention: Literal["xla", "cudnn", None] = None
+    attention: Literal["reference", "splash", "splash_simulated", "xla", "cudnn", None] = None
 
     def __post_init__(self) -> None:
         for field, hint in get_type_hints(type(self)).items():

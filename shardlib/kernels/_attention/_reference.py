@@ -100,7 +100,7 @@ def forward(
     y = jnp.zeros((batch, walk.queries.padded_length, groups, per_group, v.shape[-1]), wide)
     q, k, v = walk.queries_of(q), walk.keys_of(k), walk.keys_of(v)
 
-    def add_pair(sums: Any, pair: jax.Array) -> tuple[Any, None]:
+    def add_pair(sums: Any, pair: Any) -> Any:
         highest, totals, y = sums
         at_queries, at_keys = walk.at(pair)
         z, kept = walk.scores(q, k, pair)
@@ -117,11 +117,11 @@ def forward(
         total = at_queries(totals, 3) * rescale + e.sum(-1)
         highest = walk.put_queries(highest, new_highest, 3, pair)
         totals = walk.put_queries(totals, total, 3, pair)
-        return (highest, totals, walk.put_queries(y, y_block, 1, pair)), None
+        return highest, totals, walk.put_queries(y, y_block, 1, pair)
 
     differing = varying(q)
     start = tuple(as_varying(x, differing) for x in (highest, totals, y))
-    (highest, totals, y), _ = lax.scan(add_pair, start, walk.pairs)
+    highest, totals, y = _fold(add_pair, start, walk.pairs)
     length = walk.queries.length
     y, highest, totals = y[:, :length], highest[..., :length], totals[..., :length]
     seen = totals != 0
@@ -170,7 +170,7 @@ def backward(
     k, v = walk.keys_of(k), walk.keys_of(v)
     padded_lse, padded_delta = walk.queries_of(lse, 3), walk.queries_of(delta, 3)
 
-    def add_pair(sums: Any, pair: jax.Array) -> tuple[Any, None]:
+    def add_pair(sums: Any, pair: Any) -> Any:
         q_sum, k_sum, v_sum = sums
         at_queries, at_keys = walk.at(pair)
         z, kept = walk.scores(q, k, pair)
@@ -189,10 +189,10 @@ def backward(
         q_sum = walk.put_queries(q_sum, at_queries(q_sum, 1) + q_gradient, 1, pair)
         k_sum = walk.put_keys(k_sum, at_keys(k_sum, 1) + k_gradient, 1, pair)
         v_sum = walk.put_keys(v_sum, at_keys(v_sum, 1) + v_gradient, 1, pair)
-        return (q_sum, k_sum, v_sum), None
+        return q_sum, k_sum, v_sum
 
     start = tuple(as_varying(jnp.zeros(x.shape, wide), varying(q)) for x in (q, k, v))
-    sums, _ = lax.scan(add_pair, start, walk.pairs)
+    sums = _fold(add_pair, start, walk.pairs)
     rounded: list[Any] = []
     for x, total in zip(whole, sums, strict=True):
         rounded.append(total[:, : x.shape[1]].astype(x.dtype))
@@ -204,6 +204,13 @@ def backward(
     sinks = _grouped(beside.sinks.astype(wide)[None, None], k).transpose(0, 2, 3, 1)
     sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 3))
     return q_sum, k_sum, v_sum, sinks_gradient.reshape(-1)
+
+
+def _fold(add: Any, start: Any, pairs: np.ndarray) -> Any:
+    """What is left of the sums after all pairs; a single one needs no loop."""
+    if len(pairs) == 1:
+        return add(start, pairs[0])
+    return lax.scan(lambda sums, pair: (add(sums, pair), None), start, pairs)[0]
 
 
 def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
@@ -251,28 +258,26 @@ class _Walk:
         """An array whose dim is that of the keys, filled up to whole blocks with zeros."""
         return _filled(x, dim, self.keys.padded_length)
 
-    def at(self, pair: jax.Array) -> tuple[Any, Any]:
+    def at(self, pair: Any) -> tuple[Any, Any]:
         """Two functions of an array and a dim, which take the pair's queries and its keys of it."""
 
         def queries(x: jax.Array, dim: int) -> jax.Array:
-            size = self.queries.size
-            return lax.dynamic_slice_in_dim(x, pair[0] * size, size, dim)
+            return _block(x, self.queries, pair[0], dim)
 
         def keys(x: jax.Array, dim: int) -> jax.Array:
-            size = self.keys.size
-            return lax.dynamic_slice_in_dim(x, pair[1] * size, size, dim)
+            return _block(x, self.keys, pair[1], dim)
 
         return queries, keys
 
-    def put_queries(self, x: jax.Array, block: jax.Array, dim: int, pair: jax.Array) -> jax.Array:
+    def put_queries(self, x: jax.Array, block: jax.Array, dim: int, pair: Any) -> jax.Array:
         """The array with another block for the pair's queries."""
-        return lax.dynamic_update_slice_in_dim(x, block, pair[0] * self.queries.size, dim)
+        return _with_block(x, self.queries, pair[0], dim, block)
 
-    def put_keys(self, x: jax.Array, block: jax.Array, dim: int, pair: jax.Array) -> jax.Array:
+    def put_keys(self, x: jax.Array, block: jax.Array, dim: int, pair: Any) -> jax.Array:
         """The array with another block for the pair's keys."""
-        return lax.dynamic_update_slice_in_dim(x, block, pair[1] * self.keys.size, dim)
+        return _with_block(x, self.keys, pair[1], dim, block)
 
-    def scores(self, q: jax.Array, k: jax.Array, pair: jax.Array) -> tuple[jax.Array, Any]:
+    def scores(self, q: jax.Array, k: jax.Array, pair: Any) -> tuple[jax.Array, Any]:
         """The scores of a pair of blocks, bgrqk, and which of them count; None if all do."""
         at_queries, at_keys = self.at(pair)
         z = _product("bqgrd,bkgd->bgrqk", at_queries(q, 1), at_keys(k, 1)) * self.attention.scale
@@ -280,7 +285,7 @@ class _Walk:
             z = self.attention.cap * jnp.tanh(z / self.attention.cap)
         return z, self._kept(pair)
 
-    def _kept(self, pair: jax.Array) -> jax.Array | None:
+    def _kept(self, pair: Any) -> jax.Array | None:
         """Which scores of a pair of blocks count, with dims of one where they do not differ."""
         at_queries, at_keys = self.at(pair)
         query_numbers = pair[0] * self.queries.size + jnp.arange(self.queries.size)
@@ -306,6 +311,20 @@ class _Walk:
         for further in kept[1:]:
             together = together & further
         return together
+
+
+def _block(x: jax.Array, blocks: Blocks, number: Any, dim: int) -> jax.Array:
+    """One block of an array, along a dim."""
+    if blocks.count == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, number * blocks.size, blocks.size, dim)
+
+
+def _with_block(x: jax.Array, blocks: Blocks, number: Any, dim: int, block: Any) -> jax.Array:
+    """The array with another block along a dim."""
+    if blocks.count == 1:
+        return block
+    return lax.dynamic_update_slice_in_dim(x, block, number * blocks.size, dim)
 
 
 def _block_size(heads: int) -> int:

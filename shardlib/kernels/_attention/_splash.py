@@ -24,8 +24,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from shardlib.kernels._attention._mask import Mask
 from shardlib.kernels._attention._reference import Attention, Beside
-from shardlib.kernels._choice import Task
-from shardlib.kernels._tpu import LANES
+from shardlib.kernels._choice import Task, device_here
+from shardlib.kernels._tpu import LANES, MIB, vmem_bytes
 from shardlib.kernels._tpu import supported as refuses_dtypes
 
 LEAST = -0.7 * float(np.finfo(np.float32).max)  # the score of what is masked
@@ -79,7 +79,7 @@ def forward(
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """What each query takes from the values, and its log-sum-exp; arguments as in the reference."""
-    kernel = _kernel(q.shape[1], k.shape[1], q.shape[2], attention, simulated)
+    kernel = _kernel(q, k, attention, simulated)
 
     def one_sequence(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
         y, (lse,) = kernel(q, k, v, segments, beside.sinks)
@@ -105,7 +105,7 @@ def backward(
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients to queries, keys, values and sinks; arguments as in the reference."""
-    kernel = _kernel(q.shape[1], k.shape[1], q.shape[2], attention, simulated)
+    kernel = _kernel(q, k, attention, simulated)
     y, lse = results
     y_gradient, lse_gradient = gradients
     delta = jnp.einsum("bqhv,bqhv->bqh", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
@@ -185,8 +185,10 @@ def _collapsed(mask_info: Any) -> Any:
     return mask_info._replace(partial_mask_blocks=blocks.reshape(-1, *blocks.shape[-2:]))
 
 
-def _kernel(queries: int, keys: int, heads: int, attention: Attention, simulated: bool) -> Any:
-    """JAX's kernel for sequences of these lengths, with what it makes of the mask."""
+def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -> Any:
+    """JAX's kernel for such queries and keys, with what it makes of the mask."""
+    queries, heads = q.shape[1:3]
+    keys = k.shape[1]
     query_block, key_block = _block(queries), _block(keys)
     sizes = splash.BlockSizes(
         block_q=query_block,
@@ -210,10 +212,18 @@ def _kernel(queries: int, keys: int, heads: int, attention: Attention, simulated
 
 
 def _block(length: int) -> int:
-    """How many of so many queries or keys a block has, in whole tiles that divide the length."""
-    for size in (1024, 512, 256):
-        if length % size == 0:
-            return size
+    """How many of so many queries or keys a block has, in whole tiles that divide the length.
+
+    Blocks of 1,024 are read least often. With their scores and gradients they fit the 16 MiB that
+    the compiler gives a kernel, but not on a core that has no more.
+    """
+    largest = 1024
+    if vmem_bytes(device_here().kind) < 16 * MIB:
+        largest = 512
+    tiles = length // LANES
+    for count in range(largest // LANES, 1, -1):
+        if tiles % count == 0:
+            return count * LANES
     return LANES
 
 
