@@ -6,6 +6,9 @@ runs on each device's own shard from the names of its arrays' dims.
 
 from shardlib.kernels._attention import attention as attention
 from shardlib.kernels._attention._mask import BlockMask as BlockMask
+from shardlib.kernels._attention._patterns import bigbird_blocks as bigbird_blocks
+from shardlib.kernels._attention._patterns import fixed_blocks as fixed_blocks
+from shardlib.kernels._attention._patterns import longformer_blocks as longformer_blocks
 from shardlib.kernels._choice import Explained as Explained
 from shardlib.kernels._choice import Explanation as Explanation
 from shardlib.kernels._choice import explain as explain

@@ -101,12 +101,19 @@ class ArrayLayout:
         return tuple(axes)
 
 
-def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLayout:
+def layout_of(
+    op: str, x: Any, names: Names | None, what: str = "x", *, in_any_order: tuple[int, ...] = ()
+) -> ArrayLayout:
     """The layout of an array with these names for its dims, by the rules in scope.
 
-    Without names, or where there is no sharding on purpose, nothing is known of it. `op` and `what`
-    name the function and its argument in errors: names must be those of rules in scope, one for
-    each dim, whose axes divide it.
+    Without names, or where there is no sharding on purpose, nothing is known of it.
+
+    Args:
+        op: the function that is called, for errors.
+        x: the array.
+        names: of its dims: of rules in scope, one for each dim, whose axes divide it.
+        what: the argument that is the array, for errors.
+        in_any_order: dims of which a device needs no more than its part, whichever that is.
     """
     shape = tuple(x.shape)
     _check_names(op, shape, names, what)
@@ -121,7 +128,12 @@ def layout_of(op: str, x: Any, names: Names | None, what: str = "x") -> ArrayLay
         )
     # The names are used by now, whatever comes of them.
     scope.record(names)
-    manual = [_manual_axes_of(op, scope.rules, mesh, name, what) for name in names]
+    manual: list[tuple[str, ...]] = []
+    for dim, name in enumerate(names):
+        axes = _manual_axes_of(op, scope.rules, mesh, name, what)
+        if dim not in in_any_order:
+            _check_manual_first(op, scope.rules, name, axes, what)
+        manual.append(axes)
     resolution = resolve(
         scope.rules,
         mesh.shape,
@@ -190,14 +202,31 @@ def _manual_axes_of(
             f"and `{first_manual}` is manual here: whether the dim is split over it already cannot "
             "be told. Give the rule one candidate."
         )
-    # Parts of a part are in the order of the rule only if the manual axes split first.
-    if candidates[0][: len(manual[0])] != manual[0]:
-        raise ValueError(
-            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {candidates[0]}, and "
-            f"{manual[0]} is manual here, where it has been split over first. Put what is manual "
-            "first in the rule."
-        )
     return manual[0]
+
+
+def _check_manual_first(
+    op: str, rules: AxisRules, name: Any, manual: tuple[str, ...], what: str
+) -> None:
+    """Refuse a rule in which the manual axes are not first.
+
+    Parts of a part are in the order of the rule only if the manual axes split first.
+
+    Args:
+        op: the function that is called, for errors.
+        rules: in scope.
+        name: of the dim.
+        manual: the manual axes over which the dim is split already.
+        what: the argument that has the dim, for errors.
+    """
+    if not manual:
+        return
+    axes = as_tuple(rules[name][0])
+    if axes[: len(manual)] != manual:
+        raise ValueError(
+            f"`{op}`: the rule for `{name}`, a dim of `{what}`, is {axes}, and {manual} is manual "
+            "here, where it has been split over first. Put what is manual first in the rule."
+        )
 
 
 def automatic_axes() -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def attention(
     Array([0. , 0.5, 1. ], dtype=float32)
     """
     q, k, v = _checked_arrays(q, k, v)
-    q_layout = layout_of(OP, q, names, "q")
+    q_layout = layout_of(OP, q, names, "q", in_any_order=(0,))
     k_layout = _layout_of_keys("k", k, q_layout, names, kv_names)
     v_layout = _layout_of_keys("v", v, q_layout, names, kv_names)
     _check_layouts(q_layout, k_layout, v_layout)
@@ -386,7 +386,7 @@ def _layout_of_keys(
         parts = parts_over(mesh_of_shards().shape, q_layout.automatic_axes(2))
         if x.shape[2] % parts:
             kv_names = (kv_names[0], kv_names[1], None, kv_names[3])
-    return layout_of(OP, x, kv_names, what)
+    return layout_of(OP, x, kv_names, what, in_any_order=(0,))
 
 
 def _check_layouts(q_layout: ArrayLayout, k_layout: ArrayLayout, v_layout: ArrayLayout) -> None:

@@ -1,0 +1,502 @@
+"""`sl.kernels.attention`: every implementation and every mask, beside plain JAX in float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_ops import ROUNDING, near
+from kernel_programs import TPUS
+from machines import compile_for
+
+import shardlib as sl
+from shardlib import kernels, testing
+from shardlib.kernels._attention import _reference
+
+P = jax.P
+RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
+IMPLEMENTATIONS = ["reference", "splash_simulated"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of the reference so small that short sequences have several."""
+    monkeypatch.setattr(_reference, "BLOCK", 64)
+
+
+def plain(arrays, options):
+    """Attention by plain JAX, with all its scores; what it gives, and the log-sum-exp."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    queries, heads, size = q.shape[1:]
+    k, v = (jnp.repeat(x, heads // x.shape[2], 2) for x in (k, v))
+    z = jnp.einsum("bqhd,bkhd->bhqk", q, k) * options.get("scale", size**-0.5)
+    cap = options.get("soft_cap")
+    z = z if cap is None else cap * jnp.tanh(z / cap)
+    first_query, first_key = options.get("starts") or (0, 0)
+    query, key = np.arange(queries) + first_query, np.arange(k.shape[1]) + first_key
+    kept = jnp.asarray(seen(query, key, options))
+    if "segment_ids" in options:
+        ids = options["segment_ids"]
+        own, other = ids if isinstance(ids, tuple) else (ids, ids)
+        kept = kept & (own[:, None, :, None] == other[:, None, None, :])
+    z = jnp.where(kept, z, -jnp.inf)
+    if "sinks" in arrays:
+        sinks = jnp.broadcast_to(arrays["sinks"][:, None, None], (*z.shape[:3], 1))
+        z = jnp.concatenate([z, sinks], -1)
+    some = jnp.isfinite(z).any(-1, keepdims=True)
+    p = jax.nn.softmax(jnp.where(some, z, 0), -1) * some
+    lse = jax.nn.logsumexp(jnp.where(some, z, 0), -1, where=some, keepdims=True)
+    lse = jnp.where(some, lse, -jnp.inf)[..., 0]
+    return jnp.einsum("bhqk,bkhv->bqhv", p[..., : k.shape[1]], v), lse.swapaxes(1, 2)
+
+
+def seen(query, key, options):
+    """Which keys of these positions queries of those see, by a band and a pattern."""
+    distance = key[None] - query[:, None]
+    kept = np.ones((1, len(query), len(key)), bool)
+    if options.get("causal"):
+        kept = kept & (distance <= 0)
+    if "window" in options:
+        left, right = options["window"]
+        kept = kept & (distance >= (-np.inf if left is None else -left))
+        kept = kept & (distance <= (np.inf if right is None else right))
+    if "block_mask" in options:
+        blocks = options["block_mask"]
+        pattern = blocks.pattern.reshape(-1, *blocks.pattern.shape[-2:])
+        kept = kept & pattern[:, query // blocks.size][:, :, key // blocks.size]
+    return kept
+
+
+def both_ways(function, arrays, options, cotangents):
+    """What an attention gives, and its gradients to all arrays."""
+    results, back = jax.vjp(lambda arrays: function(arrays, options), arrays)
+    finite = jnp.where(jnp.isfinite(results[1]), cotangents[1], 0)
+    return results, back((cotangents[0].astype(results[0].dtype), finite))[0]
+
+
+def attend(arrays, options):
+    return kernels.attention(**arrays, **options, with_lse=True)
+
+
+def finite(results):
+    """Results with zeros for infinities."""
+    return jax.tree.map(lambda x: np.where(np.isfinite(x), x, 0), results)
+
+
+def check(arrays, options, implementation, dtype="float32", tolerance=None):
+    """Values and gradients of an implementation beside those of plain JAX in float64."""
+    random = np.random.default_rng(7)
+    shape = (*arrays["q"].shape[:3], arrays["v"].shape[3])
+    cotangents = random.normal(size=shape), random.normal(size=shape[:3])
+    arrays = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    chosen = {**options, "implementation": implementation}
+    found = jax.jit(lambda arrays, c: both_ways(attend, arrays, chosen, c))(
+        arrays, jax.tree.map(jnp.float32, cotangents)
+    )
+    with jax.enable_x64():
+        wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+        wanted = jax.tree.map(np.asarray, both_ways(plain, wide, options, cotangents))
+    (y, lse), gradients = found
+    (wanted_y, wanted_lse), wanted_gradients = wanted
+    tolerance = tolerance or 6 * ROUNDING[dtype]
+    near(y, wanted_y, tolerance, 1)
+    np.testing.assert_array_equal(np.isfinite(lse), np.isfinite(wanted_lse))
+    some = np.isfinite(wanted_lse)
+    near(np.where(some, lse, 0), np.where(some, wanted_lse, 0), tolerance, 1)
+    near(gradients, wanted_gradients, tolerance, 1)
+    unseen = ~some[..., None] & np.ones_like(y, bool)
+    assert not np.asarray(y)[unseen].any(), "zeros where nothing is seen"
+
+
+def make(queries, keys, heads=4, groups=2, size=8, value_size=None, batch=2, sinks=False):
+    random = np.random.default_rng(queries + keys)
+    shapes = {
+        "q": (batch, queries, heads, size),
+        "k": (batch, keys, groups, size),
+        "v": (batch, keys, groups, value_size or size),
+    }
+    if sinks:
+        shapes["sinks"] = (heads,)
+    return {name: random.normal(size=shape).astype("f") for name, shape in shapes.items()}
+
+
+def segments(length, seed=0):
+    return np.sort(np.random.default_rng(seed).integers(0, 3, (2, length)))
+
+
+def pattern(*shape, size=64, seed=0):
+    return kernels.BlockMask(np.random.default_rng(seed).random(shape) < 0.5, size)
+
+
+MASKS = {
+    "everything": {},
+    "causal": {"causal": True},
+    "window": {"window": (40, 70)},
+    "causal window": {"causal": True, "window": (40, None)},
+    "segments": {"causal": True, "segment_ids": segments(256)},
+    "two segments": {"segment_ids": (segments(256), segments(256, 1) + 1)},
+    "capped": {"soft_cap": 2.0, "scale": 0.5},
+    "blocks": {"block_mask": pattern(4, 4), "causal": True},
+    "blocks of heads": {"block_mask": pattern(4, 4, 4)},
+    "starts": {"causal": True, "starts": (0, 100)},
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_is_that_of_float64_for_every_mask(implementation, mask, sinks):
+    check(make(256, 256, sinks=sinks), MASKS[mask], implementation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_of_16_bits_is_that_of_float64(implementation, dtype):
+    if implementation == "splash_simulated" and dtype == "float16":
+        with pytest.raises(ValueError, match="takes float32 and bfloat16.*not float16"):
+            check(make(256, 256), {"causal": True}, implementation, dtype)
+        return
+    check(make(256, 256), {"causal": True}, implementation, dtype)
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
+def test_heads_of_attention_may_be_of_any_size(size):
+    arrays = make(128, 256, heads=2, groups=1, size=size)
+    check(arrays, {"causal": True, "starts": (128, 0)}, "splash_simulated", tolerance=3e-5)
+
+
+@pytest.mark.long
+def test_attention_by_the_reference_takes_any_lengths_and_masks():
+    @given(st.data())
+    @settings(deadline=None, max_examples=25, derandomize=True)
+    def drawn(data):
+        draw = data.draw
+        queries, keys = draw(st.integers(1, 200)), draw(st.integers(1, 200))
+        groups = draw(st.sampled_from([1, 2, 4]))
+        sizes = {"size": draw(st.integers(1, 9)), "value_size": draw(st.integers(1, 9))}
+        arrays = make(queries, keys, 4, groups, **sizes, sinks=draw(st.booleans()))
+        bound = st.none() | st.integers(0, 150)
+        options = {
+            "causal": draw(st.booleans()),
+            "window": (draw(bound), draw(bound)),
+            "starts": (draw(st.integers(0, 90)), draw(st.integers(0, 90))),
+        }
+        if draw(st.booleans()):
+            options["segment_ids"] = (segments(queries), segments(keys, 1))
+        if draw(st.booleans()):
+            heads = draw(st.sampled_from([(), (4,)]))
+            options["block_mask"] = pattern(*heads, 10, 8, size=37)
+        check(arrays, options, "reference", tolerance=2e-5)
+
+    drawn()
+
+
+@pytest.mark.parametrize("mask", ["causal window", "blocks", "blocks of heads"])
+def test_positions_of_attention_may_be_known_to_the_program_only(mask):
+    arrays, options = make(100, 130), MASKS[mask]
+    known = attend(arrays, {**options, "starts": (37, 20)})
+    traced = jax.jit(lambda first, second: attend(arrays, {**options, "starts": (first, second)}))
+    near(finite(traced(37, 20)), finite(known), 1e-6)
+    with pytest.raises(ValueError, match="`splash` takes positions that are known before"):
+        attend(make(128, 128), {**options, "starts": (jnp.int32(0), 0),
+                                "implementation": "splash_simulated"})  # fmt: skip
+
+
+def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
+    arrays = make(100, 130)
+
+    def combined(arrays):
+        parts = []
+        for first, last in ((0, 64), (64, 130)):
+            k, v = arrays["k"][:, first:last], arrays["v"][:, first:last]
+            options = {"causal": True, "starts": (20, first)}
+            parts.append(attend({"q": arrays["q"], "k": k, "v": v}, options))
+        (one, lse), (other, other_lse) = parts
+        together = jnp.logaddexp(lse, other_lse)
+        shares = (jnp.exp(part - together)[..., None] for part in (lse, other_lse))
+        return sum(share * y for share, y in zip(shares, (one, other), strict=True)), together
+
+    whole = lambda arrays: attend(arrays, {"causal": True, "starts": (20, 0)})
+    cotangents = (np.cos(whole(arrays)[0]), np.sin(whole(arrays)[1]))
+    found, wanted = (jax.vjp(function, arrays) for function in (combined, whole))
+    near(found[0], wanted[0], 2e-6)
+    near(found[1](cotangents), wanted[1](cotangents), 2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_under_vmap_and_scan_is_a_loop(implementation):
+    arrays = jax.tree.map(lambda *each: np.stack(each), *(make(128, n) for n in (128, 128)))
+    arrays["k"][1] *= 2
+    options = {"causal": True, "implementation": implementation}
+
+    def loss(arrays):
+        y, lse = attend(arrays, options)
+        return (y**2).sum() + lse.sum()
+
+    one = jax.value_and_grad(loss)
+    wanted = jax.tree.map(
+        lambda *each: np.stack(each),
+        *(one(jax.tree.map(lambda x, k=k: x[k], arrays)) for k in range(2)),
+    )
+    near(jax.jit(jax.vmap(one))(arrays), wanted, 2e-6)
+    scanned = jax.jit(lambda arrays: jax.lax.scan(lambda _, x: (None, one(x)), None, arrays)[1])
+    near(scanned(arrays), wanted, 2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation):
+    arrays = make(128, 128)
+    arrays["q"][0, 5, 1], arrays["k"][1, 100, 0] = np.nan, np.nan
+    y, lse = attend(arrays, {"causal": True, "implementation": implementation})
+    bad = np.zeros(y.shape[:3], bool)
+    bad[0, 5, 1] = bad[1, 100:, :2] = True
+    np.testing.assert_array_equal(np.isnan(lse), bad)
+    np.testing.assert_array_equal(np.isnan(y).any(-1), bad)
+
+
+WHOLE, SPLIT = ("batch", None, "heads", None), ("batch", "seq", "heads", None)
+LAYOUTS = {
+    "heads": ("data=2,model=4,seq=1", WHOLE, None, 4, {}),
+    "few key heads": ("data=2,model=4,seq=1", WHOLE, None, 2, {}),
+    "one key head": ("data=2,model=4,seq=1", WHOLE, None, 1, {}),
+    "whole key heads": ("data=2,model=4,seq=1", WHOLE, ("batch", None, None, None), 8, {}),
+    "positions": ("data=2,model=2,seq=2", SPLIT, None, 4, {"all-gather", "reduce-scatter"}),
+    "positions of queries": ("data=2,model=2,seq=2", SPLIT, WHOLE, 4, {}),
+}
+WHERE = {
+    "automatic": ((), False),
+    "in a step": (("data",), False),
+    "in a checked step": (("data", "model"), True),
+    "own": (("data", "model", "seq"), False),
+    "own, checked": (("data", "model", "seq"), True),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_on_shards_is_that_of_one_device(layout, where, implementation):
+    shape, names, kv_names, groups, _ = LAYOUTS[layout]
+    manual, checked = WHERE[where]
+    if manual and kv_names is None and groups < 4:
+        kv_names = (*names[:2], None, None)  # what is whole in manual code, its names say
+    length = 128 if implementation == "splash_simulated" else 96
+    arrays = make(length, length, 8, groups, sinks=True)
+    ids = segments(length)
+    random = np.random.default_rng(3)
+    cotangents = random.normal(size=arrays["q"].shape), random.normal(size=(2, length, 8))
+    cotangents = jax.tree.map(np.float32, cotangents)
+    options = {"causal": True, "implementation": implementation}
+    wanted = both_ways(attend, arrays, {**options, "segment_ids": ids}, cotangents)
+    specs = {"q": spec_of(names, manual), "k": spec_of(kv_names or names, manual)}
+    specs |= {"v": specs["k"], "sinks": spec_of(names[2:3], manual)}
+    lse_spec, ids_specs = spec_of(names[:3], manual), spec_of(names[:2], manual)
+    if (kv_names or names)[1] != names[1]:
+        # Where a device has other queries than keys, their segments are two arrays.
+        ids, ids_specs = (ids, ids), (ids_specs, spec_of(kv_names[:2], manual))
+
+    def run(arrays, ids, cotangents):
+        named = {**options, "segment_ids": ids, "names": names, "kv_names": kv_names}
+        results, gradients = both_ways(attend, arrays, named, cotangents)
+        if not checked:
+            for name, spec in specs.items():
+                rest = tuple(axis for axis in manual if axis not in jax.tree.leaves(tuple(spec)))
+                gradients[name] = jax.lax.psum(gradients[name], rest) if rest else gradients[name]
+        return results, gradients
+
+    if manual:
+        run = jax.shard_map(
+            run,
+            in_specs=(specs, ids_specs, (specs["q"], lse_spec)),
+            out_specs=((specs["q"], lse_spec), specs),
+            axis_names=set(manual),
+            check_vma=checked,
+        )
+    mesh = sl.make_mesh(shape)
+    with sl.use(RULES, mesh):
+        refusal = why_not(implementation, names, mesh, checked)
+        if refusal:
+            with pytest.raises(ValueError, match=refusal):
+                jax.jit(run)(arrays, ids, cotangents)
+            return
+        found = jax.jit(run)(arrays, ids, cotangents)
+    near(found, wanted, 4e-6)
+    if not manual:
+        expected = jax.NamedSharding(mesh, spec_of(names, mesh.axis_names))
+        assert found[0][0].sharding.is_equivalent_to(expected, 4)
+
+
+def spec_of(names, manual):
+    axes = (None if name is None else RULES[name][0] for name in names)
+    return P(*(axis if axis in manual else None for axis in axes))
+
+
+def why_not(implementation, names, mesh, checked):
+    """Why the kernel cannot run there; None if it can."""
+    if implementation == "reference":
+        return None
+    if "seq" in names:
+        return "positions that are known before the program runs"
+    return "keeps no account of what differs between devices" if checked else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_exchange_for_attention_what_they_lack_and_no_more(layout):
+    shape, names, kv_names, groups, kinds = LAYOUTS[layout]
+    mesh = sl.make_mesh(shape)
+    arrays = make(64, 64, 8, groups)
+
+    def loss(arrays):
+        return kernels.attention(**arrays, names=names, kv_names=kv_names, causal=True).sum()
+
+    axes = {"q": names, "k": kv_names or names, "v": kv_names or names}
+    if kv_names is None and groups < 4:
+        axes |= {"k": (*names[:2], None, None), "v": (*names[:2], None, None)}
+    shaped = {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec_of(axes[name], mesh.axis_names))
+        )
+        for name, x in arrays.items()
+    }
+    with sl.use(RULES, mesh):
+        forward = compile_for(mesh, jax.jit(loss).lower(shaped))
+        both = compile_for(mesh, jax.jit(jax.grad(loss)).lower(shaped))
+    gathers = [one for one in testing.collectives(forward, mesh) if one.kind == "all-gather"]
+    assert len(gathers) == (2 if kinds else 0), "keys and values, once each"
+    found = {one.kind for one in testing.collectives(both, mesh)}
+    # Gradients to keys that several devices have are summed; and nothing else is sent.
+    shared = {"few key heads", "one key head", "whole key heads", "positions of queries"}
+    assert found == (set(kinds) or ({"all-reduce"} if layout in shared else set()))
+
+
+def test_memory_of_attention_is_linear_in_the_length(monkeypatch):
+    monkeypatch.undo()
+
+    def bytes_of(length):
+        shapes = {"q": (1, length, 2, 64), "k": (1, length, 1, 64), "v": (1, length, 1, 64)}
+        arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+        loss = lambda arrays: kernels.attention(**arrays, causal=True).sum()
+        memory = jax.jit(jax.grad(loss)).lower(arrays).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.argument_size_in_bytes
+
+    assert bytes_of(32_768) <= 4.2 * bytes_of(8192)
+
+
+CASES = {
+    "causal": {"causal": True},
+    "window, capped": {"causal": True, "window": (300, None), "soft_cap": 30.0},
+    "blocks": {"block_mask": kernels.bigbird_blocks(2048, 256)},
+}
+
+
+@pytest.mark.parametrize("target", TPUS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_the_tpu_compiler_takes_attention_without_its_scores(target, case, size):
+    mesh = sl.Target(target).mesh("data=2,model=2,seq=1")
+
+    def absent(heads):
+        sharding = jax.NamedSharding(mesh, P("data", None, "model"))
+        return jax.ShapeDtypeStruct((2, 2048, heads, size), "bfloat16", sharding=sharding)
+
+    def loss(q, k, v):
+        y = kernels.attention(q, k, v, names=WHOLE, **CASES[case], implementation="splash")
+        return y.astype(jnp.float32).sum()
+
+    with sl.use(RULES, mesh):
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(absent(8), absent(2), absent(2))
+        compiled = compile_for(mesh, lowered)
+    assert not testing.collectives(compiled, mesh)
+    assert compiled.as_text().count("tpu_custom_call") >= 3, "forward, and two backward"
+    scores = 4 * 2048 * 2048 * 2  # of one device, in two bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+Q = jnp.zeros((2, 128, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.attention(Q, Q[:, :, :3], Q[:, :, :3]), "4 heads on a device and 3 key"),
+        (lambda: kernels.attention(Q, Q[..., :4], Q), "queries and keys have heads of one size"),
+        (lambda: kernels.attention(Q[0], Q, Q), "the dims (batch, positions, heads, size)"),
+        (lambda: kernels.attention(Q, Q.astype("bfloat16"), Q), "all of one dtype"),
+        (lambda: kernels.attention(Q, Q[:, 28:], Q[:, 28:], causal=True), "`starts=(0, 28)`"),
+        (lambda: kernels.attention(Q, Q, Q, window=(1, 2, 3)), "`(left, right)`"),
+        (lambda: kernels.attention(Q, Q, Q, window=-1), "takes a whole number, or two"),
+        (lambda: kernels.attention(Q, Q, Q, segment_ids=jnp.zeros((2, 5), int)), "int32[2, 5]"),
+        (lambda: kernels.attention(Q, Q, Q, segment_ids=Q[..., 0, 0]), "float32[2, 128]"),
+        (lambda: kernels.attention(Q, Q, Q, soft_cap=0), "soft_cap=0"),
+        (lambda: kernels.attention(Q, Q, Q, scale=jnp.ones(())), "a Python number"),
+        (lambda: kernels.attention(Q, Q, Q, sinks=jnp.zeros(3)), "each of the 4 heads"),
+        (lambda: kernels.attention(Q, Q, Q, block_mask=pattern(1, 1)), "covers 64 positions of q"),
+        (lambda: kernels.attention(Q, Q, Q, block_mask=pattern(3, 2, 2)), "patterns for 3 heads"),
+        (lambda: kernels.attention(Q, Q, Q, block_mask=np.ones((2, 2))), "`sl.kernels.BlockMask`"),
+        (lambda: kernels.attention(Q, Q, Q, starts=(0, 0.5)), "two whole numbers"),
+        (lambda: kernels.attention(Q, Q, Q, names=WHOLE), "outside any rules"),
+        (lambda: kernels.attention(Q, Q, Q, kv_names=WHOLE), "name the dims of `q` too"),
+        (lambda: kernels.attention(Q, Q, Q, implementation="splash"), "is a kernel for TPUs"),
+        (lambda: kernels.attention(Q, Q, Q, implementation="flash"), "there are `reference`, `spl"),
+        (
+            lambda: kernels.attention(
+                Q[:, :100], Q[:, :100], Q[:, :100], implementation="splash_simulated"
+            ),
+            "100 queries on a device; pad them to 128",
+        ),
+        (lambda: kernels.BlockMask(np.ones((2, 2)), 8), "bools of NumPy"),
+        (lambda: kernels.longformer_blocks(64, 8, window=2), "an odd number of blocks"),
+        (lambda: kernels.fixed_blocks(64, 8, local=2, summaries=3), "summaries=3"),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("names", "kv_names", "message"),
+    [
+        (("batch", None, None, "size"), WHOLE, "the last dim of `q` is split over `model`"),
+        (WHOLE, (None, None, "heads", None), "the batch of `q` is split over `data`"),
+        (WHOLE, SPLIT, "the positions of `k` are split over `seq`"),
+        (("batch", None, None, None), WHOLE, "devices would lack the key heads"),
+    ],
+)
+def test_attention_refuses_layouts_in_which_a_device_lacks_something(names, kv_names, message):
+    with (
+        sl.use(RULES, sl.make_mesh("data=2,model=2,seq=2")),
+        pytest.raises(ValueError, match=message),
+    ):
+        kernels.attention(Q, Q, Q, names=names, kv_names=kv_names)
+
+
+def test_attention_of_nothing_is_zeros():
+    y, lse = kernels.attention(Q, Q[:, :0], Q[:, :0], with_lse=True)
+    assert not y.any() and y.shape == Q.shape and (lse == -jnp.inf).all()
+    assert kernels.attention(Q[:, :0], Q, Q).shape == (2, 0, 4, 8)
+
+
+def test_patterns_of_blocks_are_those_of_their_papers():
+    assert kernels.bigbird_blocks(640, 64, random=0) == kernels.longformer_blocks(640, 64)
+    drawn = [kernels.bigbird_blocks(640, 64, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and hash(drawn[0]) == hash(drawn[1])
+    assert (drawn[0].pattern.sum(1)[2:9] == 5).all(), "three around, the first, and one at random"
+    fixed = kernels.fixed_blocks(600, 64, local=3).pattern
+    assert fixed[:, 2::3].all() and fixed.shape == (10, 10)
+
+
+def test_explain_says_what_attends(capsys):
+    call = functools.partial(kernels.attention, causal=True)
+    arrays = [jax.ShapeDtypeStruct((2, 2048, 8, 128), "bfloat16")] * 3
+    mesh = sl.Target("tpu:v5e:2x2").mesh("data=4")
+    with sl.use(sl.AxisRules(batch="data"), mesh):
+        named = functools.partial(call, names=("batch", None, None, None))
+        arrays[0] = jax.ShapeDtypeStruct((4, 2048, 8, 128), "bfloat16")
+        (explained,) = kernels.explain(named, *[arrays[0]] * 3).calls
+    assert "q: bfloat16[1, 2048, 8, 128]" in explained.task
+    assert {"reference", "splash"} == {explained.runs, *(name for name, _ in explained.others)}
