@@ -111,9 +111,9 @@ def attention(
     definition = Attention(
         scale=_checked_scale(scale, q.shape[-1]),
         mask=mask,
-        cap=check.number(OP, "soft_cap", soft_cap, optional=True, above=0),
+        cap=_checked_cap(soft_cap),
         starts=known,
-        own_segments=segment_ids is not None and not isinstance(segment_ids, tuple | list),
+        own_segments=segment_ids is not None and not isinstance(segment_ids, tuple),
         with_lse=check.boolean(OP, "with_lse", with_lse),
     )
     shards = _Shards(q_layout, k_layout, v_layout)
@@ -461,7 +461,7 @@ def _checked_mask(
     causal = check.boolean(OP, "causal", causal)
     takes = "a whole number, or two, `(left, right)`, where None is no bound"
     left = right = window
-    if isinstance(window, tuple | list):
+    if isinstance(window, tuple):
         if len(window) != 2:
             raise check.refusal(OP, "window", window, takes)
         left, right = window
@@ -496,7 +496,7 @@ def _checked_starts(
                 f"{max(queries - keys, 0)})` if the last are at the same."
             )
         starts = (0, 0)
-    check.kind(OP, "starts", starts, tuple | list, takes)
+    check.kind(OP, "starts", starts, tuple, takes)
     if len(starts) != 2:
         raise check.refusal(OP, "starts", starts, takes)
     if any(isinstance(start, jax.Array) for start in starts):
@@ -528,7 +528,7 @@ def _checked_segments(segment_ids: Any, q: jax.Array, k: jax.Array) -> tuple[Any
     if segment_ids is None:
         return None, None
     pair = segment_ids
-    if not isinstance(segment_ids, tuple | list):
+    if not isinstance(segment_ids, tuple):
         pair = (segment_ids, segment_ids)
     takes = "whole numbers, (batch, positions), or two arrays, of the queries and of the keys"
     if len(pair) != 2:
@@ -556,6 +556,12 @@ def _checked_sinks(sinks: Any, q: jax.Array) -> Any:
             f"{q.shape[2]} heads of `q`."
         )
     return sinks
+
+
+def _checked_cap(soft_cap: Any) -> float | None:
+    """What the scores are kept below; None where they are not."""
+    check.number(OP, "soft_cap", soft_cap, optional=True, above=0)
+    return None if soft_cap is None else float(soft_cap)
 
 
 def _checked_scale(scale: Any, size: int) -> float:

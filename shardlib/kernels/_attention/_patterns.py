@@ -5,7 +5,6 @@ order: together with `attention(causal=True)`, a query sees of them what is not 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def fixed_blocks(length: int, size: int, *, local: int = 4, summaries: int = 1) 
 
 
 def longformer_blocks(
-    length: int, size: int, *, window: int = 3, everywhere: Sequence[int] = (0,)
+    length: int, size: int, *, window: int = 3, everywhere: tuple[int, ...] = (0,)
 ) -> BlockMask:
     """A window around each block, and blocks that see all and are seen by all.
 
@@ -69,7 +68,7 @@ def bigbird_blocks(
     size: int,
     *,
     window: int = 3,
-    everywhere: Sequence[int] = (0,),
+    everywhere: tuple[int, ...] = (0,),
     random: int = 1,
     seed: int = 0,
 ) -> BlockMask:
@@ -111,8 +110,9 @@ def _around(function: str, number: np.ndarray, window: int, everywhere: Any) -> 
     if window % 2 == 0:
         raise check.refusal(function, "window", window, "an odd number of blocks")
     pattern = abs(number[:, None] - number[None, :]) <= window // 2
+    takes = "the numbers of blocks, in a tuple"
+    check.kind(function, "everywhere", everywhere, tuple, takes)
     for block in everywhere:
-        most = len(number) - 1
-        check.whole(function, "everywhere", block, "numbers of blocks", least=0, most=most)
+        check.whole(function, "everywhere", block, takes, least=0, most=len(number) - 1)
         pattern[block, :] = pattern[:, block] = True
     return pattern

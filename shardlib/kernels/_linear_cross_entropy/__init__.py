@@ -244,6 +244,8 @@ def _checked_loss(rows: int, options: LossOptions) -> Loss:
     smoothing = options.get("smoothing", 0.0)
     smoothing = check.number(OP, "smoothing", smoothing, "a share", least=0, below=1)
     cap = check.number(OP, "cap", options.get("cap"), "a largest logit", above=0, optional=True)
+    if cap is not None:
+        cap = float(cap)
     return Loss(vocab, float(z_loss), float(smoothing), cap, ignored)
 
 
