@@ -189,7 +189,7 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     """JAX's kernel for such queries and keys, with what it makes of the mask."""
     queries, heads = q.shape[1:3]
     keys = k.shape[1]
-    query_block, key_block = _block(queries), _block(keys)
+    query_block, key_block = _block(queries, attention.mask), _block(keys, attention.mask)
     sizes = splash.BlockSizes(
         block_q=query_block,
         block_kv=key_block,
@@ -211,14 +211,15 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     )
 
 
-def _block(length: int) -> int:
+def _block(length: int, mask: Mask) -> int:
     """How many of so many queries or keys a block has, in whole tiles that divide the length.
 
     Blocks of 1,024 are read least often. With their scores and gradients they fit the 16 MiB that
-    the compiler gives a kernel, but not on a core that has no more.
+    the compiler gives a kernel, but not on a core that has no more, nor beside bools for each
+    score, which a pattern of blocks comes as.
     """
     largest = 1024
-    if vmem_bytes(device_here().kind) < 16 * MIB:
+    if mask.blocks is not None or vmem_bytes(device_here().kind) < 16 * MIB:
         largest = 512
     tiles = length // LANES
     for count in range(largest // LANES, 1, -1):
