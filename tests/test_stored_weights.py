@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from test_zero import DATA, FULL, X, fit, mlp, normal, strategy, trained
 
 import shardlib as sl
+from models import gpt
 from shardlib import testing
 from shardlib._tree import named_leaves
 
@@ -317,3 +319,19 @@ def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
     found = testing.collectives(lowered(make, loss, FULL, 16).compile(), sl.make_mesh("data=8"))
     sizes = {one.result_bytes for one in found if one.kind == "all-gather"}
     assert sizes == {16 * 16 * 4}, testing.summary(found)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_all_layers_share_is_kept_once_for_backward(remat):
+    config = gpt.tiny(layers=5, context=48, positions="rotary")
+    strategy = sl.Strategy(
+        mesh="data=8", rules=sl.rules.data, zero=sl.Zero(3, small=0), remat=remat
+    )
+    state = sl.init(
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 49), "int32")}
+    traced = str(sl.train_step(gpt.loss, strategy).trace(state, batch).jaxpr)
+    half = config.dims["head_dim"] // 2
+    assert f"f32[48,1,{half}]" in traced, "the angles of the positions"
+    assert f"f32[5,48,1,{half}]" not in traced

@@ -305,7 +305,11 @@ def use(
         forward, backward = derivative(
             region.body, perturbed, trained, floats, others, region.shapes
         )
-        results, kept = forward(*region.inputs(floats, others, stored))
+        arguments = region.inputs(floats, others, stored)
+        results, kept = forward(*arguments)
+        # Inputs are kept as they were before the barrier: what is the same for all layers of a
+        # loop, JAX keeps once, but what a layer has made of it, once for each layer.
+        kept = _replaced(kept, dict(zip(map(id, arguments), [*floats, *others], strict=False)))
         return outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
 
     def backwards(saved: Any, gradients: Any) -> Any:
@@ -322,6 +326,11 @@ def use(
     stored = [root.stored for root in region.weights]
     anchors = [root.target for root in region.trained]
     return outputs.merge(*used(floats, others, stored, anchors))
+
+
+def _replaced(tree: Any, others: dict[int, Any]) -> Any:
+    """The tree with another array in the place of each whose `id` is a key."""
+    return jax.tree.map(lambda x: others.get(id(x), x), tree)
 
 
 def _instantiated(gradients: Sequence[Any]) -> list[Any]:
