@@ -5,7 +5,8 @@ for one kind of machine.
 
     no name is given      the implementation that was measured to be the fastest on the device that
                           is traced for, on rows of about that length; where nothing was measured,
-                          the reference
+                          that whose program, inside a model and by the device's own compiler, moves
+                          and multiplies least; where nothing was compiled, the reference
     a name is given       that implementation, or an error that says why it cannot do the task
     "..._simulated"       a kernel, run by an interpreter on any machine
 
@@ -146,6 +147,7 @@ class Explained:
     task: str  # the arrays on one device
     device: str  # its kind
     runs: str  # the name of the implementation
+    decided_by: str  # "name", "measured", "compiled", or "default" where nothing is known
     others: tuple[tuple[str, str], ...]  # names, and why each does not run
 
 
@@ -166,7 +168,8 @@ class Explanation:
         for call in self.calls:
             others = [f"`{name}`: {reason}" for name, reason in call.others] or [""]
             # The first of the others is in the row of the call, and each further one has its own.
-            rows.append((call.op, call.task, f"{call.runs} on {call.device}", others[0]))
+            runs = f"{call.runs} on {call.device} ({call.decided_by})"
+            rows.append((call.op, call.task, runs, others[0]))
             rows += [("", "", "", other) for other in others[1:]]
         return table(rows)
 
@@ -235,22 +238,24 @@ def choose(candidates: Sequence[Implementation], task: Task, requested: str | No
     device = task.device
     assert device is not None
     reasons = {candidate.name: candidate.why_not(task) for candidate in candidates}
+    ranked = Ranking("name", ())
     if requested is None:
-        chosen = _fastest(candidates, task, reasons)
+        ranked = ranking(task)
+        chosen = _fastest(candidates, ranked, reasons)
     else:
         chosen = _requested(candidates, task, requested, reasons)
     notebook = _notebook.value
     if notebook is not None:
-        notebook.calls.append(_explain_choice(chosen, task, device, reasons))
+        notebook.calls.append(_explain_choice(chosen, task, ranked, reasons))
     return chosen
 
 
 def _fastest(
-    candidates: Sequence[Implementation], task: Task, reasons: Mapping[str, str | None]
+    candidates: Sequence[Implementation], ranked: "Ranking", reasons: Mapping[str, str | None]
 ) -> Chosen:
-    """The first of the task's ranking that has no reason against it, or the reference."""
+    """The first of the ranking that has no reason against it, or the reference."""
     by_name = {candidate.name: candidate for candidate in candidates}
-    for name in ranking(task):
+    for name in ranked.names:
         # The table may know implementations that the op no longer has.
         if name in by_name and reasons[name] is None:
             return Chosen(by_name[name])
@@ -293,27 +298,37 @@ def _requested(
     return Chosen(implementation, simulated)
 
 
+# Why an implementation that can do a task does not run, by what decided.
+_SLOWER = {
+    "measured": "can; measured slower here",
+    "compiled": "can; its program moves or multiplies more here",
+}
+
+
 def _explain_choice(
-    chosen: Chosen, task: Task, device: Device, reasons: Mapping[str, str | None]
+    chosen: Chosen, task: Task, ranked: "Ranking", reasons: Mapping[str, str | None]
 ) -> Explained:
     """The record of a choice, from the reasons against each candidate.
 
-    A candidate without a reason against it could have run: it was slower where it was measured,
-    or was not measured.
+    A candidate without a reason against it could have run: it was not named, or was slower, or
+    nothing is known of it.
     """
+    assert task.device is not None
     others = []
     for name, reason in reasons.items():
         if name == chosen.implementation.name:
             continue
-        if reason is None:
-            reason = "can; not measured on this kind of device"
-            if name in ranking(task):
-                reason = "can; measured slower here"
+        if reason is None and ranked.decided_by == "name":
+            reason = "can; another was named"
+        elif reason is None:
+            reason = "can; neither measured nor compiled for this kind of device"
+            if name in ranked.names:
+                reason = _SLOWER[ranked.decided_by]
         others.append((name, reason))
     runs = chosen.implementation.name
     if chosen.simulated:
         runs += SIMULATED
-    return Explained(task.op, str(task), device.kind, runs, tuple(others))
+    return Explained(task.op, str(task), task.device.kind, runs, ranked.decided_by, tuple(others))
 
 
 def device_here() -> Device:
@@ -335,46 +350,95 @@ def measurements() -> tuple[Mapping[str, Any], ...]:
     """The checked-in table of measurements, which the benchmark of kernels writes.
 
     It has a line for each op, implementation, kind of device, dtype and length of rows that was
-    measured, with the time that was taken.
+    measured, with the `time` that was taken.
     """
-    path = importlib.resources.files("shardlib.kernels").joinpath("measured.json")
+    return _lines_of("measured.json")
+
+
+@functools.cache
+def programs() -> tuple[Mapping[str, Any], ...]:
+    """The checked-in table of compilers' programs, which the benchmark of the choice writes.
+
+    It has a line for each op, implementation, kind of device and length of rows. `seconds` are what
+    the program takes to move its bytes, by the memory's bandwidth, and for its products, by the
+    peak of the matrix unit. A line without them has what the compiler `failed` for.
+    """
+    return _lines_of("compiled.json")
+
+
+def _lines_of(name: str) -> tuple[Mapping[str, Any], ...]:
+    """The lines of one of the tables beside this file."""
+    path = importlib.resources.files("shardlib.kernels").joinpath(name)
     return tuple(json.loads(path.read_text()))
 
 
-def ranking(task: Task) -> list[str]:
-    """The implementations that were measured on the task's kind of device, the fastest first.
+@dataclass(frozen=True)
+class Ranking:
+    """Implementations, the fastest first, and what says so: see `Explained.decided_by`."""
 
-    Times are those of the rows whose length is nearest to the task's, by their ratio, and of the
-    task's dtype if that was measured at all. The list is empty where nothing was.
+    decided_by: str
+    names: tuple[str, ...]
+
+
+def ranking(task: Task) -> Ranking:
+    """The implementations for a task on its kind of device, the fastest first.
+
+    Measured times decide. Where there are none for the device, its compiler's programs do: by the
+    seconds that they take at least, or by their temporaries where these are about the same.
+    """
+    measured = _nearest(measurements(), task)
+    if measured:
+        return _ranked("measured", measured, lambda line: line["time"])
+    compiled = [line for line in _nearest(programs(), task) if "failed" not in line]
+    if compiled:
+        return _ranked("compiled", compiled, _program_cost)
+    return Ranking("default", ())
+
+
+def _ranked(
+    decided_by: str, lines: list[Mapping[str, Any]], cost: Callable[[Mapping[str, Any]], Any]
+) -> Ranking:
+    """The implementations of some lines, those of the least cost first."""
+    names = [line["implementation"] for line in sorted(lines, key=cost)]
+    return Ranking(decided_by, tuple(names))
+
+
+def _program_cost(line: Mapping[str, Any]) -> tuple[float, float]:
+    """What a program costs: seconds, of which a hundredth counts for nothing, and temporaries."""
+    hundredths = round(math.log(line["seconds"]) / math.log(1.01))
+    return hundredths, line["temp_gb"]
+
+
+def _nearest(table: Sequence[Mapping[str, Any]], task: Task) -> list[Mapping[str, Any]]:
+    """The lines for a task's op and kind of device whose length is nearest to the task's.
+
+    Lengths are compared by their ratio. Lines of the task's dtype are taken if there are any.
     """
     assert task.device is not None
     x = next(iter(task.arrays.values()))
-    lines = _measured(task.op, task.device.kind, str(x.dtype))
+    lines = _lines_for(table, task.op, task.device.kind, str(x.dtype))
     if not lines:
         return []
     # Rows of twice the length are as far off as rows of half of it.
     length = max(x.shape[-1] if task.length is None else task.length, 1)
-    nearest = min(
-        (line["row"] for line in lines), key=lambda measured: abs(math.log(measured / length))
-    )
-    names: list[str] = []
-    for line in sorted(lines, key=lambda line: line["time"]):
-        if line["row"] == nearest:
-            names.append(line["implementation"])
-    return names
+    nearest = min((line["row"] for line in lines), key=lambda row: abs(math.log(row / length)))
+    return [line for line in lines if line["row"] == nearest]
 
 
-def _measured(op: str, kind: str, dtype: str) -> list[Mapping[str, Any]]:
-    """What was measured of an operation on a kind of device, in this dtype if it was.
+def _lines_for(
+    table: Sequence[Mapping[str, Any]], op: str, kind: str, dtype: str
+) -> list[Mapping[str, Any]]:
+    """The lines for an operation on a kind of device, of a dtype if there are any.
 
     Args:
+        table: one of the tables.
         op: the name of the operation.
         kind: the kind of device, as JAX names it.
         dtype: the dtype of the array that the operation takes.
     """
     lines: list[Mapping[str, Any]] = []
     of_dtype: list[Mapping[str, Any]] = []
-    for line in measurements():
+    for line in table:
         if line["op"] != op or line["device"] != kind:
             continue
         lines.append(line)

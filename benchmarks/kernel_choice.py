@@ -1,0 +1,206 @@
+"""Which implementation of an op the compilers' programs speak for, where no clock has spoken.
+
+Each op is compiled inside what surrounds it in a model, forward and backward, by the real compilers
+for one device of each kind, once with each implementation:
+
+    attention, rms_norm      two layers of Llama 3 of 8 billion parameters, recomputed in backward
+    softmax                  an attention that writes its scores
+    linear_cross_entropy     Llama 3's last norm and its head
+
+Of each program: `moved_gb`, what it reads and writes, where a kernel's operands and results count
+once; `seconds`, that over the memory's bandwidth and its products over the matrix unit's peak, as
+if one waited for the other; `temp_gb`, its temporaries; `compile_s`.
+
+With `--save` the lines go into `shardlib/kernels/compiled.json`, by which an op without a measured
+implementation chooses: the fewest seconds, or, where two differ by less than a hundredth, the
+fewest temporaries.
+
+It needs the compilers and no accelerator, and takes some ten minutes on two cores:
+`pip install -e ".[tpu-plan]"`, and in an environment of its own `".[gpu-plan]"`.
+
+    python -m benchmarks.kernel_choice --save
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import shardlib as sl
+from benchmarks.kernels import COMPILERS, _installed
+from models import gpt
+from shardlib import kernels, testing
+
+TABLE = Path(kernels.__file__).parent / "compiled.json"
+TARGETS = {
+    "tpu": ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1"),
+    "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
+}
+IMPLEMENTATIONS = {
+    "attention": {"tpu": ("reference", "splash"), "gpu": ("reference",)},
+    "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
+    "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
+    "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
+}
+LENGTHS = (2048, 8192)
+LLAMA = gpt.llama3_8b(layers=2, vocab=1024)
+RULES = sl.rules.data
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to compile: what it is lowered from, and what its products take."""
+
+    lower: Callable[[Any], Any]  # of a mesh of one device
+    flops: float
+    row: int  # the length by which lines of the table are compared
+
+
+def layers(length: int, **options: Any) -> Case:
+    """A training step of two layers, of one sequence."""
+    config = dataclasses.replace(LLAMA, context=length, **options)
+
+    def lower(mesh: Any) -> Any:
+        strategy = sl.Strategy(mesh=mesh, rules=RULES, precision="bf16", remat="full")
+        state = sl.init(
+            lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+        )
+        batch = {"tokens": jax.ShapeDtypeStruct((1, length + 1), "int32")}
+        return sl.train_step(gpt.loss, strategy).lower(state, batch)
+
+    weights = config.width * (3 * config.dims["mlp"] + 2 * config.width)
+    scores = 2 * length * config.width
+    # Forward, forward again, and two products for each in backward.
+    flops = 8 * length * config.layers * (weights + scores)
+    return Case(lower, flops, length if "attention" in options else config.width)
+
+
+def head(implementation: str) -> Case:
+    """The last norm and the head with its loss, of 8,192 tokens."""
+    tokens, width, vocab = 8192, LLAMA.width, 128_256
+
+    def loss(x: jax.Array, scale: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
+        h = kernels.rms_norm(x, scale, implementation="reference")
+        losses = kernels.linear_cross_entropy(h, kernel, targets, implementation=implementation)
+        return losses.mean()
+
+    def lower(mesh: Any) -> Any:
+        return _lowered(
+            mesh,
+            jax.grad(loss, (0, 1, 2)),
+            jax.ShapeDtypeStruct((tokens, width), "bfloat16"),
+            jax.ShapeDtypeStruct((width,), "bfloat16"),
+            jax.ShapeDtypeStruct((vocab, width), "bfloat16"),
+            jax.ShapeDtypeStruct((tokens,), "int32"),
+        )
+
+    return Case(lower, 8 * tokens * width * vocab, width)
+
+
+def scores(implementation: str) -> Case:
+    """Attention that writes its scores, of 2,048 tokens."""
+    length, heads, size = 2048, 32, 128
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        z = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        p = kernels.softmax(z, causal=True, scale=size**-0.5, implementation=implementation)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v).astype(jnp.float32).sum()
+
+    def lower(mesh: Any) -> Any:
+        array = jax.ShapeDtypeStruct((1, length, heads, size), "bfloat16")
+        return _lowered(mesh, jax.grad(loss, (0, 1, 2)), array, array, array)
+
+    return Case(lower, 12 * length * length * heads * size, length)
+
+
+def _lowered(mesh: Any, function: Callable[..., Any], *arrays: jax.ShapeDtypeStruct) -> Any:
+    """A function of arrays, lowered for the one device of a mesh."""
+    sharding = jax.NamedSharding(mesh, jax.P())
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+    with sl.use(RULES, mesh):
+        return jax.jit(function).lower(*placed)
+
+
+def cases(op: str, implementation: str) -> list[Case]:
+    """The programs of an op with an implementation."""
+    if op == "attention":
+        return [layers(length, attention=implementation) for length in LENGTHS]
+    if op == "rms_norm":
+        return [layers(LENGTHS[0], kernels=implementation)]
+    if op == "softmax":
+        return [scores(implementation)]
+    return [head(implementation)]
+
+
+def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, Any]:
+    """What the compiler's program of a case comes to; `failed` says why there is none."""
+    machine = sl.Target(target)
+    line: dict[str, Any] = {
+        "op": op,
+        "device": machine.chip.kind,
+        "dtype": "bfloat16",
+        "row": case.row,
+        "implementation": implementation,
+    }
+    lowered = case.lower(machine.mesh("data=1"))
+    started = time.perf_counter()
+    try:
+        compiled = lowered.compile(compiler_options=machine.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        return line | {"failed": " ".join(str(error).split())[:200]}
+    compile_s = time.perf_counter() - started
+    moved = testing.memory_traffic(compiled).total
+    seconds = moved / machine.chip.hbm_bandwidth + case.flops / machine.chip.flops["bf16"]
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return line | {
+        "seconds": float(f"{seconds:.4g}"),
+        "moved_gb": round(moved / 1e9, 2),
+        "temp_gb": round(temporaries / 1e9, 3),
+        "compile_s": round(compile_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--save", action="store_true", help="write the table of the chooser")
+    parser.add_argument("--op", choices=list(IMPLEMENTATIONS), action="append", help="only this op")
+    arguments = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    for platform, targets in TARGETS.items():
+        if not _installed(COMPILERS[platform]):
+            print(f"the compiler for {platform.upper()}s is not installed")
+            continue
+        for op in arguments.op or IMPLEMENTATIONS:
+            for implementation in IMPLEMENTATIONS[op][platform]:
+                for case in cases(op, implementation):
+                    for target in targets:
+                        lines.append(line_of(target, op, implementation, case))
+                        print(json.dumps(lines[-1]), flush=True)
+    if arguments.save:
+        save(lines)
+
+
+def save(lines: list[dict[str, Any]]) -> None:
+    """Put lines into the table in the place of older ones of the same op and device."""
+    stamp = {"jax": jax.__version__, "date": datetime.date.today().isoformat()}
+    renewed = {(line["op"], line["device"]) for line in lines}
+    table = [line for line in json.loads(TABLE.read_text())
+             if (line["op"], line["device"]) not in renewed]  # fmt: skip
+    table += [line | stamp for line in lines]
+    rows = ",\n".join(json.dumps(line) for line in table)
+    TABLE.write_text(f"[\n{rows}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
