@@ -9,7 +9,7 @@ for one device of each kind, once with each implementation:
 
 Of each program: `moved_gb`, what it reads and writes, where a kernel's operands and results count
 once; `seconds`, that over the memory's bandwidth and its products over the matrix unit's peak, as
-if one waited for the other; `temp_gb`, its temporaries; `compile_s`.
+if one waited for the other; `temp_gb`, its temporaries.
 
 With `--save` the lines go into `shardlib/kernels/compiled.json`, by which an op without a measured
 implementation chooses: the fewest seconds, or, where two differ by less than a hundredth, the
@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,12 +151,10 @@ def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, 
         "implementation": implementation,
     }
     lowered = case.lower(machine.mesh("data=1"))
-    started = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=machine.compiler_options)
     except jax.errors.JaxRuntimeError as error:
         return line | {"failed": " ".join(str(error).split())[:200]}
-    compile_s = time.perf_counter() - started
     moved = testing.memory_traffic(compiled).total
     seconds = moved / machine.chip.hbm_bandwidth + case.flops / machine.chip.flops["bf16"]
     temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -165,7 +162,6 @@ def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, 
         "seconds": float(f"{seconds:.4g}"),
         "moved_gb": round(moved / 1e9, 2),
         "temp_gb": round(temporaries / 1e9, 3),
-        "compile_s": round(compile_s, 1),
     }
 
 
