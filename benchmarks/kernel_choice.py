@@ -45,7 +45,7 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
-    "attention": {"tpu": ("reference", "splash"), "gpu": ("reference",)},
+    "attention": {"tpu": ("reference", "splash"), "gpu": ("reference", "cudnn")},
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},

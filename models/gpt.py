@@ -19,7 +19,7 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ class Attention(nnx.Module):
 
         Segments are those of queries and keys, one array where they are the same, or None.
         """
-        if self.implementation not in ("xla", "cudnn"):
+        if self.implementation != "xla":
             return sl.kernels.attention(
                 q_BSHK,
                 k_BTGK,
@@ -208,40 +208,8 @@ class Attention(nnx.Module):
         if segments is not None:
             own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
             same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
-        if self.implementation == "cudnn":
-            _check_cudnn(q_BSHK.dtype)
         return jax.nn.dot_product_attention(
-            q_BSHK,
-            k_BTGK,
-            v_BTGK,
-            mask=same_B1ST,
-            is_causal=self.causal,
-            implementation=cast(Literal["xla", "cudnn"], self.implementation),
-        )
-
-
-def _check_cudnn(dtype: Any) -> None:
-    """Refuse in the words of the configuration what JAX would refuse in others: a machine, a mesh,
-    a dtype.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
-    platform = str(device.platform)
-    if platform not in ("gpu", "cuda"):
-        raise ValueError(
-            '`GPTConfig(attention="cudnn")` is for NVIDIA\'s GPUs, and this is traced for '
-            f'{device.device_kind} ({platform}). `attention="xla"` runs anywhere.'
-        )
-    if mesh.manual_axes and mesh.auto_axes:
-        raise ValueError(
-            f'`GPTConfig(attention="cudnn")` cannot be split over `{mesh.auto_axes[0]}` in a step '
-            f"that is manual over {mesh.manual_axes}: JAX splits its call over all axes or none. "
-            'Use a mesh of axes of data alone, or `attention="xla"`.'
-        )
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f'`GPTConfig(attention="cudnn")` attends in bfloat16 or float16; got {dtype}. Compute '
-            'in one, `GPTConfig(dtype=jnp.bfloat16)`, or use `attention="xla"`.'
+            q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal, implementation="xla"
         )
 
 

@@ -22,9 +22,8 @@ class GPTConfig:
     name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
     are made again in the backward pass. `attention` is the implementation of
-    `sl.kernels.attention`, whose scores are never in memory, or one of two of JAX's own: "xla" is
-    plain JAX, which writes all scores, and "cudnn" is flash attention on NVIDIA's GPUs, of floats
-    of 16 bits and on meshes of axes of data alone, or an error.
+    `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
+    on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     """
 
     layers: int

@@ -2,6 +2,7 @@
 is in them.
 """
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -211,3 +212,31 @@ def of_tokamax(target):
         with pytest.raises(ValueError, match="known over `data`: `shard_map"):
             jax.eval_shape(jax.shard_map(checked, in_specs=P("data"), out_specs=P("data")), x)
     return found
+
+
+def attention_by_cudnn(target):
+    """Which calls of cuDNN's attention there are, forward alone, both ways with heads split over an
+    automatic axis, and both ways in a `shard_map` that keeps account of what differs.
+    """
+    mesh = sl.Target(target).mesh("data=2,model=2")
+    sharding = jax.NamedSharding(mesh, P("data", None, "model"))
+    x = jax.ShapeDtypeStruct((4, 256, 4, 64), "bfloat16", sharding=sharding)
+    names = ("batch", None, "heads", None)
+
+    def attend(q, k, v):
+        return kernels.attention(
+            q, k, v, names=names, causal=True, window=(100, 0), implementation="cudnn"
+        )
+
+    def both_ways(q, k, v):
+        y, back = jax.vjp(attend, q, k, v)
+        return back(y)
+
+    spec = P("data", None, "model")
+    checked = jax.shard_map(both_ways, mesh=mesh, in_specs=spec, out_specs=spec)
+    calls = []
+    with sl.use(RULES, mesh):
+        for function in (attend, both_ways, checked):
+            text = compile_for(mesh, jax.jit(function).lower(x, x, x)).as_text()
+            calls += re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax(\w*)"', text)
+    return sorted(calls)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_ops import ROUNDING, near
-from kernel_programs import TPUS
-from machines import compile_for
+from kernel_programs import GPUS, TPUS, attention_by_cudnn
+from machines import compile_for, on_its_own
 
 import shardlib as sl
 from shardlib import kernels, testing
@@ -418,6 +418,11 @@ def test_attention_by_splash_is_taken_by_the_tpu_compiler_without_its_scores(tar
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
 
 
+@pytest.mark.parametrize("target", GPUS)
+def test_the_gpu_compiler_takes_attention_by_cudnn(target):
+    assert on_its_own(target, attention_by_cudnn) == ["", "", "", "Backward", "Backward"]
+
+
 Q = jnp.zeros((2, 128, 4, 8))
 
 
@@ -458,6 +463,31 @@ Q = jnp.zeros((2, 128, 4, 8))
 def test_attention_that_cannot_be_is_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (HALF.astype("float32"), {}, "attends in bfloat16 or float16; not float32"),
+        (jnp.tile(HALF, 4), {}, "of at most 128; here 256"),
+        (HALF, {"causal": True, "starts": (0, 5)}, "start at one position"),
+        (HALF, {"soft_cap": 5.0, "with_lse": True}, "no a soft cap and no a gradient to the log"),
+        (HALF, {"segment_ids": jnp.zeros((2, 128), int)}, "has no segments"),
+        (HALF, {"window": (3, 3)}, "a window to the left of a causal one"),
+        (HALF, {"window": (3, 0)}, None),
+        (HALF, {"causal": True}, None),
+    ],
+)
+def test_what_cudnn_cannot_attend_to_it_says(x, options, message, monkeypatch):
+    from shardlib.kernels import _attention, _choice
+
+    monkeypatch.setattr(_attention, "device_here", lambda: _choice.Device("gpu", "NVIDIA X"))
+    (call,) = kernels.explain(functools.partial(kernels.attention, **options), x, x, x).calls
+    said = dict(call.others)["cudnn"]
+    assert (message or "can; neither measured nor compiled") in said
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ OP = "attention"
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("splash", "tpu", f"{__name__}._splash"),
+    Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False),
 )
 
 
