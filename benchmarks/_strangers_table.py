@@ -419,7 +419,8 @@ NOT_CALLED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("collectives.Codec", "experts.Router", "pipeline.Schedule", "data.Tokenizer", "Exchange",
-        "experts.Form", "experts.DispatchOptions", "kernels.LossOptions"),
+        "experts.Form", "experts.DispatchOptions", "kernels.LossOptions",
+        "kernels.AttentionOptions"),
         "a class to derive from, or a type",
     ),
     **dict.fromkeys(("pipeline.UNIT", "ShardingWarning"), "a value, or a warning"),

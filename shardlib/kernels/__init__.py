@@ -6,6 +6,7 @@ runs on each device's own shard from the names of its arrays' dims.
 
 from shardlib.kernels._attention import attention as attention
 from shardlib.kernels._attention._mask import BlockMask as BlockMask
+from shardlib.kernels._attention._options import AttentionOptions as AttentionOptions
 from shardlib.kernels._attention._patterns import bigbird_blocks as bigbird_blocks
 from shardlib.kernels._attention._patterns import fixed_blocks as fixed_blocks
 from shardlib.kernels._attention._patterns import longformer_blocks as longformer_blocks

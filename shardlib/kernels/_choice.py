@@ -386,6 +386,7 @@ def ranking(task: Task) -> Ranking:
     Measured times decide. Where there are none for the device, its compiler's programs do: by the
     seconds that they take at least, or by their temporaries where these are about the same.
     """
+    # A clock knows what no count of bytes does: how well the two overlap.
     measured = _nearest(measurements(), task)
     if measured:
         return _ranked("measured", measured, lambda line: line["time"])

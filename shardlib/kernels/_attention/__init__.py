@@ -12,19 +12,21 @@ Forward and backward are one `custom_vjp`. It saves each device's own shards, th
 log-sum-exp, and backward gathers keys and values a second time.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardlib._text import listed
-from shardlib.checks import _arguments as check
-from shardlib.checks import _arrays as check_arrays
-from shardlib.kernels._attention._mask import BlockMask, Mask
+from shardlib.kernels._attention._options import (
+    OP,
+    AttentionOptions,
+    checked_arrays,
+    checked_options,
+)
 from shardlib.kernels._attention._reference import Attention, Beside
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
 from shardlib.kernels._shards import (
@@ -41,7 +43,6 @@ from shardlib.kernels._shards import (
 from shardlib.layouts._annotate import mesh_of_shards
 from shardlib.layouts._rules import axes_without, parts_over
 
-OP = "attention"
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("splash", "tpu", f"{__name__}._splash"),
@@ -56,16 +57,8 @@ def attention(
     *,
     names: Names | None = None,
     kv_names: Names | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    segment_ids: Any = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    starts: tuple[Any, Any] | None = None,
-    with_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """`softmax(scale * q @ k) @ v` for each head, over the keys that a query sees.
 
@@ -77,21 +70,10 @@ def attention(
         names: of the dims of `q`, where they are split over devices; the last must be whole.
         kv_names: of the dims of `k` and `v`; as `names`, with key heads that are too few for the
             axes of the heads whole on every device.
-        causal: a query sees the keys up to its own position.
-        window: how many positions before its own a query sees, and how many behind it, `(left,
-            right)`, where None is no bound; a number is both.
-        segment_ids: a query sees the keys of its own segment: whole numbers, `(batch, queries)`, or
-            two arrays, of the queries and of the keys.
-        block_mask: which blocks of keys each block of queries sees, see `BlockMask`.
-        scale: of the scores; `1 / sqrt(size)` where it is left out.
-        soft_cap: scores are softly kept between this and its negative.
-        sinks: a score for each head that takes part in the softmax and has no value, `(heads,)`.
-        starts: the positions of the first query and of the first key, whole numbers or arrays of
-            one; zeros where they are left out. A causal mask or a window of arrays of two lengths
-            needs them.
-        with_lse: also give the logarithm of the sum of the exponentials of the scores, in float32,
-            `(batch, queries, heads)`; results over parts of the keys can be combined by it.
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        options: which keys a query sees, and how scores are made, see `AttentionOptions`: `causal`,
+            `window`, `segment_ids`, `block_mask`, `scale`, `soft_cap`, `sinks`, `starts`, and
+            `with_lse`, for the log-sum-exp beside the result.
 
     A query that sees no key gets zeros, and a log-sum-exp of minus infinity. It is computed in
     float32 and rounded once; memory is linear in the lengths. There is no dropout.
@@ -101,24 +83,14 @@ def attention(
     >>> attention(q, k, v, causal=True)[0, :, 0, 0]
     Array([0. , 0.5, 1. ], dtype=float32)
     """
-    q, k, v = _checked_arrays(q, k, v)
+    q, k, v = checked_arrays(q, k, v)
     q_layout = layout_of(OP, q, names, "q", in_any_order=(0,))
     k_layout = _layout_of_keys("k", k, q_layout, names, kv_names)
     v_layout = _layout_of_keys("v", v, q_layout, names, kv_names)
     _check_layouts(q_layout, k_layout, v_layout)
-    mask = _checked_mask(causal, window, block_mask, q_layout, k_layout)
-    known, given = _checked_starts(starts, mask, q_layout, k_layout)
-    query_segments, key_segments = _checked_segments(segment_ids, q, k)
-    definition = Attention(
-        scale=_checked_scale(scale, q.shape[-1]),
-        mask=mask,
-        cap=_checked_cap(soft_cap),
-        starts=known,
-        own_segments=segment_ids is not None and not isinstance(segment_ids, tuple),
-        with_lse=check.boolean(OP, "with_lse", with_lse),
-    )
-    shards = _Shards(q_layout, k_layout, v_layout)
-    arrays = _Arrays(q, k, v, query_segments, key_segments, _checked_sinks(sinks, q), given)
+    asked = checked_options(options, (q, k), (q_layout.global_shape, k_layout.global_shape))
+    definition, shards = asked.definition, _Shards(q_layout, k_layout, v_layout)
+    arrays = _Arrays(q, k, v, asked.query_segments, asked.key_segments, asked.sinks, asked.starts)
     task = _task(arrays, definition, shards)
     call = Call(choose(IMPLEMENTATIONS, task, implementation), definition, shards)
     if q.size and k.size and v.size:
@@ -219,6 +191,7 @@ class _Shards:
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """All positions of an array of which this device has some, in its second dim."""
+        # Of a row of devices each has a stretch of positions, in their order.
         axes = self.k_layout.axes[1]
         if not axes:
             return x
@@ -237,6 +210,7 @@ class _Shards:
 
     def own_heads(self, k: jax.Array) -> jax.Array:
         """The key heads that this device's queries need, of those that it has."""
+        # The heads of a device are neighbours, and so are the key heads that serve them.
         first, taken = self._own_heads()
         if taken == self.heads[1]:
             return k
@@ -285,6 +259,7 @@ class Call:
 
     def beside(self, arrays: _Arrays) -> Beside:
         """The other arrays of one device than queries, keys and values, from its shards."""
+        # A device's queries start behind those of the devices before it.
         starts = arrays.starts
         if self.shards.q_layout.axes[1]:
             if self.definition.starts is not None:
@@ -332,22 +307,6 @@ def _backward(call: Call, saved: Any, gradients: Any) -> tuple[Any, ...]:
     """The gradients to queries, keys, values and sinks; the other arrays have none."""
     arrays, results = saved
     shards = call.shards
-
-    def run_shard(*operands: Any) -> tuple[Any, ...]:
-        own = _Arrays(*operands[:-4])
-        own_results, own_gradients = operands[-4:-2], operands[-2:]
-        k, v = shards.keys(own.k, own.v)
-        q_gradient, k_gradient, v_gradient, sinks_gradient = call.chosen.implementation.backward(
-            own.q, k, v, call.beside(own), own_results, own_gradients, **call.options
-        )
-        k_gradient, v_gradient = shards.given_back(k_gradient), shards.given_back(v_gradient)
-        if shards.shared_axes:
-            k_gradient, v_gradient = lax.psum((k_gradient, v_gradient), shards.shared_axes)
-        query_axes = shards.q_layout.automatic_axes(0, 1)
-        if sinks_gradient is not None and query_axes:
-            sinks_gradient = lax.psum(sinks_gradient, query_axes)
-        return q_gradient, k_gradient, v_gradient, sinks_gradient
-
     operands = (*arrays, *results, *gradients)
     result_layouts = (shards.y_layout, shards.lse_layout)
     layouts = (*shards.layouts, *result_layouts, *result_layouts)
@@ -355,11 +314,38 @@ def _backward(call: Call, saved: Any, gradients: Any) -> tuple[Any, ...]:
     gradient_layouts: list[Any] = [shards.q_layout, shards.k_layout, shards.v_layout, None]
     if sinks is not None:
         gradient_layouts[3] = shards.layouts.sinks
+    run_shard = partial(_shard_gradients, call)
     gradient = per_shard(run_shard, operands, layouts, tuple(gradient_layouts))
     q_gradient, k_gradient, v_gradient, sinks_gradient = gradient
+    # A sum over queries comes wide: it is rounded once, after devices have added up theirs.
     if sinks is not None:
         sinks_gradient = sinks_gradient.astype(sinks.dtype)
     return q_gradient, k_gradient, v_gradient, None, None, sinks_gradient, None
+
+
+def _shard_gradients(call: Call, *operands: Any) -> tuple[Any, ...]:
+    """The gradients to the shards of queries, keys, values and sinks of one device.
+
+    Args:
+        call: what is known of the call.
+        operands: the shards, what forward gave, and the gradients to that.
+    """
+    shards = call.shards
+    own = _Arrays(*operands[:-4])
+    own_results, own_gradients = operands[-4:-2], operands[-2:]
+    # Gathered again: kept since forward, they would take the place of whole keys in memory.
+    k, v = shards.keys(own.k, own.v)
+    q_gradient, k_gradient, v_gradient, sinks_gradient = call.chosen.implementation.backward(
+        own.q, k, v, call.beside(own), own_results, own_gradients, **call.options
+    )
+    k_gradient, v_gradient = shards.given_back(k_gradient), shards.given_back(v_gradient)
+    # Over manual axes around, what differs is added up by the transpose of that `shard_map`.
+    if shards.shared_axes:
+        k_gradient, v_gradient = lax.psum((k_gradient, v_gradient), shards.shared_axes)
+    query_axes = shards.q_layout.automatic_axes(0, 1)
+    if sinks_gradient is not None and query_axes:
+        sinks_gradient = lax.psum(sinks_gradient, query_axes)
+    return q_gradient, k_gradient, v_gradient, sinks_gradient
 
 
 _attend.defvjp(_forward, _backward)
@@ -432,142 +418,3 @@ def _check_heads(shards: _Shards) -> None:
             f"{parts} devices takes those that its heads need: one number must divide the other, "
             "so that each key head serves as many heads."
         )
-
-
-def _checked_arrays(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values as arrays, if they fit each other."""
-    q, k = check_arrays.as_array(OP, "q", q), check_arrays.as_array(OP, "k", k)
-    v = check_arrays.as_array(OP, "v", v)
-    shapes = f"`q` {list(q.shape)}, `k` {list(k.shape)} and `v` {list(v.shape)}"
-    for x in (q, k, v):
-        if x.ndim != 4 or not check_arrays.is_float(x.dtype) or x.dtype != q.dtype:
-            raise ValueError(
-                f"`{OP}` of {shapes}, of {q.dtype}, {k.dtype} and {v.dtype}: give it floats of 16 "
-                "bits or more, all of one dtype, with the dims (batch, positions, heads, size)."
-            )
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"`{OP}` of {shapes}: batches must be equal, keys and values differ in the last dim at "
-            "most, and queries and keys have heads of one size."
-        )
-    if not q.shape[3] or not q.shape[2] or not k.shape[2]:
-        raise ValueError(f"`{OP}` of {shapes}: there are no heads, or they have no numbers.")
-    return q, k, v
-
-
-def _checked_mask(
-    causal: Any, window: Any, block_mask: Any, q_layout: ArrayLayout, k_layout: ArrayLayout
-) -> Mask:
-    """The band and the blocks of a mask, from the arguments."""
-    causal = check.boolean(OP, "causal", causal)
-    takes = "a whole number, or two, `(left, right)`, where None is no bound"
-    left = right = window
-    if isinstance(window, tuple):
-        if len(window) != 2:
-            raise check.refusal(OP, "window", window, takes)
-        left, right = window
-    left = check.whole(OP, "window", left, takes, least=0, optional=True)
-    right = check.whole(OP, "window", right, takes, least=0, optional=True)
-    if causal:
-        right = 0
-    takes = "a `sl.kernels.BlockMask`"
-    check.kind(OP, "block_mask", block_mask, BlockMask, takes, optional=True)
-    if block_mask is not None:
-        heads = q_layout.global_shape[2]
-        if block_mask.heads not in (None, heads):
-            raise ValueError(
-                f"`{OP}(block_mask=...)` has patterns for {block_mask.heads} heads, and `q` has "
-                f"{heads}. One pattern, without the dim of heads, is for all."
-            )
-    return Mask(left, right, block_mask)
-
-
-def _checked_starts(
-    starts: Any, mask: Mask, q_layout: ArrayLayout, k_layout: ArrayLayout
-) -> tuple[tuple[int, int] | None, jax.Array | None]:
-    """The positions of the first query and key: as numbers, or as an array if they are traced."""
-    queries, keys = q_layout.global_shape[1], k_layout.global_shape[1]
-    takes = "the positions of the first query and of the first key, two whole numbers"
-    if starts is None:
-        if queries != keys and not mask.everything:
-            raise ValueError(
-                f"`{OP}` of {queries} queries and {keys} keys with a causal mask, a window or a "
-                "block mask, and it is not said which stand at the same position: say where each "
-                f"starts, `starts=(0, 0)`, or `starts=({max(keys - queries, 0)}, "
-                f"{max(queries - keys, 0)})` if the last are at the same."
-            )
-        starts = (0, 0)
-    check.kind(OP, "starts", starts, tuple, takes)
-    if len(starts) != 2:
-        raise check.refusal(OP, "starts", starts, takes)
-    if any(isinstance(start, jax.Array) for start in starts):
-        arrays = []
-        for start in starts:
-            array = check_arrays.as_array(OP, "starts", start, takes)
-            if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
-                raise check.refusal(OP, "starts", start, takes)
-            arrays.append(array.astype(jnp.int32))
-        return None, jnp.stack(arrays)
-    known = tuple(check.whole(OP, "starts", start, takes, least=0) for start in starts)
-    if mask.blocks is not None:
-        _check_covered(mask.blocks, (known[0] + queries, known[1] + keys))
-    return (known[0], known[1]), None
-
-
-def _check_covered(blocks: BlockMask, ends: tuple[int, int]) -> None:
-    """Refuse a pattern that ends before the queries or the keys do."""
-    for what, end, covered in zip(("queries", "keys"), ends, blocks.lengths, strict=True):
-        if end > covered:
-            raise ValueError(
-                f"`{OP}(block_mask=...)` covers {covered} positions of {what}, and they end at "
-                f"{end}: the pattern has {list(blocks.pattern.shape)} blocks of {blocks.size}."
-            )
-
-
-def _checked_segments(segment_ids: Any, q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
-    """The segments of queries and of keys, whole numbers; two Nones where there are none."""
-    if segment_ids is None:
-        return None, None
-    pair = segment_ids
-    if not isinstance(segment_ids, tuple):
-        pair = (segment_ids, segment_ids)
-    takes = "whole numbers, (batch, positions), or two arrays, of the queries and of the keys"
-    if len(pair) != 2:
-        raise check.refusal(OP, "segment_ids", segment_ids, takes)
-    segments = []
-    for ids, x, what in zip(pair, (q, k), ("queries", "keys"), strict=True):
-        ids = check_arrays.as_array(OP, "segment_ids", ids, takes)
-        if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(
-                f"`{OP}(segment_ids=...)` of the {what}: {ids.dtype}{list(ids.shape)}, and they "
-                f"are {list(x.shape[:2])}: it takes {takes}."
-            )
-        segments.append(ids.astype(jnp.int32))
-    return segments[0], segments[1]
-
-
-def _checked_sinks(sinks: Any, q: jax.Array) -> Any:
-    """The sinks as an array, a float for each head; None where there are none."""
-    if sinks is None:
-        return None
-    sinks = check_arrays.as_array(OP, "sinks", sinks)
-    if sinks.shape != (q.shape[2],) or not check_arrays.is_float(sinks.dtype):
-        raise ValueError(
-            f"`{OP}`: `sinks` is {sinks.dtype}{list(sinks.shape)}; it has a float for each of the "
-            f"{q.shape[2]} heads of `q`."
-        )
-    return sinks
-
-
-def _checked_cap(soft_cap: Any) -> float | None:
-    """What the scores are kept below; None where they are not."""
-    check.number(OP, "soft_cap", soft_cap, optional=True, above=0)
-    return None if soft_cap is None else float(soft_cap)
-
-
-def _checked_scale(scale: Any, size: int) -> float:
-    """The factor of the scores."""
-    if scale is None:
-        return 1 / math.sqrt(size)
-    takes = "a Python number; multiply `q` by what has a gradient"
-    return float(check.number(OP, "scale", scale, takes))

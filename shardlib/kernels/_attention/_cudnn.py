@@ -67,6 +67,7 @@ def forward(
         v,
         scale=attention.scale,
         mask_type=_mask_type(attention),
+        # cuDNN counts the query's own position.
         sliding_window_length=None if mask.left is None else mask.left + 1,
         return_residual=True,
     )

@@ -121,6 +121,7 @@ class Mask:
         """
         seen = np.ones((queries.count, keys.count), bool)
         if starts is not None:
+            # A block of keys is seen if that edge of it is which is nearest to the queries.
             first_query, last_query = queries.positions(starts[0])
             first_key, last_key = keys.positions(starts[1])
             if self.right is not None:
@@ -129,6 +130,7 @@ class Mask:
                 seen &= last_key[None, :] - first_query[:, None] >= -self.left
             if self.blocks is not None:
                 seen &= self._in_pattern(first_query, last_query, first_key, last_key)
+        # In the order of rows: sums of one block of queries are made in one go.
         return np.argwhere(seen).astype(np.int32)
 
     def _in_pattern(self, *edges: np.ndarray) -> np.ndarray:

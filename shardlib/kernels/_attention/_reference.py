@@ -26,7 +26,9 @@ Backward walks over the same pairs, makes the scores again from `lse`, and adds 
 so that memory is linear in the lengths, forward and backward.
 """
 
+import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,51 +88,64 @@ def forward(
         `(batch, queries, heads, size of a value)` in the dtype of `q`, and `(batch, queries,
         heads)`, wide.
     """
-    q = _grouped(q, k)
-    walk = _Walk(attention, q, k, beside)
-    wide = compute_dtype(q.dtype)
-    batch, _, groups, per_group, _ = q.shape
-    rows = (batch, groups, per_group, walk.queries.padded_length)
-    totals = jnp.zeros(rows, wide)
-    highest = jnp.full(rows, -jnp.inf, wide)
-    if beside.sinks is not None:
-        # A sink is a score that was seen before all others, and has no value.
-        sinks = beside.sinks.astype(wide).reshape(1, groups, per_group, 1)
-        highest, totals = jnp.broadcast_to(sinks, rows), totals + 1
-    y = jnp.zeros((batch, walk.queries.padded_length, groups, per_group, v.shape[-1]), wide)
-    q, k, v = walk.queries_of(q), walk.keys_of(k), walk.keys_of(v)
+    grouped = _grouped(q, k)
+    walk = _Walk(attention, grouped, k, beside)
+    blocks = (walk.queries_of(grouped), walk.keys_of(k), walk.keys_of(v))
+    start = walk.nothing_seen(grouped, v, beside)
+    sums = _fold(partial(_add_pair, walk, blocks), start, walk.pairs)
+    y, lse = _results(_Sums(*(x[:, : walk.queries.length] for x in sums)))
+    heads = q.shape[2]
+    return y.astype(q.dtype).reshape(*q.shape[:3], -1), lse.reshape(*lse.shape[:2], heads)
 
-    def add_pair(sums: Any, pair: Any) -> Any:
-        highest, totals, y = sums
-        at_queries, at_keys = walk.at(pair)
-        z, kept = walk.scores(q, k, pair)
-        if kept is not None:
-            z = jnp.where(kept, z, -jnp.inf)
-        old_highest = at_queries(highest, 3)
-        new_highest = jnp.maximum(old_highest, z.max(-1))
-        # Where nothing was seen yet, the difference of two infinities would be no number.
-        reference = jnp.where(new_highest == -jnp.inf, 0, new_highest)
-        rescale = jnp.exp(old_highest - reference)
-        e = jnp.exp(z - reference[..., None])
-        product = _product("bgrqk,bkgv->bqgrv", e.astype(v.dtype), at_keys(v, 1))
-        y_block = at_queries(y, 1) * rescale.transpose(0, 3, 1, 2)[..., None] + product
-        total = at_queries(totals, 3) * rescale + e.sum(-1)
-        highest = walk.put_queries(highest, new_highest, 3, pair)
-        totals = walk.put_queries(totals, total, 3, pair)
-        return highest, totals, walk.put_queries(y, y_block, 1, pair)
 
-    differing = varying(q)
-    start = tuple(as_varying(x, differing) for x in (highest, totals, y))
-    highest, totals, y = _fold(add_pair, start, walk.pairs)
-    length = walk.queries.length
-    y, highest, totals = y[:, :length], highest[..., :length], totals[..., :length]
-    seen = totals != 0
-    divisor = jnp.where(seen, totals, 1)
-    y = y / divisor.transpose(0, 3, 1, 2)[..., None]
-    lse = jnp.where(seen, highest + jnp.log(divisor), -jnp.inf)
-    heads = groups * per_group
-    y = y.astype(q.dtype).reshape(batch, length, heads, -1)
-    return y, lse.transpose(0, 3, 1, 2).reshape(batch, length, heads)
+class _Sums(NamedTuple):
+    """What is kept for each query and head while its scores come, block by block; all bqgr...
+
+    Exponentials relative to the highest score do not overflow.
+    """
+
+    highest: jax.Array  # score so far, -inf where there is none
+    total: jax.Array  # of exp(z - highest)
+    y: jax.Array  # the sum of exp(z - highest) v
+
+
+def _add_pair(walk: "_Walk", blocks: tuple[jax.Array, ...], sums: _Sums, pair: Any) -> _Sums:
+    """The sums with the scores of another pair of blocks.
+
+    Args:
+        walk: all pairs.
+        blocks: queries, keys and values, filled up to whole blocks.
+        sums: of all queries.
+        pair: the number of the block of queries, and that of keys.
+    """
+    q, k, v = blocks
+    at_queries, at_keys = walk.at(pair)
+    z, kept = walk.scores(q, k, pair)
+    if kept is not None:
+        z = jnp.where(kept, z, -jnp.inf)
+    # Only a block of the sums is read and written: the loop updates them in place.
+    added = _with_scores(_Sums(*(at_queries(x) for x in sums)), z, at_keys(v))
+    return _Sums(*map(partial(walk.put_queries, pair), sums, added))
+
+
+def _with_scores(sums: _Sums, z: jax.Array, v: jax.Array) -> _Sums:
+    """The sums of some queries with scores of further keys, bgrqk, and the values of these."""
+    highest = jnp.maximum(sums.highest, _queries_second(z.max(-1)))
+    # Where nothing was seen yet, the difference of two infinities would be no number.
+    reference = jnp.where(highest == -jnp.inf, 0, highest)
+    rescale = jnp.exp(sums.highest - reference)
+    e = jnp.exp(z - _queries_last(reference)[..., None])
+    total = sums.total * rescale + _queries_second(e.sum(-1))
+    product = _product("bgrqk,bkgv->bqgrv", e.astype(v.dtype), v)
+    return _Sums(highest, total, sums.y * rescale[..., None] + product)
+
+
+def _results(sums: _Sums) -> tuple[jax.Array, jax.Array]:
+    """What each query takes from the values, and its log-sum-exp, from the sums of all its keys."""
+    seen = sums.total != 0
+    divisor = jnp.where(seen, sums.total, 1)
+    lse = jnp.where(seen, sums.highest + jnp.log(divisor), -jnp.inf)
+    return sums.y / divisor[..., None], lse
 
 
 def backward(
@@ -156,58 +171,98 @@ def backward(
         gradients: those to the results.
         attention: which attention.
     """
-    q, y, y_gradient = (_grouped(x, k) for x in (q, results[0], gradients[0]))
-    lse, lse_gradient = (_grouped(x, k).transpose(0, 2, 3, 1) for x in (results[1], gradients[1]))
-    walk = _Walk(attention, q, k, beside)
-    wide = lse.dtype
+    grouped, y, y_gradient = (_grouped(x, k) for x in (q, results[0], gradients[0]))
+    lse, lse_gradient = (_grouped(x, k) for x in (results[1], gradients[1]))
+    walk = _Walk(attention, grouped, k, beside)
     # dy . y - dlse, one number for each query and head.
-    delta = jnp.einsum("bqgrv,bqgrv->bgrq", y.astype(wide), y_gradient.astype(wide))
+    delta = jnp.einsum("bqgrv,bqgrv->bqgr", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
     delta -= lse_gradient
     # A query that saw nothing has no exponentials that are to be made again.
     lse = jnp.where(lse == -jnp.inf, 0, lse)
-    whole = (q, k, v)
-    q, y_gradient = walk.queries_of(q), walk.queries_of(y_gradient)
-    k, v = walk.keys_of(k), walk.keys_of(v)
-    padded_lse, padded_delta = walk.queries_of(lse, 3), walk.queries_of(delta, 3)
+    of_queries = [walk.queries_of(x) for x in (grouped, y_gradient, lse, delta)]
+    blocks = _Blocks._make([*of_queries, walk.keys_of(k), walk.keys_of(v)])
+    q_gradient, k_gradient, v_gradient = _all_gradients(walk, blocks)
+    q_gradient = q_gradient.reshape(*q.shape).astype(q.dtype)
+    sinks_gradient = None
+    if beside.sinks is not None:
+        # A sink's share of a query, exp(sink - lse), takes part in no value.
+        sinks = _grouped(beside.sinks.astype(lse.dtype)[None, None], k)
+        sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 1)).reshape(-1)
+    return q_gradient, k_gradient.astype(k.dtype), v_gradient.astype(v.dtype), sinks_gradient
 
-    def add_pair(sums: Any, pair: Any) -> Any:
-        q_sum, k_sum, v_sum = sums
-        at_queries, at_keys = walk.at(pair)
-        z, kept = walk.scores(q, k, pair)
-        p = jnp.exp(z - at_queries(padded_lse, 3)[..., None])
-        if kept is not None:
-            p = jnp.where(kept, p, 0)
-        dy = at_queries(y_gradient, 1)
-        v_gradient = _product("bgrqk,bqgrv->bkgv", p.astype(dy.dtype), dy)
-        dp = _product("bqgrv,bkgv->bgrqk", dy, at_keys(v, 1))
-        dz = p * (dp - at_queries(padded_delta, 3)[..., None])
-        if attention.cap is not None:
-            dz *= 1 - (z / attention.cap) ** 2  # the derivative of cap * tanh(. / cap)
-        dz = (dz * attention.scale).astype(q.dtype)
-        q_gradient = _product("bgrqk,bkgd->bqgrd", dz, at_keys(k, 1))
-        k_gradient = _product("bgrqk,bqgrd->bkgd", dz, at_queries(q, 1))
-        q_sum = walk.put_queries(q_sum, at_queries(q_sum, 1) + q_gradient, 1, pair)
-        k_sum = walk.put_keys(k_sum, at_keys(k_sum, 1) + k_gradient, 1, pair)
-        v_sum = walk.put_keys(v_sum, at_keys(v_sum, 1) + v_gradient, 1, pair)
-        return q_sum, k_sum, v_sum
 
-    start = tuple(as_varying(jnp.zeros(x.shape, wide), varying(q)) for x in (q, k, v))
-    sums = _fold(add_pair, start, walk.pairs)
-    rounded: list[Any] = []
-    for x, total in zip(whole, sums, strict=True):
-        rounded.append(total[:, : x.shape[1]].astype(x.dtype))
-    q_sum, k_sum, v_sum = rounded
-    q_sum = q_sum.reshape(*q_sum.shape[:2], -1, q_sum.shape[-1])
-    if beside.sinks is None:
-        return q_sum, k_sum, v_sum, None
-    # A sink's share of a query, exp(sink - lse), takes part in no value.
-    sinks = _grouped(beside.sinks.astype(wide)[None, None], k).transpose(0, 2, 3, 1)
-    sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 3))
-    return q_sum, k_sum, v_sum, sinks_gradient.reshape(-1)
+class _Blocks(NamedTuple):
+    """What backward reads of each block: of queries, filled up to whole blocks, then of keys."""
+
+    q: jax.Array
+    y_gradient: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+def _all_gradients(walk: "_Walk", blocks: _Blocks) -> list[jax.Array]:
+    """The gradients to queries, keys and values over all pairs, wide."""
+    start = []
+    for x in (blocks.q, blocks.k, blocks.v):
+        start.append(as_varying(jnp.zeros(x.shape, blocks.lse.dtype), varying(x)))
+    q_sum, k_sum, v_sum = _fold(partial(_add_gradients, walk, blocks), tuple(start), walk.pairs)
+    length = walk.keys.length
+    return [q_sum[:, : walk.queries.length], k_sum[:, :length], v_sum[:, :length]]
+
+
+def _add_gradients(walk: "_Walk", blocks: _Blocks, sums: Any, pair: Any) -> Any:
+    """The gradients to queries, keys and values with those of another pair of blocks.
+
+    Args:
+        walk: all pairs.
+        blocks: what they are made from.
+        sums: the gradients so far, wide.
+        pair: the number of the block of queries, and that of keys.
+    """
+    q_sum, k_sum, v_sum = sums
+    at_queries, at_keys = walk.at(pair)
+    p, dz = _score_gradients(walk, blocks, pair)
+    dy = at_queries(blocks.y_gradient)
+    v_gradient = _product("bgrqk,bqgrv->bkgv", p.astype(dy.dtype), dy)
+    q_gradient = _product("bgrqk,bkgd->bqgrd", dz, at_keys(blocks.k))
+    k_gradient = _product("bgrqk,bqgrd->bkgd", dz, at_queries(blocks.q))
+    return (
+        walk.put_queries(pair, q_sum, at_queries(q_sum) + q_gradient),
+        walk.put_keys(pair, k_sum, at_keys(k_sum) + k_gradient),
+        walk.put_keys(pair, v_sum, at_keys(v_sum) + v_gradient),
+    )
+
+
+def _score_gradients(walk: "_Walk", blocks: _Blocks, pair: Any) -> tuple[jax.Array, jax.Array]:
+    """The shares of a pair's keys in its queries, and the gradients to their products, bgrqk."""
+    at_queries, at_keys = walk.at(pair)
+    z, kept = walk.scores(blocks.q, blocks.k, pair)
+    p = jnp.exp(z - _queries_last(at_queries(blocks.lse))[..., None])
+    if kept is not None:
+        p = jnp.where(kept, p, 0)
+    dp = _product("bqgrv,bkgv->bgrqk", at_queries(blocks.y_gradient), at_keys(blocks.v))
+    dz = p * (dp - _queries_last(at_queries(blocks.delta))[..., None])
+    cap = walk.attention.cap
+    if cap is not None:
+        dz *= 1 - (z / cap) ** 2  # the derivative of cap * tanh(. / cap)
+    return p, (dz * walk.attention.scale).astype(blocks.q.dtype)
+
+
+def _queries_last(x: jax.Array) -> jax.Array:
+    """An array of queries as those of scores are: bqgr as bgrq."""
+    return x.transpose(0, 2, 3, 1)
+
+
+def _queries_second(x: jax.Array) -> jax.Array:
+    """An array of queries as those of results are: bgrq as bqgr."""
+    return x.transpose(0, 3, 1, 2)
 
 
 def _fold(add: Any, start: Any, pairs: np.ndarray) -> Any:
     """What is left of the sums after all pairs; a single one needs no loop."""
+    # The compiler sees through a single one, and makes plain attention of it.
     if len(pairs) == 1:
         return add(start, pairs[0])
     return lax.scan(lambda sums, pair: (add(sums, pair), None), start, pairs)[0]
@@ -237,6 +292,7 @@ class _Walk:
         batch, queries, groups, per_group, _ = q.shape
         size = _block_size(batch * groups * per_group)
         self.attention = attention
+        # Short sequences are a single block of their own length, without anything to fill up.
         self.queries = Blocks(queries, min(size, queries))
         self.keys = Blocks(k.shape[1], min(size, k.shape[1]))
         self.pairs = attention.mask.pairs(self.queries, self.keys, attention.starts)
@@ -250,81 +306,102 @@ class _Walk:
         self.pattern = beside.pattern
         self.groups = groups
 
-    def queries_of(self, x: jax.Array, dim: int = 1) -> jax.Array:
-        """An array whose dim is that of the queries, filled up to whole blocks with zeros."""
-        return _filled(x, dim, self.queries.padded_length)
+    def nothing_seen(self, q: jax.Array, v: jax.Array, beside: Beside) -> _Sums:
+        """The sums before any key is seen."""
+        wide = compute_dtype(q.dtype)
+        shape = (q.shape[0], self.queries.padded_length, *q.shape[2:4])
+        total = jnp.zeros(shape, wide)
+        highest = jnp.full(shape, -jnp.inf, wide)
+        if beside.sinks is not None:
+            # A sink is a score that was seen before all others, and has no value.
+            sinks = beside.sinks.astype(wide).reshape(shape[2:])
+            highest, total = jnp.broadcast_to(sinks, shape), total + 1
+        y = jnp.zeros((*shape, v.shape[-1]), wide)
+        return _Sums(*(as_varying(x, varying(q)) for x in (highest, total, y)))
 
-    def keys_of(self, x: jax.Array, dim: int = 1) -> jax.Array:
-        """An array whose dim is that of the keys, filled up to whole blocks with zeros."""
-        return _filled(x, dim, self.keys.padded_length)
+    def queries_of(self, x: jax.Array) -> jax.Array:
+        """An array whose second dim is that of the queries, filled up to whole blocks."""
+        return _filled(x, self.queries)
+
+    def keys_of(self, x: jax.Array) -> jax.Array:
+        """An array whose second dim is that of the keys, filled up to whole blocks."""
+        return _filled(x, self.keys)
 
     def at(self, pair: Any) -> tuple[Any, Any]:
-        """Two functions of an array and a dim, which take the pair's queries and its keys of it."""
+        """Two functions of an array, which take the pair's queries and the pair's keys of it."""
 
-        def queries(x: jax.Array, dim: int) -> jax.Array:
-            return _block(x, self.queries, pair[0], dim)
+        def queries(x: jax.Array) -> jax.Array:
+            return _block(x, self.queries, pair[0])
 
-        def keys(x: jax.Array, dim: int) -> jax.Array:
-            return _block(x, self.keys, pair[1], dim)
+        def keys(x: jax.Array) -> jax.Array:
+            return _block(x, self.keys, pair[1])
 
         return queries, keys
 
-    def put_queries(self, x: jax.Array, block: jax.Array, dim: int, pair: Any) -> jax.Array:
+    def put_queries(self, pair: Any, x: jax.Array, block: jax.Array) -> jax.Array:
         """The array with another block for the pair's queries."""
-        return _with_block(x, self.queries, pair[0], dim, block)
+        return _with_block(x, self.queries, pair[0], block)
 
-    def put_keys(self, x: jax.Array, block: jax.Array, dim: int, pair: Any) -> jax.Array:
+    def put_keys(self, pair: Any, x: jax.Array, block: jax.Array) -> jax.Array:
         """The array with another block for the pair's keys."""
-        return _with_block(x, self.keys, pair[1], dim, block)
+        return _with_block(x, self.keys, pair[1], block)
 
     def scores(self, q: jax.Array, k: jax.Array, pair: Any) -> tuple[jax.Array, Any]:
         """The scores of a pair of blocks, bgrqk, and which of them count; None if all do."""
         at_queries, at_keys = self.at(pair)
-        z = _product("bqgrd,bkgd->bgrqk", at_queries(q, 1), at_keys(k, 1)) * self.attention.scale
+        z = _product("bqgrd,bkgd->bgrqk", at_queries(q), at_keys(k)) * self.attention.scale
         if self.attention.cap is not None:
             z = self.attention.cap * jnp.tanh(z / self.attention.cap)
-        return z, self._kept(pair)
+        masks = [mask for mask in self._masks(pair) if mask is not None]
+        if not masks:
+            return z, None
+        return z, functools.reduce(jnp.logical_and, masks)
 
-    def _kept(self, pair: Any) -> jax.Array | None:
-        """Which scores of a pair of blocks count, with dims of one where they do not differ."""
-        at_queries, at_keys = self.at(pair)
+    def _masks(self, pair: Any) -> list[jax.Array | None]:
+        """What each part of the mask leaves of a pair's scores, with dims of one."""
         query_numbers = pair[0] * self.queries.size + jnp.arange(self.queries.size)
         key_numbers = pair[1] * self.keys.size + jnp.arange(self.keys.size)
         queries, keys = query_numbers + self.starts[0], key_numbers + self.starts[1]
-        kept: list[jax.Array] = []
-        band = self.attention.mask.band(queries, keys)
-        if band is not None:
-            kept.append(band)
+        inside = None
         if self.keys.padded_length != self.keys.length:
-            kept.append((key_numbers < self.keys.length)[None, :])
-        if self.query_segments is not None:
-            own, other = at_queries(self.query_segments, 1), at_keys(self.key_segments, 1)
-            kept.append((own[:, :, None] == other[:, None, :])[:, None, None])
-        blocks = self.attention.mask.blocks
-        if blocks is not None:
-            pattern = pattern_at(self.pattern, blocks.size, queries, keys)
-            by_group = (self.groups, -1) if len(pattern) > 1 else (1, 1)
-            kept.append(pattern.reshape(1, *by_group, *pattern.shape[1:]))
-        if not kept:
+            inside = (key_numbers < self.keys.length)[None, :]
+        return [
+            self.attention.mask.band(queries, keys),
+            inside,
+            self._same_segment(pair),
+            self._in_pattern(queries, keys),
+        ]
+
+    def _same_segment(self, pair: Any) -> jax.Array | None:
+        """Which keys of a pair are of the segment of its queries; None if there are no segments."""
+        if self.query_segments is None:
             return None
-        together = kept[0]
-        for further in kept[1:]:
-            together = together & further
-        return together
+        at_queries, at_keys = self.at(pair)
+        own, other = at_queries(self.query_segments), at_keys(self.key_segments)
+        return (own[:, :, None] == other[:, None, :])[:, None, None]
+
+    def _in_pattern(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+        """Which keys the pattern leaves to queries, by their positions; None if there is none."""
+        blocks = self.attention.mask.blocks
+        if blocks is None:
+            return None
+        pattern = pattern_at(self.pattern, blocks.size, queries, keys)
+        by_group = (self.groups, -1) if len(pattern) > 1 else (1, 1)
+        return pattern.reshape(1, *by_group, *pattern.shape[1:])
 
 
-def _block(x: jax.Array, blocks: Blocks, number: Any, dim: int) -> jax.Array:
-    """One block of an array, along a dim."""
+def _block(x: jax.Array, blocks: Blocks, number: Any) -> jax.Array:
+    """One block of an array, along its second dim."""
     if blocks.count == 1:
         return x
-    return lax.dynamic_slice_in_dim(x, number * blocks.size, blocks.size, dim)
+    return lax.dynamic_slice_in_dim(x, number * blocks.size, blocks.size, 1)
 
 
-def _with_block(x: jax.Array, blocks: Blocks, number: Any, dim: int, block: Any) -> jax.Array:
-    """The array with another block along a dim."""
+def _with_block(x: jax.Array, blocks: Blocks, number: Any, block: jax.Array) -> jax.Array:
+    """The array with another block along its second dim."""
     if blocks.count == 1:
         return block
-    return lax.dynamic_update_slice_in_dim(x, block, number * blocks.size, dim)
+    return lax.dynamic_update_slice_in_dim(x, block, number * blocks.size, 1)
 
 
 def _block_size(heads: int) -> int:
@@ -339,10 +416,11 @@ def _block_size(heads: int) -> int:
     return size
 
 
-def _filled(x: jax.Array, dim: int, length: int) -> jax.Array:
-    """The array with zeros behind it along a dim, up to a length."""
-    if x.shape[dim] == length:
+def _filled(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """The array with zeros behind it along its second dim, up to whole blocks."""
+    missing = blocks.padded_length - x.shape[1]
+    if not missing:
         return x
     widths = [(0, 0)] * x.ndim
-    widths[dim] = (0, length - x.shape[dim])
+    widths[1] = (0, missing)
     return jnp.pad(x, widths)

@@ -85,9 +85,11 @@ def forward(
         y, (lse,) = kernel(q, k, v, segments, beside.sinks)
         return y, lse
 
+    # The compiler makes the scaling a part of what makes the queries.
     q = _heads_first((q * attention.scale).astype(q.dtype))
     y, lse = jax.vmap(one_sequence)(q, _heads_first(k), _heads_first(v), _segments(beside))
     if _may_see_nothing(q.shape[2], k.shape[1], beside, attention):
+        # All its scores are the least there is, whose exponentials are ones beside each other.
         seen = lse > LEAST / 2
         y, lse = jnp.where(seen[..., None], y, 0), jnp.where(seen, lse, -jnp.inf)
     return _heads_first(y), lse.swapaxes(1, 2)
@@ -156,6 +158,7 @@ def _gradients(
         "k_layout": sizes.k_layout,
         "v_layout": sizes.v_layout,
     }
+    # Sinks are in `lse` already.
     operands = (q, k, v, segments, None, lse, y_gradient, delta)
     # JAX calls the two from the derivative of its own, which has no gradient to `lse`.
     _, k_gradient, v_gradient = splash._splash_attention_bwd_dkv(
@@ -236,6 +239,7 @@ def _mask(
     shape = (queries, keys)
     if mask.blocks is not None:
         return masks.MultiHeadMask([_Pattern(mask, shape, head, starts) for head in range(heads)])
+    # Without bounds JAX's window would give one bool for all scores, which the kernel cannot read.
     one: Any = masks.FullMask(shape)
     if not mask.everything:
         one = masks.LocalMask(shape, (mask.left, mask.right), offset=starts[0] - starts[1])
@@ -263,6 +267,7 @@ class _Pattern(masks.Mask):
         pattern = mask.blocks.pattern
         if mask.blocks.heads is not None:
             pattern = pattern[head]
+        # Only a block of the whole is asked for at a time: all of it would not fit.
         queries = np.arange(shape[0])[index[0]] + starts[0]
         keys = np.arange(shape[1])[index[1]] + starts[1]
         size = mask.blocks.size
