@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from machines import compile_for, on_its_own
 
 import shardlib as sl
 from shardlib import kernels, testing
+from shardlib.kernels import _attention, _choice
 from shardlib.kernels._attention import _reference
 
 P = jax.P
@@ -276,6 +278,14 @@ WHERE = {
 }
 
 
+@pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_on_shards_may_be_differentiated_by_jax(layout, where, monkeypatch):
+    reference = replace(_attention.IMPLEMENTATIONS[0], differentiable=True)
+    monkeypatch.setattr(_attention, "IMPLEMENTATIONS", (reference,))
+    test_attention_on_shards_is_that_of_one_device(layout, where, "reference")
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -474,7 +484,7 @@ HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
         (HALF.astype("float32"), {}, "attends in bfloat16 or float16; not float32"),
         (jnp.tile(HALF, 4), {}, "of at most 128; here 256"),
         (HALF, {"causal": True, "starts": (0, 5)}, "start at one position"),
-        (HALF, {"soft_cap": 5.0, "with_lse": True}, "no a soft cap and no a gradient to the log"),
+        (HALF, {"soft_cap": 5.0, "with_lse": True}, "no soft cap and no log-sum-exp"),
         (HALF, {"segment_ids": jnp.zeros((2, 128), int)}, "has no segments"),
         (HALF, {"window": (3, 3)}, "a window to the left of a causal one"),
         (HALF, {"window": (3, 0)}, None),
@@ -482,8 +492,6 @@ HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
     ],
 )
 def test_what_cudnn_cannot_attend_to_it_says(x, options, message, monkeypatch):
-    from shardlib.kernels import _attention, _choice
-
     monkeypatch.setattr(_attention, "device_here", lambda: _choice.Device("gpu", "NVIDIA X"))
     (call,) = kernels.explain(functools.partial(kernels.attention, **options), x, x, x).calls
     said = dict(call.others)["cudnn"]
@@ -522,13 +530,20 @@ def test_patterns_of_blocks_are_those_of_their_papers():
     assert fixed[:, 2::3].all() and fixed.shape == (10, 10)
 
 
-def test_explain_says_what_attends(capsys):
-    call = functools.partial(kernels.attention, causal=True)
-    arrays = [jax.ShapeDtypeStruct((2, 2048, 8, 128), "bfloat16")] * 3
-    mesh = sl.Target("tpu:v5e:2x2").mesh("data=4")
+@pytest.mark.tpu_compiler
+@pytest.mark.sentinel
+def test_the_compilers_programs_choose_what_attends_on_a_tpu():
+    mesh = sl.Target("tpu:v5p:2x2x1").mesh("data=4")
+    x = jax.ShapeDtypeStruct((4, 8192, 8, 128), "bfloat16")
+    call = functools.partial(kernels.attention, names=("batch", None, None, None), causal=True)
     with sl.use(sl.AxisRules(batch="data"), mesh):
-        named = functools.partial(call, names=("batch", None, None, None))
-        arrays[0] = jax.ShapeDtypeStruct((4, 2048, 8, 128), "bfloat16")
-        (explained,) = kernels.explain(named, *[arrays[0]] * 3).calls
-    assert "q: bfloat16[1, 2048, 8, 128]" in explained.task
-    assert {"reference", "splash"} == {explained.runs, *(name for name, _ in explained.others)}
+        (explained,) = kernels.explain(call, x, x, x).calls
+        (odd,) = kernels.explain(
+            call, *[jax.ShapeDtypeStruct((4, 100, 8, 8), "bfloat16")] * 3
+        ).calls
+    assert explained.task.startswith("q: bfloat16[1, 8192, 8, 128], k: ")
+    assert (explained.runs, explained.decided_by) == ("splash", "compiled")
+    others = dict(explained.others)
+    assert others["reference"] == "can; its program moves or multiplies more here"
+    assert others["cudnn"].startswith("is a kernel for GPUs")
+    assert odd.runs == "reference" and "pad them to 128" in dict(odd.others)["splash"]

@@ -455,10 +455,13 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
 
     mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
     x, half = (jax.ShapeDtypeStruct((8, 128), dtype) for dtype in ("float32", "float16"))
+    monkeypatch.setattr(_choice, "programs", tuple)
     with sl.use(RULES, mesh):
         said = kernels.explain(kernels.softmax, x, names=("batch", None)).calls[0]
         assert said.runs == "reference" and said.device == "TPU v5 lite"
-        assert dict(said.others)["tpu"] == "can; not measured on this kind of device"
+        assert said.decided_by == "default"
+        unknown = "can; neither measured nor compiled for this kind of device"
+        assert dict(said.others)["tpu"] == unknown
         line, times = (
             {"op": "softmax", "device": "TPU v5 lite", "dtype": "float32"},
             {("tpu", 512): 1.0, ("reference", 512): 2.0},
@@ -473,11 +476,37 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         long = jax.ShapeDtypeStruct((8, 4096), "float32")
         said = kernels.explain(kernels.softmax, long, names=("batch", None)).calls[0]
         assert said.runs == "reference" and dict(said.others)["tpu"] == "can; measured slower here"
+        assert said.decided_by == "measured"
         assert (
             kernels.explain(kernels.softmax, half, names=("batch", None)).calls[0].runs
             == "reference"
         )
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
+
+
+def test_where_no_clock_has_spoken_the_compilers_programs_choose(monkeypatch):
+    from shardlib.kernels import _choice, _softmax
+
+    monkeypatch.setattr(_softmax, "device_here", lambda: _choice.Device("tpu", "TPU vX"))
+    line = {"op": "softmax", "device": "TPU vX", "dtype": "bfloat16", "row": 1024}
+
+    def runs(**lines):
+        table = [{**line, "implementation": name, **cost} for name, cost in lines.items()]
+        monkeypatch.setattr(_choice, "programs", lambda: tuple(table))
+        (call,) = kernels.explain(kernels.softmax, X).calls
+        return call.runs, call.decided_by
+
+    fast, slow = {"seconds": 1.0, "temp_gb": 3.0}, {"seconds": 1.1, "temp_gb": 1.0}
+    assert runs(tpu=fast, reference=slow) == ("tpu", "compiled")
+    assert runs(tpu=slow, reference=fast) == ("reference", "compiled")
+    about_as_fast = {"seconds": 1.001, "temp_gb": 2.0}
+    assert runs(reference=fast, tpu=about_as_fast) == ("tpu", "compiled"), "fewer temporaries"
+    assert runs(tpu={"failed": "out of memory"}, reference=slow) == ("reference", "compiled")
+    measured = [{**line, "implementation": "reference", "time": 1.0}]
+    monkeypatch.setattr(_choice, "measurements", lambda: tuple(measured))
+    assert runs(tpu=fast, reference=slow) == ("reference", "measured"), "a clock knows better"
+    (named,) = kernels.explain(lambda: kernels.softmax(X, implementation="reference")).calls
+    assert named.decided_by == "name" and dict(named.others)["tpu"] == "can; another was named"
 
 
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):

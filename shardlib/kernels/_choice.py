@@ -74,6 +74,7 @@ class Implementation:
     platform: str | None  # None: anywhere
     module: str
     has_simulator: bool = True  # without one, a kernel runs only where its device is
+    differentiable: bool = False  # JAX differentiates its `forward`, and it has no `backward`
 
     @property
     def simulates(self) -> bool:

@@ -46,7 +46,7 @@ from shardlib.layouts._rules import axes_without, parts_over
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("splash", "tpu", f"{__name__}._splash"),
-    Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False),
+    Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False, differentiable=True),
 )
 
 
@@ -94,7 +94,9 @@ def attention(
     task = _task(arrays, definition, shards)
     call = Call(choose(IMPLEMENTATIONS, task, implementation), definition, shards)
     if q.size and k.size and v.size:
-        y, lse = cast(Any, _attend)(call, *varying_alike(*arrays))
+        # What has a derivative of its own inside is not given another one.
+        attend: Any = _run if call.chosen.implementation.differentiable else _attend
+        y, lse = attend(call, *varying_alike(*arrays))
     else:
         # No kernel takes arrays without numbers, and without keys nothing is seen.
         y = jnp.zeros(shards.y_layout.shape, q.dtype)
@@ -286,6 +288,11 @@ class Call:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *arrays: Any) -> tuple[Any, Any]:
     """What each device's queries take from the values, and their log-sum-exp."""
+    return _run(call, *arrays)
+
+
+def _run(call: Call, *arrays: Any) -> tuple[Any, Any]:
+    """The implementation on each device's shards."""
 
     def run_shard(*shards: Any) -> tuple[Any, Any]:
         own = _Arrays(*shards)
