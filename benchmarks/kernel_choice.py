@@ -16,7 +16,8 @@ implementation chooses: the fewest seconds, or, where two differ by less than a 
 fewest temporaries.
 
 It needs the compilers and no accelerator, and takes some ten minutes on two cores:
-`pip install -e ".[tpu-plan]"`, and in an environment of its own `".[gpu-plan]"`.
+`pip install -e ".[tpu-plan]"`, and in an environment of its own `".[gpu-plan]"`. A process makes
+kernels for one generation of GPUs: name Hopper's and Blackwell's apart, by `--target`.
 
     python -m benchmarks.kernel_choice --save
 """
@@ -170,6 +171,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--save", action="store_true", help="write the table of the chooser")
+    known = [target for targets in TARGETS.values() for target in targets]
+    parser.add_argument("--target", choices=known, action="append", help="only this device")
     parser.add_argument("--op", choices=list(IMPLEMENTATIONS), action="append", help="only this op")
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
@@ -181,6 +184,8 @@ def main() -> None:
             for implementation in IMPLEMENTATIONS[op][platform]:
                 for case in cases(op, implementation):
                     for target in targets:
+                        if arguments.target and target not in arguments.target:
+                            continue
                         lines.append(line_of(target, op, implementation, case))
                         print(json.dumps(lines[-1]), flush=True)
     if arguments.save:

@@ -390,25 +390,32 @@ def ranking(task: Task) -> Ranking:
     # A clock knows what no count of bytes does: how well the two overlap.
     measured = _nearest(measurements(), task)
     if measured:
-        return _ranked("measured", measured, lambda line: line["time"])
+        return _ranked("measured", sorted(measured, key=lambda line: line["time"]))
     compiled = [line for line in _nearest(programs(), task) if "failed" not in line]
     if compiled:
-        return _ranked("compiled", compiled, _program_cost)
+        return _ranked("compiled", _by_programs(compiled))
     return Ranking("default", ())
 
 
-def _ranked(
-    decided_by: str, lines: list[Mapping[str, Any]], cost: Callable[[Mapping[str, Any]], Any]
-) -> Ranking:
-    """The implementations of some lines, those of the least cost first."""
-    names = [line["implementation"] for line in sorted(lines, key=cost)]
-    return Ranking(decided_by, tuple(names))
+def _ranked(decided_by: str, lines: list[Mapping[str, Any]]) -> Ranking:
+    """The implementations of some lines, in their order."""
+    return Ranking(decided_by, tuple(line["implementation"] for line in lines))
 
 
-def _program_cost(line: Mapping[str, Any]) -> tuple[float, float]:
-    """What a program costs: seconds, of which a hundredth counts for nothing, and temporaries."""
-    hundredths = round(math.log(line["seconds"]) / math.log(1.01))
-    return hundredths, line["temp_gb"]
+def _by_programs(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines of programs, those of the fewest seconds first.
+
+    Seconds that are a hundredth more than the fewest are about as few: temporaries decide.
+    """
+    fewest = min(line["seconds"] for line in lines)
+
+    def cost(line: Mapping[str, Any]) -> tuple[float, float]:
+        seconds = line["seconds"]
+        if seconds <= 1.01 * fewest:
+            seconds = fewest
+        return seconds, line["temp_gb"]
+
+    return sorted(lines, key=cost)
 
 
 def _nearest(table: Sequence[Mapping[str, Any]], task: Task) -> list[Mapping[str, Any]]:
