@@ -46,14 +46,7 @@ def _refuses_definition(task: Task, attention: Attention) -> str | None:
             "takes queries and keys that start at one position, which is known before the program "
             "runs"
         )
-    absent = {
-        "segments": "query_segments" in task.arrays,
-        "sinks": "sinks" in task.arrays,
-        "soft cap": attention.cap is not None,
-        "patterns of blocks": attention.mask.blocks is not None,
-        "log-sum-exp that it gives": attention.with_lse,
-    }
-    lacking = [name for name, asked in absent.items() if asked]
+    lacking = _lacking(task, attention)
     if lacking:
         return f"has no {' and no '.join(lacking)}"
     mask = attention.mask
@@ -63,6 +56,18 @@ def _refuses_definition(task: Task, attention: Attention) -> str | None:
     if mask.left is not None and task.arrays["q"].shape[1] != task.arrays["k"].shape[1]:
         return "takes a window of as many queries as keys"
     return None
+
+
+def _lacking(task: Task, attention: Attention) -> list[str]:
+    """What is asked for that cuDNN has not."""
+    asked = {
+        "segments": "query_segments" in task.arrays,
+        "sinks": "sinks" in task.arrays,
+        "soft cap": attention.cap is not None,
+        "patterns of blocks": attention.mask.blocks is not None,
+        "log-sum-exp that it gives": attention.with_lse,
+    }
+    return [name for name, wanted in asked.items() if wanted]
 
 
 def forward(

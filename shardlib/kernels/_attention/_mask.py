@@ -121,17 +121,26 @@ class Mask:
         """
         seen = np.ones((queries.count, keys.count), bool)
         if starts is not None:
-            # A block of keys is seen if that edge of it is which is nearest to the queries.
-            first_query, last_query = queries.positions(starts[0])
-            first_key, last_key = keys.positions(starts[1])
-            if self.right is not None:
-                seen &= first_key[None, :] - last_query[:, None] <= self.right
-            if self.left is not None:
-                seen &= last_key[None, :] - first_query[:, None] >= -self.left
+            edges = (*queries.positions(starts[0]), *keys.positions(starts[1]))
+            seen &= self._in_band(*edges)
             if self.blocks is not None:
-                seen &= self._in_pattern(first_query, last_query, first_key, last_key)
+                seen &= self._in_pattern(*edges)
         # In the order of rows: sums of one block of queries are made in one go.
         return np.argwhere(seen).astype(np.int32)
+
+    def _in_band(self, *edges: np.ndarray) -> np.ndarray | bool:
+        """Whether the band has anything between the edges of each block of queries and keys.
+
+        Edges are the first and the last positions of blocks of queries, and of those of keys.
+        """
+        first_query, last_query, first_key, last_key = edges
+        seen: np.ndarray | bool = True
+        # A block of keys is seen if that edge of it is which is nearest to the queries.
+        if self.right is not None:
+            seen = first_key[None, :] - last_query[:, None] <= self.right
+        if self.left is not None:
+            seen = seen & (last_key[None, :] - first_query[:, None] >= -self.left)
+        return seen
 
     def _in_pattern(self, *edges: np.ndarray) -> np.ndarray:
         """Whether the pattern has anything between the edges of each block of queries and keys.

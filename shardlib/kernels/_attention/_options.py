@@ -122,6 +122,12 @@ def _checked_mask(causal: Any, window: Any, block_mask: Any, heads: int) -> Mask
     # A window to the right of a causal mask would say that a query sees what it must not.
     if causal:
         right = 0
+    _check_block_mask(block_mask, heads)
+    return Mask(left, right, block_mask)
+
+
+def _check_block_mask(block_mask: Any, heads: int) -> None:
+    """Refuse what is no pattern of blocks, or has patterns for another number of heads."""
     takes = "a `sl.kernels.BlockMask`"
     check.kind(OP, "block_mask", block_mask, BlockMask, takes, optional=True)
     if block_mask is not None and block_mask.heads not in (None, heads):
@@ -129,7 +135,6 @@ def _checked_mask(causal: Any, window: Any, block_mask: Any, heads: int) -> Mask
             f"`{OP}(block_mask=...)` has patterns for {block_mask.heads} heads, and `q` has "
             f"{heads}. One pattern, without the dim of heads, is for all."
         )
-    return Mask(left, right, block_mask)
 
 
 def _checked_starts(

@@ -310,14 +310,13 @@ class _Walk:
         """The sums before any key is seen."""
         wide = compute_dtype(q.dtype)
         shape = (q.shape[0], self.queries.padded_length, *q.shape[2:4])
-        total = jnp.zeros(shape, wide)
-        highest = jnp.full(shape, -jnp.inf, wide)
+        highest, total = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
         if beside.sinks is not None:
             # A sink is a score that was seen before all others, and has no value.
             sinks = beside.sinks.astype(wide).reshape(shape[2:])
             highest, total = jnp.broadcast_to(sinks, shape), total + 1
-        y = jnp.zeros((*shape, v.shape[-1]), wide)
-        return _Sums(*(as_varying(x, varying(q)) for x in (highest, total, y)))
+        sums = (highest, total, jnp.zeros((*shape, v.shape[-1]), wide))
+        return _Sums._make(as_varying(x, varying(q)) for x in sums)
 
     def queries_of(self, x: jax.Array) -> jax.Array:
         """An array whose second dim is that of the queries, filled up to whole blocks."""
