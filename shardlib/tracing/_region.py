@@ -309,7 +309,7 @@ def use(
         results, kept = forward(*arguments)
         # Inputs are kept as they were before the barrier: what is the same for all layers of a
         # loop, JAX keeps once, but what a layer has made of it, once for each layer.
-        kept = _replaced(kept, dict(zip(map(id, arguments), [*floats, *others], strict=False)))
+        kept = _replaced(kept, arguments, [*floats, *others])
         return outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
 
     def backwards(saved: Any, gradients: Any) -> Any:
@@ -328,9 +328,10 @@ def use(
     return outputs.merge(*used(floats, others, stored, anchors))
 
 
-def _replaced(tree: Any, others: dict[int, Any]) -> Any:
-    """The tree with another array in the place of each whose `id` is a key."""
-    return jax.tree.map(lambda x: others.get(id(x), x), tree)
+def _replaced(tree: Any, arrays: list[Any], others: list[Any]) -> Any:
+    """The tree with others in the place of the first of some arrays."""
+    by_id = dict(zip(map(id, arrays), others, strict=False))
+    return jax.tree.map(lambda x: by_id.get(id(x), x), tree)
 
 
 def _instantiated(gradients: Sequence[Any]) -> list[Any]:

@@ -133,6 +133,7 @@ def _with_scores(sums: _Sums, z: jax.Array, v: jax.Array) -> _Sums:
     highest = jnp.maximum(sums.highest, _queries_second(z.max(-1)))
     # Where nothing was seen yet, the difference of two infinities would be no number.
     reference = jnp.where(highest == -jnp.inf, 0, highest)
+    # What was summed up so far was relative to a lower score.
     rescale = jnp.exp(sums.highest - reference)
     e = jnp.exp(z - _queries_last(reference)[..., None])
     total = sums.total * rescale + _queries_second(e.sum(-1))
@@ -239,6 +240,7 @@ def _score_gradients(walk: "_Walk", blocks: _Blocks, pair: Any) -> tuple[jax.Arr
     """The shares of a pair's keys in its queries, and the gradients to their products, bgrqk."""
     at_queries, at_keys = walk.at(pair)
     z, kept = walk.scores(blocks.q, blocks.k, pair)
+    # Relative to the log-sum-exp, exponentials are shares: no sum of them is needed again.
     p = jnp.exp(z - _queries_last(at_queries(blocks.lse))[..., None])
     if kept is not None:
         p = jnp.where(kept, p, 0)
@@ -282,6 +284,7 @@ def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
 
 def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """A product of two blocks, added up wide."""
+    # Of 16 bits each product is exact in float32, and is rounded once, as a part of a sum.
     return jnp.einsum(letters, x, y, preferred_element_type=compute_dtype(x.dtype))
 
 
@@ -309,12 +312,13 @@ class _Walk:
     def nothing_seen(self, q: jax.Array, v: jax.Array, beside: Beside) -> _Sums:
         """The sums before any key is seen."""
         wide = compute_dtype(q.dtype)
-        shape = (q.shape[0], self.queries.padded_length, *q.shape[2:4])
+        batch, _, groups, per_group, _ = q.shape
+        shape = (batch, self.queries.padded_length, groups, per_group)
         highest, total = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
+        # A sink is a score that was seen before all others, and has no value.
         if beside.sinks is not None:
-            # A sink is a score that was seen before all others, and has no value.
-            sinks = beside.sinks.astype(wide).reshape(shape[2:])
-            highest, total = jnp.broadcast_to(sinks, shape), total + 1
+            sinks = beside.sinks.astype(wide)
+            highest, total = highest.at[:].set(sinks.reshape(groups, per_group)), total + 1
         sums = (highest, total, jnp.zeros((*shape, v.shape[-1]), wide))
         return _Sums._make(as_varying(x, varying(q)) for x in sums)
 
