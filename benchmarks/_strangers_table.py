@@ -319,6 +319,8 @@ CALLS: tuple[Call, ...] = (
     _call("sl.kernels.longformer_blocks", "64", "8", window="3", everywhere="(0,)"),
     _call("sl.kernels.bigbird_blocks", "64", "8", window="3", everywhere="(0,)", random="1",
           seed="0"),
+    _call("sl.kernels.on_shards", "lambda x: x", "[('batch', None)]", "('batch', None)",
+          also={"at0": ("any",), "at1": ("any",), "at2": ("any",)}),
     _call("sl.kernels.explain", "sl.kernels.softmax", "ones(4, 128)", also={"at1": ("any",)}),
     # Pipelines
     *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4") for name in SCHEDULES),

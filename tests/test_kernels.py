@@ -543,3 +543,63 @@ def test_a_race_in_a_kernel_would_be_found(capsys):
         assert "RACE DETECTED" in str(error)
     else:
         assert "RACE DETECTED" in capsys.readouterr().out
+
+
+ROWS = ("batch", "seq", None)
+
+
+def squared_sums(x, scale):
+    """What a kernel of others might be: a result of rows, and one of all rows of the device."""
+    y = x * scale
+    return y, jax.lax.psum((y**2).sum((0, 1)), ("data", "model"))
+
+
+@pytest.mark.parametrize("manual", [(), ("data",), ("data", "model")], ids=str)
+def test_a_function_of_others_runs_on_each_devices_shard(manual):
+    arrays = make({"x": (4, 8, 16), "scale": (8, 16)}, "float32")
+    x, scale = arrays["x"], arrays["scale"]
+    mesh = sl.make_mesh("data=2,model=4")
+    run = kernels.on_shards(squared_sums, [ROWS, ("seq", None)], [ROWS, (None,)])
+
+    def both_ways(x, scale, cotangent):
+        (y, _), back = jax.vjp(run, x, scale)
+        x_gradient, scale_gradient = back((cotangent, jnp.zeros(16)))
+        rest = tuple(axis for axis in manual if axis == "data")
+        return y, run(x, scale)[1], x_gradient, jax.lax.psum(scale_gradient, rest)
+
+    if manual:
+        spec = P(*("data" if "data" in manual else None, "model" if "model" in manual else None))
+        row = P(spec[1])
+        both_ways = jax.shard_map(
+            both_ways,
+            in_specs=(spec, row, spec),
+            out_specs=(spec, P(), spec, row),
+            axis_names=set(manual),
+            check_vma=False,
+        )
+    cotangent = np.cos(np.arange(x.size)).reshape(x.shape).astype("f")
+    with sl.use(RULES, mesh):
+        found = jax.jit(both_ways)(x, scale, cotangent)
+    y = x * scale
+    wanted = (y, (y**2).sum((0, 1)), cotangent * scale, (cotangent * x).sum(0))
+    near(found, wanted, 1e-6)
+    if not manual:
+        assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, P("data", "model")), 3)
+
+
+@pytest.mark.parametrize(
+    ("in_names", "out_names", "message"),
+    [
+        ([ROWS, ROWS], ROWS, "called with 1 arrays, and `in_names` has names for 2"),
+        ([ROWS], ("batch", None), "has 3 dims and was given 2 names"),
+        ([ROWS], ("batch", "heads", None), "named `heads`, which no argument's is; they have `b"),
+        ([ROWS], [ROWS, ROWS], "the function gives 1 results, and `out_names` has names for 2"),
+        (ROWS, ROWS, "the names of each argument's dims, in a list"),
+        ([None], ROWS, "a tuple of names"),
+    ],
+)
+def test_names_for_a_function_of_others_are_checked(in_names, out_names, message):
+    x = jnp.ones((4, 8, 16))
+    several = isinstance(out_names, list)
+    with sl.use(RULES, sl.make_mesh("data=2,model=4")), pytest.raises(ValueError, match=message):
+        kernels.on_shards(lambda x: [2 * x] if several else 2 * x, in_names, out_names)(x)

@@ -17,4 +17,5 @@ from shardlib.kernels._linear_cross_entropy import LossOptions as LossOptions
 from shardlib.kernels._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from shardlib.kernels._norm import layer_norm as layer_norm
 from shardlib.kernels._norm import rms_norm as rms_norm
+from shardlib.kernels._on_shards import on_shards as on_shards
 from shardlib.kernels._softmax import softmax as softmax
