@@ -43,6 +43,7 @@ def on_shards(
     check.function(OP, "function", function)
     takes = 'the names of each argument\'s dims, in a list: `[("batch", None)]`'
     check.kind(OP, "in_names", in_names, list, takes)
+    # A tuple is the names of one result, so that several come in a list.
     several = isinstance(out_names, list)
     results: list[Any] = list(out_names) if several else [out_names]
     for argument, names in (("in_names", in_names), ("out_names", results)):
@@ -78,6 +79,8 @@ def _run(
     results = [_layout_of_result(names, by_name) for names in out_names]
 
     def checked(*shards: Any) -> Any:
+        # Only here is it known how many dims a result has: collectives in the function cannot be
+        # traced outside the `shard_map`.
         made = function(*shards)
         _check_results(list(made) if several else [made], out_names)
         return tuple(made) if several else made
@@ -105,6 +108,7 @@ def _layouts_by_name(
     in_names: Sequence[Names], layouts: Sequence[ArrayLayout]
 ) -> dict[str, ArrayLayout]:
     """For each name, the layout of the one dim that has it; refuses two that differ."""
+    # A result can only be split as something is: its own size is not known yet.
     by_name: dict[str, ArrayLayout] = {}
     for names, layout in zip(in_names, layouts, strict=True):
         for dim, name in enumerate(names):
@@ -123,6 +127,7 @@ def _layouts_by_name(
 def _layout_of_result(names: Names, by_name: dict[str, ArrayLayout]) -> ArrayLayout:
     """The layout of a result, as far as it is known before there is one: how its dims are split."""
     entries, axes = [], []
+    # Where nothing is sharded on purpose, no argument's layout says anything.
     known = True
     for name in names:
         if name is None:
