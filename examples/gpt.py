@@ -4,7 +4,9 @@ abstract state and batch, and an estimate to compare.
     python -m shardlib plan examples/gpt.py:llama2_7b --target tpu:v5e:16x16 --mesh data=16,model=16
     python -m shardlib plan examples/gpt.py:gpt2_124m --target gpu:h200:1x1x8 --mesh data=8
 
-Products are taken in bfloat16; parameters, gradients and AdamW's moments are float32.
+Products are taken in bfloat16; parameters, gradients and AdamW's moments are float32. Attention is
+plain JAX, of whose memory the estimates speak at its fullest moment; `GPTConfig()` itself takes the
+kernel of the device.
 """
 
 import sys
@@ -23,6 +25,8 @@ from jax.sharding import Mesh
 import shardlib as sl
 from models import gpt
 
+PLAIN_GPT2 = gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128, attention="xla")
+PLAIN_LLAMA = gpt.llama2_7b(dtype=jnp.bfloat16, attention="xla")
 Planned = tuple[sl.Step, sl.State, Any, sl.planning.Estimate]
 
 
@@ -69,18 +73,18 @@ def step_of(
 
 def gpt2_124m(mesh: Mesh) -> Planned:
     """GPT-2 of 124 million parameters, half a million tokens a step."""
-    return step_of(gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128), mesh, 512, accumulate=8)
+    return step_of(PLAIN_GPT2, mesh, 512, accumulate=8)
 
 
 def llama2_7b(mesh: Mesh) -> Planned:
     """Llama 2 of 7 billion parameters, a million tokens a step."""
-    return step_of(
-        gpt.llama2_7b(dtype=jnp.bfloat16), mesh, 256, split_parameters=True, remat="full"
-    )
+    return step_of(PLAIN_LLAMA, mesh, 256, split_parameters=True, remat="full")
 
 
 def llama2_7b_zero3(mesh: Mesh) -> Planned:
     """The same under stage 3 of ZeRO: gathered and scattered layer by layer, in bfloat16, and not
     by the partitioner.
     """
-    return step_of(gpt.llama2_7b(), mesh, 256, zero=3, precision="bf16", remat="full")
+    return step_of(
+        gpt.llama2_7b(attention="xla"), mesh, 256, zero=3, precision="bf16", remat="full"
+    )

@@ -140,6 +140,7 @@ class GPTConfig:
             bias=self.bias,
             tied=self.tied,
             final_norm=self.norm_first,
+            scores=self.attention == "xla",
         )
 
 

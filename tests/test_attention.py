@@ -148,11 +148,18 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_is_that_of_float64_for_every_mask(implementation, mask, sinks):
-    check(make(256, 256, sinks=sinks), MASKS[mask], implementation)
+def test_attention_is_that_of_float64_for_every_mask(implementation, mask):
+    check(make(256, 256), MASKS[mask], implementation)
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("reference-causal window", "splash_simulated-segments")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_with_sinks_is_that_of_float64_for_every_mask(implementation, mask):
+    check(make(256, 256, sinks=True), MASKS[mask], implementation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -165,6 +172,8 @@ def test_attention_of_16_bits_is_that_of_float64(implementation, dtype):
     check(make(256, 256), {"causal": True}, implementation, dtype)
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("80")
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 def test_heads_of_attention_may_be_of_any_size(size):
     arrays = make(128, 256, heads=2, groups=1, size=size)
@@ -278,18 +287,32 @@ WHERE = {
 }
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_on_shards_is_that_of_one_device(layout, where):
+    check_on_shards(layout, where, "reference")
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("few key heads-automatic", "positions-in a step", "heads-own, checked")
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_by_splash_on_shards_is_that_of_one_device(layout, where):
+    check_on_shards(layout, where, "splash_simulated")
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("few key heads-automatic")
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_on_shards_may_be_differentiated_by_jax(layout, where, monkeypatch):
     reference = replace(_attention.IMPLEMENTATIONS[0], differentiable=True)
     monkeypatch.setattr(_attention, "IMPLEMENTATIONS", (reference,))
-    test_attention_on_shards_is_that_of_one_device(layout, where, "reference")
+    check_on_shards(layout, where, "reference")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_on_shards_is_that_of_one_device(layout, where, implementation):
+def check_on_shards(layout, where, implementation):
+    """Values and gradients on a mesh beside those of one device."""
     shape, names, kv_names, groups, _ = LAYOUTS[layout]
     manual, checked = WHERE[where]
     if manual and kv_names is None and groups < 4:

@@ -60,6 +60,7 @@ class Decoder:
     bias: bool = True
     tied: bool = True
     final_norm: bool = True
+    scores: bool = True  # attention writes its scores to memory, as plain JAX does
 
     def __post_init__(self) -> None:
         # The type of a field says what it takes.
@@ -129,18 +130,29 @@ class Decoder:
         head_dim = self.head_dim or width // self.heads
         # With grouped queries there are fewer heads of keys and values than of queries.
         queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
-        scores = self.heads * self.sequence * tokens // tensor
         return Module(
             name="attention",
             count=self.layers,
             parameters=2 * width * (queries + keys) + bias * (queries + 2 * keys + width),
             flops=4 * tokens * (width * (queries + keys) + self.sequence * queries) // tensor,
             output=(examples, self.sequence, width),
-            # Queries, keys, values, output; of each score its exponential in float32 and its
-            # probability.
-            kept_bytes=2 * tokens * (queries + keys) * itemsize // tensor + scores * (4 + itemsize),
+            # Queries, keys, values and output, and what is kept of the scores.
+            kept_bytes=2 * tokens * (queries + keys) * itemsize // tensor
+            + self.score_bytes(examples, itemsize, tensor),
             in_layer=True,
         )
+
+    def score_bytes(self, examples: int, itemsize: int, tensor: int = 1) -> int:
+        """The bytes that are kept of the scores of a layer's attention, on one device.
+
+        Of each score that is written these are its exponential in float32 and its probability. An
+        attention that writes none keeps one number in float32 for each query and head, from which
+        it makes them again.
+        """
+        queries = self.heads * self.sequence * examples // tensor
+        if not self.scores:
+            return 4 * queries
+        return queries * self.sequence * (4 + itemsize)
 
     def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
         """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""

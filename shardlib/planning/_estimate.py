@@ -305,9 +305,7 @@ def _activations(
     parts = 1
     if shared.sequence:
         parts = shared.tensor
-    # Each score of a layer's attention has an exponential in float32 and a probability.
-    scores = decoder.heads * decoder.sequence**2 * examples // shared.tensor
-    scores_bytes = scores * (4 + sizes.compute)
+    scores_bytes = decoder.score_bytes(examples, sizes.compute, shared.tensor)
     # Embedding, last norm and head are there once, whatever the number of layers.
     layer, outside = 0, 0
     for module in modules:
