@@ -78,12 +78,15 @@ def figures_of(pod: Pod) -> dict[str, Any]:
     started = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - started
+    attends = pod.config.attention
+    if attends is None:
+        attends = "splash" if "splash" in compiled.as_text() else "reference"
     return {
         "temp_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3),
         "gigacycles": round(cycles(compiled.as_text()) / 1e9, 3),
         "lower_s": round(lower_s, 1),
         "compile_s": round(compile_s, 1),
-        "attends": "splash" if "splash" in compiled.as_text() else "xla",
+        "attends": attends,
     }
 
 
