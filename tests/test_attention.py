@@ -538,6 +538,19 @@ def test_attention_refuses_layouts_in_which_a_device_lacks_something(names, kv_n
         kernels.attention(Q, Q, Q, names=names, kv_names=kv_names)
 
 
+def test_attention_in_which_no_query_sees_a_key_is_zeros():
+    options = {"causal": True, "window": (3, None), "starts": (500, 0)}
+    check(make(128, 128), options, "reference")
+    with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
+        check(make(128, 128), options, "splash_simulated")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_in_which_whole_blocks_of_queries_see_nothing(implementation):
+    options = {"causal": True, "window": (3, None), "starts": (0, 0)}
+    check(make(1152, 384, heads=2, groups=1, batch=1), options, implementation)
+
+
 def test_attention_of_nothing_is_zeros():
     y, lse = kernels.attention(Q, Q[:, :0], Q[:, :0], with_lse=True)
     assert not y.any() and y.shape == Q.shape and (lse == -jnp.inf).all()

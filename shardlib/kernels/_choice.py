@@ -231,10 +231,10 @@ def _numbers_of_arrays(leaves: Sequence[Any]) -> list[int]:
 
 
 def choose(candidates: Sequence[Implementation], task: Task, requested: str | None) -> Chosen:
-    """The implementation that was requested, or the fastest measured of those that can do a task.
+    """The implementation that was requested, or the first of the ranking that can do a task.
 
-    Where none of those was measured, it is the reference, which can do any. A choice is noted in
-    the notebook that is open, if one is.
+    Where nothing is known of the device, or none of those can, it is the reference, which can do
+    any. A choice is noted in the notebook that is open, if one is.
     """
     device = task.device
     assert device is not None

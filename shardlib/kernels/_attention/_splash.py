@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from shardlib.kernels._attention._mask import Mask
+from shardlib.kernels._attention._mask import Blocks, Mask
 from shardlib.kernels._attention._reference import Attention, Beside
 from shardlib.kernels._choice import Task, device_here
 from shardlib.kernels._tpu import LANES, MIB, vmem_bytes
@@ -58,13 +58,16 @@ def refuses(task: Task) -> str | None:
                 f"takes lengths that {LANES} divides, and there are {length} {what} on a device; "
                 f"pad them to {raise_to}, with a segment of their own"
             )
+    blocks = Blocks(q.shape[1], LANES), Blocks(k.shape[1], LANES)
+    if not len(attention.mask.pairs(*blocks, attention.starts)):
+        return "takes a mask that leaves some key to some query, and this one leaves none"
     if v.shape[3] != q.shape[3]:
         return f"takes values of the size of keys; here {v.shape[3]} and {q.shape[3]}"
-    blocks = attention.mask.blocks
-    if blocks is not None and blocks.heads not in (None, q.shape[2]):
+    pattern = attention.mask.blocks
+    if pattern is not None and pattern.heads not in (None, q.shape[2]):
         return (
             f"takes one pattern of blocks for all heads where heads are split over devices; here "
-            f"{blocks.heads} heads have one each"
+            f"{pattern.heads} heads have one each"
         )
     return None
 
