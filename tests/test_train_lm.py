@@ -74,10 +74,25 @@ def texts(tmp_path_factory):
     ]
 
 
-def command(texts, folder, *more):
+@pytest.fixture(scope="module")
+def slow_trainer(tmp_path_factory):
+    """The trainer, whose steps take a second each: a signal arrives long before the last one."""
+    script = tmp_path_factory.mktemp("slow") / "slow.py"
+    script.write_text(
+        "import runpy, sys, time\n"
+        "from shardlib.step._step import Step\n"
+        "take = Step.__call__\n"
+        "Step.__call__ = lambda *arguments: (time.sleep(1), take(*arguments))[1]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"runpy.run_path({str(ROOT / 'examples/train_lm.py')!r}, run_name='__main__')\n"
+    )
+    return script
+
+
+def command(texts, folder, *more, script=ROOT / "examples/train_lm.py"):
     return [
         sys.executable,
-        str(ROOT / "examples/train_lm.py"),
+        str(script),
         "tiny",
         *texts,
         "--folder",
@@ -161,8 +176,10 @@ def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
 
 
 @pytest.mark.long
-def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tmp_path):
-    killed = run(command(texts, tmp_path), processes=2, devices=4)
+def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(
+    undisturbed, texts, slow_trainer, tmp_path
+):
+    killed = run(command(texts, tmp_path, script=slow_trainer), processes=2, devices=4)
     for _ in killed.stdout:
         if any(path.name.isdecimal() for path in (tmp_path / "checkpoints").glob("*")):
             killed.kill()  # and the kernel its processes
@@ -177,9 +194,10 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(undisturbed, texts, tm
 
 @pytest.mark.long
 def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(
-    undisturbed, texts, tmp_path
+    undisturbed, texts, slow_trainer, tmp_path
 ):
-    told = run(command(texts, tmp_path, "--loop.save_every", "12"), processes=2, devices=4)
+    options = ("--loop.save_every", "12")
+    told = run(command(texts, tmp_path, *options, script=slow_trainer), processes=2, devices=4)
     seen = ""
     for line in told.stdout:
         seen += line
