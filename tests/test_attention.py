@@ -17,7 +17,7 @@ from machines import compile_for, on_its_own
 import shardlib as sl
 from shardlib import kernels, testing
 from shardlib.kernels import _attention, _choice
-from shardlib.kernels._attention import _reference
+from shardlib.kernels._attention import _pairs
 
 P = jax.P
 RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ["reference", "splash_simulated"]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of the reference so small that short sequences have several."""
-    monkeypatch.setattr(_reference, "BLOCK", 64)
+    monkeypatch.setattr(_pairs, "BLOCK", 64)
 
 
 def plain(arrays, options):
@@ -258,11 +258,14 @@ def test_attention_under_vmap_and_scan_is_a_loop(implementation):
     near(scanned(arrays), wanted, 2e-6)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"block_mask": kernels.BlockMask(np.ones((2, 2), bool), 64)}]
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation):
+def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation, options):
     arrays = make(128, 128)
     arrays["q"][0, 5, 1], arrays["k"][1, 100, 0] = np.nan, np.nan
-    y, lse = attend(arrays, {"causal": True, "implementation": implementation})
+    y, lse = attend(arrays, {"causal": True, "implementation": implementation} | options)
     bad = np.zeros(y.shape[:3], bool)
     bad[0, 5, 1] = bad[1, 100:, :2] = True
     np.testing.assert_array_equal(np.isnan(lse), bad)
@@ -478,6 +481,7 @@ Q = jnp.zeros((2, 128, 4, 8))
         (lambda: kernels.attention(Q, Q, Q, block_mask=pattern(3, 2, 2)), "patterns for 3 heads"),
         (lambda: kernels.attention(Q, Q, Q, block_mask=np.ones((2, 2))), "`sl.kernels.BlockMask`"),
         (lambda: kernels.attention(Q, Q, Q, starts=(0, 0.5)), "two whole numbers"),
+        (lambda: kernels.attention(Q, Q, Q, starts=(0, 2**31)), "at most 2,147,483,519"),
         (lambda: kernels.attention(Q, Q, Q, names=WHOLE), "outside any rules"),
         (lambda: kernels.attention(Q, Q, Q, kv_names=WHOLE), "name the dims of `q` too"),
         (lambda: kernels.attention(Q, Q, Q, implementation="splash"), "is a kernel for TPUs"),
@@ -521,6 +525,12 @@ def test_what_cudnn_cannot_attend_to_it_says(x, options, message, monkeypatch):
     assert (message or "can; neither measured nor compiled") in said
 
 
+def test_cudnn_wants_values_of_the_size_of_keys(monkeypatch):
+    monkeypatch.setattr(_attention, "device_here", lambda: _choice.Device("gpu", "NVIDIA X"))
+    (call,) = kernels.explain(kernels.attention, HALF, HALF, jnp.tile(HALF, 2)).calls
+    assert "takes values of the size of keys; here 128 and 64" in dict(call.others)["cudnn"]
+
+
 @pytest.mark.parametrize(
     ("names", "kv_names", "message"),
     [
@@ -555,6 +565,105 @@ def test_attention_of_nothing_is_zeros():
     y, lse = kernels.attention(Q, Q[:, :0], Q[:, :0], with_lse=True)
     assert not y.any() and y.shape == Q.shape and (lse == -jnp.inf).all()
     assert kernels.attention(Q[:, :0], Q, Q).shape == (2, 0, 4, 8)
+
+
+def test_attention_without_keys_has_the_log_sum_exp_of_its_sinks():
+    sinks = jnp.arange(4.0)
+    attend_sinks = lambda sinks: kernels.attention(
+        Q, Q[:, :0], Q[:, :0], sinks=sinks, with_lse=True
+    )
+    (y, lse), back = jax.vjp(attend_sinks, sinks)
+    assert not y.any()
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks, lse.shape))
+    np.testing.assert_array_equal(back((y, jnp.ones_like(lse)))[0], np.full(4, Q[..., 0, 0].size))
+
+
+def test_attention_to_values_without_numbers_has_a_log_sum_exp():
+    _, wanted = kernels.attention(Q, Q, Q, with_lse=True)
+    y, lse = kernels.attention(Q, Q, Q[..., :0], with_lse=True)
+    assert y.shape == (2, 128, 4, 0)
+    near(lse, wanted, 1e-6, 1)
+
+
+@pytest.mark.parametrize("bound", [127, 2**31 - 1, 2**31, 2**63 - 1])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_window_that_is_wider_than_the_sequence_hides_nothing(implementation, bound):
+    arrays = make(128, 128, batch=1)
+    wanted = attend(arrays, {"implementation": implementation})
+    found = attend(arrays, {"implementation": implementation, "window": bound})
+    near(found, wanted, 1e-6, 1)
+
+
+def test_a_wide_window_at_positions_that_the_program_knows_hides_nothing():
+    arrays = make(128, 128, batch=1)
+    starts = (jnp.int32(2**30), jnp.int32(5))
+    found = attend(arrays, {"starts": starts, "window": (2**40, 2**40)})
+    near(found, attend(arrays, {}), 1e-6, 1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_sink_of_minus_infinity_takes_no_part(implementation):
+    arrays = make(128, 128, sinks=True)
+    arrays["sinks"][1] = -np.inf
+    ids = np.zeros((2, 128), int)
+    # The first twenty queries see no key.
+    options = {"segment_ids": (ids - (np.arange(128) < 20), ids)}
+    y, lse = attend(arrays, {**options, "implementation": implementation})
+    assert not y[:, :20].any()
+    assert (lse[:, :20, 1] == -np.inf).all() and np.isfinite(lse[:, :20, 0]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key(implementation):
+    arrays = make(128, 128)
+    ids = np.zeros((2, 128), int)
+    options = {"segment_ids": (ids - (np.arange(128) < 20), ids), "implementation": implementation}
+
+    def loss(arrays):
+        y, lse = attend(arrays, options)
+        # As two results are combined of which neither has seen a key.
+        both = jnp.logaddexp(lse, lse)
+        return y.sum() + jnp.where(jnp.isfinite(both), both, 0).sum()
+
+    gradients = jax.grad(loss)(arrays)
+    assert all(np.isfinite(x).all() for x in gradients.values())
+
+
+def test_segment_ids_of_64_bits_are_compared_as_such():
+    ids = np.zeros((2, 128), np.int64)
+    ids[:, 64:] = 2**32
+    options = {"segment_ids": ids, "with_lse": True}
+    with jax.enable_x64():
+        found = kernels.attention(Q, Q, Q, **options)
+        with pytest.raises(ValueError, match="not int64"):
+            kernels.attention(Q, Q, Q, **options, implementation="splash_simulated")
+    near(found, kernels.attention(Q, Q, Q, segment_ids=ids // 2**32, with_lse=True), 1e-6, 1)
+
+
+def test_an_axis_of_one_device_splits_no_positions():
+    with sl.use(RULES, sl.make_mesh("data=2,model=4,seq=1")):
+        call = functools.partial(kernels.attention, causal=True, names=SPLIT)
+        (explained,) = kernels.explain(call, Q, Q, Q).calls
+    assert "positions that are known" not in dict(explained.others)["splash"]
+
+
+UPPER = np.triu(np.ones((2, 2), bool), 1)
+ONE_EMPTY = np.stack([np.ones((2, 2), bool), np.zeros((2, 2), bool)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        # A band and a pattern that each leave something, and together nothing.
+        (2, {"causal": True, "block_mask": kernels.BlockMask(UPPER, 64)}),
+        (2, {"block_mask": kernels.BlockMask(ONE_EMPTY, 64)}),
+    ],
+)
+def test_a_mask_of_which_a_head_sees_nothing_is_the_references(heads, options):
+    arrays = make(128, 128, heads=heads, groups=1)
+    check(arrays, options, "reference")
+    with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
+        check(arrays, options, "splash_simulated")
 
 
 def test_patterns_of_blocks_are_those_of_their_papers():

@@ -27,8 +27,9 @@ from shardlib.kernels._attention._options import (
     checked_arrays,
     checked_options,
 )
-from shardlib.kernels._attention._reference import Attention, Beside
+from shardlib.kernels._attention._reference import Attention, SideInputs
 from shardlib.kernels._choice import Chosen, Implementation, Task, choose, device_here
+from shardlib.kernels._rows import compute_dtype
 from shardlib.kernels._shards import (
     ArrayLayout,
     Names,
@@ -73,10 +74,11 @@ def attention(
         implementation: None takes what is fastest here; by name, that or an error. See `explain`.
         options: which keys a query sees, and how scores are made, see `AttentionOptions`: `causal`,
             `window`, `segment_ids`, `block_mask`, `scale`, `soft_cap`, `sinks`, `starts`, and
-            `with_lse`, for the log-sum-exp beside the result.
+            `with_lse`, which also returns the log-sum-exp.
 
-    A query that sees no key gets zeros, and a log-sum-exp of minus infinity. It is computed in
-    float32 and rounded once; memory is linear in the lengths. There is no dropout.
+    A query that sees no key gets zeros, and a log-sum-exp of minus infinity. Scores, softmax and
+    sums are in float32 (float64 for float64); products take the dtype of the arrays, at JAX's
+    default precision. Memory is linear in the lengths. There is no dropout.
 
     >>> q, k = jnp.zeros((1, 3, 2, 4)), jnp.zeros((1, 3, 1, 4))
     >>> v = jnp.arange(3.0).reshape(1, 3, 1, 1)
@@ -89,22 +91,24 @@ def attention(
     v_layout = _layout_of_keys("v", v, q_layout, names, kv_names)
     _check_layouts(q_layout, k_layout, v_layout)
     asked = checked_options(options, (q, k), (q_layout.global_shape, k_layout.global_shape))
-    definition, shards = asked.definition, _Shards(q_layout, k_layout, v_layout)
+    definition, shards = asked.definition, _Layouts(q_layout, k_layout, v_layout)
     arrays = _Arrays(q, k, v, asked.query_segments, asked.key_segments, asked.sinks, asked.starts)
     task = _task(arrays, definition, shards)
     call = Call(choose(IMPLEMENTATIONS, task, implementation), definition, shards)
-    if q.size and k.size and v.size:
+    if q.size and k.size:
         # What has a derivative of its own inside is not given another one.
         attend: Any = _run if call.chosen.implementation.differentiable else _attend
         y, lse = attend(call, *varying_alike(*arrays))
     else:
-        # No kernel takes arrays without numbers, and without keys nothing is seen.
+        # There is nothing to attend to: only sinks are left in the softmax.
         y = jnp.zeros(shards.y_layout.shape, q.dtype)
-        lse = jnp.full(shards.lse_layout.shape, -jnp.inf, jnp.promote_types(q.dtype, jnp.float32))
+        only_sinks = jnp.float32(-jnp.inf) if asked.sinks is None else asked.sinks
+        dtype = compute_dtype(q.dtype)
+        lse = jnp.broadcast_to(jnp.asarray(only_sinks, dtype), shards.lse_layout.shape)
     return (y, lse) if definition.with_lse else y
 
 
-def _task(arrays: "_Arrays", definition: Attention, shards: "_Shards") -> Task:
+def _task(arrays: "_Arrays", definition: Attention, shards: "_Layouts") -> Task:
     """What one device is asked to do."""
     local, differing = {}, frozenset[str]()
     for name, array, layout in zip(_Arrays._fields, arrays, shards.layouts, strict=True):
@@ -135,7 +139,7 @@ class _Arrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Shards:
+class _Layouts:
     """How queries, keys and values are laid out, and what a device takes of the keys."""
 
     q_layout: ArrayLayout
@@ -182,9 +186,15 @@ class _Shards:
 
         Where the queries' positions are split, only the running program knows where they start.
         """
-        if self.q_layout.axes[1]:
+        if self.splits_queries:
             return replace(definition, starts=None)
         return definition
+
+    @property
+    def splits_queries(self) -> bool:
+        """Whether devices have different positions of the queries."""
+        # An axis of one device splits nothing.
+        return parts_over(mesh_of_shards().shape, self.q_layout.axes[1]) > 1
 
     def keys(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The keys and values that this device's queries need: all positions, and its own heads."""
@@ -200,8 +210,8 @@ class _Shards:
         return lax.all_gather(x, axes, axis=1, tiled=True)
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """How many heads and key heads a device has, the latter before it takes its own."""
+    def local_head_counts(self) -> tuple[int, int]:
+        """How many heads and key heads a device's shards have."""
         return self.q_layout.local_shape[2], self.k_layout.local_shape[2]
 
     @property
@@ -211,23 +221,34 @@ class _Shards:
         return self.q_layout.axes[2][split:]
 
     def own_heads(self, k: jax.Array) -> jax.Array:
-        """The key heads that this device's queries need, of those that it has."""
+        """The key heads that this device's queries need, of those that it has.
+
+        Eight heads on four devices with two key heads, which every device has:
+
+            device     0    1    2    3
+            heads      0 1  2 3  4 5  6 7
+            key head   0    0    1    1
+        """
         # The heads of a device are neighbours, and so are the key heads that serve them.
         first, taken = self._own_heads()
-        if taken == self.heads[1]:
+        if taken == self.local_head_counts[1]:
             return k
         return lax.dynamic_slice_in_dim(k, first, taken, 2)
 
-    def given_back(self, gradient: jax.Array) -> jax.Array:
-        """The gradient to this device's shard, from that to what `keys` made of it.
+    def reduce_key_gradient(self, gradient: jax.Array) -> jax.Array:
+        """The transpose of `keys`, for one array: a gradient for this device's shard.
 
-        It is the transpose of `keys`, of one array. JAX's own is not used: in a `shard_map` in
-        another one, it finds types that do not agree on what differs between devices.
+        The heads that were taken are put back in their place, and gradients are summed and
+        scattered over the axes that split positions. They travel in the dtype of the keys, half the
+        bytes of float32: so each device's summand is rounded once more.
+
+        JAX's own transpose is not used: in a `shard_map` in another one, it finds types that do not
+        agree on what differs between devices.
         """
         first, taken = self._own_heads()
-        if taken < self.heads[1]:
+        if taken < self.local_head_counts[1]:
             shape = list(gradient.shape)
-            shape[2] = self.heads[1]
+            shape[2] = self.local_head_counts[1]
             zeros = as_varying(jnp.zeros(shape, gradient.dtype), varying(gradient))
             gradient = lax.dynamic_update_slice_in_dim(zeros, gradient, first, 2)
         axes = self.k_layout.axes[1]
@@ -239,7 +260,7 @@ class _Shards:
         """The first of the key heads that this device takes of those it has, and how many."""
         axes = self.key_heads_axes
         parts = parts_over(mesh_of_shards().shape, axes)
-        count = self.heads[1]
+        count = self.local_head_counts[1]
         if parts == 1:
             return 0, count
         # With more parts than key heads, several devices take the same.
@@ -252,18 +273,18 @@ class Call:
 
     chosen: Chosen
     definition: Attention
-    shards: _Shards
+    shards: _Layouts
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that forward and backward of the implementation both take."""
         return {"attention": self.shards.on_one_device(self.definition)} | self.chosen.options
 
-    def beside(self, arrays: _Arrays) -> Beside:
-        """The other arrays of one device than queries, keys and values, from its shards."""
-        # A device's queries start behind those of the devices before it.
+    def side_inputs(self, arrays: _Arrays) -> SideInputs:
+        """The arrays besides queries, keys and values as one device needs them, of its shards."""
+        # A device's queries start where those of the devices before it end.
         starts = arrays.starts
-        if self.shards.q_layout.axes[1]:
+        if self.shards.splits_queries:
             if self.definition.starts is not None:
                 starts = jnp.array(self.definition.starts, jnp.int32)
             offset = shard_offset(self.shards.q_layout.axes[1], arrays.q.shape[1])
@@ -271,23 +292,25 @@ class Call:
         key_segments = arrays.key_segments
         if key_segments is not None:
             key_segments = self.shards.gathered(key_segments)
-        return Beside(arrays.query_segments, key_segments, arrays.sinks, starts, self._pattern())
+        return SideInputs(
+            arrays.query_segments, key_segments, arrays.sinks, starts, self._pattern()
+        )
 
     def _pattern(self) -> Any:
         """The pattern of the block mask for this device's heads; None without one."""
-        blocks = self.definition.mask.blocks
-        if blocks is None:
+        block_mask = self.definition.mask.block_mask
+        if block_mask is None:
             return None
-        if blocks.heads is None:
-            return jnp.asarray(blocks.pattern[None])
-        heads = self.shards.heads[0]
+        if block_mask.heads is None:
+            return jnp.asarray(block_mask.pattern[None])
+        heads = self.shards.local_head_counts[0]
         first = shard_offset(self.shards.q_layout.axes[2], heads)
-        return lax.dynamic_slice_in_dim(jnp.asarray(blocks.pattern), first, heads, 0)
+        return lax.dynamic_slice_in_dim(jnp.asarray(block_mask.pattern), first, heads, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *arrays: Any) -> tuple[Any, Any]:
-    """What each device's queries take from the values, and their log-sum-exp."""
+    """The outputs of each device's queries, and their log-sum-exps."""
     return _run(call, *arrays)
 
 
@@ -298,7 +321,7 @@ def _run(call: Call, *arrays: Any) -> tuple[Any, Any]:
         own = _Arrays(*shards)
         k, v = call.shards.keys(own.k, own.v)
         implementation = call.chosen.implementation
-        return implementation.forward(own.q, k, v, call.beside(own), **call.options)
+        return implementation.forward(own.q, k, v, call.side_inputs(own), **call.options)
 
     results = (call.shards.y_layout, call.shards.lse_layout)
     return per_shard(run_shard, arrays, call.shards.layouts, results)
@@ -306,6 +329,7 @@ def _run(call: Call, *arrays: Any) -> tuple[Any, Any]:
 
 def _forward(call: Call, *arrays: Any) -> tuple[Any, Any]:
     """The results, and what backward needs."""
+    # Not `_run`: whoever differentiates twice differentiates this.
     results = cast(Any, _attend)(call, *arrays)
     return results, (arrays, results)
 
@@ -343,10 +367,14 @@ def _shard_gradients(call: Call, *operands: Any) -> tuple[Any, ...]:
     # Gathered again: kept since forward, they would take the place of whole keys in memory.
     k, v = shards.keys(own.k, own.v)
     q_gradient, k_gradient, v_gradient, sinks_gradient = call.chosen.implementation.backward(
-        own.q, k, v, call.beside(own), own_results, own_gradients, **call.options
+        own.q, k, v, call.side_inputs(own), own_results, own_gradients, **call.options
     )
-    k_gradient, v_gradient = shards.given_back(k_gradient), shards.given_back(v_gradient)
-    # Over manual axes around, what differs is added up by the transpose of that `shard_map`.
+    k_gradient, v_gradient = (
+        shards.reduce_key_gradient(k_gradient),
+        shards.reduce_key_gradient(v_gradient),
+    )
+    # Only automatic axes are summed over here. Over axes that are manual where the op is called,
+    # `varying_alike` does it, or the transpose of that `shard_map` where it checks nothing.
     if shards.shared_axes:
         k_gradient, v_gradient = lax.psum((k_gradient, v_gradient), shards.shared_axes)
     query_axes = shards.q_layout.automatic_axes(0, 1)
@@ -410,12 +438,12 @@ def _check_layouts(q_layout: ArrayLayout, k_layout: ArrayLayout, v_layout: Array
             "and devices would lack the key heads of their heads. Key heads may be split as heads "
             "are, or over the first of their axes, or be whole."
         )
-    _check_heads(_Shards(q_layout, k_layout, v_layout))
+    _check_heads(_Layouts(q_layout, k_layout, v_layout))
 
 
-def _check_heads(shards: _Shards) -> None:
+def _check_heads(shards: _Layouts) -> None:
     """Refuse heads of which a device would need a part of those that one key head serves."""
-    heads, key_heads = shards.heads
+    heads, key_heads = shards.local_head_counts
     parts = parts_over(mesh_of_shards().shape, shards.key_heads_axes)
     taken = max(key_heads // parts, 1)
     even = key_heads % parts == 0 or parts % key_heads == 0

@@ -7,7 +7,7 @@ gives it to nobody at full precision. So there is no `backward` here: JAX differ
 import jax
 import jax.numpy as jnp
 
-from shardlib.kernels._attention._reference import Attention, Beside
+from shardlib.kernels._attention._reference import Attention, SideInputs
 from shardlib.kernels._choice import Task
 from shardlib.kernels._shards import automatic_axes
 
@@ -24,11 +24,10 @@ def refuses(task: Task) -> str | None:
     q, v = task.arrays["q"], task.arrays["v"]
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"attends in bfloat16 or float16; not {q.dtype}"
-    if max(q.shape[3], v.shape[3]) > LARGEST or q.shape[3] % 8 or v.shape[3] % 8:
-        return (
-            f"takes heads whose size 8 divides, of at most {LARGEST}; here {q.shape[3]}, and "
-            f"values of {v.shape[3]}"
-        )
+    if q.shape[3] > LARGEST or q.shape[3] % 8:
+        return f"takes heads whose size 8 divides, of at most {LARGEST}; here {q.shape[3]}"
+    if v.shape[3] != q.shape[3]:
+        return f"takes values of the size of keys; here {v.shape[3]} and {q.shape[3]}"
     if task.differing and automatic_axes():
         # JAX's transpose of a `shard_map` in such a one does not know what differs.
         return (
@@ -64,14 +63,14 @@ def _lacking(task: Task, attention: Attention) -> list[str]:
         "segments": "query_segments" in task.arrays,
         "sinks": "sinks" in task.arrays,
         "soft cap": attention.cap is not None,
-        "patterns of blocks": attention.mask.blocks is not None,
+        "patterns of blocks": attention.mask.block_mask is not None,
         "log-sum-exp that it gives": attention.with_lse,
     }
     return [name for name, wanted in asked.items() if wanted]
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, *, attention: Attention
+    q: jax.Array, k: jax.Array, v: jax.Array, side: SideInputs, *, attention: Attention
 ) -> tuple[jax.Array, jax.Array]:
     """What each query takes from the values; arguments as in the reference.
 

@@ -2,12 +2,13 @@
 
 A mask has two parts, and a key is seen where both let it be seen:
 
-    a band      key - query is at least `-left` and at most `right`; causal is `right = 0`
-    blocks      a table of bools, for blocks of positions: `BlockMask`
+    a band          key - query is at least `-left` and at most `right`; causal is `right = 0`
+    a block mask    a table of bools, for blocks of positions: `BlockMask`
 
 Both speak of positions in the whole sequence, which need not begin where an array begins.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class BlockMask:
     Args:
         pattern: bools, `(query blocks, key blocks)` or `(heads, query blocks, key blocks)`, of
             NumPy: it is part of the program.
-        size: how many positions a block has. Blocks of fewer than 128 save little: what is computed
+        size: how many positions a block has. Tiling of fewer than 128 save little: what is computed
             is computed in blocks of at least that.
 
     >>> BlockMask(np.tri(4, dtype=bool), 128).lengths
@@ -52,15 +53,20 @@ class BlockMask:
         pattern.setflags(write=False)
         object.__setattr__(self, "pattern", pattern)
 
-    @property
+    # A mask is a key of several caches, and is looked up in them once for each head.
+    @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
         return self.size, self.pattern.shape, self.pattern.tobytes()
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockMask) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return self._hash
 
     @property
     def heads(self) -> int | None:
@@ -80,23 +86,40 @@ class BlockMask:
 class Mask:
     """What is known of a mask before the arrays are: a band around the query, and blocks.
 
-    A bound of None is no bound.
+    Attributes:
+        left: how many positions before its own a query sees; None for all of them.
+        right: how many positions after its own; 0 is causal, None is all of them.
+        block_mask: which blocks of keys each block of queries sees; None for all of them.
     """
 
-    left: int | None = None  # how far before a query's own position it sees
-    right: int | None = None  # and how far behind it; 0 is causal
-    blocks: BlockMask | None = None
+    left: int | None = None
+    right: int | None = None
+    block_mask: BlockMask | None = None
 
     @property
     def everything(self) -> bool:
         """Whether every query sees every key."""
         return self == Mask()
 
-    def band(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+    def without_needless_bounds(self, nearest: int, farthest: int) -> "Mask":
+        """The same mask, where a bound that hides nothing is None.
+
+        Args:
+            nearest: the smallest `key - query` of any pair of positions.
+            farthest: the largest.
+        """
+        left, right = self.left, self.right
+        if left is not None and -left <= nearest:
+            left = None
+        if right is not None and right >= farthest:
+            right = None
+        return Mask(left, right, self.block_mask)
+
+    def band(self, queries: Any, keys: Any) -> Any:
         """Which keys the band leaves to each query, `(queries, keys)`; None if that is all.
 
         Args:
-            queries: their positions.
+            queries: their positions, an array of NumPy or of JAX.
             keys: theirs.
         """
         distance = keys[None, :] - queries[:, None]
@@ -108,7 +131,30 @@ class Mask:
             kept = within if kept is None else kept & within
         return kept
 
-    def pairs(self, queries: "Blocks", keys: "Blocks", starts: tuple[int, int] | None) -> Any:
+    def of_each_head(self) -> "list[Mask]":
+        """The mask of each head; a single one if all heads have the same."""
+        if self.block_mask is None or self.block_mask.heads is None:
+            return [self]
+        masks = []
+        for pattern in self.block_mask.pattern:
+            masks.append(Mask(self.left, self.right, BlockMask(pattern, self.block_mask.size)))
+        return masks
+
+    def seen(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Which keys each query sees, `(queries, keys)`, by their positions.
+
+        The mask must be that of all heads, or of one of them.
+        """
+        kept = np.ones((len(queries), len(keys)), bool)
+        if self.block_mask is not None:
+            size = self.block_mask.size
+            kept = self.block_mask.pattern[np.ix_(queries // size, keys // size)]
+        band = self.band(queries, keys)
+        if band is None:
+            return kept
+        return kept & band
+
+    def pairs(self, queries: "Tiling", keys: "Tiling", starts: tuple[int, int] | None) -> Any:
         """The pairs of a block of queries and a block of keys of which some key may be seen.
 
         Those of one block of queries follow each other. Where the positions at which queries and
@@ -123,7 +169,7 @@ class Mask:
         if starts is not None:
             edges = (*queries.positions(starts[0]), *keys.positions(starts[1]))
             seen &= self._in_band(*edges)
-            if self.blocks is not None:
+            if self.block_mask is not None:
                 seen &= self._in_pattern(*edges)
         # In the order of rows: sums of one block of queries are made in one go.
         return np.argwhere(seen).astype(np.int32)
@@ -135,7 +181,8 @@ class Mask:
         """
         first_query, last_query, first_key, last_key = edges
         seen: np.ndarray | bool = True
-        # A block of keys is seen if that edge of it is which is nearest to the queries.
+        # The smallest `key - query` of a pair of blocks is that of the first key and the last
+        # query, the largest that of the last key and the first query.
         if self.right is not None:
             seen = first_key[None, :] - last_query[:, None] <= self.right
         if self.left is not None:
@@ -147,14 +194,16 @@ class Mask:
 
         Edges are the first and the last positions of blocks of queries, and of those of keys.
         """
-        assert self.blocks is not None
-        pattern: Any = self.blocks.pattern
+        assert self.block_mask is not None
+        pattern: Any = self.block_mask.pattern
         if pattern.ndim == 3:
             pattern = pattern.any(0)
         # Sums of all entries above and left of each, so that those of any rectangle are four reads.
         sums = np.zeros((pattern.shape[0] + 1, pattern.shape[1] + 1), int)
         sums[1:, 1:] = pattern.cumsum(0).cumsum(1)
-        first_query, last_query, first_key, last_key = (edge // self.blocks.size for edge in edges)
+        first_query, last_query, first_key, last_key = (
+            edge // self.block_mask.size for edge in edges
+        )
         below, right = last_query[:, None] + 1, last_key[None, :] + 1
         above, left = first_query[:, None], first_key[None, :]
         inside = sums[below, right] - sums[above, right] - sums[below, left] + sums[above, left]
@@ -162,7 +211,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Tiling:
     """A length that is cut into blocks of a size, of which the last may be shorter."""
 
     length: int

@@ -12,23 +12,24 @@ from shardlib.kernels._attention._mask import BlockMask, Mask
 from shardlib.kernels._attention._reference import Attention
 
 OP = "attention"
+LAST_POSITION = 2**31 - 1  # positions are whole numbers of 32 bits
 
 
 class AttentionOptions(TypedDict, total=False):
     """Which keys a query sees, and how scores are made, as keywords of `attention`.
 
     - `causal`: a query sees the keys up to its own position.
-    - `window`: how many positions before its own a query sees, and how many behind it, `(left,
-      right)`, where None is no bound; a number is both.
+    - `window`: query `i` sees keys `i - left` to `i + right`, of `(left, right)`, where None is no
+      bound; a number is both. `causal` makes `right` zero.
     - `segment_ids`: a query sees the keys of its own segment: whole numbers, `(batch, queries)`, or
       two arrays, of the queries and of the keys.
     - `block_mask`: which blocks of keys each block of queries sees, see `BlockMask`.
     - `scale`: of the scores; `1 / sqrt(size)` where it is left out.
     - `soft_cap`: scores are softly kept between this and its negative.
     - `sinks`: a score for each head that takes part in the softmax and has no value, `(heads,)`.
-    - `starts`: the positions of the first query and of the first key, whole numbers or arrays of
-      one; zeros where they are left out. A causal mask or a window of arrays of two lengths needs
-      them.
+    - `starts`: the positions of the first query and of the first key, whole numbers, which may be
+      traced; zeros where they are left out. A causal mask or a window of arrays of two lengths
+      needs them.
     - `with_lse`: also give the logarithm of the sum of the exponentials of the scores, in float32,
       `(batch, queries, heads)`; results over parts of the keys can be combined by it.
     """
@@ -72,7 +73,9 @@ def checked_options(
     mask = _checked_mask(
         options.get("causal", False), options.get("window"), options.get("block_mask"), heads
     )
-    known, given = _checked_starts(options.get("starts"), mask, queries, shapes[1][1])
+    keys = shapes[1][1]
+    known, given = _checked_starts(options.get("starts"), mask, queries, keys)
+    mask = mask.without_needless_bounds(*_distances(known, queries, keys))
     segment_ids = options.get("segment_ids")
     query_segments, key_segments = _checked_segments(segment_ids, q, k)
     definition = Attention(
@@ -80,7 +83,7 @@ def checked_options(
         mask=mask,
         cap=_checked_cap(options.get("soft_cap")),
         starts=known,
-        own_segments=segment_ids is not None and not isinstance(segment_ids, tuple),
+        same_segment_ids=segment_ids is not None and not isinstance(segment_ids, tuple),
         with_lse=check.boolean(OP, "with_lse", options.get("with_lse", False)),
     )
     sinks = _checked_sinks(options.get("sinks"), q)
@@ -164,10 +167,20 @@ def _checked_starts(
                 raise check.refusal(OP, "starts", start, takes)
             arrays.append(array.astype(jnp.int32))
         return None, jnp.stack(arrays)
-    known = tuple(check.whole(OP, "starts", start, takes, least=0) for start in starts)
-    if mask.blocks is not None:
-        _check_covered(mask.blocks, (known[0] + queries, known[1] + keys))
+    # The end of the keys, and that of the queries, is a position too.
+    most = LAST_POSITION - max(queries, keys)
+    known = tuple(check.whole(OP, "starts", start, takes, least=0, most=most) for start in starts)
+    if mask.block_mask is not None:
+        _check_covered(mask.block_mask, (known[0] + queries, known[1] + keys))
     return (known[0], known[1]), None
+
+
+def _distances(starts: tuple[int, int] | None, queries: int, keys: int) -> tuple[int, int]:
+    """The smallest and the largest `key - query` of any positions that there may be."""
+    if starts is None:
+        return -LAST_POSITION, LAST_POSITION
+    first_query, first_key = starts
+    return first_key - (first_query + queries - 1), first_key + keys - 1 - first_query
 
 
 def _check_covered(blocks: BlockMask, ends: tuple[int, int]) -> None:
@@ -199,7 +212,10 @@ def _checked_segments(segment_ids: Any, q: jax.Array, k: jax.Array) -> tuple[Any
                 f"`{OP}(segment_ids=...)` of the {what}: {ids.dtype}{list(ids.shape)}, and they "
                 f"are {list(x.shape[:2])}: it takes {takes}."
             )
-        segments.append(ids.astype(jnp.int32))
+        # Kernels compare 32 bits. Longer ids are kept, since two of them may agree in these.
+        if ids.dtype.itemsize <= 4:
+            ids = ids.astype(jnp.int32)
+        segments.append(ids)
     return segments[0], segments[1]
 
 

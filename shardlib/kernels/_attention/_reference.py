@@ -1,32 +1,32 @@
 """Attention block by block, in plain JAX: the specification.
 
-For a query `q` and the keys `k_j` that it sees, with `z_j = scale * q . k_j`, softly capped to
-`cap * tanh(z_j / cap)`:
+For a query `q` and the keys `k_j` that it sees, with the score `z_j = scale * q . k_j`, softly
+capped to `cap * tanh(z_j / cap)` where there is a cap:
 
     lse = log(sum_j exp z_j + exp sink)        y = sum_j exp(z_j - lse) v_j
 
-A query that sees nothing has `y = 0` and `lse = -inf`. Products are taken in the dtype of the
-arrays and added up in float32 or wider, in which everything else is computed.
+A query that sees nothing has `y = 0` and `lse = -inf`. Products are taken of numbers in the dtype
+of the arrays, and summed in float32, or in float64 for arrays of that: in this dtype, called *wide*
+here, everything else is computed.
 
-Queries and keys are cut into blocks. One loop walks over the pairs of blocks in which a query may
-see a key, and keeps for each query three things, relative to its highest score so far (online
-softmax, Milakov and Gimelshein, 2018; its use in attention is FlashAttention's, Dao et al., 2022):
+One loop walks over the pairs of blocks in which a query may see a key (`_pairs`), and keeps three
+sums for each query, relative to its highest score so far (online softmax, Milakov and Gimelshein,
+2018; its use in attention is FlashAttention's, Dao et al., 2022):
 
-             key blocks            highest   the highest score
-           0   1   2   3           total     sum_j exp(z_j - highest)
-     0   [ x           ]           y         sum_j exp(z_j - highest) v_j
-     1   [ x   x       ]
-     2   [ x   x   x   ]           x: the pairs of a causal mask
-     3   [ x   x   x   x ]
+    highest   the highest score
+    total     sum_j exp(z_j - highest)
+    y         sum_j exp(z_j - highest) v_j
 
-Backward walks over the same pairs, makes the scores again from `lse`, and adds up
+Backward walks over the same pairs and makes the scores again. With `p_j = exp(z_j - lse)`, and
+`delta = dy . y - dlse`, which is one number for each query:
 
-    dz_j = p_j (dy . v_j - dy . y + dlse)      p_j = exp(z_j - lse)
+    dz_j = p_j (dy . v_j - delta)              with a cap, times 1 - (z_j / cap)^2
+    dv_j = sum over queries of p_j dy          dq = scale * sum_j dz_j k_j
+    dk_j = scale * sum over queries of dz_j q  dsink = - sum over queries of exp(sink - lse) delta
 
 so that memory is linear in the lengths, forward and backward.
 """
 
-import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,14 +34,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from shardlib.kernels._attention._mask import Blocks, Mask, pattern_at
+from shardlib.kernels._attention._mask import Mask
+from shardlib.kernels._attention._pairs import BlockPairs, PairMask
 from shardlib.kernels._rows import compute_dtype
 from shardlib.kernels._shards import as_varying, varying
-
-BLOCK = 512  # queries or keys of a block, at most
-SCORES_BYTES = 2**26  # of the scores that are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -56,32 +53,35 @@ class Attention:
     cap: float | None = None
     # The positions of the first query and of the first key; None if arrays say them.
     starts: tuple[int, int] | None = (0, 0)
-    own_segments: bool = False  # whether queries and keys have the same segments
+    same_segment_ids: bool = False  # whether one array is the segments of queries and of keys
     with_lse: bool = False  # whether the caller is given the log-sum-exp
 
 
-class Beside(NamedTuple):
-    """The arrays of an attention besides queries, keys and values; each may be None."""
+class SideInputs(NamedTuple):
+    """The arrays of an attention besides queries, keys and values, on one device.
+
+    Each may be None.
+    """
 
     query_segments: Any = None  # (batch, queries), whole numbers
     key_segments: Any = None  # (batch, keys)
     sinks: Any = None  # (heads,), a score for each that has no value
     starts: Any = None  # two whole numbers, where `Attention.starts` is None
-    pattern: Any = None  # (heads or one, query blocks, key blocks), of the mask's blocks
+    pattern: Any = None  # (heads or one, query blocks, key blocks), of the block mask
 
 
 # Letters of the products: b batch, g key heads, r query heads of each, q and k the positions of
 # queries and keys, d the size of a head, v that of a value.
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, beside: Beside, *, attention: Attention
+    q: jax.Array, k: jax.Array, v: jax.Array, side: SideInputs, *, attention: Attention
 ) -> tuple[jax.Array, jax.Array]:
-    """What each query takes from the values, and its log-sum-exp.
+    """The output of each query and head, and its log-sum-exp.
 
     Args:
         q: (batch, queries, heads, size).
         k: (batch, keys, key heads, size), where each key head serves as many query heads.
         v: (batch, keys, key heads, size of a value).
-        beside: the other arrays.
+        side: the other arrays.
         attention: which attention.
 
     Returns:
@@ -89,13 +89,22 @@ def forward(
         heads)`, wide.
     """
     grouped = _grouped(q, k)
-    walk = _Walk(attention, grouped, k, beside)
-    blocks = (walk.queries_of(grouped), walk.keys_of(k), walk.keys_of(v))
-    start = walk.nothing_seen(grouped, v, beside)
-    sums = _fold(partial(_add_pair, walk, blocks), start, walk.pairs)
-    y, lse = _results(_Sums(*(x[:, : walk.queries.length] for x in sums)))
+    scores = _Scores(attention, grouped, k, side)
+    blocks = scores.blocks
+    padded = _Padded(blocks.pad_queries(grouped), blocks.pad_keys(k), blocks.pad_keys(v))
+    before = _initial_sums(padded, side)
+    sums = blocks.fold(partial(_add_pair, scores, padded), before)
+    y, lse = _results(_Sums(*(x[:, : q.shape[1]] for x in sums)))
     heads = q.shape[2]
     return y.astype(q.dtype).reshape(*q.shape[:3], -1), lse.reshape(*lse.shape[:2], heads)
+
+
+class _Padded(NamedTuple):
+    """Queries, keys and values, padded to whole blocks."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
 
 
 class _Sums(NamedTuple):
@@ -109,23 +118,40 @@ class _Sums(NamedTuple):
     y: jax.Array  # the sum of exp(z - highest) v
 
 
-def _add_pair(walk: "_Walk", blocks: tuple[jax.Array, ...], sums: _Sums, pair: Any) -> _Sums:
+def _initial_sums(padded: _Padded, side: SideInputs) -> _Sums:
+    """The sums before any key is seen."""
+    q = padded.q
+    wide = compute_dtype(q.dtype)
+    shape = q.shape[:4]
+    highest, total = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
+    # A sink is a score that was seen before all others, and has no value.
+    if side.sinks is not None:
+        sinks = side.sinks.astype(wide)
+        highest, total = highest.at[:].set(sinks.reshape(shape[2:])), total + 1
+    sums = (highest, total, jnp.zeros((*shape, padded.v.shape[-1]), wide))
+    return _Sums._make(as_varying(x, varying(q)) for x in sums)
+
+
+def _add_pair(scores: "_Scores", padded: _Padded, sums: _Sums, pair: Any) -> _Sums:
     """The sums with the scores of another pair of blocks.
 
     Args:
-        walk: all pairs.
-        blocks: queries, keys and values, filled up to whole blocks.
+        scores: of all pairs.
+        padded: queries, keys and values.
         sums: of all queries.
         pair: the number of the block of queries, and that of keys.
     """
-    q, k, v = blocks
-    at_queries, at_keys = walk.at(pair)
-    z, kept = walk.scores(q, k, pair)
-    if kept is not None:
-        z = jnp.where(kept, z, -jnp.inf)
+    blocks = scores.blocks
+    z, seen = scores.of(padded.q, padded.k, pair)
+    if seen is not None:
+        z = jnp.where(seen, z, -jnp.inf)
     # Only a block of the sums is read and written: the loop updates them in place.
-    added = _with_scores(_Sums(*(at_queries(x) for x in sums)), z, at_keys(v))
-    return _Sums(*map(partial(walk.put_queries, pair), sums, added))
+    before = _Sums(*(blocks.query_block(x, pair) for x in sums))
+    after = _with_scores(before, z, blocks.key_block(padded.v, pair))
+    updated = []
+    for x, block in zip(sums, after, strict=True):
+        updated.append(blocks.with_query_block(x, pair, block))
+    return _Sums._make(updated)
 
 
 def _with_scores(sums: _Sums, z: jax.Array, v: jax.Array) -> _Sums:
@@ -142,7 +168,7 @@ def _with_scores(sums: _Sums, z: jax.Array, v: jax.Array) -> _Sums:
 
 
 def _results(sums: _Sums) -> tuple[jax.Array, jax.Array]:
-    """What each query takes from the values, and its log-sum-exp, from the sums of all its keys."""
+    """The output and the log-sum-exp of each query, wide, from the sums over all its keys."""
     seen = sums.total != 0
     divisor = jnp.where(seen, sums.total, 1)
     lse = jnp.where(seen, sums.highest + jnp.log(divisor), -jnp.inf)
@@ -153,7 +179,7 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: Beside,
+    side: SideInputs,
     results: tuple[jax.Array, jax.Array],
     gradients: tuple[jax.Array, jax.Array],
     *,
@@ -161,39 +187,74 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients to queries, keys, values and sinks.
 
-    That to the sinks, a sum over queries, is wide.
+    The gradient to the sinks is wide: the caller adds up those of all devices, then rounds.
 
     Args:
         q: as in forward, and so are the next three.
         k: keys.
         v: values.
-        beside: the other arrays.
+        side: the other arrays.
         results: what forward gave.
         gradients: those to the results.
         attention: which attention.
     """
-    grouped, y, y_gradient = (_grouped(x, k) for x in (q, results[0], gradients[0]))
-    lse, lse_gradient = (_grouped(x, k) for x in (results[1], gradients[1]))
-    walk = _Walk(attention, grouped, k, beside)
-    # dy . y - dlse, one number for each query and head.
-    delta = jnp.einsum("bqgrv,bqgrv->bqgr", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
-    delta -= lse_gradient
-    # A query that saw nothing has no exponentials that are to be made again.
-    lse = jnp.where(lse == -jnp.inf, 0, lse)
-    of_queries = [walk.queries_of(x) for x in (grouped, y_gradient, lse, delta)]
-    blocks = _Blocks._make([*of_queries, walk.keys_of(k), walk.keys_of(v)])
-    q_gradient, k_gradient, v_gradient = _all_gradients(walk, blocks)
-    q_gradient = q_gradient.reshape(*q.shape).astype(q.dtype)
-    sinks_gradient = None
-    if beside.sinks is not None:
-        # A sink's share of a query, exp(sink - lse), takes part in no value.
-        sinks = _grouped(beside.sinks.astype(lse.dtype)[None, None], k)
-        sinks_gradient = -(jnp.exp(sinks - lse) * delta).sum((0, 1)).reshape(-1)
+    lse, delta = softmax_residuals(results, gradients)
+    grouped, y_gradient = _grouped(q, k), _grouped(gradients[0], k)
+    scores = _Scores(attention, grouped, k, side)
+    blocks = scores.blocks
+    operands = _BackwardOperands(
+        q=blocks.pad_queries(grouped),
+        y_gradient=blocks.pad_queries(y_gradient),
+        lse=blocks.pad_queries(_grouped(lse, k)),
+        delta=blocks.pad_queries(_grouped(delta, k)),
+        k=blocks.pad_keys(k),
+        v=blocks.pad_keys(v),
+    )
+    sums = blocks.fold(partial(_add_gradients, scores, operands), _zero_gradients(operands))
+    q_gradient = sums.q[:, : q.shape[1]].reshape(*q.shape).astype(q.dtype)
+    k_gradient, v_gradient = sums.k[:, : k.shape[1]], sums.v[:, : k.shape[1]]
+    sinks_gradient = sink_gradient(side.sinks, lse, delta)
     return q_gradient, k_gradient.astype(k.dtype), v_gradient.astype(v.dtype), sinks_gradient
 
 
-class _Blocks(NamedTuple):
-    """What backward reads of each block: of queries, filled up to whole blocks, then of keys."""
+def softmax_residuals(
+    results: tuple[jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The log-sum-exp and `delta = dy . y - dlse`, for backward; both (batch, queries, heads).
+
+    A query that saw nothing has zeros: its scores have no exponentials that could be made again,
+    and what its caller made of minus infinity must not reach any key.
+
+    Args:
+        results: the output and the log-sum-exp.
+        gradients: those to the results.
+    """
+    y, lse = results
+    y_gradient, lse_gradient = gradients
+    delta = jnp.einsum("bqhv,bqhv->bqh", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
+    delta -= lse_gradient
+    sees_nothing = lse == -jnp.inf
+    return jnp.where(sees_nothing, 0, lse), jnp.where(sees_nothing, 0, delta)
+
+
+def sink_gradient(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
+    """The gradient to the sinks, wide; None without sinks.
+
+    A sink's share of a query, `exp(sink - lse)`, takes part in no value.
+
+    Args:
+        sinks: (heads,), or None.
+        lse: the log-sum-exp, (batch, queries, heads).
+        delta: as of `softmax_residuals`.
+    """
+    if sinks is None:
+        return None
+    share = jnp.exp(sinks.astype(lse.dtype) - lse)
+    return -(share * delta).sum((0, 1))
+
+
+class _BackwardOperands(NamedTuple):
+    """What backward reads of each pair of blocks, padded: four of queries, then two of keys."""
 
     q: jax.Array
     y_gradient: jax.Array
@@ -203,53 +264,99 @@ class _Blocks(NamedTuple):
     v: jax.Array
 
 
-def _all_gradients(walk: "_Walk", blocks: _Blocks) -> list[jax.Array]:
-    """The gradients to queries, keys and values over all pairs, wide."""
-    start = []
-    for x in (blocks.q, blocks.k, blocks.v):
-        start.append(as_varying(jnp.zeros(x.shape, blocks.lse.dtype), varying(x)))
-    q_sum, k_sum, v_sum = _fold(partial(_add_gradients, walk, blocks), tuple(start), walk.pairs)
-    length = walk.keys.length
-    return [q_sum[:, : walk.queries.length], k_sum[:, :length], v_sum[:, :length]]
+class _Gradients(NamedTuple):
+    """The gradients to queries, keys and values so far, padded and wide."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
 
 
-def _add_gradients(walk: "_Walk", blocks: _Blocks, sums: Any, pair: Any) -> Any:
-    """The gradients to queries, keys and values with those of another pair of blocks.
+def _zero_gradients(operands: _BackwardOperands) -> _Gradients:
+    """The gradients before any pair."""
+    zeros = []
+    for x in (operands.q, operands.k, operands.v):
+        zeros.append(as_varying(jnp.zeros(x.shape, operands.lse.dtype), varying(x)))
+    return _Gradients._make(zeros)
+
+
+def _add_gradients(
+    scores: "_Scores", operands: _BackwardOperands, sums: _Gradients, pair: Any
+) -> _Gradients:
+    """The gradients with those of another pair of blocks.
 
     Args:
-        walk: all pairs.
-        blocks: what they are made from.
-        sums: the gradients so far, wide.
+        scores: of all pairs.
+        operands: what they are made from.
+        sums: the gradients so far.
         pair: the number of the block of queries, and that of keys.
     """
-    q_sum, k_sum, v_sum = sums
-    at_queries, at_keys = walk.at(pair)
-    p, dz = _score_gradients(walk, blocks, pair)
-    dy = at_queries(blocks.y_gradient)
+    blocks = scores.blocks
+    p, dz = _score_gradients(scores, operands, pair)
+    dy = blocks.query_block(operands.y_gradient, pair)
+    q, k = blocks.query_block(operands.q, pair), blocks.key_block(operands.k, pair)
     v_gradient = _product("bgrqk,bqgrv->bkgv", p.astype(dy.dtype), dy)
-    q_gradient = _product("bgrqk,bkgd->bqgrd", dz, at_keys(blocks.k))
-    k_gradient = _product("bgrqk,bqgrd->bkgd", dz, at_queries(blocks.q))
-    return (
-        walk.put_queries(pair, q_sum, at_queries(q_sum) + q_gradient),
-        walk.put_keys(pair, k_sum, at_keys(k_sum) + k_gradient),
-        walk.put_keys(pair, v_sum, at_keys(v_sum) + v_gradient),
+    q_gradient = _product("bgrqk,bkgd->bqgrd", dz, k)
+    k_gradient = _product("bgrqk,bqgrd->bkgd", dz, q)
+    q_gradient += blocks.query_block(sums.q, pair)
+    k_gradient += blocks.key_block(sums.k, pair)
+    v_gradient += blocks.key_block(sums.v, pair)
+    return _Gradients(
+        blocks.with_query_block(sums.q, pair, q_gradient),
+        blocks.with_key_block(sums.k, pair, k_gradient),
+        blocks.with_key_block(sums.v, pair, v_gradient),
     )
 
 
-def _score_gradients(walk: "_Walk", blocks: _Blocks, pair: Any) -> tuple[jax.Array, jax.Array]:
+def _score_gradients(
+    scores: "_Scores", operands: _BackwardOperands, pair: Any
+) -> tuple[jax.Array, jax.Array]:
     """The shares of a pair's keys in its queries, and the gradients to their products, bgrqk."""
-    at_queries, at_keys = walk.at(pair)
-    z, kept = walk.scores(blocks.q, blocks.k, pair)
+    blocks = scores.blocks
+    z, seen = scores.of(operands.q, operands.k, pair)
     # Relative to the log-sum-exp, exponentials are shares: no sum of them is needed again.
-    p = jnp.exp(z - _queries_last(at_queries(blocks.lse))[..., None])
-    if kept is not None:
-        p = jnp.where(kept, p, 0)
-    dp = _product("bqgrv,bkgv->bgrqk", at_queries(blocks.y_gradient), at_keys(blocks.v))
-    dz = p * (dp - _queries_last(at_queries(blocks.delta))[..., None])
-    cap = walk.attention.cap
-    if cap is not None:
-        dz *= 1 - (z / cap) ** 2  # the derivative of cap * tanh(. / cap)
-    return p, (dz * walk.attention.scale).astype(blocks.q.dtype)
+    p = jnp.exp(z - _queries_last(blocks.query_block(operands.lse, pair))[..., None])
+    if seen is not None:
+        p = jnp.where(seen, p, 0)
+    dy = blocks.query_block(operands.y_gradient, pair)
+    dp = _product("bqgrv,bkgv->bgrqk", dy, blocks.key_block(operands.v, pair))
+    dz = p * (dp - _queries_last(blocks.query_block(operands.delta, pair))[..., None])
+    attention = scores.attention
+    if attention.cap is not None:
+        dz *= 1 - (z / attention.cap) ** 2  # the derivative of cap * tanh(. / cap)
+    return p, (dz * attention.scale).astype(operands.q.dtype)
+
+
+class _Scores:
+    """The scores of each pair of blocks, and which of them count.
+
+    Attributes:
+        attention: which attention.
+        blocks: the pairs.
+    """
+
+    def __init__(self, attention: Attention, q: jax.Array, k: jax.Array, side: SideInputs) -> None:
+        batch, queries, groups, per_group, _ = q.shape
+        self.attention = attention
+        lengths, heads = (queries, k.shape[1]), batch * groups * per_group
+        self.blocks = BlockPairs(attention.mask, attention.starts, lengths, heads)
+        starts = side.starts
+        if attention.starts is not None:
+            starts = np.array(attention.starts, np.int32)
+        segments = None
+        if side.query_segments is not None:
+            segments = side.query_segments, side.key_segments
+        self._mask = PairMask(
+            attention.mask, starts, side.pattern, segments, self.blocks, groups=groups
+        )
+
+    def of(self, q: jax.Array, k: jax.Array, pair: Any) -> tuple[jax.Array, jax.Array | None]:
+        """The scores of a pair of blocks, bgrqk, and which of them count; None if all do."""
+        query_block, key_block = self.blocks.query_block(q, pair), self.blocks.key_block(k, pair)
+        z = _product("bqgrd,bkgd->bgrqk", query_block, key_block) * self.attention.scale
+        if self.attention.cap is not None:
+            z = self.attention.cap * jnp.tanh(z / self.attention.cap)
+        return z, self._mask.seen(pair)
 
 
 def _queries_last(x: jax.Array) -> jax.Array:
@@ -260,14 +367,6 @@ def _queries_last(x: jax.Array) -> jax.Array:
 def _queries_second(x: jax.Array) -> jax.Array:
     """An array of queries as those of results are: bgrq as bqgr."""
     return x.transpose(0, 3, 1, 2)
-
-
-def _fold(add: Any, start: Any, pairs: np.ndarray) -> Any:
-    """What is left of the sums after all pairs; a single one needs no loop."""
-    # The compiler sees through a single one, and makes plain attention of it.
-    if len(pairs) == 1:
-        return add(start, pairs[0])
-    return lax.scan(lambda sums, pair: (add(sums, pair), None), start, pairs)[0]
 
 
 def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
@@ -286,144 +385,3 @@ def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """A product of two blocks, added up wide."""
     # Of 16 bits each product is exact in float32, and is rounded once, as a part of a sum.
     return jnp.einsum(letters, x, y, preferred_element_type=compute_dtype(x.dtype))
-
-
-class _Walk:
-    """The pairs of blocks that a loop walks over, and what belongs to each of them."""
-
-    def __init__(self, attention: Attention, q: jax.Array, k: jax.Array, beside: Beside) -> None:
-        batch, queries, groups, per_group, _ = q.shape
-        size = _block_size(batch * groups * per_group)
-        self.attention = attention
-        # Short sequences are a single block of their own length, without anything to fill up.
-        self.queries = Blocks(queries, min(size, queries))
-        self.keys = Blocks(k.shape[1], min(size, k.shape[1]))
-        self.pairs = attention.mask.pairs(self.queries, self.keys, attention.starts)
-        self.query_segments = self.key_segments = None
-        if beside.query_segments is not None:
-            self.query_segments = self.queries_of(beside.query_segments)
-            self.key_segments = self.keys_of(beside.key_segments)
-        self.starts = beside.starts
-        if attention.starts is not None:
-            self.starts = np.array(attention.starts, np.int32)
-        self.pattern = beside.pattern
-        self.groups = groups
-
-    def nothing_seen(self, q: jax.Array, v: jax.Array, beside: Beside) -> _Sums:
-        """The sums before any key is seen."""
-        wide = compute_dtype(q.dtype)
-        batch, _, groups, per_group, _ = q.shape
-        shape = (batch, self.queries.padded_length, groups, per_group)
-        highest, total = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
-        # A sink is a score that was seen before all others, and has no value.
-        if beside.sinks is not None:
-            sinks = beside.sinks.astype(wide)
-            highest, total = highest.at[:].set(sinks.reshape(groups, per_group)), total + 1
-        sums = (highest, total, jnp.zeros((*shape, v.shape[-1]), wide))
-        return _Sums._make(as_varying(x, varying(q)) for x in sums)
-
-    def queries_of(self, x: jax.Array) -> jax.Array:
-        """An array whose second dim is that of the queries, filled up to whole blocks."""
-        return _filled(x, self.queries)
-
-    def keys_of(self, x: jax.Array) -> jax.Array:
-        """An array whose second dim is that of the keys, filled up to whole blocks."""
-        return _filled(x, self.keys)
-
-    def at(self, pair: Any) -> tuple[Any, Any]:
-        """Two functions of an array, which take the pair's queries and the pair's keys of it."""
-
-        def queries(x: jax.Array) -> jax.Array:
-            return _block(x, self.queries, pair[0])
-
-        def keys(x: jax.Array) -> jax.Array:
-            return _block(x, self.keys, pair[1])
-
-        return queries, keys
-
-    def put_queries(self, pair: Any, x: jax.Array, block: jax.Array) -> jax.Array:
-        """The array with another block for the pair's queries."""
-        return _with_block(x, self.queries, pair[0], block)
-
-    def put_keys(self, pair: Any, x: jax.Array, block: jax.Array) -> jax.Array:
-        """The array with another block for the pair's keys."""
-        return _with_block(x, self.keys, pair[1], block)
-
-    def scores(self, q: jax.Array, k: jax.Array, pair: Any) -> tuple[jax.Array, Any]:
-        """The scores of a pair of blocks, bgrqk, and which of them count; None if all do."""
-        at_queries, at_keys = self.at(pair)
-        z = _product("bqgrd,bkgd->bgrqk", at_queries(q), at_keys(k)) * self.attention.scale
-        if self.attention.cap is not None:
-            z = self.attention.cap * jnp.tanh(z / self.attention.cap)
-        masks = [mask for mask in self._masks(pair) if mask is not None]
-        if not masks:
-            return z, None
-        return z, functools.reduce(jnp.logical_and, masks)
-
-    def _masks(self, pair: Any) -> list[jax.Array | None]:
-        """What each part of the mask leaves of a pair's scores, with dims of one."""
-        query_numbers = pair[0] * self.queries.size + jnp.arange(self.queries.size)
-        key_numbers = pair[1] * self.keys.size + jnp.arange(self.keys.size)
-        queries, keys = query_numbers + self.starts[0], key_numbers + self.starts[1]
-        inside = None
-        if self.keys.padded_length != self.keys.length:
-            inside = (key_numbers < self.keys.length)[None, :]
-        return [
-            self.attention.mask.band(queries, keys),
-            inside,
-            self._same_segment(pair),
-            self._in_pattern(queries, keys),
-        ]
-
-    def _same_segment(self, pair: Any) -> jax.Array | None:
-        """Which keys of a pair are of the segment of its queries; None if there are no segments."""
-        if self.query_segments is None:
-            return None
-        at_queries, at_keys = self.at(pair)
-        own, other = at_queries(self.query_segments), at_keys(self.key_segments)
-        return (own[:, :, None] == other[:, None, :])[:, None, None]
-
-    def _in_pattern(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """Which keys the pattern leaves to queries, by their positions; None if there is none."""
-        blocks = self.attention.mask.blocks
-        if blocks is None:
-            return None
-        pattern = pattern_at(self.pattern, blocks.size, queries, keys)
-        by_group = (self.groups, -1) if len(pattern) > 1 else (1, 1)
-        return pattern.reshape(1, *by_group, *pattern.shape[1:])
-
-
-def _block(x: jax.Array, blocks: Blocks, number: Any) -> jax.Array:
-    """One block of an array, along its second dim."""
-    if blocks.count == 1:
-        return x
-    return lax.dynamic_slice_in_dim(x, number * blocks.size, blocks.size, 1)
-
-
-def _with_block(x: jax.Array, blocks: Blocks, number: Any, block: jax.Array) -> jax.Array:
-    """The array with another block along its second dim."""
-    if blocks.count == 1:
-        return block
-    return lax.dynamic_update_slice_in_dim(x, block, number * blocks.size, 1)
-
-
-def _block_size(heads: int) -> int:
-    """How many queries, and how many keys, a block has, so that its scores are not too many.
-
-    Args:
-        heads: of all sequences of the batch.
-    """
-    size = BLOCK
-    while size > 128 and heads * size * size * 4 > SCORES_BYTES:
-        size //= 2
-    return size
-
-
-def _filled(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """The array with zeros behind it along its second dim, up to whole blocks."""
-    missing = blocks.padded_length - x.shape[1]
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[1] = (0, missing)
-    return jnp.pad(x, widths)

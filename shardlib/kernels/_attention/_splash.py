@@ -5,7 +5,7 @@ computed within it, and blocks of a pattern are left out of its grid. What is do
 
     its arrays have the heads before the positions, and one sequence: the batch is a `vmap`
     it does not scale, so that queries are scaled before, and their gradient after
-    a query that sees nothing has numbers of no meaning, which are made zeros here
+    a query that sees nothing gets arbitrary numbers, which are replaced by zeros here
     its backward kernels are called one by one, for they take the sum `dy . y` of each query as an
     operand, and the gradient to the log-sum-exp is a part of that
 
@@ -22,13 +22,20 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from shardlib.kernels._attention._mask import Blocks, Mask
-from shardlib.kernels._attention._reference import Attention, Beside
+from shardlib.kernels._attention._mask import Mask, Tiling
+from shardlib.kernels._attention._reference import (
+    Attention,
+    SideInputs,
+    sink_gradient,
+    softmax_residuals,
+)
 from shardlib.kernels._choice import Task, device_here
 from shardlib.kernels._tpu import LANES, MIB, vmem_bytes
 from shardlib.kernels._tpu import supported as refuses_dtypes
 
-LEAST = -0.7 * float(np.finfo(np.float32).max)  # the score of what is masked
+# The score of what is masked, as in JAX's kernel. It is no infinity, so that the difference of two
+# is a number, and leaves room for the kernel to subtract from it.
+MASKED_SCORE = -0.7 * float(np.finfo(np.float32).max)
 
 
 def refuses(task: Task) -> str | None:
@@ -41,6 +48,7 @@ def refuses(task: Task) -> str | None:
         return wrong_dtype
     attention: Attention = task.definition
     q, k, v = (task.arrays[name] for name in ("q", "k", "v"))
+    mask = attention.mask
     if attention.starts is None:
         return (
             "takes positions that are known before the program runs; here the device computes "
@@ -58,43 +66,67 @@ def refuses(task: Task) -> str | None:
                 f"takes lengths that {LANES} divides, and there are {length} {what} on a device; "
                 f"pad them to {raise_to}, with a segment of their own"
             )
-    blocks = Blocks(q.shape[1], LANES), Blocks(k.shape[1], LANES)
-    if not len(attention.mask.pairs(*blocks, attention.starts)):
-        return "takes a mask that leaves some key to some query, and this one leaves none"
     if v.shape[3] != q.shape[3]:
         return f"takes values of the size of keys; here {v.shape[3]} and {q.shape[3]}"
-    pattern = attention.mask.blocks
+    pattern = mask.block_mask
     if pattern is not None and pattern.heads not in (None, q.shape[2]):
         return (
             f"takes one pattern of blocks for all heads where heads are split over devices; here "
             f"{pattern.heads} heads have one each"
         )
+    if _leaves_nothing(mask, (q.shape[1], k.shape[1]), attention.starts):
+        return "takes a mask that leaves some key to some query, and this one leaves none"
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _leaves_nothing(mask: Mask, lengths: tuple[int, int], starts: tuple[int, int]) -> bool:
+    """Whether there is a head in which no query sees any key, which JAX's kernel cannot be made of.
+
+    Args:
+        mask: the mask.
+        lengths: how many queries and how many keys there are.
+        starts: the positions of the first of each.
+    """
+    queries, keys = (Tiling(length, LANES) for length in lengths)
+    within = np.arange(LANES)
+    for one_head in mask.of_each_head():
+        # A pair of tiles that the band and the pattern both touch may still leave nothing. Mostly
+        # the first pair leaves something, and no other is looked at.
+        for pair in one_head.pairs(queries, keys, starts):
+            query_positions = starts[0] + pair[0] * LANES + within
+            key_positions = starts[1] + pair[1] * LANES + within
+            if one_head.seen(query_positions, key_positions).any():
+                break
+        else:
+            return True
+    return False
 
 
 def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: Beside,
+    side: SideInputs,
     *,
     attention: Attention,
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What each query takes from the values, and its log-sum-exp; arguments as in the reference."""
+    """The output of each query and head, and its log-sum-exp; arguments as in the reference."""
     kernel = _kernel(q, k, attention, simulated)
 
     def one_sequence(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
-        y, (lse,) = kernel(q, k, v, segments, beside.sinks)
+        y, (lse,) = kernel(q, k, v, segments, side.sinks)
         return y, lse
 
     # The compiler makes the scaling a part of what makes the queries.
     q = _heads_first((q * attention.scale).astype(q.dtype))
-    y, lse = jax.vmap(one_sequence)(q, _heads_first(k), _heads_first(v), _segments(beside))
-    if _may_see_nothing(q.shape[2], k.shape[1], beside, attention):
-        # All its scores are the least there is, whose exponentials are ones beside each other.
-        seen = lse > LEAST / 2
-        y, lse = jnp.where(seen[..., None], y, 0), jnp.where(seen, lse, -jnp.inf)
+    y, lse = jax.vmap(one_sequence)(q, _heads_first(k), _heads_first(v), _segments(side))
+    if _may_see_nothing(q.shape[2], k.shape[1], side, attention):
+        # All scores of such a query are `MASKED_SCORE`, so that the kernel takes the mean of the
+        # values, and the log-sum-exp is about that score. What is no number is larger than none.
+        sees_nothing = lse <= MASKED_SCORE / 2
+        y, lse = jnp.where(sees_nothing[..., None], 0, y), jnp.where(sees_nothing, -jnp.inf, lse)
     return _heads_first(y), lse.swapaxes(1, 2)
 
 
@@ -102,7 +134,7 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: Beside,
+    side: SideInputs,
     results: tuple[jax.Array, jax.Array],
     gradients: tuple[jax.Array, jax.Array],
     *,
@@ -111,27 +143,21 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients to queries, keys, values and sinks; arguments as in the reference."""
     kernel = _kernel(q, k, attention, simulated)
-    y, lse = results
-    y_gradient, lse_gradient = gradients
-    delta = jnp.einsum("bqhv,bqhv->bqh", y.astype(lse.dtype), y_gradient.astype(lse.dtype))
-    delta = (delta - lse_gradient).swapaxes(1, 2)
-    # With this, scores of a query that saw nothing are exponentials of very small numbers.
-    lse = jnp.where(lse == -jnp.inf, 0, lse).swapaxes(1, 2)
+    # For a query that saw nothing both are zero. The kernel then makes `exp(MASKED_SCORE - 0)` of
+    # its scores, which is zero, so that it adds to no gradient.
+    lse, delta = softmax_residuals(results, gradients)
 
     def one_sequence(*arrays: Any) -> tuple[Any, ...]:
         return _gradients(kernel, *arrays)
 
     scaled = (q * attention.scale).astype(q.dtype)
     heads_first = (_heads_first(x) for x in (scaled, k, v))
+    y_gradient = _heads_first(gradients[0])
     q_gradient, k_gradient, v_gradient = jax.vmap(one_sequence)(
-        *heads_first, _segments(beside), lse, _heads_first(y_gradient), delta
+        *heads_first, _segments(side), lse.swapaxes(1, 2), y_gradient, delta.swapaxes(1, 2)
     )
     q_gradient = _heads_first((q_gradient * attention.scale).astype(q.dtype))
-    sinks_gradient = None
-    if beside.sinks is not None:
-        # A sink's share of a query, exp(sink - lse), takes part in no value.
-        share = jnp.exp(beside.sinks.astype(lse.dtype)[None, :, None] - lse)
-        sinks_gradient = -(share * delta).sum((0, 2))
+    sinks_gradient = sink_gradient(side.sinks, lse, delta)
     return q_gradient, _heads_first(k_gradient), _heads_first(v_gradient), sinks_gradient
 
 
@@ -163,7 +189,9 @@ def _gradients(
     }
     # Sinks are in `lse` already.
     operands = (q, k, v, segments, None, lse, y_gradient, delta)
-    # JAX calls the two from the derivative of its own, which has no gradient to `lse`.
+    # The derivative that JAX gives its kernel takes no gradient to the log-sum-exp. Here that is a
+    # part of `delta`. The two kernels are private in JAX: the tests of attention hold them to the
+    # reference on every version of JAX that is supported.
     _, k_gradient, v_gradient = splash._splash_attention_bwd_dkv(
         *operands,
         bq=sizes.block_q_dkv,
@@ -184,7 +212,10 @@ def _gradients(
 
 
 def _collapsed(mask_info: Any) -> Any:
-    """A mask's blocks, with one dim for all that are partly seen, as the kernels read them."""
+    """A mask's blocks, with one dim for all that are partly seen, as the kernels read them.
+
+    JAX does the same in its public function, which is not called backward.
+    """
     blocks = mask_info.partial_mask_blocks
     if blocks is None:
         return mask_info
@@ -211,7 +242,7 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
         head_shards=1,
         q_seq_shards=1,
         save_residuals=True,
-        mask_value=LEAST,
+        mask_value=MASKED_SCORE,
         attn_logits_soft_cap=attention.cap,
         interpret=simulated,
     )
@@ -221,11 +252,11 @@ def _block(length: int, mask: Mask) -> int:
     """How many of so many queries or keys a block has, in whole tiles that divide the length.
 
     Blocks of 1,024 are read least often. With their scores and gradients they fit the 16 MiB that
-    the compiler gives a kernel, but not on a core that has no more, nor beside bools for each
-    score, which a pattern of blocks comes as.
+    the compiler gives a kernel, but not on a core that has no more, nor with bools for each
+    score, as which a pattern of blocks comes.
     """
     largest = 1024
-    if mask.blocks is not None or vmem_bytes(device_here().kind) < 16 * MIB:
+    if mask.block_mask is not None or vmem_bytes(device_here().kind) < 16 * MIB:
         largest = 512
     tiles = length // LANES
     for count in range(largest // LANES, 1, -1):
@@ -234,14 +265,17 @@ def _block(length: int, mask: Mask) -> int:
     return LANES
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _mask(
     mask: Mask, queries: int, keys: int, heads: int, starts: tuple[int, int]
 ) -> masks.MultiHeadMask:
     """The mask as JAX's kernel takes it: one for each head."""
     shape = (queries, keys)
-    if mask.blocks is not None:
-        return masks.MultiHeadMask([_Pattern(mask, shape, head, starts) for head in range(heads)])
+    if mask.block_mask is not None:
+        patterns: list[Any] = [_Pattern(own, shape, starts) for own in mask.of_each_head()]
+        if len(patterns) == 1:
+            patterns *= heads
+        return masks.MultiHeadMask(patterns)
     # Without bounds JAX's window would give one bool for all scores, which the kernel cannot read.
     one: Any = masks.FullMask(shape)
     if not mask.everything:
@@ -252,12 +286,9 @@ def _mask(
 class _Pattern(masks.Mask):
     """A band and a pattern of blocks of one head, whose bools are made when they are asked for."""
 
-    def __init__(
-        self, mask: Mask, shape: tuple[int, int], head: int, starts: tuple[int, int]
-    ) -> None:
-        assert mask.blocks is not None
-        # Heads with the same pattern are the same mask.
-        self._key = (mask, shape, 0 if mask.blocks.heads is None else head, starts)
+    def __init__(self, mask: Mask, shape: tuple[int, int], starts: tuple[int, int]) -> None:
+        # Heads with equal patterns have equal masks, of which the kernel keeps one.
+        self._key = (mask, shape, starts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -265,22 +296,11 @@ class _Pattern(masks.Mask):
         return self._key[1]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        mask, shape, head, starts = self._key
-        assert mask.blocks is not None
-        pattern = mask.blocks.pattern
-        if mask.blocks.heads is not None:
-            pattern = pattern[head]
+        mask, shape, starts = self._key
         # Only a block of the whole is asked for at a time: all of it would not fit.
         queries = np.arange(shape[0])[index[0]] + starts[0]
         keys = np.arange(shape[1])[index[1]] + starts[1]
-        size = mask.blocks.size
-        kept = pattern[np.ix_(queries // size, keys // size)]
-        distance = keys[None, :] - queries[:, None]
-        if mask.right is not None:
-            kept = kept & (distance <= mask.right)
-        if mask.left is not None:
-            kept = kept & (distance >= -mask.left)
-        return kept
+        return mask.seen(queries, keys)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Pattern) and self._key == other._key
@@ -289,25 +309,27 @@ class _Pattern(masks.Mask):
         return hash(self._key)
 
 
-def _may_see_nothing(queries: int, keys: int, beside: Beside, attention: Attention) -> bool:
-    """Whether there may be a query that sees no key, and has no sink."""
-    if beside.sinks is not None:
-        return False
-    segments = beside.query_segments is not None
+def _may_see_nothing(queries: int, keys: int, side: SideInputs, attention: Attention) -> bool:
+    """Whether there may be a query that sees no key.
+
+    Sinks do not rule that out: one of minus infinity takes no part in the softmax.
+    """
+    segments = side.query_segments is not None
     if attention.mask.everything and not segments:
         return False
     assert attention.starts is not None
-    # A band has the query's own position, which is of its own segment.
+    # Bounds of a band are zero or more. So if queries and keys start at one position, each query
+    # sees the key at its own, which is of its own segment; a pattern of blocks may leave it out.
     same_positions = queries == keys and attention.starts[0] == attention.starts[1]
-    own_segments = attention.own_segments or not segments
-    return not (same_positions and own_segments and attention.mask.blocks is None)
+    same_segment_ids = attention.same_segment_ids or not segments
+    return not (same_positions and same_segment_ids and attention.mask.block_mask is None)
 
 
-def _segments(beside: Beside) -> Any:
+def _segments(side: SideInputs) -> Any:
     """The segments of queries and keys as JAX's kernel takes them; None where there are none."""
-    if beside.query_segments is None:
+    if side.query_segments is None:
         return None
-    return splash.SegmentIds(beside.query_segments, beside.key_segments)
+    return splash.SegmentIds(side.query_segments, side.key_segments)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
