@@ -1,15 +1,20 @@
 """Which implementation of an op the compilers' programs speak for, where no clock has spoken.
 
 Each op is compiled inside what surrounds it in a model, forward and backward, by the real compilers
-for one device of each kind, once with each implementation:
+for one chip of each kind, once with each implementation:
 
     attention, rms_norm      two layers of Llama 3 of 8 billion parameters, recomputed in backward
     softmax                  an attention that writes its scores
     linear_cross_entropy     Llama 3's last norm and its head
 
 Of each program: `moved_gb`, what it reads and writes, where a kernel's operands and results count
-once; `seconds`, that over the memory's bandwidth and its products over the matrix unit's peak, as
-if one waited for the other; `temp_gb`, its temporaries.
+once; `temp_gb`, its temporaries; and `seconds`.
+
+- The TPU compiler estimates cycles of every instruction but kernels. Seconds are these cycles, by
+  the cycles of a large product that runs at the peak, and for each kernel what it moves over the
+  memory's bandwidth and its products over the peak, as if one waited for the other.
+- The GPU compiler estimates nothing that can be read. Seconds are what the program moves over the
+  bandwidth, and all its products over the peak.
 
 With `--save` the lines go into `shardlib/kernels/compiled.json`, by which an op without a measured
 implementation chooses: the fewest seconds, or, where two differ by less than a hundredth, the
@@ -25,6 +30,7 @@ kernels for one generation of GPUs: name Hopper's and Blackwell's apart, by `--t
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -37,12 +43,14 @@ from flax import nnx
 
 import shardlib as sl
 from benchmarks.kernels import COMPILERS, _installed
+from benchmarks.pods import cycles
 from models import gpt
 from shardlib import kernels, testing
+from shardlib.compiled._hlo import Program, arrays, size_bytes
 
 TABLE = Path(kernels.__file__).parent / "compiled.json"
 TARGETS = {
-    "tpu": ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1"),
+    "tpu": ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1", "tpu:7x:1x1x1"),
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
@@ -51,6 +59,15 @@ IMPLEMENTATIONS = {
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
 }
+# How many products a kernel takes, by what its name begins with; others take none. Of attention
+# they are of queries with keys, or of these shares with values, and backward their transposes.
+PRODUCTS = {
+    "splash_mha_fwd": 2,
+    "splash_mha_dkv": 4,
+    "splash_mha_dq": 3,
+    "head_forward": 1,
+    "head_backward": 3,
+}
 LENGTHS = (2048, 8192)
 LLAMA = gpt.llama3_8b(layers=2, vocab=1024)
 RULES = sl.rules.data
@@ -58,15 +75,23 @@ RULES = sl.rules.data
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program to compile: what it is lowered from, and what its products take."""
+    """A program to compile.
 
-    lower: Callable[[Any], Any]  # of a mesh of one device
+    Attributes:
+        lower: lowers it, for a mesh of one axis, `data`. A chip of a TPU 7x is two devices.
+        flops: of all its products on one device.
+        row: the length by which lines of the table are compared.
+        product: FLOPs of one product of the op, as its kernels take it: see `PRODUCTS`.
+    """
+
+    lower: Callable[[Any], Any]
     flops: float
-    row: int  # the length by which lines of the table are compared
+    row: int
+    product: float = 0.0
 
 
 def layers(length: int, **options: Any) -> Case:
-    """A training step of two layers, of one sequence."""
+    """A training step of two layers, of one sequence on each device."""
     config = dataclasses.replace(LLAMA, context=length, **options)
 
     def lower(mesh: Any) -> Any:
@@ -74,60 +99,69 @@ def layers(length: int, **options: Any) -> Case:
         state = sl.init(
             lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
         )
-        batch = {"tokens": jax.ShapeDtypeStruct((1, length + 1), "int32")}
+        batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, length + 1), "int32")}
         return sl.train_step(gpt.loss, strategy).lower(state, batch)
 
     weights = config.width * (3 * config.dims["mlp"] + 2 * config.width)
     scores = 2 * length * config.width
     # Forward, forward again, and two products for each in backward.
     flops = 8 * length * config.layers * (weights + scores)
-    return Case(lower, flops, length if "attention" in options else config.width)
+    row = length if "attention" in options else config.width
+    # Of causal scores kernels make half.
+    return Case(lower, flops, row, product=length * length * config.width)
 
 
 def head(implementation: str) -> Case:
-    """The last norm and the head with its loss, of 8,192 tokens."""
+    """The last norm and the head with its loss, of 8,192 tokens on each device."""
     tokens, width, vocab = 8192, LLAMA.width, 128_256
 
     def loss(x: jax.Array, scale: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
         h = kernels.rms_norm(x, scale, implementation="reference")
-        losses = kernels.linear_cross_entropy(h, kernel, targets, implementation=implementation)
+        losses = kernels.linear_cross_entropy(
+            h, kernel, targets, names=("batch", None), implementation=implementation
+        )
         return losses.mean()
 
     def lower(mesh: Any) -> Any:
+        whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
         return _lowered(
             mesh,
             jax.grad(loss, (0, 1, 2)),
-            jax.ShapeDtypeStruct((tokens, width), "bfloat16"),
-            jax.ShapeDtypeStruct((width,), "bfloat16"),
-            jax.ShapeDtypeStruct((vocab, width), "bfloat16"),
-            jax.ShapeDtypeStruct((tokens,), "int32"),
+            jax.ShapeDtypeStruct((tokens * mesh.size, width), "bfloat16", sharding=split),
+            jax.ShapeDtypeStruct((width,), "bfloat16", sharding=whole),
+            jax.ShapeDtypeStruct((vocab, width), "bfloat16", sharding=whole),
+            jax.ShapeDtypeStruct((tokens * mesh.size,), "int32", sharding=split),
         )
 
-    return Case(lower, 8 * tokens * width * vocab, width)
+    product = 2 * tokens * width * vocab
+    return Case(lower, 4 * product, width, product)
 
 
 def scores(implementation: str) -> Case:
-    """Attention that writes its scores, of 2,048 tokens."""
+    """Attention that writes its scores, of a sequence of 2,048 tokens on each device."""
     length, heads, size = 2048, 32, 128
+    names = ("batch", None, None, None)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         z = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        p = kernels.softmax(z, causal=True, scale=size**-0.5, implementation=implementation)
+        p = kernels.softmax(
+            z, causal=True, scale=size**-0.5, names=names, implementation=implementation
+        )
         return jnp.einsum("bhqk,bkhd->bqhd", p, v).astype(jnp.float32).sum()
 
     def lower(mesh: Any) -> Any:
-        array = jax.ShapeDtypeStruct((1, length, heads, size), "bfloat16")
+        split = jax.NamedSharding(mesh, jax.P("data"))
+        shape = (mesh.size, length, heads, size)
+        array = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=split)
         return _lowered(mesh, jax.grad(loss, (0, 1, 2)), array, array, array)
 
     return Case(lower, 12 * length * length * heads * size, length)
 
 
 def _lowered(mesh: Any, function: Callable[..., Any], *arrays: jax.ShapeDtypeStruct) -> Any:
-    """A function of arrays, lowered for the one device of a mesh."""
-    sharding = jax.NamedSharding(mesh, jax.P())
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+    """A function of arrays that are placed on a mesh, lowered for it."""
     with sl.use(RULES, mesh):
-        return jax.jit(function).lower(*placed)
+        return jax.jit(function).lower(*arrays)
 
 
 def cases(op: str, implementation: str) -> list[Case]:
@@ -151,19 +185,54 @@ def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, 
         "row": case.row,
         "implementation": implementation,
     }
-    lowered = case.lower(machine.mesh("data=1"))
+    lowered = case.lower(machine.mesh("data=-1"))
     try:
         compiled = lowered.compile(compiler_options=machine.compiler_options)
     except jax.errors.JaxRuntimeError as error:
         return line | {"failed": " ".join(str(error).split())[:200]}
     moved = testing.memory_traffic(compiled).total
-    seconds = moved / machine.chip.hbm_bandwidth + case.flops / machine.chip.flops["bf16"]
+    chip = machine.chip
+    if target.startswith("tpu"):
+        text = compiled.as_text()
+        seconds = cycles(text) / cycles_per_second(target) + kernel_seconds(text, case, chip)
+    else:
+        seconds = moved / chip.hbm_bandwidth + case.flops / chip.flops["bf16"]
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return line | {
         "seconds": float(f"{seconds:.4g}"),
         "moved_gb": round(moved / 1e9, 2),
         "temp_gb": round(temporaries / 1e9, 3),
     }
+
+
+@functools.cache
+def cycles_per_second(target: str) -> float:
+    """The cycles of a TPU's second, by the compiler's estimate of a large product at the peak."""
+    machine, size = sl.Target(target), 16_384
+    mesh = machine.mesh("data=-1")
+    x = jax.ShapeDtypeStruct((size, size), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P()))
+    lowered = _lowered(mesh, jnp.dot, x, x)
+    compiled = lowered.compile(compiler_options=machine.compiler_options)
+    return cycles(compiled.as_text()) / (2 * size**3 / machine.chip.flops["bf16"])
+
+
+def kernel_seconds(text: str, case: Case, chip: Any) -> float:
+    """What the kernels of a TPU's program take at least."""
+    seconds = 0.0
+    for scope, instruction, run in Program(text).walk():
+        if "tpu_custom_call" not in instruction.attributes:
+            continue
+        moved = size_bytes(arrays(instruction.result))
+        for operand in instruction.operands:
+            if operand in scope.instructions:
+                moved += size_bytes(arrays(scope.instructions[operand].result))
+        products = 0
+        for name, count in PRODUCTS.items():
+            if instruction.name.startswith(name):
+                products = count
+        once = moved / chip.hbm_bandwidth + products * case.product / chip.flops["bf16"]
+        seconds += run.times * once
+    return seconds
 
 
 def main() -> None:
