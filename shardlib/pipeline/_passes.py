@@ -76,13 +76,13 @@ class _LocalInputs:
 class _BackwardPart:
     """What the backward passes of all layers of a part have in common.
 
-    `kept` and `slot` say where the residuals are. `first_row` is the part's first layer among those
-    of the stage, where the gradients of its weights are added.
+    `residual_buffer` and `slot` say where the residuals are. `first_row` is the part's first layer
+    among those of the stage, where the gradients of its weights are added.
     """
 
     loop: int
     local: _LocalInputs
-    kept: Arrays
+    residual_buffer: Arrays
     slot: Any
     first_row: Any
 
@@ -166,9 +166,14 @@ class Passes:
         slots, wire = self.program.slots, self.cut.wire
         activations = empty(wire.shapes, slots["activations"][0] + 1)
         gradients = empty(wire.gradient_shapes, slots["gradients"][0] + 1)
-        kept = self._empty([loop.layer.kept for loop in self.loops], slots["kept"])
-        left = self._empty([loop.layer.left for loop in self.loops], slots["left"])
-        return {"activations": activations, "gradients": gradients, "kept": kept, "left": left}
+        residual_shapes = [loop.layer.residual_shapes for loop in self.loops]
+        saved_shapes = [loop.layer.saved_shapes for loop in self.loops]
+        return {
+            "activations": activations,
+            "gradients": gradients,
+            "kept": self._empty(residual_shapes, slots["kept"]),
+            "left": self._empty(saved_shapes, slots["left"]),
+        }
 
     def _empty(self, shapes_of_loops: Sequence[Any], slots: Sequence[int]) -> list[Any]:
         """For each loop an empty buffer of its own shapes, for all layers of a part."""
@@ -236,7 +241,7 @@ class Passes:
         return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
 
     def run_part(
-        self, loop: int, step: Pass, buffers: Buffers, kept_buffer: Arrays, slot: Any
+        self, loop: int, step: Pass, buffers: Buffers, residual_buffer: Arrays, slot: Any
     ) -> tuple[Arrays, Arrays]:
         """Run the layers of a part forward, and keep what their backward passes read.
 
@@ -244,7 +249,7 @@ class Passes:
             loop: The loop that the part belongs to.
             step: The pass: a forward one, or a backward one that recomputes.
             buffers: All buffers, for what arrived.
-            kept_buffer: Where residuals are kept, in a `slot`; empty where none are. They are
+            residual_buffer: Where residuals are kept, in a `slot`; empty where none are. They are
                 written layer by layer: stacked first, they would be written twice.
             slot: The slot of this microbatch in it.
 
@@ -256,38 +261,41 @@ class Passes:
         entering = len(self.cut.loops[loop].entering)
 
         def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[Any, Arrays]:
-            travelling, kept = carry
+            travelling, residual_buffer = carry
             number, weights, slices = scanned
             weights = self.layer_weights(loop, weights)
             travelling, rows, residuals = self.loops[loop].layer.forward(
                 travelling, weights, [*local.shared, *slices]
             )
-            if kept:
-                kept = with_layer(kept, slot, number, residuals)
-            return (travelling, kept), rows
+            if residual_buffer:
+                residual_buffer = with_layer(residual_buffer, slot, number, residuals)
+            return (travelling, residual_buffer), rows
 
         numbers = jnp.arange(self.loops[loop].layers_per_part)
         _, weights = self.part_weights(step, loop)
-        start = arrived[:entering], kept_buffer
-        (travelling, kept), rows = lax.scan(body, start, (numbers, weights, local.per_layer))
+        carry = arrived[:entering], residual_buffer
+        scanned = numbers, weights, local.per_layer
+        (travelling, residual_buffer), rows = lax.scan(body, carry, scanned)
         # Of the stacked outputs, the part fills in the rows of its own layers.
         stacked_from = len(arrived) - len(rows)
         stacked = with_rows(arrived[stacked_from:], local.first_layer, rows)
-        return [*travelling, *arrived[entering:stacked_from], *stacked], kept
+        return [*travelling, *arrived[entering:stacked_from], *stacked], residual_buffer
 
     def forward(self, row: dict[str, Any], buffers: Buffers) -> tuple[Arrays, Buffers]:
         """A forward pass: what is sent on, and the buffers with what was kept."""
         return self.for_loop(row["F.part"], partial(self._forward, Pass(row, "F")), buffers)
 
     def _forward(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Buffers]:
-        # An empty list leaves no trace in the program.
-        kept: Arrays = []
+        # An empty buffer tells `run_part` to keep no residuals. XLA then drops them.
+        residual_buffer: Arrays = []
         if self.table.trains and not self.program.recompute:
-            kept = buffers["kept"][loop]
-        travelled, kept = self.run_part(loop, step, buffers, kept, step["kept"])
+            residual_buffer = buffers["kept"][loop]
+        travelled, residual_buffer = self.run_part(
+            loop, step, buffers, residual_buffer, step["kept"]
+        )
         sent = self.cut.wire.packed(loop, travelled)
-        if kept:
-            buffers = with_loop(buffers, "kept", loop, kept)
+        if residual_buffer:
+            buffers = with_loop(buffers, "kept", loop, residual_buffer)
         return sent, buffers
 
     def head(
@@ -357,9 +365,9 @@ class Passes:
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         local = self.local_inputs(step, loop)
         arrived = self._arrived_gradients(step, loop, buffers, local.first_layer)
-        kept, slot = self._residuals(step, loop, buffers)
+        residual_buffer, slot = self._residuals_or_recomputed(step, loop, buffers)
         first_row, weights = self.part_weights(step, loop)
-        part = _BackwardPart(loop, local, kept, slot, first_row)
+        part = _BackwardPart(loop, local, residual_buffer, slot, first_row)
         numbers = jnp.arange(self.loops[loop].layers_per_part)
         scanned = (numbers, weights, local.per_layer, arrived.rows)
         # Backward, the last layer comes first. Besides the gradients, the scan carries what layers
@@ -375,7 +383,7 @@ class Passes:
         if self.table.splits:
             buffers = with_loop(buffers, "left", loop, written)
             # A stage that recomputes has made the residuals again, and `W` reads them too.
-            buffers = with_loop(buffers, "kept", loop, kept)
+            buffers = with_loop(buffers, "kept", loop, residual_buffer)
         else:
             layer_sums = replaced(layer_sums, [loop], [written])
         sent = self.cut.wire.packed(loop, [*gradients, *arrived.passing], backward=True)
@@ -396,26 +404,31 @@ class Passes:
         rows = rows_of(of_stacked, first_layer, self.loops[loop].layers_per_part)
         return _ArrivedGradients(gradients[:entering], gradients[entering:], rows)
 
-    def _residuals(self, step: Pass, loop: int, buffers: Buffers) -> tuple[Arrays, Any]:
-        """Where the residuals of a backward pass are: a buffer, and a slot in it.
+    def _residuals_or_recomputed(
+        self, step: Pass, loop: int, buffers: Buffers
+    ) -> tuple[Arrays, Any]:
+        """The buffer that holds the residuals of a backward pass, and their slot in it.
 
-        A stage that recomputes runs the part forward again first. Where the buffer has no slots,
-        since nothing waits for a `W`, a slot of its own holds them for the time of the pass.
+        A stage that recomputes runs the part forward again to make them.
         """
-        kept, slot = buffers["kept"][loop], step["kept"]
+        residual_buffer, slot = buffers["kept"][loop], step["kept"]
         if not self.program.recompute:
-            return kept, slot
-        if not kept:
-            kept, slot = empty(self.loops[loop].layer.kept, 1, self.loops[loop].layers_per_part), 0
-        _, kept = self.run_part(loop, step, buffers, kept, slot)
-        return kept, slot
+            return residual_buffer, slot
+        # Schedules that do not split backward passes have no `kept` slots when they recompute,
+        # for no later pass reads the residuals. A temporary buffer of one slot holds them.
+        if not residual_buffer:
+            stage_loop = self.loops[loop]
+            shapes, layers = stage_loop.layer.residual_shapes, stage_loop.layers_per_part
+            residual_buffer, slot = empty(shapes, 1, layers), 0
+        _, residual_buffer = self.run_part(loop, step, buffers, residual_buffer, slot)
+        return residual_buffer, slot
 
     def _gradients_of_layer(self, part: _BackwardPart, carry: Any, scanned: Any) -> Any:
         """The backward pass of one layer, whole: the body of a loop over the layers of a part."""
         gradients, sums = carry
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)
-        residuals = read_layer(part.kept, part.slot, number)
+        residuals = read_layer(part.residual_buffer, part.slot, number)
         gradients, weight_gradients = self.loops[part.loop].layer.backward(
             residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
         )
@@ -423,21 +436,21 @@ class Passes:
         return (gradients, sums), None
 
     def _input_gradients_of_layer(
-        self, part: _BackwardPart, left_slot: Any, carry: Any, scanned: Any
+        self, part: _BackwardPart, saved_slot: Any, carry: Any, scanned: Any
     ) -> Any:
-        """The backward pass of one layer, of its inputs only; the rest is left in a buffer.
+        """The backward pass of one layer, of its inputs only; a pass `W` makes the rest later.
 
-        The gradients of its weights are made later, from what is left. `left_slot` is the slot of
-        the microbatch in that buffer.
+        What that pass needs is saved in the buffer `left`, in the slot `saved_slot`.
         """
-        gradients, left = carry
+        gradients, saved_buffer = carry
         number, weights, slices, of_rows = scanned
         weights = self.layer_weights(part.loop, weights)
-        residuals = read_layer(part.kept, part.slot, number)
-        gradients, new = self.loops[part.loop].layer.input_gradients(
+        residuals = read_layer(part.residual_buffer, part.slot, number)
+        gradients, saved_for_weights = self.loops[part.loop].layer.input_gradients(
             residuals, weights, [*part.local.shared, *slices], [*gradients, *of_rows]
         )
-        return (gradients, with_layer(left, left_slot, number, new)), None
+        saved_buffer = with_layer(saved_buffer, saved_slot, number, saved_for_weights)
+        return (gradients, saved_buffer), None
 
     def start_backward(
         self, row: dict[str, Any], sent: Arrays, buffers: Buffers, outer_sums: Arrays
@@ -496,10 +509,13 @@ class Passes:
 
         def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
             number, weights, slices = scanned
-            kept = read_layer(buffers["kept"][loop], step["kept"], number)
-            left = read_layer(buffers["left"][loop], step["left"], number)
+            residuals = read_layer(buffers["kept"][loop], step["kept"], number)
+            saved_for_weights = read_layer(buffers["left"][loop], step["left"], number)
             weight_gradients = self.loops[loop].layer.weight_gradients(
-                kept, self.layer_weights(loop, weights), [*local.shared, *slices], left
+                residuals,
+                self.layer_weights(loop, weights),
+                [*local.shared, *slices],
+                saved_for_weights,
             )
             # The sums have all layers of a stage, of which a part has some.
             return self.with_layer_gradients(loop, sums, first_row + number, weight_gradients), None
