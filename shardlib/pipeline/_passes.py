@@ -277,7 +277,8 @@ class Passes:
     def forward(self, at: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
         """A forward pass `F`.
 
-        The results are the output of the part as it is sent, and the buffers with the residuals.
+        The results are the output of the part, laid out for the wire, and the buffers with the
+        residuals.
         """
         return switch_loop(self.program, at, self._forward, buffers)
 
@@ -299,7 +300,7 @@ class Passes:
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """A backward pass `B`, of inputs only where the schedule splits backward passes.
 
-        The results are the gradients of the part's input as they are sent, the buffers, and
+        The results are the gradients of the part's input, laid out for the wire, the buffers, and
         `layer_sums`.
         """
         do = self._backward_whole
@@ -337,7 +338,7 @@ class Passes:
         """Go backward through the layers of a part, by a scan body for one layer.
 
         Besides the gradients, the scan carries `written`, to which each layer adds: sums of
-        gradients, or a buffer. The results are the gradients as they are sent, and `written`.
+        gradients, or a buffer. The results are the gradients, laid out for the wire, and `written`.
         """
         numbers = jnp.arange(self.stage_loops[part.loop].layers_per_part)
         carry = part.arrived.entering, written
