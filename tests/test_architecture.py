@@ -44,8 +44,9 @@ LAYERS = [
     ("pipeline.schedules", "_draw _command"),
     (
         "pipeline",
-        "schedules _program _schedule_checks _loop _wire _cut_checks _cut _layer _buffers _passes",
+        "schedules _program _schedule_checks _loop _wire _cut_checks _cut _layer _buffers",
     ),
+    ("pipeline", "_pass_row _passes _outside_loops"),
     ("pipeline", "_execute"),
     ("experts", "_routing _dispatch _moe_checks _moe"),
     (

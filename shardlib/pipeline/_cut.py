@@ -59,6 +59,8 @@ class Cut:
       trained weights. Arguments called `outer` below are the values of the former, in this order.
     - `trained_sources` has, for each variable outside the loops, the trained outer weights that it
       is computed from, other than through loops.
+
+    In the methods `loop` is the number of a loop, and `cut_loop` is the `Loop` itself.
     """
 
     jaxpr: Jaxpr
@@ -86,18 +88,18 @@ class Cut:
         values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         values |= dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
         values |= dict(zip(self.jaxpr.invars[self.weight_count :], inputs, strict=True))
-        for loop in self.loops:
-            if loop.batch_only_outputs:
-                outputs = [loop.equation.outvars[k] for k in loop.batch_only_outputs]
-                computed = batch_only_values(loop, *self._local_inputs(loop, values))
+        for cut_loop in self.loops:
+            if cut_loop.batch_only_outputs:
+                outputs = [cut_loop.equation.outvars[k] for k in cut_loop.batch_only_outputs]
+                computed = batch_only_values(cut_loop, *self._local_inputs(cut_loop, values))
                 values |= dict(zip(outputs, computed, strict=True))
         return values
 
-    def _local_inputs(self, loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
+    def _local_inputs(self, cut_loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
         """The values of a loop's shared and of its per-layer inputs, out of known values."""
-        inputs = loop.equation.invars
-        shared = [inputs[k] for k in loop.shared_inputs]
-        per_layer = [inputs[k] for k in loop.per_layer_inputs]
+        inputs = cut_loop.equation.invars
+        shared = [inputs[k] for k in cut_loop.shared_inputs]
+        per_layer = [inputs[k] for k in cut_loop.per_layer_inputs]
         # Computed together, since they may have equations in common.
         computed = made_of(self.jaxpr, [*shared, *per_layer], values)
         return computed[: len(shared)], computed[len(shared) :]
@@ -117,16 +119,16 @@ class Cut:
         `travelled` is what came out of the last part of the loop before, and is not looked at for
         the first loop. Stacked outputs start as zeros, which the parts fill in.
         """
-        target = self.loops[loop]
+        cut_loop = self.loops[loop]
         values = self._values(outer, inputs)
         if loop > 0:
             # What came out of the loop before, so that nothing in front of it is computed again.
             values |= self._after(loop - 1, travelled)
         travelling = []
-        for x in made_of(self.jaxpr, [*target.entering, *target.passing], values):
+        for x in made_of(self.jaxpr, [*cut_loop.entering, *cut_loop.passing], values):
             # A carry may start as a literal, a Python number.
             travelling.append(jnp.asarray(x))
-        for shape in target.travelling[len(travelling) :]:
+        for shape in cut_loop.travelling[len(travelling) :]:
             travelling.append(jnp.zeros(shape.shape, shape.dtype))
         return travelling
 
@@ -140,12 +142,12 @@ class Cut:
 
     def constants(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
         """A loop's trained constants and its frozen ones, computed from weights only."""
-        target = self.loops[loop]
+        cut_loop = self.loops[loop]
         names = [*self.jaxpr.constvars, *[self.jaxpr.invars[k] for k in self.outer]]
         values = dict(zip(names, [*self.consts, *outer], strict=True))
-        numbers = (*target.trained_constants, *target.frozen_constants)
-        computed = made_of(self.jaxpr, [target.equation.invars[k] for k in numbers], values)
-        split = len(target.trained_constants)
+        numbers = (*cut_loop.trained_constants, *cut_loop.frozen_constants)
+        computed = made_of(self.jaxpr, [cut_loop.equation.invars[k] for k in numbers], values)
+        split = len(cut_loop.trained_constants)
         return computed[:split], computed[split:]
 
     def after(
@@ -177,9 +179,9 @@ class Cut:
         loop over modules does with their state.
         """
         variable = self.jaxpr.outvars[output]
-        for loop in self.loops:
-            if variable in loop.equation.outvars[loop.parts[1] :]:
-                variable = _scanned_unchanged(loop, variable)
+        for cut_loop in self.loops:
+            if variable in cut_loop.equation.outvars[cut_loop.parts[1] :]:
+                variable = _scanned_unchanged(cut_loop, variable)
         return variable is self.jaxpr.invars[self.weight_count + given]
 
     # Which outer weights get a gradient from a piece. The numbers are positions in `outer`.
@@ -197,8 +199,9 @@ class Cut:
 
     def shared_weights(self, loop: int) -> list[int]:
         """The trained outer weights behind the trained constants of a loop."""
-        target = self.loops[loop]
-        return self._trained_behind([target.equation.invars[k] for k in target.trained_constants])
+        cut_loop = self.loops[loop]
+        inputs = cut_loop.equation.invars
+        return self._trained_behind([inputs[k] for k in cut_loop.trained_constants])
 
     @cached_property
     def head_weights(self) -> list[int]:
@@ -206,11 +209,12 @@ class Cut:
         return self._trained_behind(self.jaxpr.outvars[:1])
 
 
-def _scanned_unchanged(loop: Loop, stacked_output: Any) -> Any:
+def _scanned_unchanged(cut_loop: Loop, stacked_output: Any) -> Any:
     """The input of a loop that a stacked output is the same as, or else the output itself."""
-    body = body_of(loop.equation).jaxpr
-    result = body.outvars[loop.equation.outvars.index(stacked_output)]
-    for argument, atom in zip(body.invars, loop.equation.invars, strict=True):
+    equation = cut_loop.equation
+    body = body_of(equation).jaxpr
+    result = body.outvars[equation.outvars.index(stacked_output)]
+    for argument, atom in zip(body.invars, equation.invars, strict=True):
         if argument is result:
             return atom
     return stacked_output

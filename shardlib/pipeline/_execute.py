@@ -23,14 +23,17 @@ from jax import lax
 from shardlib.pipeline._buffers import Buffers, replaced, with_slot, zeros
 from shardlib.pipeline._cut import Cut
 from shardlib.pipeline._loop import Arrays
-from shardlib.pipeline._passes import Pass, Passes
+from shardlib.pipeline._outside_loops import OutsideLoops
+from shardlib.pipeline._pass_row import PassRow
+from shardlib.pipeline._passes import Passes
 from shardlib.pipeline._program import Program, channel
 
 
 class _State(NamedTuple):
     """What a stage hands from tick to tick, when it trains.
 
-    The sums of gradients are those of `Passes`; `totals` are the sums of the function's outputs.
+    `outer_sums` has a sum of gradients for each outer weight, `layer_sums` is described at
+    `Passes`, and `totals` are the sums of the function's outputs.
     """
 
     buffers: Buffers
@@ -44,8 +47,8 @@ class Executor:
     """A cut function, run as a program says, over the mesh axis `axis`.
 
     `weights` are all weights; of the stacked ones this stage's layers, part after part.
-    `inputs(microbatch)` gives the inputs of the function, and `totals` are the numbers of those of
-    its outputs that are added up.
+    `inputs(microbatch)` gives the inputs of the function, and `summed_outputs` are the positions of
+    the outputs that are summed over microbatches.
     """
 
     cut: Cut
@@ -53,10 +56,13 @@ class Executor:
     axis: str
     weights: Sequence[Any]
     inputs: Callable[[Any], Arrays]
-    totals: Sequence[int]
+    summed_outputs: Sequence[int]
 
     def __post_init__(self) -> None:
-        self.passes = Passes(self.cut, self.program, self.weights, self.inputs, self.totals)
+        self.passes = Passes(self.cut, self.program, self.weights, self.inputs)
+        self.outside = OutsideLoops(
+            self.cut, self.program, self.passes.outer, self.inputs, self.summed_outputs
+        )
         self.table = self.program.table
 
     def gradient(self, sums: Sequence[Any]) -> tuple[Arrays, Arrays]:
@@ -93,7 +99,7 @@ class Executor:
         return state.totals, replaced(sums, positions, [*outer_sums, *stack_sums])
 
     def _trained_stacks(self, loop: int) -> list[int]:
-        """The numbers of a loop's stacked weights that are trained, in the loop's order."""
+        """The positions of a loop's trained stacked weights among all, in the loop's order."""
         return [k for k in self.cut.loops[loop].weight_numbers if k in self.cut.trained]
 
     def _tick(
@@ -101,62 +107,64 @@ class Executor:
     ) -> _State:
         """One tick of this stage; `nothing` and `no_gradients` are sent where it has no pass."""
         # Forward comes first: the head's gradient is there for a backward pass of the same tick.
-        sent, state = self._forward(row, state, nothing)
-        gradients, state = self._backward(row, state, no_gradients)
-        buffers = self._with_arrivals(state.buffers, row, "F", sent)
-        buffers = self._with_arrivals(buffers, row, "B", gradients)
+        output_wire, state = self._forward(row, state, nothing)
+        gradient_wire, state = self._backward(row, state, no_gradients)
+        buffers = self._with_arrivals(state.buffers, row, "F", output_wire)
+        buffers = self._with_arrivals(buffers, row, "B", gradient_wire)
         return state._replace(buffers=buffers)
 
     def _forward(
         self, row: dict[str, Any], state: _State, nothing: Arrays
     ) -> tuple[Arrays, _State]:
         """The forward pass of a tick, if there is one, and after the last part the head."""
-        passes = self.passes
-        sent, buffers = lax.cond(
-            Pass(row, "F").happens(),
-            partial(passes.forward, row),
+        forward = PassRow(row, "F")
+        output_wire, buffers = lax.cond(
+            forward.happens(),
+            partial(self.passes.forward, forward),
             lambda buffers: (nothing, buffers),
             state.buffers,
         )
-        # The head comes right behind the last part, in the same tick: what that made is not sent.
+        # The head comes right behind the last part, in the same tick. No part receives what the
+        # last one made.
         buffers, outer_sums, totals = lax.cond(
-            self._is_last(row),
-            lambda *operands: passes.head(row, sent, *operands),
+            self._is_last(forward),
+            lambda *operands: self.outside.head(forward, output_wire, *operands),
             lambda *same: same,
             *(buffers, state.outer_sums, state.totals),
         )
-        return sent, state._replace(buffers=buffers, outer_sums=outer_sums, totals=totals)
+        return output_wire, state._replace(buffers=buffers, outer_sums=outer_sums, totals=totals)
 
     def _backward(
         self, row: dict[str, Any], state: _State, no_gradients: Arrays
     ) -> tuple[Arrays, _State]:
         """The backward pass of a tick, if there is one, and that of weights where they are split.
 
-        `B` and `W` of one tick may be of the same microbatch: `W` reads what `B` has just left.
+        `B` and `W` of one tick may be of the same microbatch: `W` reads what `B` has just saved.
         """
-        passes, backward = self.passes, Pass(row, "B")
-        gradients, buffers, layer_sums = lax.cond(
+        backward = PassRow(row, "B")
+        gradient_wire, buffers, layer_sums = lax.cond(
             backward.happens(),
-            partial(passes.backward, row),
+            partial(self.passes.backward, backward),
             lambda buffers, layer_sums: (no_gradients, buffers, layer_sums),
             *(state.buffers, state.layer_sums),
         )
         # The first part of a loop is followed, backward, by the start of the loop.
-        gradients, outer_sums = lax.cond(
-            backward.happens() & (backward["part"] % passes.parts_per_loop == 0),
-            lambda gradients, sums: passes.start_backward(row, gradients, buffers, sums),
+        gradient_wire, outer_sums = lax.cond(
+            backward.happens() & (backward["part"] % self.program.parts_per_loop == 0),
+            lambda wire, sums: self.outside.start_backward(backward, wire, buffers, sums),
             lambda *same: same,
-            *(gradients, state.outer_sums),
+            *(gradient_wire, state.outer_sums),
         )
         if self.table.splits:
+            weights = PassRow(row, "W")
             layer_sums = lax.cond(
-                Pass(row, "W").happens(),
-                partial(passes.weight_gradients, row, buffers),
+                weights.happens(),
+                partial(self.passes.weight_pass, weights, buffers),
                 lambda same: same,
                 layer_sums,
             )
         state = state._replace(buffers=buffers, outer_sums=outer_sums, layer_sums=layer_sums)
-        return gradients, state
+        return gradient_wire, state
 
     def _sums_after(self, state: _State) -> tuple[Arrays, Arrays]:
         """The sums of outer weights, complete, and those of stacked weights, loop after loop.
@@ -164,11 +172,11 @@ class Executor:
         Gradients of trained constants go back to the weights that the constants are made of.
         """
         outer_sums, stack_sums = state.outer_sums, []
-        for number, loop in enumerate(self.passes.loops):
+        for loop, stage_loop in enumerate(self.passes.stage_loops):
             # The sums of a loop are those of its constants, then those of its stacked weights.
-            sums, count = state.layer_sums[number], len(loop.trained_constants)
+            sums, count = state.layer_sums[loop], len(stage_loop.trained_constants)
             if count:
-                outer_sums = self.passes.constants_backward(number, outer_sums, sums[:count])
+                outer_sums = self.outside.constants_backward(loop, outer_sums, sums[:count])
             stack_sums += sums[count:]
         return outer_sums, stack_sums
 
@@ -180,34 +188,34 @@ class Executor:
         def tick(state: Any, rows: Any) -> tuple[Any, None]:
             buffers, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
-            sent = lax.cond(
-                Pass(row, "F").happens(),
-                lambda: self.passes.forward(row, buffers)[0],
+            forward = PassRow(row, "F")
+            output_wire = lax.cond(
+                forward.happens(),
+                lambda: self.passes.forward(forward, buffers)[0],
                 lambda: nothing,
             )
             # Only one stage has the last part. On the others the totals stay zero.
-            head = partial(self._measured_head, row, sent)
-            totals = lax.cond(self._is_last(row), head, lambda same: same, totals)
-            return (self._with_arrivals(buffers, row, "F", sent), totals), None
+            head = partial(self._measured_head, forward, output_wire)
+            totals = lax.cond(self._is_last(forward), head, lambda same: same, totals)
+            return (self._with_arrivals(buffers, row, "F", output_wire), totals), None
 
         start = self.passes.buffers(), self._empty_totals()
         (_, totals), _ = lax.scan(tick, start, self._rows())
         return totals
 
-    def _measured_head(self, row: dict[str, Any], sent: Arrays, totals: Arrays) -> Arrays:
+    def _measured_head(self, forward: PassRow, output_wire: Arrays, totals: Arrays) -> Arrays:
         """The totals with the outputs of the microbatch that has come out of the last part.
 
         It is the loss without a derivative, for a table that only goes forward.
         """
-        travelled = self.cut.wire.unpacked(len(self.cut.loops) - 1, sent)
-        inputs = self.inputs(Pass(row, "F")["microbatch"])
-        outputs = self.cut.after(self.passes.outer, inputs, travelled, self.totals)
+        travelled = self.cut.wire.unpacked(len(self.cut.loops) - 1, output_wire)
+        inputs = self.inputs(forward["microbatch"])
+        outputs = self.cut.after(self.passes.outer, inputs, travelled, self.summed_outputs)
         return [total + output for total, output in zip(totals, outputs, strict=True)]
 
-    def _is_last(self, row: dict[str, Any]) -> Any:
+    def _is_last(self, forward: PassRow) -> Any:
         """Whether this stage has a forward pass through the last part in this tick."""
-        step = Pass(row, "F")
-        return step.happens() & (step["part"] == self.table.parts - 1)
+        return forward.happens() & (forward["part"] == self.table.parts - 1)
 
     def _rows(self) -> dict[str, jax.Array]:
         """What each stage does in each tick, as arrays that the loop of ticks goes over."""
@@ -217,7 +225,8 @@ class Executor:
         """The sums of the function's outputs before any microbatch, as zeros."""
 
         def after(*travelled: Any) -> Any:
-            return self.cut.after(self.passes.outer, self.inputs(0), list(travelled), self.totals)
+            outer, inputs = self.passes.outer, self.inputs(0)
+            return self.cut.after(outer, inputs, list(travelled), self.summed_outputs)
 
         # Only the shapes are computed: the layers are not run for this.
         return zeros(jax.eval_shape(after, *self.cut.loops[-1].travelling))

@@ -9,7 +9,7 @@ part is found in the traced backward pass, not written down:
 
     gradients --> [ first equations ] --> gradients of inputs
                           |
-                          | left: values that gradients went into
+                          | saved for weights: values that gradients went into
                           v
     residuals --> [ second equations ] --> gradients of weights
 """
@@ -37,22 +37,22 @@ class Layer:
 
     - `differentiable` says which of the arrays that enter the layer have gradients.
     - `run_forward` and `run_backward` are the two functions that `derivative` gives.
-    - `kept` has the shapes of the residuals.
+    - `residual_shapes` are those of what a forward pass keeps.
     - `split` has the two pieces of the backward pass, where the schedule splits it.
     """
 
     differentiable: Sequence[bool]
     run_forward: Callable[..., tuple[Arrays, Arrays]]
     run_backward: Callable[..., tuple[Arrays, Arrays]]
-    kept: Sequence[Any]
+    residual_shapes: Sequence[Any]
     split: "_SplitBackward | None"
 
     @property
-    def left(self) -> Shapes:
-        """Shapes of what a split backward pass leaves for the gradients of weights."""
+    def saved_shapes(self) -> Shapes:
+        """Shapes of what a split backward pass saves for the gradients of weights."""
         if self.split is None:
             return []
-        return shapes_of(self.split.left)
+        return shapes_of(self.split.saved_for_weights)
 
     def forward(
         self, travelling: Arrays, weights: Arrays, local_inputs: Arrays
@@ -70,49 +70,55 @@ class Layer:
         return made[:entering], made[entering:], residuals
 
     def backward(
-        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
+        self, residuals: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The gradients of what entered the layer, and those of the trained weights."""
-        return self.run_backward(kept, [*weights, *local_inputs], gradients)
+        return self.run_backward(residuals, [*weights, *local_inputs], gradients)
 
     def input_gradients(
-        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
+        self, residuals: Arrays, weights: Arrays, local_inputs: Arrays, gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
-        """The gradients of what entered the layer, and what is left for those of the weights."""
+        """The gradients of what entered the layer, and what is saved for those of the weights."""
         assert self.split is not None, "this schedule does not split its backward passes"
-        return self.split.input_gradients(kept, [*weights, *local_inputs], gradients)
+        return self.split.input_gradients(residuals, [*weights, *local_inputs], gradients)
 
     def weight_gradients(
-        self, kept: Arrays, weights: Arrays, local_inputs: Arrays, left: Arrays
+        self,
+        residuals: Arrays,
+        weights: Arrays,
+        local_inputs: Arrays,
+        saved_for_weights: Arrays,
     ) -> Arrays:
-        """The gradients of the trained weights, of what `input_gradients` has left."""
+        """The gradients of the trained weights, from what `input_gradients` has saved."""
         assert self.split is not None, "this schedule does not split its backward passes"
-        return self.split.weight_gradients(kept, [*weights, *local_inputs], left)
+        arguments = [*weights, *local_inputs]
+        return self.split.weight_gradients(residuals, arguments, saved_for_weights)
 
 
-def layer(loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
+def layer(cut_loop: Loop, trained_weights: Container[int], splits: bool) -> Layer:
     """The derivative of one layer of a loop, in two pieces if the schedule `splits` it.
 
     `trained_weights` has the numbers of those of the loss's weights that are trained.
     """
     # Calls are inlined, so that what each makes of the microbatch only, such as a mask, is seen to
     # be that, and is not kept.
-    closed = inlined(loop.layer, lambda equation: equation.primitive.name in JITS)
+    closed = inlined(cut_loop.layer, lambda equation: equation.primitive.name in JITS)
     shapes = shapes_of(closed.jaxpr.invars)
-    entering = len(loop.entering)
-    differentiable = loop.differentiable[:entering]
-    # The arguments of `loop.layer` begin with what enters, differentiable arrays first.
+    entering = len(cut_loop.entering)
+    differentiable = cut_loop.differentiable[:entering]
+    # The arguments of `Loop.layer` begin with what enters, differentiable arrays first.
     count = sum(differentiable)
-    trained = len(loop.trained_constants) + sum(k in trained_weights for k in loop.weight_numbers)
+    trained = len(cut_loop.trained_constants)
+    trained += sum(k in trained_weights for k in cut_loop.weight_numbers)
     floats, others, arguments = shapes[:count], shapes[count:entering], shapes[entering:]
     forward, backward = derivative(closed, [True] * count, trained, floats, others, arguments)
     # What is kept is seen only once the forward function is traced.
-    kept = jax.eval_shape(forward, *floats, *others, *arguments)[1]
+    residual_shapes = jax.eval_shape(forward, *floats, *others, *arguments)[1]
     split = None
     if splits:
         results = _differentiable_shapes(closed.jaxpr.outvars)
-        split = _split(backward, count, kept, arguments, results)
-    return Layer(differentiable, forward, backward, kept, split)
+        split = _split(backward, count, residual_shapes, arguments, results)
+    return Layer(differentiable, forward, backward, residual_shapes, split)
 
 
 def _differentiable_shapes(variables_of: Sequence[Any]) -> Shapes:
@@ -129,44 +135,46 @@ class _SplitBackward:
     """A traced backward pass, cut into the equations that run first and those that can wait.
 
     - `constants` are the values of the jaxpr's constants, by variable.
-    - `kept`, `arguments` and `gradients` are its inputs: the residuals, weights with local inputs,
-      and the gradients of the forward pass's results.
+    - `residuals`, `arguments` and `gradients` are its inputs: the second are weights with local
+      inputs, the third the gradients of the forward pass's results.
     - `to_inputs` and `to_weights` are its outputs.
-    - `left` are the values that the first equations make and the second ones read.
+    - `saved_for_weights` are the values that the first equations make and the second ones read.
     """
 
     jaxpr: Jaxpr
     constants: dict[Any, Any]
-    kept: Sequence[Any]
+    residuals: Sequence[Any]
     arguments: Sequence[Any]
     gradients: Sequence[Any]
     to_inputs: Sequence[Any]
     to_weights: Sequence[Any]
     first: list[Any]
     second: list[Any]
-    left: list[Any]
+    saved_for_weights: list[Any]
 
     def input_gradients(
-        self, kept: Arrays, arguments: Arrays, gradients: Arrays
+        self, residuals: Arrays, arguments: Arrays, gradients: Arrays
     ) -> tuple[Arrays, Arrays]:
-        """Run the first equations: the gradients of inputs, and the values that are left."""
-        values = self._known(kept, arguments)
+        """Run the first equations: the gradients of inputs, and the values that are saved."""
+        values = self._known(residuals, arguments)
         values |= dict(zip(self.gradients, gradients, strict=True))
-        results = self._run(self.first, [*self.to_inputs, *self.left], values)
+        results = self._run(self.first, [*self.to_inputs, *self.saved_for_weights], values)
         count = len(self.to_inputs)
         return results[:count], results[count:]
 
-    def weight_gradients(self, kept: Arrays, arguments: Arrays, left: Arrays) -> Arrays:
-        """Run the second equations, on what the first ones have left."""
-        values = self._known(kept, arguments)
-        values |= dict(zip(self.left, left, strict=True))
+    def weight_gradients(
+        self, residuals: Arrays, arguments: Arrays, saved_for_weights: Arrays
+    ) -> Arrays:
+        """Run the second equations, on what the first ones have saved."""
+        values = self._known(residuals, arguments)
+        values |= dict(zip(self.saved_for_weights, saved_for_weights, strict=True))
         return self._run(self.second, self.to_weights, values)
 
-    def _known(self, kept: Arrays, arguments: Arrays) -> dict[Any, Any]:
+    def _known(self, residuals: Arrays, arguments: Arrays) -> dict[Any, Any]:
         """The values, by variable, that both pieces have."""
         # Weights and local inputs are there in both passes, and are not kept in between.
         values = dict(self.constants)
-        values |= dict(zip(self.kept, kept, strict=True))
+        values |= dict(zip(self.residuals, residuals, strict=True))
         values |= dict(zip(self.arguments, arguments, strict=True))
         return values
 
@@ -205,7 +213,7 @@ def _outputs_among(wanted: Sequence[Any], equations: Sequence[Any]) -> list[Any]
 def _split(
     backward: Callable[..., tuple[Arrays, Arrays]],
     count: int,
-    kept: Sequence[Any],
+    residual_shapes: Sequence[Any],
     arguments: Sequence[Any],
     results: Sequence[Any],
 ) -> _SplitBackward:
@@ -214,7 +222,7 @@ def _split(
     Args:
         backward: The backward pass, as `derivative` gives it.
         count: How many of the layer's inputs have gradients.
-        kept: Shapes of the residuals.
+        residual_shapes: Shapes of the residuals.
         arguments: Shapes of weights and local inputs.
         results: Shapes of the forward pass's results that are differentiable.
     """
@@ -223,30 +231,31 @@ def _split(
         to_inputs, to_weights = backward(*inputs)
         return [*to_inputs, *to_weights]
 
-    traced = inlined(jax.make_jaxpr(flat)(kept, arguments, results), lambda _: True)
+    traced = inlined(jax.make_jaxpr(flat)(residual_shapes, arguments, results), lambda _: True)
     jaxpr = traced.jaxpr
-    after_kept, after_arguments = len(kept), len(kept) + len(arguments)
+    after_residuals = len(residual_shapes)
+    after_arguments = after_residuals + len(arguments)
     gradients = jaxpr.invars[after_arguments:]
     to_inputs, to_weights = jaxpr.outvars[:count], jaxpr.outvars[count:]
     # Whatever the gradients of inputs need has to run in the first pass.
     first = behind(jaxpr, to_inputs)
-    # What is left for later is only what gradients went into. What is made of residuals only, such
+    # What is saved for later is only what gradients went into. What is made of residuals only, such
     # as all that is recomputed, is computed again rather than held.
     from_gradients = _made_from(gradients, first)
     second = behind(jaxpr, to_weights, from_gradients)
-    # In order of use and each once: the order of what is left in a buffer.
+    # In order of use and each once: the order of what is saved in a buffer.
     read = dict.fromkeys([*inputs_of(second), *variables(to_weights)])
     return _SplitBackward(
         jaxpr=jaxpr,
         constants=dict(zip(jaxpr.constvars, traced.consts, strict=True)),
-        kept=jaxpr.invars[:after_kept],
-        arguments=jaxpr.invars[after_kept:after_arguments],
+        residuals=jaxpr.invars[:after_residuals],
+        arguments=jaxpr.invars[after_residuals:after_arguments],
         gradients=gradients,
         to_inputs=to_inputs,
         to_weights=to_weights,
         first=first,
         second=second,
-        left=[variable for variable in read if variable in from_gradients],
+        saved_for_weights=[variable for variable in read if variable in from_gradients],
     )
 
 

@@ -161,6 +161,21 @@ class Loop:
         """
         return [jnp.issubdtype(shape.dtype, jnp.inexact) for shape in self.travelling]
 
+    def split_travelling(
+        self, arrays: Arrays, *, backward: bool = False
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """What travels, split into what enters the layers, what passes by, and stacked outputs.
+
+        If `backward`, the arrays are gradients, which only the differentiable arrays have.
+        """
+        # What travels is laid out as [entering | passing | stacked].
+        passing_from = len(self.entering)
+        stacked_from = passing_from + len(self.passing)
+        if backward:
+            passing_from = sum(self.differentiable[:passing_from])
+            stacked_from = sum(self.differentiable[:stacked_from])
+        return arrays[:passing_from], arrays[passing_from:stacked_from], arrays[stacked_from:]
+
     @cached_property
     def layer(self) -> ClosedJaxpr:
         """One layer as a function, its arguments in the order in which `derivative` wants them.
@@ -175,7 +190,7 @@ class Loop:
         order = self._argument_order
 
         def layer(*arguments: Any) -> Arrays:
-            # The body wants its inputs by position; `order` says which argument each of them is.
+            # The scan body wants inputs by position; `order` says which argument each of them is.
             inputs = dict(zip(order, arguments, strict=True))
             results = jaxpr_as_fun(body)(*[inputs[k] for k in range(len(body.jaxpr.invars))])
             return [
@@ -188,7 +203,7 @@ class Loop:
 
     @property
     def _argument_order(self) -> list[int]:
-        """The positions of the body's inputs, in the order of the arguments of `layer`."""
+        """The positions of the scan body's inputs, in the order of the arguments of `layer`."""
         constants, carries = self.parts
         entering = [*range(constants, constants + carries), *self.carried_inputs]
         floats, others = [], []
@@ -230,7 +245,7 @@ def batch_only_values(loop: Loop, shared: Arrays, per_layer: Arrays) -> Arrays:
 
 
 def body_of(equation: Any) -> ClosedJaxpr:
-    """The body of a loop with its calls inlined, so that dependencies can be followed through."""
+    """A loop's scan body with its calls inlined, so that dependencies can be followed through."""
     return inlined(equation.params["jaxpr"], lambda _: True)
 
 

@@ -71,6 +71,11 @@ class Program:
     recompute: bool = False
 
     @property
+    def parts_per_loop(self) -> int:
+        """How many parts each loop over layers is cut into."""
+        return self.table.parts // self.loops
+
+    @property
     def ticks(self) -> int:
         """How many ticks there are in a step."""
         return len(self.rows["F"])

@@ -84,11 +84,11 @@ def wire_of(loops: Sequence[Loop]) -> Wire:
     """
     shapes: Shapes = []
     places: list[list[int]] = []
-    for loop in loops:
+    for cut_loop in loops:
         # A loop uses each place once: two arrays of one shape that it sends have two places.
         free = list(range(len(shapes)))
         places_of_loop = []
-        for shape in loop.travelling:
+        for shape in cut_loop.travelling:
             place = _first_alike(shape, shapes, free)
             if place is None:
                 place = len(shapes)
