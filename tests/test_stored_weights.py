@@ -308,6 +308,19 @@ def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
     assert gathers(partial(loss, mark=lambda block: block), FULL) > 8
 
 
+def test_what_a_marked_layer_makes_of_a_weight_is_not_kept_for_its_backward_pass():
+    make = lambda: {"layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))]}
+    block = sl.zero3_layer(lambda x, w: jax.jit(lambda x, w: dense(x, w.T))(x, w))
+
+    def loss(model, x, rng):
+        for w in model["layers"]:
+            x = block(x, w)
+        return jnp.mean(x)
+
+    # Two forward and, since `x` has no gradient, one backward, which is dead if `w.T` was kept.
+    assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
+
+
 def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
     make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
 
