@@ -41,10 +41,11 @@ from shardlib.tracing._jaxpr import (
     variables,
 )
 from shardlib.tracing._layer_uses import (
-    CHEAP,
     MARK,
     group_spans,
     has_layers,
+    is_cast,
+    is_cheap,
     is_layered,
     is_one_layer,
     squeezes_first_dim,
@@ -143,9 +144,7 @@ class _Evaluation:
         while position < len(equations):
             end = ends.get(position, position + 1)
             if end > position + 1:
-                # The uses of a group of weights and what is between them, as one region.
-                self._catch_up(position)
-                self._evaluate(list(equations[position:end]), end, _region)
+                self._evaluate_span(position, end)
             else:
                 self._evaluate_one(position)
             position = end
@@ -161,16 +160,36 @@ class _Evaluation:
                 groups[var] = root.weight.group
         return groups
 
+    def _evaluate_span(self, start: int, end: int) -> None:
+        """Evaluate the uses of a group of weights, and what is between them, as one region."""
+        # Cheap equations of weights are put off first. They may be of weights that are used after
+        # the span: the region would return those as arrays, whole until their last use.
+        equations = []
+        for equation in self.jaxpr.eqns[start:end]:
+            if not self._put_off(equation):
+                equations.append(equation)
+        self._catch_up(start)
+        self._evaluate(equations, end, _region)
+
+    def _put_off(self, equation: Any) -> bool:
+        """Put an equation off if it makes a cheap change to a weight; whether it does."""
+        if not self._reads_weights(equation) or not is_cheap(equation):
+            return False
+        (operand,) = equation.invars
+        self.values[equation.outvars[0]] = _derive(self.jaxpr, equation, self.values[operand])
+        return True
+
+    def _reads_weights(self, equation: Any) -> bool:
+        """Whether an equation reads a weight, or what is derived from one."""
+        # What is pending has no value yet, and is no weight.
+        return any(_is_weight(self.values.get(var)) for var in variables(equation.invars))
+
     def _evaluate_one(self, position: int) -> None:
         """Evaluate one equation, or put it off if it needs no weight or makes a cheap change."""
         equation = self.jaxpr.eqns[position]
-        # What is pending has no value yet, and is no weight.
-        read: list[Any] = [self.values.get(var) for var in variables(equation.invars)]
-        if not any(map(_is_weight, read)):
+        if not self._reads_weights(equation):
             self.pending.append(equation)
-        elif equation.primitive.name in CHEAP and len(equation.invars) == 1:
-            self.values[equation.outvars[0]] = _derive(self.jaxpr, equation, read[0])
-        else:
+        elif not self._put_off(equation):
             self._catch_up(position)
             rule = _RULES.get(equation.primitive.name, _region)
             self._evaluate([equation], position + 1, rule)
@@ -324,6 +343,13 @@ def _single_equation(stretch: Stretch, inputs: list[Entry]) -> tuple[Any, list[E
     return equation, values_of(equation.invars, dict(zip(stretch.inputs, inputs, strict=True)))
 
 
+def _has_layers(jaxpr: Jaxpr, inputs: Sequence[Entry]) -> bool:
+    """Whether a jaxpr, with these inputs, has layers that are regions themselves."""
+    weights = [_is_weight(value) for value in inputs]
+    stacks = [_stack(value) is not None for value in inputs]
+    return has_layers(jaxpr, weights, stacks)
+
+
 def _wanted(stretch: Stretch, results: Sequence[Any]) -> list[Any]:
     """The results that are read later, of all results of the only equation of a stretch."""
     wanted = set(stretch.outputs)
@@ -340,7 +366,7 @@ def _jit(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     inner = equation.params["jaxpr"]
     # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
-    if is_marked and not has_layers(inner.jaxpr, list(map(_is_weight, entries))):
+    if is_marked and not _has_layers(inner.jaxpr, entries):
         return _region(stretch, inputs)
     return _wanted(stretch, _evaluate(inner.jaxpr, inner.consts, entries))
 
@@ -354,7 +380,7 @@ def _checkpoint(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
     """
     equation, entries = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
-    if not has_layers(inner, list(map(_is_weight, entries))):
+    if not _has_layers(inner, entries):
         return _region(stretch, inputs)
     # Each weight once, however many of the operands come from it.
     roots = _roots(entries)
@@ -426,7 +452,7 @@ class _LayerLoop:
             layers[stack] = stack.layer(stored, anchor, number)
         parts = _with_arrays(self.scanned, plain, lambda weight: _rebased(weight, layers))
         entries = _enter_whole_weights(self.body.jaxpr, [*constants, *carry, *parts])
-        if has_layers(self.body.jaxpr, list(map(_is_weight, entries))):
+        if _has_layers(self.body.jaxpr, entries):
             outputs = _evaluate_whole(self.body.jaxpr, self.body.consts, entries)
         else:
             outputs = _region(lambda values: jaxpr_as_fun(self.body)(*values), entries)
@@ -479,7 +505,7 @@ def _stack(value: Entry) -> WeightSlice | None:
 
     Anything else that is made of a weight might mix layers; for that, and for arrays, it is None.
     """
-    while isinstance(value, _Derived) and value.equation.primitive.name == "convert_element_type":
+    while isinstance(value, _Derived) and is_cast(value.equation):
         value = value.operand
     return value if isinstance(value, WeightSlice) else None
 
