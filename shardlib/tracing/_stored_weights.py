@@ -480,23 +480,30 @@ def _scan(stretch: Stretch, inputs: list[Entry]) -> list[Entry]:
             scanned[position] = _make_whole(value)
 
     loop = _LayerLoop(equation.params["jaxpr"], constants, carries, scanned, stacks)
-    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
     held = [stack.scanned for stack in stacks]
-    run = functools.partial(loop.run, options)
+    run = functools.partial(loop.run, _scan_options(equation))
     carry, stacked = with_source_of(equation, run, before, _arrays(scanned), held, deep=False)
     return _wanted(stretch, [*carry, *stacked])
 
 
+def _scan_options(equation: Any) -> dict[str, Any]:
+    """The options of `lax.scan` that an equation was traced with, those that this JAX has."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: equation.params[name] for name in names if name in equation.params}
+
+
 def _check_unsplit(stack: WeightSlice) -> None:
-    """Refuse a loop over a dim along which a weight is split among devices."""
-    if stack.consumed_dims < stack.weight.stacked or stack.weight.is_stored_whole:
+    """Refuse a loop over a dim along which a weight is split among devices.
+
+    ZeRO splits a dim behind those that may count layers, so these are whole.
+    """
+    if stack.consumed_dims < stack.weight.stacked:
         return
     raise ValueError(
         f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
-        f"{stack.consumed_dims}, along which it is split among devices, so no device has a whole "
-        "layer of any other's to gather. Name that dim "
-        '`"layers"`, as `transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is '
-        "left whole."
+        f"{stack.consumed_dims}, which is split among devices, so an iteration's slice lives on "
+        'one device and cannot be gathered. Name that dim `"layers"`, as '
+        '`transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is left whole.'
     )
 
 
