@@ -329,6 +329,20 @@ def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
     assert gathers(partial(loss, mark=lambda block: block), FULL) > 8
 
 
+def test_a_weight_that_all_layers_of_a_loop_share_is_gathered_once_before_it():
+    make = lambda: sl.annotate(
+        {"w": jnp.zeros((5, 16, 16)), "shared": jnp.zeros((16, 16))},
+        {"w": ("layers", "embed", "mlp"), "shared": ("embed", "mlp")},
+    )
+
+    def loss(model, x, rng):
+        body = lambda x, w: (dense(dense(x, w), model["shared"]), None)
+        return jnp.mean(lax.scan(body, x, model["w"])[0])
+
+    # A layer in each pass, and what is shared in the first: it is kept for the other.
+    assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
+
+
 def test_what_a_marked_layer_makes_of_a_weight_is_not_kept_for_its_backward_pass():
     make = lambda: {"layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))]}
     block = sl.zero3_layer(lambda x, w: jax.jit(lambda x, w: dense(x, w.T))(x, w))
