@@ -27,7 +27,7 @@ LAYERS = [
     ("", "rules"),
     ("layouts", "_resolve _relate _placement _flax_rules _annotate _route _reshard"),
     ("tracing", "_jaxpr _row_gradients _lookup_forms _lookups _linearize _region"),
-    ("tracing", "_layer_uses _stored_weights"),
+    ("tracing", "_layer_uses _weight_values _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
     ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_tiles"),
     ("kernels._softmax", "_reference _tpu _gpu"),

@@ -282,6 +282,27 @@ def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
     assert stage_3 < depth * layer // 8 + 3 * layer
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_marked_block_is_one_region_unless_a_loop_within_takes_a_stack_layer_by_layer(turned):
+    """A loop over a stack that is turned does not: it needs the whole stack."""
+    make = lambda: sl.annotate(
+        {"a": jnp.zeros((16, 16)), "w": jnp.zeros((3, 16, 16))},
+        {"a": ("embed", "mlp"), "w": ("layers", "embed", "mlp")},
+    )
+
+    @sl.zero3_layer
+    def block(x, m):
+        stack = jnp.swapaxes(m["w"], 1, 2) if turned else m["w"]
+        x = dense(dense(x, m["a"]), m["a"])
+        return lax.scan(lambda x, w: (dense(x, w), None), x, stack)[0]
+
+    loss = lambda model, x, rng: jnp.mean(block(x, model))
+    # Forward and backward, but for the first use: `x` has no gradient. Outside of a common region
+    # each use of `a` gathers it.
+    gathers = lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather")
+    assert gathers == (4 if turned else 5)
+
+
 LAYERS = {
     "marked": (sl.zero3_layer, FULL),
     "recomputed": (partial(sl.remat, policy="full"), FULL),
@@ -306,6 +327,55 @@ def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
 
     assert gathers(loss, zero) == 4
     assert gathers(partial(loss, mark=lambda block: block), FULL) > 8
+
+
+def test_a_weight_that_all_layers_of_a_loop_share_is_gathered_once_before_it():
+    make = lambda: sl.annotate(
+        {"w": jnp.zeros((5, 16, 16)), "shared": jnp.zeros((16, 16))},
+        {"w": ("layers", "embed", "mlp"), "shared": ("embed", "mlp")},
+    )
+
+    def loss(model, x, rng):
+        body = lambda x, w: (dense(dense(x, w), model["shared"]), None)
+        return jnp.mean(lax.scan(body, x, model["w"])[0])
+
+    # A layer in each pass, and what is shared in the first: it is kept for the other.
+    assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
+
+
+def test_what_a_marked_layer_makes_of_a_weight_is_not_kept_for_its_backward_pass():
+    make = lambda: {"layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))]}
+    block = sl.zero3_layer(lambda x, w: jax.jit(lambda x, w: dense(x, w.T))(x, w))
+
+    def loss(model, x, rng):
+        for w in model["layers"]:
+            x = block(x, w)
+        return jnp.mean(x)
+
+    # Two forward and, since `x` has no gradient, one backward, which is dead if `w.T` was kept.
+    assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
+
+
+def test_a_cast_within_the_layer_before_leaves_no_whole_weight_behind():
+    """The program is the same wherever the cast of another layer's weight is written."""
+    make = lambda: {"layers": [{"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}] * 2}
+
+    def loss(model, x, rng, early):
+        first, second = model["layers"]
+        cast = lambda: second["a"].astype("bfloat16")
+        if early:
+            weight = cast()
+        x = dense(x, first["a"])
+        if not early:
+            weight = cast()
+        x = dense(x, first["b"])
+        return jnp.mean(dense(x.astype("bfloat16"), weight) @ second["b"].astype("bfloat16"))
+
+    by_path = sl.Zero(3, small=0, layers=r"layers/\d")
+    early, late = (
+        lowered(make, partial(loss, early=early), by_path, 16).as_text() for early in (True, False)
+    )
+    assert late == early
 
 
 def test_of_a_stack_a_number_of_a_layer_gathers_that_one():

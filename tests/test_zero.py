@@ -660,7 +660,8 @@ def test_unnamed_layers_that_are_split_cannot_be_scanned():
 
     make = lambda: {"w": normal(0, 8, 6, 6)}
     with pytest.raises(
-        ValueError, match='`w` of shape .8, 6, 6. is scanned over its dim 0, along which.*"layers"'
+        ValueError,
+        match='`w` of shape .8, 6, 6. is scanned over its dim 0, which is split.*"layers"',
     ):
         trained(loss, make=make, rules=DATA, mesh="data=8", zero=FULL)
     named = lambda: sl.annotate(make(), {"w": ("layers", None, None)})

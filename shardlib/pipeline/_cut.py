@@ -317,7 +317,7 @@ def _find_calls_with_loops(jaxpr: Jaxpr, flags: Sequence[bool], calls: set[int])
         read = [not isinstance(atom, Literal) and atom in flagged for atom in equation.invars]
         inner = equation.params["jaxpr"].jaxpr
         # Only a call with a loop over layers within is opened.
-        if any(read) and has_layers(inner, read):
+        if any(read) and has_layers(inner, read, read):
             calls.add(id(equation))
             _find_calls_with_loops(inner, read, calls)
 

@@ -37,7 +37,7 @@ from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._lookups import partitionable
 from shardlib.tracing._region import StoredWeight, Weight
-from shardlib.tracing._stored_weights import WHOLE, evaluate_on_use
+from shardlib.tracing._stored_weights import UNMANAGED, evaluate_on_use
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +287,8 @@ def evaluate_loss(total: Any, parameters: Any, params: Any, *others: Any) -> Any
 
 
 def _described(parameters: Any, *, last: bool) -> Any:
-    """A `Weight`, or `WHOLE`, for each parameter of a tree."""
-    return jax.tree.map(lambda parameter: parameter.weight(last) or WHOLE, parameters)
+    """A `Weight`, or `UNMANAGED`, for each parameter of a tree."""
+    return jax.tree.map(lambda parameter: parameter.weight(last) or UNMANAGED, parameters)
 
 
 def _without_gradients(parameters: Any, held: Any) -> Any:
@@ -304,7 +304,7 @@ def _without_gradients(parameters: Any, held: Any) -> Any:
 
 def _all_whole(described: Any) -> bool:
     """Whether no parameter of a tree takes an evaluator: then the loss is called as it is."""
-    return all(weight is WHOLE for weight in jax.tree.leaves(described))
+    return all(weight is UNMANAGED for weight in jax.tree.leaves(described))
 
 
 @dataclass
@@ -369,7 +369,7 @@ class Weights:
         """
         weights = [parameter.weight(last) for parameter in self.parameters]
         described = combine(
-            self.treedef.unflatten([weight or WHOLE for weight in weights]),
+            self.treedef.unflatten([weight or UNMANAGED for weight in weights]),
             _described(self.frozen, last=last),
         )
         frozen = _without_gradients(self.frozen, self.frozen_held)

@@ -19,12 +19,26 @@ from shardlib.tracing._region import WeightSlice
 MARK = "shardlib_layer"
 """The name of the `jax.jit` around a marked block, by which a trace shows that it is marked."""
 
-# Primitives of one operand that are cheap: they are done again wherever their result is used, if
-# the operand is a weight, so that no whole copy of a weight has to be kept.
-CHEAP = {
+# Primitives that are cheap when they have one operand.
+_CHEAP = {
     "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
     "slice", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
+
+
+def is_cheap(equation: Any) -> bool:
+    """Whether an equation makes a cheap change to one array, such as a cast or a transpose.
+
+    If the array is a weight, the change is made again wherever its result is used, so that no whole
+    copy of the weight has to be kept.
+    """
+    # Shapes that are not known while tracing are further operands.
+    return equation.primitive.name in _CHEAP and len(equation.invars) == 1
+
+
+def is_cast(equation: Any) -> bool:
+    """Whether an equation changes the dtype of an array, which it can do layer by layer."""
+    return equation.primitive.name == "convert_element_type"
 
 
 def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
@@ -45,7 +59,7 @@ def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> boo
         if name == "scan":
             # What comes before are constants and carries, which the loop does not take apart.
             return position >= sum(scan_parts(reader))
-        if name == "convert_element_type":
+        if is_cast(reader):
             return is_layered(jaxpr, reader.outvars[0], root, pickable=False)
         if name in CALLS:
             inner = _jaxpr_of_call(reader)
@@ -107,7 +121,7 @@ def group_spans(jaxpr: Jaxpr, groups: dict[Any, Hashable]) -> dict[int, int]:
     spans: dict[Hashable, tuple[int, int]] = {}
     for position, equation in enumerate(jaxpr.eqns):
         read = [groups[var] for var in variables(equation.invars) if var in groups]
-        if equation.primitive.name in CHEAP and read:
+        if read and is_cheap(equation):
             # No use yet: it is put off until its result is used.
             groups[equation.outvars[0]] = read[0]
             continue
@@ -131,34 +145,49 @@ def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
     return ends
 
 
-def has_layers(jaxpr: Jaxpr, weights: Sequence[bool]) -> bool:
-    """Whether a jaxpr scans over weights, or has a marked block that uses some.
+def has_layers(jaxpr: Jaxpr, weights: Sequence[bool], stacks: Sequence[bool]) -> bool:
+    """Whether a jaxpr scans over stacks of weights, or has a marked block that uses weights.
 
-    `weights` says which of its inputs are weights. What is cheaply made of them counts as a weight.
+    `weights` says which of its inputs are weights or cheaply made of some, and `stacks` which of
+    these a `scan` can take layer by layer: weights as they are, or cast.
     """
-    known = set()
-    for variable, is_weight in zip(jaxpr.invars, weights, strict=True):
-        if is_weight:
-            known.add(variable)
+    known_weights = _where(jaxpr.invars, weights)
+    known_stacks = _where(jaxpr.invars, stacks)
     for equation in jaxpr.eqns:
-        read = [not isinstance(atom, Literal) and atom in known for atom in equation.invars]
+        read = _are_in(known_weights, equation.invars)
         if not any(read):
             continue
-        if equation.primitive.name in CHEAP and all(read):
-            known.update(equation.outvars)
-        elif _is_layer_use(equation, read):
+        read_stacks = _are_in(known_stacks, equation.invars)
+        if is_cheap(equation):
+            known_weights.update(equation.outvars)
+            if any(read_stacks) and is_cast(equation):
+                known_stacks.update(equation.outvars)
+        elif _is_layer_use(equation, read, read_stacks):
             return True
     return False
 
 
-def _is_layer_use(equation: Any, read: list[bool]) -> bool:
-    """Whether an equation scans over weights or is a marked block, or a call that holds one.
+def _where(variables: Sequence[Any], flags: Sequence[bool]) -> set[Any]:
+    """The variables whose flags are set."""
+    pairs = zip(variables, flags, strict=True)
+    return {variable for variable, flag in pairs if flag}
 
-    `read` says which of its operands are weights.
+
+def _are_in(known: set[Any], atoms: Sequence[Any]) -> list[bool]:
+    """Which atoms are known variables."""
+    return [not isinstance(atom, Literal) and atom in known for atom in atoms]
+
+
+def _is_layer_use(equation: Any, weights: list[bool], stacks: list[bool]) -> bool:
+    """Whether an equation scans over stacks or is a marked block, or a call that holds one.
+
+    `weights` and `stacks` say which of its operands are that.
     """
     name = equation.primitive.name
     if name == "scan":
-        return any(read[sum(scan_parts(equation)) :])
+        return any(stacks[sum(scan_parts(equation)) :])
     if name not in CALLS:
         return False
-    return equation.params.get("name") == MARK or has_layers(_jaxpr_of_call(equation), read)
+    if equation.params.get("name") == MARK:
+        return True
+    return has_layers(_jaxpr_of_call(equation), weights, stacks)

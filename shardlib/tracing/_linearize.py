@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import made_of, values_of, variables
+from shardlib.tracing._jaxpr import JITS, inlined, made_of, open_jaxpr, values_of, variables
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ def _linearize(
     The arguments are those of `derivative`.
     """
     trees: list[Any] = []
+    # What a call computes from weights would be kept: no residual of it has an equation out here.
+    function = _with_calls_opened(function, len(shapes))
 
     def forward(
         floats: list[Any], others: list[Any], whole: list[Any]
@@ -207,6 +209,46 @@ def _call_with_vjp(
     moving = [x for x, moves in zip(floats, perturbed, strict=True) if moves]
     _, backward, results = jax.vjp(call, moving, whole[:trained], has_aux=True)
     return results, backward
+
+
+def _with_calls_opened(function: ClosedJaxpr, weight_count: int) -> ClosedJaxpr:
+    """The function with the bodies of calls in place of those that compute something from weights.
+
+    The weights are its last arguments. Other calls stay as they are.
+    """
+    jaxpr = function.jaxpr
+    calls: set[int] = set()
+    _find_calls(jaxpr, jaxpr.invars[len(jaxpr.invars) - weight_count :], calls)
+    if not calls:
+        return function
+    return inlined(function, lambda equation: id(equation) in calls)
+
+
+def _find_calls(jaxpr: Jaxpr, weights: Iterable[Any], calls: set[int]) -> bool:
+    """Add to `calls` the ids of calls in which something is computed from weights only.
+
+    A call that reads nothing but weights is none of them: it runs again as it is. Returns whether
+    the jaxpr itself computes something from weights only, in a call or not.
+    """
+    known = set(weights)
+    found = False
+    for equation in jaxpr.eqns:
+        read = variables(equation.invars)
+        if known.isdisjoint(read):
+            continue
+        if not equation.effects and known.issuperset(read):
+            known.update(equation.outvars)
+            found = True
+        elif equation.primitive.name in JITS:
+            inner = open_jaxpr(equation.params["jaxpr"])
+            inner_weights = []
+            for atom, var in zip(equation.invars, inner.invars, strict=True):
+                if not isinstance(atom, Literal) and atom in known:
+                    inner_weights.append(var)
+            if _find_calls(inner, inner_weights, calls):
+                calls.add(id(equation))
+                found = True
+    return found
 
 
 def _computed_only_from(jaxpr: Jaxpr, inputs: Iterable[Any]) -> set[Any]:

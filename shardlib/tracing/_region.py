@@ -10,8 +10,8 @@ backward pass what JAX would keep, except weights and what is computed from weig
     backward    stored --whole()--> weights ---+--> gradients of inputs
                 residuals, d outputs ----------+--> gradients of weights --reduced()--> anchors
 
-A weight that is whole all the time needs no region: it *enters* a computation once, and its
-gradient leaves there, when all that uses it is done.
+A weight that is stored whole needs no region. It is *bound* once, before all that uses it, and its
+gradient is reduced there, when all of it is complete.
 
 The derivative is taken with respect to a *gradient anchor* for each weight, an array of zeros in
 the form in which gradients are wanted, which may be another shape and dtype than the weight has.
@@ -178,14 +178,14 @@ def _index_of_layer(where: tuple[Any, ...]) -> Any:
 
 
 def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
-    """Let a weight that is stored whole enter a computation.
+    """The array of a weight that is stored whole, with a gradient that is reduced.
 
-    Its gradient is reduced once, when all of it is there. The operations of that blame the line of
+    That is done once, when all of the gradient is there. The operations it takes blame the line of
     `reader`, an equation, if there is one.
     """
 
     @jax.custom_vjp
-    def entered(stored: Any, gradient_anchor: Any, sums: Any, where: Any) -> Any:
+    def bound(stored: Any, gradient_anchor: Any, sums: Any, where: Any) -> Any:
         del gradient_anchor, sums, where
         return stored
 
@@ -197,17 +197,17 @@ def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
         sums, where = saved
         if sums is not None:
             # What was summed before is reduced along with the gradient. It is taken out of the
-            # sums, so that it counts once however often the weight enters.
+            # sums, so that it counts once however often the weight is bound.
             layer = _index_of_layer(where)
             before = sums[layer]
             sums[layer] = jnp.zeros_like(before)
             gradient = gradient.astype(sums.dtype) + before
         return None, root.reduced(gradient, reader), None, None
 
-    entered.defvjp(forwards, backwards)
+    bound.defvjp(forwards, backwards)
     # A weight that accumulates in place adds to the sums by its target instead.
     sums = None if root.weight.accumulates_in_place else root.sums
-    return entered(root.stored, root.target, sums, root.where)
+    return bound(root.stored, root.target, sums, root.where)
 
 
 @dataclass(frozen=True, eq=False)

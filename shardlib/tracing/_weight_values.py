@@ -1,0 +1,140 @@
+"""The values of variables while a function is evaluated on weights as they are stored.
+
+Such a value is one of three kinds:
+
+    an array           as in JAX's own evaluation
+    a `WeightSlice`    a weight, or a layer of it, that is no array yet: sharded, or not yet bound
+    a `Derived`        what a cheap equation makes of one of these, put off until it is used
+
+The *root* of a value is the weight that it is or is derived from.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import jax
+from jax.extend.core import Jaxpr
+
+from shardlib.tracing._jaxpr import Stretch, variables
+from shardlib.tracing._layer_uses import is_cast, is_one_layer, squeezes_first_dim
+from shardlib.tracing._region import WeightSlice, bind_whole_weight, reader_of
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """What a cheap equation of a jaxpr makes of a weight, to be computed where it is used."""
+
+    jaxpr: Jaxpr
+    equation: Any
+    operand: "WeightSlice | Derived"
+
+
+# What a variable may stand for.
+Value = jax.Array | WeightSlice | Derived
+
+
+def is_weight(value: Any) -> TypeGuard[WeightSlice | Derived]:
+    """Whether a value is a weight that is no array yet, or derived from one."""
+    return isinstance(value, WeightSlice | Derived)
+
+
+def root_of(value: Value) -> WeightSlice | None:
+    """The weight that a value is, or is derived from; None for an array."""
+    while isinstance(value, Derived):
+        value = value.operand
+    return value if isinstance(value, WeightSlice) else None
+
+
+def roots_of(values: Iterable[Value]) -> list[WeightSlice]:
+    """The weights that some values are or are derived from, each once."""
+    roots = [root_of(value) for value in values]
+    return list(dict.fromkeys(root for root in roots if root is not None))
+
+
+def derive(jaxpr: Jaxpr, equation: Any, operand: WeightSlice | Derived) -> Value:
+    """What a cheap equation, such as a cast or a slice, makes of a weight.
+
+    A layer that is picked from a stack is a weight again. If it is stored whole, it is bound here.
+    """
+    layer = _layer_picked_by(equation, operand)
+    if layer is None:
+        return Derived(jaxpr, equation, operand)
+    if layer.weight.is_stored_whole:
+        return bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
+    return layer
+
+
+def _layer_picked_by(equation: Any, operand: WeightSlice | Derived) -> WeightSlice | None:
+    """The layer that an equation picks from a stack by its number; None for other equations.
+
+    `stack[3]` is traced as a `slice`, which is the operand here, and then a `squeeze`.
+    """
+    if not squeezes_first_dim(equation) or not isinstance(operand, Derived):
+        return None
+    stack, index = operand.operand, operand.equation
+    if not isinstance(stack, WeightSlice) or stack.consumed_dims >= stack.weight.stacked:
+        return None
+    if index.primitive.name != "slice" or not is_one_layer(index, stack):
+        return None
+    return stack.at(index.params["start_indices"][0])
+
+
+def stack_of(value: Value) -> WeightSlice | None:
+    """The stacked weight of which each iteration gets a layer: as it is, or in another dtype.
+
+    Anything else that is made of a weight might mix layers, or could not be done to one layer as
+    it was traced; for that, and for arrays, it is None.
+    """
+    while isinstance(value, Derived) and is_cast(value.equation):
+        value = value.operand
+    return value if isinstance(value, WeightSlice) else None
+
+
+def resolve(value: Value, whole: dict[WeightSlice, jax.Array]) -> Any:
+    """The array that a value stands for, where the weights it needs are whole.
+
+    What is derived is computed here, once for each place that uses it.
+    """
+    if isinstance(value, WeightSlice):
+        return whole[value]
+    if isinstance(value, Derived):
+        inputs, outputs = variables(value.equation.invars), list(value.equation.outvars)
+        recipe = Stretch(value.jaxpr, [value.equation], inputs, outputs)
+        return recipe([resolve(value.operand, whole)])[0]
+    return value
+
+
+def split_arrays(values: Sequence[Value]) -> list[Any]:
+    """The values that are arrays, in order.
+
+    Functions that JAX transforms take arrays as arguments. Weights stay outside of them, and
+    `merge` puts them in again on the inside.
+    """
+    return [value for value in values if not is_weight(value)]
+
+
+def merge(
+    values: Sequence[Value],
+    arrays: Sequence[Any],
+    replace_weight: Callable[[WeightSlice | Derived], Any],
+) -> list[Any]:
+    """The inverse of `split_arrays`, with `replace_weight(value)` in place of each weight."""
+    next_array = iter(arrays)
+    merged = []
+    for value in values:
+        if is_weight(value):
+            merged.append(replace_weight(value))
+        else:
+            merged.append(next(next_array))
+    return merged
+
+
+def with_root_replaced(
+    value: WeightSlice | Derived, replacement: dict[WeightSlice, WeightSlice]
+) -> WeightSlice | Derived:
+    """A weight, or what is derived from one, with another weight in its place."""
+    if isinstance(value, Derived):
+        operand = with_root_replaced(value.operand, replacement)
+        return Derived(value.jaxpr, value.equation, operand)
+    return replacement[value]
