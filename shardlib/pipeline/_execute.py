@@ -119,7 +119,7 @@ class Executor:
         """The forward pass of a tick, if there is one, and after the last part the head."""
         forward = PassRow(row, "F")
         output_wire, buffers = lax.cond(
-            forward.happens(),
+            forward.happens,
             partial(self.passes.forward, forward),
             lambda buffers: (nothing, buffers),
             state.buffers,
@@ -143,14 +143,14 @@ class Executor:
         """
         backward = PassRow(row, "B")
         gradient_wire, buffers, layer_sums = lax.cond(
-            backward.happens(),
+            backward.happens,
             partial(self.passes.backward, backward),
             lambda buffers, layer_sums: (no_gradients, buffers, layer_sums),
             *(state.buffers, state.layer_sums),
         )
         # The first part of a loop is followed, backward, by the start of the loop.
         gradient_wire, outer_sums = lax.cond(
-            backward.happens() & (backward["part"] % self.program.parts_per_loop == 0),
+            backward.happens & (backward.part % self.program.parts_per_loop == 0),
             lambda wire, sums: self.outside.start_backward(backward, wire, buffers, sums),
             lambda *same: same,
             *(gradient_wire, state.outer_sums),
@@ -158,7 +158,7 @@ class Executor:
         if self.table.splits:
             weights = PassRow(row, "W")
             layer_sums = lax.cond(
-                weights.happens(),
+                weights.happens,
                 partial(self.passes.weight_pass, weights, buffers),
                 lambda same: same,
                 layer_sums,
@@ -190,7 +190,7 @@ class Executor:
             row = {name: numbers[stage] for name, numbers in rows.items()}
             forward = PassRow(row, "F")
             output_wire = lax.cond(
-                forward.happens(),
+                forward.happens,
                 lambda: self.passes.forward(forward, buffers)[0],
                 lambda: nothing,
             )
@@ -209,13 +209,13 @@ class Executor:
         It is the loss without a derivative, for a table that only goes forward.
         """
         travelled = self.cut.wire.unpacked(len(self.cut.loops) - 1, output_wire)
-        inputs = self.inputs(forward["microbatch"])
+        inputs = self.inputs(forward.microbatch)
         outputs = self.cut.after(self.passes.outer, inputs, travelled, self.summed_outputs)
         return [total + output for total, output in zip(totals, outputs, strict=True)]
 
     def _is_last(self, forward: PassRow) -> Any:
         """Whether this stage has a forward pass through the last part in this tick."""
-        return forward.happens() & (forward["part"] == self.table.parts - 1)
+        return forward.happens & (forward.part == self.table.parts - 1)
 
     def _rows(self) -> dict[str, jax.Array]:
         """What each stage does in each tick, as arrays that the loop of ticks goes over."""

@@ -45,7 +45,7 @@ class OutsideLoops:
 
     def head(
         self,
-        at: PassRow,
+        pass_row: PassRow,
         output_wire: Arrays,
         buffers: Buffers,
         outer_sums: Arrays,
@@ -57,7 +57,7 @@ class OutsideLoops:
         then, the logits among it, is large.
 
         Args:
-            at: The forward pass through the last part.
+            pass_row: The forward pass through the last part.
             output_wire: What comes out of that part.
             buffers: All buffers; the gradients of `output_wire` go into a slot.
             outer_sums: Sums of gradients of the outer weights, which the head's are added to.
@@ -67,7 +67,7 @@ class OutsideLoops:
             Updated `buffers`, `outer_sums` and `totals`.
         """
         last = len(self.cut.loops) - 1
-        inputs = self.inputs(at["microbatch"])
+        inputs = self.inputs(pass_row.microbatch)
         # Differentiate only the outer weights that the head uses. JAX would make arrays of zeros
         # as gradients of the others.
         trained = self.cut.head_weights
@@ -86,7 +86,7 @@ class OutsideLoops:
         weights = [self.outer[k] for k in trained]
         (_, outputs), (travelled_gradients, weight_gradients) = differentiated(floats, weights)
         gradient_wire = self.cut.wire.packed(last, travelled_gradients, backward=True)
-        written = with_slot(buffers["gradients"], at["gradients"], gradient_wire)
+        written = with_slot(buffers["gradients"], pass_row.slot("gradients"), gradient_wire)
         return (
             buffers | {"gradients": written},
             _with_gradients(outer_sums, trained, weight_gradients),
@@ -94,12 +94,12 @@ class OutsideLoops:
         )
 
     def start_backward(
-        self, at: PassRow, gradient_wire: Arrays, buffers: Buffers, outer_sums: Arrays
+        self, pass_row: PassRow, gradient_wire: Arrays, buffers: Buffers, outer_sums: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The backward pass of the start of a loop, after that of the loop's first part.
 
         Args:
-            at: The backward pass through the first part of the loop.
+            pass_row: The backward pass through the first part of the loop.
             gradient_wire: The gradients that this pass has made, of what the start makes.
             buffers: All buffers, for what arrived at the start.
             outer_sums: Sums of gradients of the outer weights, which the start's are added to.
@@ -109,19 +109,24 @@ class OutsideLoops:
             `gradient_wire` is returned unchanged: part 0 has no receiver.
         """
         do = partial(self._start_backward, buffers=buffers)
-        return switch_loop(self.program, at, do, gradient_wire, outer_sums)
+        return switch_loop(self.program, pass_row, do, gradient_wire, outer_sums)
 
     def _start_backward(
-        self, loop: int, at: PassRow, gradient_wire: Arrays, outer_sums: Arrays, buffers: Buffers
+        self,
+        loop: int,
+        pass_row: PassRow,
+        gradient_wire: Arrays,
+        outer_sums: Arrays,
+        buffers: Buffers,
     ) -> tuple[Arrays, Arrays]:
         # The start is computed again rather than kept, for it is little.
-        inputs = self.inputs(at["microbatch"])
+        inputs = self.inputs(pass_row.microbatch)
         trained = self.cut.start_weights(loop)
         travelled: Arrays = []
         # The first loop starts from the inputs, which have no gradient.
         differentiable: Sequence[bool] = []
         if loop > 0:
-            arrived = read_slot(buffers["activations"], at["activations"])
+            arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
             travelled = self.cut.wire.unpacked(loop - 1, arrived)
             differentiable = self.cut.loops[loop - 1].differentiable
         floats, with_floats = split_differentiable(travelled, differentiable)

@@ -1,7 +1,7 @@
-"""What a program says of one pass: the columns of a stage's row in a tick, as traced numbers.
+"""What a program says of one pass of a stage in a tick, in traced numbers.
 
-All stages run one program, and only these numbers tell them what to do. They choose slots by
-indexing, and they choose between loops over layers, which differ in code, by a branch.
+All stages run one program, and only these numbers tell a stage what to do. A slot is a number to
+index a buffer with. Loops over layers differ in code, so a branch of the program chooses the loop.
 """
 
 from collections.abc import Callable
@@ -16,33 +16,50 @@ from shardlib.pipeline._program import Program
 
 @dataclass(frozen=True, eq=False)
 class PassRow:
-    """The columns of one kind of pass (`F`, `B` or `W`) in this stage's row for this tick.
+    """The pass of one kind (`F`, `B` or `W`) that this stage does in this tick, if there is one.
 
-    They are meaningful only where `happens()`. `row` has all columns by name, such as
-    `F.microbatch`.
+    `numbers` has one number, of this tick and stage, out of each array of `Program.rows`. Where no
+    pass of this kind `happens`, the others of its numbers mean nothing.
     """
 
-    row: dict[str, Any]
+    numbers: dict[str, Any]
     kind: str
 
-    def __getitem__(self, name: str) -> Any:
-        """A column of the pass, such as its `microbatch`, or its slot in a buffer."""
-        return self.row[f"{self.kind}.{name}"]
-
+    @property
     def happens(self) -> Any:
-        """Whether this stage has such a pass in this tick."""
-        return self.row[self.kind] == 1
+        """Whether this stage has a pass of this kind in this tick."""
+        return self.numbers[self.kind] == 1
+
+    @property
+    def microbatch(self) -> Any:
+        """The number of the microbatch."""
+        return self.numbers[f"{self.kind}.microbatch"]
+
+    @property
+    def part(self) -> Any:
+        """The number of the part, counted through all loops and stages."""
+        return self.numbers[f"{self.kind}.part"]
+
+    @property
+    def chunk(self) -> Any:
+        """The number of the part among those of its stage, counted through all loops."""
+        return self.numbers[f"{self.kind}.chunk"]
+
+    def slot(self, buffer: str) -> Any:
+        """The slot that the pass reads or writes in a buffer, such as `kept`."""
+        return self.numbers[f"{self.kind}.{buffer}"]
 
 
-def switch_loop(program: Program, at: PassRow, do: Callable[..., Any], *operands: Any) -> Any:
-    """`do(loop, at, *operands)` for the loop that the pass's part belongs to.
+def switch_loop(program: Program, pass_row: PassRow, do: Callable[..., Any], *operands: Any) -> Any:
+    """`do(loop, pass_row, *operands)` for the loop that the pass's part belongs to.
 
-    The number of the loop is an ordinary integer in `do`. With several loops, the program has a
-    branch for each.
+    In `do`, the number of the loop is an ordinary integer and not a traced one. With several loops,
+    the program has a branch for each.
     """
     # A `switch` of one branch would still be a branch in the program.
     if program.loops == 1:
-        return do(0, at, *operands)
-    # Parts are numbered through all loops, so that the quotient is the number of the loop.
-    branches = [partial(do, loop, at) for loop in range(program.loops)]
-    return lax.switch(at["part"] // program.parts_per_loop, branches, *operands)
+        return do(0, pass_row, *operands)
+    # Each loop has as many parts, and they are numbered through all loops.
+    loop_number = pass_row.part // program.parts_per_loop
+    branches = [partial(do, loop, pass_row) for loop in range(program.loops)]
+    return lax.switch(loop_number, branches, *operands)

@@ -187,13 +187,13 @@ class Passes:
             buffers.append(empty(shapes, slots[loop], self.stage_loops[loop].layers_per_part))
         return buffers
 
-    def first_row(self, loop: int, at: PassRow) -> Any:
+    def first_row(self, loop: int, pass_row: PassRow) -> Any:
         """The first layer of a pass's part, counted among the stage's layers of this loop."""
         if self.chunks_per_loop == 1:
             return 0
         # Chunks are numbered through all loops. Each stage has `chunks_per_loop` parts of every
         # loop, in the order of the loops, so that this many per loop come before.
-        chunk_of_loop = at["chunk"] - loop * self.chunks_per_loop
+        chunk_of_loop = pass_row.chunk - loop * self.chunks_per_loop
         return chunk_of_loop * self.stage_loops[loop].layers_per_part
 
     def part_weights(self, loop: int, first_row: Any) -> Arrays:
@@ -204,24 +204,24 @@ class Passes:
             return stage_loop.stacks
         return rows_of(stage_loop.stacks, first_row, stage_loop.layers_per_part)
 
-    def local_inputs(self, loop: int, at: PassRow) -> _LocalInputs:
+    def local_inputs(self, loop: int, pass_row: PassRow) -> _LocalInputs:
         """What a pass needs besides what was sent and kept, computed on this stage."""
-        inputs = self.inputs(at["microbatch"])
+        inputs = self.inputs(pass_row.microbatch)
         # Masks, positions and the like are cheaper to compute than to send or to keep.
         shared, per_layer = self.cut.local_inputs(loop, self.outer, inputs)
         count = self.stage_loops[loop].layers_per_part
-        first_layer = (at["part"] - loop * self.parts_per_loop) * count
+        first_layer = (pass_row.part - loop * self.parts_per_loop) * count
         shared = [*self.stage_loops[loop].frozen_constants, *shared]
         return _LocalInputs(first_layer, inputs, shared, rows_of(per_layer, first_layer, count))
 
     # Forward.
 
-    def part_input(self, loop: int, at: PassRow, buffers: Buffers, inputs: Arrays) -> Arrays:
+    def part_input(self, loop: int, pass_row: PassRow, buffers: Buffers, inputs: Arrays) -> Arrays:
         """The arrays that enter a part: what arrived, or for a loop's first part the loop's start.
 
         For part 0, `arrived` is what the spare slot holds, and is not used.
         """
-        arrived = read_slot(buffers["activations"], at["activations"])
+        arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
 
         def start() -> Arrays:
             # The first loop starts from the microbatch itself. A later one starts from what the
@@ -232,17 +232,17 @@ class Passes:
             return self.cut.start(loop, self.outer, inputs, travelled)
 
         # A traced number: one program serves all parts, so that a `cond` chooses at run time.
-        is_first = at["part"] == loop * self.parts_per_loop
+        is_first = pass_row.part == loop * self.parts_per_loop
         return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
 
     def run_part(
-        self, loop: int, at: PassRow, buffers: Buffers, residual_buffer: Arrays, slot: Any
+        self, loop: int, pass_row: PassRow, buffers: Buffers, residual_buffer: Arrays, slot: Any
     ) -> tuple[Arrays, Arrays]:
         """Run the layers of a part forward, and keep what their backward passes read.
 
         Args:
             loop: The loop that the part belongs to.
-            at: The pass: a forward one, or a backward one that recomputes.
+            pass_row: The pass: a forward one, or a backward one that recomputes.
             buffers: All buffers, for what arrived.
             residual_buffer: Where residuals are kept, in a `slot`; empty where none are. They are
                 written layer by layer: stacked first, they would be written twice.
@@ -252,8 +252,8 @@ class Passes:
             What travels on, and the buffer with the residuals.
         """
         stage_loop = self.stage_loops[loop]
-        local = self.local_inputs(loop, at)
-        arrived = self.part_input(loop, at, buffers, local.inputs)
+        local = self.local_inputs(loop, pass_row)
+        arrived = self.part_input(loop, pass_row, buffers, local.inputs)
         entering, passing, stacked = self.cut.loops[loop].split_travelling(arrived)
 
         def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[Any, Arrays]:
@@ -267,27 +267,29 @@ class Passes:
             return (travelling, residual_buffer), rows
 
         numbers = jnp.arange(stage_loop.layers_per_part)
-        weights = self.part_weights(loop, self.first_row(loop, at))
+        weights = self.part_weights(loop, self.first_row(loop, pass_row))
         carry, scanned = (entering, residual_buffer), (numbers, weights, local.per_layer)
         (travelling, residual_buffer), rows = lax.scan(body, carry, scanned)
         # Of the stacked outputs, the part fills in the rows of its own layers.
         stacked = with_rows(stacked, local.first_layer, rows)
         return [*travelling, *passing, *stacked], residual_buffer
 
-    def forward(self, at: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
+    def forward(self, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
         """A forward pass `F`.
 
         The results are the output of the part, laid out for the wire, and the buffers with the
         residuals.
         """
-        return switch_loop(self.program, at, self._forward, buffers)
+        return switch_loop(self.program, pass_row, self._forward, buffers)
 
-    def _forward(self, loop: int, at: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
+    def _forward(self, loop: int, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
         # An empty buffer tells `run_part` to keep no residuals. XLA then drops them.
         residual_buffer: Arrays = []
         if self.table.trains and not self.program.recompute:
             residual_buffer = buffers["kept"][loop]
-        travelled, residual_buffer = self.run_part(loop, at, buffers, residual_buffer, at["kept"])
+        travelled, residual_buffer = self.run_part(
+            loop, pass_row, buffers, residual_buffer, pass_row.slot("kept")
+        )
         output_wire = self.cut.wire.packed(loop, travelled)
         if residual_buffer:
             buffers = with_loop(buffers, "kept", loop, residual_buffer)
@@ -296,7 +298,7 @@ class Passes:
     # Backward.
 
     def backward(
-        self, at: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+        self, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """A backward pass `B`, of inputs only where the schedule splits backward passes.
 
@@ -306,26 +308,26 @@ class Passes:
         do = self._backward_whole
         if self.table.splits:
             do = self._backward_inputs
-        return switch_loop(self.program, at, do, buffers, layer_sums)
+        return switch_loop(self.program, pass_row, do, buffers, layer_sums)
 
     def _backward_whole(
-        self, loop: int, at: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+        self, loop: int, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """The backward pass of a part, with the gradients of weights added to their sums."""
-        part = self._backward_part(loop, at, buffers)
+        part = self._backward_part(loop, pass_row, buffers)
         body = partial(self._gradients_of_layer, part)
         gradient_wire, sums = self._scan_backward(part, body, layer_sums[loop])
         return gradient_wire, buffers, replaced(layer_sums, [loop], [sums])
 
     def _backward_inputs(
-        self, loop: int, at: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+        self, loop: int, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """The backward pass of a part, without the gradients of weights.
 
         What these need is saved for a pass `W`, which fills a gap later on.
         """
-        part = self._backward_part(loop, at, buffers)
-        body = partial(self._input_gradients_of_layer, part, at["left"])
+        part = self._backward_part(loop, pass_row, buffers)
+        body = partial(self._input_gradients_of_layer, part, pass_row.slot("left"))
         gradient_wire, saved_buffer = self._scan_backward(part, body, buffers["left"][loop])
         buffers = with_loop(buffers, "left", loop, saved_buffer)
         # A stage that recomputes has made the residuals again, and `W` reads them too.
@@ -348,20 +350,20 @@ class Passes:
         travelling = [*gradients, *part.arrived.forwarded]
         return self.cut.wire.packed(part.loop, travelling, backward=True), written
 
-    def _backward_part(self, loop: int, at: PassRow, buffers: Buffers) -> _BackwardPart:
+    def _backward_part(self, loop: int, pass_row: PassRow, buffers: Buffers) -> _BackwardPart:
         """What a backward pass reads, with the residuals made again on a stage that recomputes."""
-        local = self.local_inputs(loop, at)
-        arrived = self._arrived_gradients(loop, at, buffers, local.first_layer)
-        residual_buffer, slot = self._residuals_or_recomputed(loop, at, buffers)
-        first_row = self.first_row(loop, at)
+        local = self.local_inputs(loop, pass_row)
+        arrived = self._arrived_gradients(loop, pass_row, buffers, local.first_layer)
+        residual_buffer, slot = self._residuals_or_recomputed(loop, pass_row, buffers)
+        first_row = self.first_row(loop, pass_row)
         weights = self.part_weights(loop, first_row)
         return _BackwardPart(loop, local, arrived, weights, first_row, residual_buffer, slot)
 
     def _arrived_gradients(
-        self, loop: int, at: PassRow, buffers: Buffers, first_layer: Any
+        self, loop: int, pass_row: PassRow, buffers: Buffers, first_layer: Any
     ) -> _ArrivedGradients:
         """What waits for a backward pass; `first_layer` is the part's first within the loop."""
-        arrived = read_slot(buffers["gradients"], at["gradients"])
+        arrived = read_slot(buffers["gradients"], pass_row.slot("gradients"))
         gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
         cut_loop = self.cut.loops[loop]
         entering, passing, stacked = cut_loop.split_travelling(gradients, backward=True)
@@ -369,13 +371,13 @@ class Passes:
         return _ArrivedGradients(entering, [*passing, *stacked], rows)
 
     def _residuals_or_recomputed(
-        self, loop: int, at: PassRow, buffers: Buffers
+        self, loop: int, pass_row: PassRow, buffers: Buffers
     ) -> tuple[Arrays, Any]:
         """The buffer that holds the residuals of a backward pass, and their slot in it.
 
         A stage that recomputes runs the part forward again to make them.
         """
-        residual_buffer, slot = buffers["kept"][loop], at["kept"]
+        residual_buffer, slot = buffers["kept"][loop], pass_row.slot("kept")
         if not self.program.recompute:
             return residual_buffer, slot
         # Schedules that do not split backward passes have no `kept` slots when they recompute,
@@ -384,7 +386,7 @@ class Passes:
             stage_loop = self.stage_loops[loop]
             shapes, layers = stage_loop.layer.residual_shapes, stage_loop.layers_per_part
             residual_buffer, slot = empty(shapes, 1, layers), 0
-        _, residual_buffer = self.run_part(loop, at, buffers, residual_buffer, slot)
+        _, residual_buffer = self.run_part(loop, pass_row, buffers, residual_buffer, slot)
         return residual_buffer, slot
 
     def _gradients_of_layer(self, part: _BackwardPart, carry: Any, scanned: Any) -> Any:
@@ -422,26 +424,28 @@ class Passes:
         saved_buffer = with_layer(saved_buffer, saved_slot, number, saved_for_weights)
         return (gradients, saved_buffer), None
 
-    def weight_pass(self, at: PassRow, buffers: Buffers, layer_sums: list[Arrays]) -> list[Arrays]:
+    def weight_pass(
+        self, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+    ) -> list[Arrays]:
         """A pass `W`: `layer_sums` with the gradients of one part's weights added.
 
         It reads what the forward pass kept and what the backward pass saved.
         """
         do = partial(self._weight_pass, buffers=buffers)
-        return switch_loop(self.program, at, do, layer_sums)
+        return switch_loop(self.program, pass_row, do, layer_sums)
 
     def _weight_pass(
-        self, loop: int, at: PassRow, layer_sums: list[Arrays], buffers: Buffers
+        self, loop: int, pass_row: PassRow, layer_sums: list[Arrays], buffers: Buffers
     ) -> list[Arrays]:
         stage_loop = self.stage_loops[loop]
-        local = self.local_inputs(loop, at)
-        first_row = self.first_row(loop, at)
+        local = self.local_inputs(loop, pass_row)
+        first_row = self.first_row(loop, pass_row)
         weights = self.part_weights(loop, first_row)
 
         def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
             number, weights, slices = scanned
-            residuals = read_layer(buffers["kept"][loop], at["kept"], number)
-            saved_for_weights = read_layer(buffers["left"][loop], at["left"], number)
+            residuals = read_layer(buffers["kept"][loop], pass_row.slot("kept"), number)
+            saved_for_weights = read_layer(buffers["left"][loop], pass_row.slot("left"), number)
             weight_gradients = stage_loop.layer.weight_gradients(
                 residuals,
                 stage_loop.layer_weights(weights),
