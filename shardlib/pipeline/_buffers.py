@@ -1,13 +1,13 @@
-"""Buffers of a stage: lists of arrays with a slot for everything that waits, read and written.
+"""The buffers of a stage, in which arrays wait for later passes, and how they are read and written.
 
-A buffer is a list of arrays. The first dim of each is the slot; in buffers that hold something of
-every layer of a part, the second is the layer:
+A buffer is a list of arrays. The first dim of each is the slot. In buffers that hold something for
+every layer of a part, the second dim is the layer:
 
     activations, gradients    [slot, ...]
     kept, left                [slot, layer, ...]
 
-Everything here returns new lists, as JAX has it; within a program that is compiled the writes are
-in place.
+Arrays of JAX cannot be written to, so these functions return new ones. In the compiled program the
+writes are in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +19,30 @@ from jax import lax
 
 from shardlib.pipeline._loop import Arrays
 
+# By name. `activations` and `gradients` are one buffer each, `kept` and `left` a list of one for
+# each loop over layers.
 Buffers = dict[str, Any]
 
 
-def empty(shapes: Sequence[Any], slots: int, *more: int) -> Arrays:
-    """A buffer of so many slots for arrays of some shapes, with `more` dims after the slots.
+def empty(shapes: Sequence[Any], slots: int, layers: int | None = None) -> Arrays:
+    """A buffer of zeros, with `slots` slots for arrays of some shapes and dtypes.
 
-    A buffer of no slots has no arrays.
+    With `layers`, a slot has room for these arrays of so many layers. A buffer without slots is an
+    empty list.
     """
     if not slots:
         return []
+    dims = [slots]
+    if layers is not None:
+        dims.append(layers)
     buffer = []
     for shape in shapes:
-        buffer.append(jnp.zeros((slots, *more, *shape.shape), shape.dtype))
+        buffer.append(jnp.zeros((*dims, *shape.shape), shape.dtype))
     return buffer
 
 
 def zeros(shapes: Sequence[Any]) -> Arrays:
-    """Zeros of some shapes and dtypes."""
+    """Arrays of zeros, of some shapes and dtypes."""
     return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
 
@@ -46,7 +52,7 @@ def read_slot(buffer: Arrays, slot: Any) -> Arrays:
 
 
 def with_slot(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
-    """The buffer with values in a slot."""
+    """The buffer with other values in a slot."""
     updated = []
     for x, new in zip(buffer, values, strict=True):
         updated.append(lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), slot, 0))
@@ -55,8 +61,7 @@ def with_slot(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
 
 def read_layer(buffer: Arrays, slot: Any, layer: Any) -> Arrays:
     """What a slot holds of one layer."""
-    # Slot and layer are traced numbers: one slice for both, rather than a slot first, which would
-    # be copied whole.
+    # One slice takes slot and layer at once. To take the slot first would copy all its layers.
     values = []
     for x in buffer:
         start = (slot, layer, *([0] * (x.ndim - 2)))
@@ -65,13 +70,13 @@ def read_layer(buffer: Arrays, slot: Any, layer: Any) -> Arrays:
 
 
 def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
-    """The buffer with the values of one layer in a slot.
+    """The buffer with other values for one layer in a slot.
 
     Args:
-        buffer: arrays of slots, and within a slot of layers.
-        slot: the slot of a microbatch.
-        layer: the number of the layer within its part.
-        values: the layer's arrays.
+        buffer: A buffer with dims for slots and for layers.
+        slot: The slot of a microbatch.
+        layer: The number of the layer within its part.
+        values: The layer's arrays, without these two dims.
     """
     updated = []
     for x, new in zip(buffer, values, strict=True):
@@ -81,24 +86,17 @@ def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
 
 
 def with_loop(buffers: Buffers, name: str, loop: int, buffer: Arrays) -> Buffers:
-    """All buffers, with another one for one of the loops; `name` has a buffer for each loop.
-
-    Args:
-        buffers: the buffers of a stage, by name.
-        name: `kept` or `left`, of which each loop has its own.
-        loop: the number of the loop.
-        buffer: its new buffer.
-    """
-    return buffers | {name: [*buffers[name][:loop], buffer, *buffers[name][loop + 1 :]]}
+    """All buffers, with another one for a loop under a name, which is `kept` or `left`."""
+    return buffers | {name: replaced(buffers[name], [loop], [buffer])}
 
 
 def rows_of(arrays: Arrays, first: Any, count: int) -> Arrays:
-    """So many rows of each array, from a first one on."""
+    """Of each array the `count` rows from number `first` on."""
     return [lax.dynamic_slice_in_dim(x, first, count) for x in arrays]
 
 
 def with_rows(arrays: Arrays, first: Any, rows: Arrays) -> Arrays:
-    """The arrays with other rows from a first one on."""
+    """The arrays with `rows` written over their own from number `first` on."""
     updated = []
     for x, new in zip(arrays, rows, strict=True):
         updated.append(lax.dynamic_update_slice_in_dim(x, new, first, 0))
@@ -116,10 +114,10 @@ def replaced(arrays: Sequence[Any], positions: Sequence[int], values: Arrays) ->
 def split_differentiable(
     arrays: Arrays, differentiable: Sequence[bool]
 ) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
-    """The differentiable ones of some arrays, and a function that puts others in their place.
+    """The differentiable ones of some arrays, and a function that takes others in their place.
 
-    The function gives the whole list again. It is for `jax.vjp`, which takes no integers.
+    The function returns the whole list, with the arrays that are not differentiable as they were
+    given. `jax.vjp` differentiates by the first result only, for it takes no integers.
     """
-    # The others, integers, are captured by the function as they are.
     positions = [k for k, flag in enumerate(differentiable) if flag]
     return [arrays[k] for k in positions], partial(replaced, arrays, positions)

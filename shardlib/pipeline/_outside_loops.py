@@ -3,8 +3,10 @@
     inputs --> [ start ] -> layers ... -> [ start ] -> layers ... -> [ head ] --> loss
     outer weights --> [ trained constants ] --> layers
 
-Starts and heads run in the tick of the pass through the part next to them. Forward, a start is
-the input of the first part of its loop, and is computed in that pass.
+The head runs right after the forward pass through the last part, in the same tick. The backward
+pass of a loop's start runs right after that of the loop's first part. Forward, a start is computed
+by the pass through the first part, as its input: see `Passes`. Constants are the same in all ticks,
+and are computed before them; their gradients go backward once, after all ticks.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,47 +53,56 @@ class OutsideLoops:
         outer_sums: Arrays,
         totals: Arrays,
     ) -> tuple[Buffers, Arrays, Arrays]:
-        """What comes after the last part, and at once its gradient.
+        """The head for one microbatch, forward and at once backward.
 
-        The backward pass of the head does not wait for a tick of its own: what it would keep until
-        then, the logits among it, is large.
+        The backward pass does not wait for a later tick. What it would keep until then is large:
+        the logits, for instance.
 
         Args:
             pass_row: The forward pass through the last part.
             output_wire: What comes out of that part.
-            buffers: All buffers; the gradients of `output_wire` go into a slot.
+            buffers: All buffers. The gradients of `output_wire` go into a slot of `gradients`.
             outer_sums: Sums of gradients of the outer weights, which the head's are added to.
-            totals: The sums that the function's outputs are added to.
+            totals: The sums that the summed outputs are added to.
 
         Returns:
             Updated `buffers`, `outer_sums` and `totals`.
         """
         last = len(self.cut.loops) - 1
         inputs = self.inputs(pass_row.microbatch)
-        # Differentiate only the outer weights that the head uses. JAX would make arrays of zeros
-        # as gradients of the others.
-        trained = self.cut.head_weights
-        floats, with_floats = split_differentiable(
-            self.cut.wire.unpacked(last, output_wire), self.cut.loops[last].differentiable
-        )
-
-        def loss(floats: Arrays, weights: Arrays) -> tuple[Any, Arrays]:
-            outer = replaced(self.outer, trained, weights)
-            travelled = with_floats(floats)
-            # Output 0 is the loss, which is differentiated; the rest is only added up.
-            total, *others = self.cut.after(outer, inputs, travelled, [0, *self.summed_outputs])
-            return total, others
-
-        differentiated = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        weights = [self.outer[k] for k in trained]
-        (_, outputs), (travelled_gradients, weight_gradients) = differentiated(floats, weights)
+        travelled = self.cut.wire.unpacked(last, output_wire)
+        outputs, travelled_gradients, weight_gradients = self._head_gradients(inputs, travelled)
         gradient_wire = self.cut.wire.packed(last, travelled_gradients, backward=True)
         written = with_slot(buffers["gradients"], pass_row.slot("gradients"), gradient_wire)
         return (
             buffers | {"gradients": written},
-            _with_gradients(outer_sums, trained, weight_gradients),
+            _with_gradients(outer_sums, self.cut.head_weights, weight_gradients),
             [total + output for total, output in zip(totals, outputs, strict=True)],
         )
+
+    def _head_gradients(self, inputs: Arrays, travelled: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """The summed outputs, and the loss's gradients, for what came out of the last part.
+
+        The gradients are those of the differentiable arrays of `travelled`, then those of the
+        weights of the head.
+        """
+        # Differentiate only the outer weights that the head uses. JAX would make arrays of zeros
+        # as gradients of the others.
+        trained = self.cut.head_weights
+        floats, with_floats = split_differentiable(travelled, self.cut.loops[-1].differentiable)
+
+        def loss(floats: Arrays, weights: Arrays) -> tuple[Any, Arrays]:
+            outer = replaced(self.outer, trained, weights)
+            # Output 0 is the loss, which is differentiated. The summed outputs are others, and are
+            # only added up.
+            wanted = [0, *self.summed_outputs]
+            total, *summed = self.cut.after(outer, inputs, with_floats(floats), wanted)
+            return total, summed
+
+        loss_and_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        weights = [self.outer[k] for k in trained]
+        (_, outputs), (travelled_gradients, weight_gradients) = loss_and_gradients(floats, weights)
+        return outputs, travelled_gradients, weight_gradients
 
     def start_backward(
         self, pass_row: PassRow, gradient_wire: Arrays, buffers: Buffers, outer_sums: Arrays
@@ -100,14 +111,15 @@ class OutsideLoops:
 
         Args:
             pass_row: The backward pass through the first part of the loop.
-            gradient_wire: The gradients that this pass has made, of what the start makes.
-            buffers: All buffers, for what arrived at the start.
+            gradient_wire: The gradients that this pass has made: those of what the start makes.
+            buffers: All buffers. `activations` still holds what the start was made of.
             outer_sums: Sums of gradients of the outer weights, which the start's are added to.
 
         Returns:
-            The gradients for the previous loop, and updated `outer_sums`. For loop 0
-            `gradient_wire` is returned unchanged: part 0 has no receiver.
+            The gradients of what the loop before made, and updated `outer_sums`. No loop comes
+            before loop 0, so that nobody receives its first result: it is `gradient_wire` itself.
         """
+        # Operands are what the branches return updated. They only read the buffers.
         do = partial(self._start_backward, buffers=buffers)
         return switch_loop(self.program, pass_row, do, gradient_wire, outer_sums)
 
@@ -119,41 +131,36 @@ class OutsideLoops:
         outer_sums: Arrays,
         buffers: Buffers,
     ) -> tuple[Arrays, Arrays]:
-        # The start is computed again rather than kept, for it is little.
         inputs = self.inputs(pass_row.microbatch)
-        trained = self.cut.start_weights(loop)
-        travelled: Arrays = []
         # The first loop starts from the inputs, which have no gradient.
+        travelled: Arrays = []
         differentiable: Sequence[bool] = []
         if loop > 0:
             arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
             travelled = self.cut.wire.unpacked(loop - 1, arrived)
             differentiable = self.cut.loops[loop - 1].differentiable
         floats, with_floats = split_differentiable(travelled, differentiable)
+        gradients = self.cut.wire.unpacked(loop, gradient_wire, backward=True)
+        trained = self.cut.start_weights(loop)
 
         def start(floats: Arrays, weights: Arrays) -> Arrays:
             outer = replaced(self.outer, trained, weights)
             made = self.cut.start(loop, outer, inputs, with_floats(floats))
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
+        # The start is computed again rather than kept, for it is little.
         _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
-        travelled_gradients, weight_gradients = derivative(
-            self.cut.wire.unpacked(loop, gradient_wire, backward=True)
-        )
-        gradient_to_previous_loop = gradient_wire
+        travelled_gradients, weight_gradients = derivative(gradients)
         if loop > 0:
-            gradient_to_previous_loop = self.cut.wire.packed(
-                loop - 1, travelled_gradients, backward=True
-            )
-        outer_sums = _with_gradients(outer_sums, trained, weight_gradients)
-        return gradient_to_previous_loop, outer_sums
+            gradient_wire = self.cut.wire.packed(loop - 1, travelled_gradients, backward=True)
+        return gradient_wire, _with_gradients(outer_sums, trained, weight_gradients)
 
     def constants_backward(self, loop: int, outer_sums: Arrays, sums: Arrays) -> Arrays:
-        """Pull the summed gradients of a loop's trained constants back to the outer weights.
+        """Turn the gradients of a loop's trained constants into gradients of outer weights.
 
-        `sums` are those gradients, and the result is `outer_sums` with theirs added. It is enough
-        to do this once per step: the constants are the same for all microbatches, and their
-        derivative is linear.
+        `sums` are the former, summed over all passes. The result is `outer_sums` with the latter
+        added. It is enough to do this once per step: the constants are the same for all
+        microbatches, and a derivative is linear in the gradients that go into it.
         """
         trained = self.cut.shared_weights(loop)
 
@@ -161,15 +168,15 @@ class OutsideLoops:
             return self.cut.constants(loop, replaced(self.outer, trained, weights))[0]
 
         made, derivative = jax.vjp(constants, [self.outer[k] for k in trained])
-        # Sums are in float32 at least, and the derivative takes the dtype of the constants. So each
-        # gradient is rounded once, after all microbatches.
+        # Sums are in float32 at least, and the derivative takes the dtype of the constants. So a
+        # gradient is rounded only once, after all microbatches.
         constant_gradients = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
         (weight_gradients,) = derivative(constant_gradients)
         return _with_gradients(outer_sums, trained, weight_gradients)
 
 
 def _with_gradients(outer_sums: Arrays, positions: Sequence[int], gradients: Arrays) -> Arrays:
-    """The sums of the outer weights with gradients of those at some positions added."""
+    """`outer_sums` with the gradients of the outer weights at some positions added."""
     added = []
     for k, gradient in zip(positions, gradients, strict=True):
         added.append(outer_sums[k] + gradient.astype(outer_sums[k].dtype))
