@@ -1,20 +1,22 @@
-"""The passes of one stage: through the layers of a part, forward and backward.
+"""The passes of one stage: forward and backward through the layers of a part.
 
-The model is cut into *parts*, numbered through all loops over layers. A stage holds several parts,
-its *chunks*. In a pass, a stage runs one of its parts for one *microbatch*.
+The model is cut into *parts*, numbered through all loops over layers. The parts of one stage, in
+order, are its *chunks*. A pass takes one *microbatch* through one part.
 
-    part  0 1 2 3 | 4 5 6 7      2 loops, 4 stages, wrapped: parts_per_loop=4, chunks_per_loop=1
-    stage 0 1 2 3 | 0 1 2 3      loop = part // 4;  chunk of part 5 on stage 1 is 1
+    part   0 1 2 3 | 4 5 6 7      2 loops, 4 stages: parts_per_loop=4, chunks_per_loop=1
+    stage  0 1 2 3 | 0 1 2 3      part 5 is in loop 5 // 4 = 1, and is chunk 1 of stage 1
 
-What a pass needs of other passes waits in a *slot* of a buffer:
+What one pass makes for another waits in a *slot* of a buffer:
 
-    activations    the part before sent it         ->  F, and a B that runs the part or start again
-    kept           F, or a B that recomputes       ->  B, and W
-    gradients      the part after, or the head     ->  B
-    left           B, where B and W are split      ->  W
+    buffer         made by                       read by
+    activations    F of the part before          F; and B, where that runs the part's layers again,
+                                                 or the start before the first part of a loop
+    kept           F, or a B that recomputes     B; and W
+    gradients      B of the part after, or head  B
+    left           B, where B and W are split    W
 
-The program says which microbatch, part and slots, in numbers that are traced: all stages run one
-program. What differs between loops is code, and is chosen by `switch_loop`.
+A `PassRow` says which microbatch, part and slots a pass has, in traced numbers: all stages run one
+program. Loops differ in code, which `switch_loop` chooses.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,8 +49,8 @@ from shardlib.pipeline._program import Program
 class _LocalInputs:
     """What a stage computes for itself for one pass.
 
-    - `first_layer` is the first layer of the pass's part, counted within the loop.
-    - `inputs` are those of the microbatch.
+    - `first_layer` is the number of the part's first layer within the loop.
+    - `inputs` are those of the cut function, for the microbatch.
     - `shared` is the same for all layers: frozen constants, then shared inputs.
     - `per_layer` has a row for each layer of the part.
     """
@@ -59,9 +61,9 @@ class _LocalInputs:
     per_layer: Arrays
 
     def of_layer(self, slices: Arrays) -> Arrays:
-        """The local inputs of one layer, whose slices of `per_layer` are given."""
-        # A layer takes [trained constants, weights] and then these, [frozen constants, shared
-        # inputs, slices]. Together they are in the order of the arguments of `Loop.layer`.
+        """The local inputs of one layer, given its slices of `per_layer`."""
+        # The arguments of `Loop.layer` end with the frozen constants, the shared inputs and the
+        # slices. Before these come what `_StageLoop.layer_weights` gives.
         return [*self.shared, *slices]
 
 
@@ -69,10 +71,12 @@ class _LocalInputs:
 class _ArrivedGradients:
     """The gradients that arrive at a part going backward, by what they are gradients of.
 
-    - `entering` are those of what the part's last layer handed on, which its layers go through.
-    - `forwarded` are those of passing arrays and of whole stacked outputs. They are sent on
-      unchanged: earlier parts read other rows, and the start of the loop discards the rest.
-    - `rows` are those rows of the stacked outputs' gradients that are of the part's own layers.
+    - `entering` are those of what the part's last layer handed on. They go backward through the
+      layers.
+    - `forwarded` are those of passing arrays and of stacked outputs, whole. They are sent on
+      unchanged. Earlier parts read their own rows of stacked outputs; the start of the loop, which
+      made these as zeros, has no use for the gradients.
+    - `rows` are the rows of the stacked outputs' gradients that belong to the part's own layers.
     """
 
     entering: Arrays
@@ -82,10 +86,10 @@ class _ArrivedGradients:
 
 @dataclass(frozen=True, eq=False)
 class _BackwardPart:
-    """What a backward pass reads of its part, whether it makes all gradients or those of inputs.
+    """What a pass `B` reads for its part, whether it makes all gradients or only those of inputs.
 
-    - `weights` are those of the part's layers. `first_row` is the first of these among the stage's
-      layers, to whose sums the gradients of weights are added.
+    - `weights` are those of the part's layers.
+    - `first_row` is the row of the part's first layer in the stage's stacks, and in their sums.
     - `residual_buffer` and `residual_slot` say where the residuals are.
     """
 
@@ -103,10 +107,11 @@ class _StageLoop:
     """What a stage has of a loop over layers.
 
     - `layer` is the function of one layer, with its derivatives.
-    - `stacks` are the loop's weights: of each the layers of this stage, part after part.
+    - `stacks` are the loop's stacked weights. Each has a row for each layer of this stage, part
+      after part.
     - `layers_per_part` is how many layers a part has.
-    - `trained_constants` and `frozen_constants` are constants of the scan that are computed only
-      from outer weights. Gradients flow only to the former.
+    - `trained_constants` and `frozen_constants` are the same for all layers and microbatches, and
+      are computed from outer weights. Only the former have gradients.
     """
 
     layer: Layer
@@ -116,7 +121,7 @@ class _StageLoop:
     frozen_constants: Arrays
 
     def layer_weights(self, weights: Arrays) -> Arrays:
-        """What a layer takes as weights: the loop's trained constants, and then its own."""
+        """What a layer takes as weights: the loop's trained constants, and then its own weights."""
         return [*self.trained_constants, *weights]
 
 
@@ -124,14 +129,15 @@ class _StageLoop:
 class Passes:
     """The passes that one stage can do, for a cut function and a program.
 
-    `weights` are all weights; of the stacked ones this stage's layers, part after part. *Outer*
-    weights are those outside all loops. `inputs(microbatch)` gives the inputs of the function.
+    `weights` are all weights; the stacked ones have only this stage's layers, part after part.
+    *Outer* weights are those outside all loops. `inputs(microbatch)` gives the inputs of the
+    function.
 
-    Passes add the gradients of layers to `layer_sums`:
+    `B`, or `W` where they are split, adds the gradients of weights to `layer_sums`:
 
         layer_sums[loop] = [*sums of trained constants, *sums of trained stacks]
 
-    The sum of a stack has a row for each of the stage's layers.
+    The sum of a stack has a row for each of the stage's layers, as the stack has.
     """
 
     cut: Cut
@@ -140,35 +146,37 @@ class Passes:
     inputs: Callable[[Any], Arrays]
 
     def __post_init__(self) -> None:
-        cut, self.table = self.cut, self.program.table
+        self.table = self.program.table
         self.parts_per_loop = self.program.parts_per_loop
-        # How many parts of each loop are on each stage.
+        # How many parts of each loop are on each stage: as many on all, which was checked before.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
-        self.outer = [self.weights[k] for k in cut.outer]
-        self.stage_loops: list[_StageLoop] = []
-        for loop, cut_loop in enumerate(cut.loops):
-            trained, frozen = cut.constants(loop, self.outer)
-            self.stage_loops.append(
-                _StageLoop(
-                    layer=layer(cut_loop, cut.trained, self.table.splits),
-                    stacks=[self.weights[k] for k in cut_loop.weight_numbers],
-                    layers_per_part=cut_loop.layers // self.parts_per_loop,
-                    trained_constants=trained,
-                    frozen_constants=frozen,
-                )
-            )
+        self.outer = [self.weights[k] for k in self.cut.outer]
+        self.stage_loops = [self._stage_loop(loop) for loop in range(len(self.cut.loops))]
 
     # What a stage has.
 
-    def buffers(self) -> Buffers:
-        """All buffers, with nothing in them.
+    def _stage_loop(self, loop: int) -> _StageLoop:
+        """What this stage has of a loop."""
+        cut_loop = self.cut.loops[loop]
+        trained, frozen = self.cut.constants(loop, self.outer)
+        return _StageLoop(
+            layer=layer(cut_loop, self.cut.trained, self.table.splits),
+            stacks=[self.weights[k] for k in cut_loop.weight_numbers],
+            layers_per_part=cut_loop.layers // self.parts_per_loop,
+            trained_constants=trained,
+            frozen_constants=frozen,
+        )
 
-        What arrives is written in every tick, expected or not, so that its buffers have a spare
-        slot. `kept` and `left` are written only inside a pass.
+    def buffers(self) -> Buffers:
+        """All buffers, filled with zeros.
+
+        `activations` and `gradients` are written in every tick, with whatever arrives. They have a
+        slot more, the last, into which goes what nobody reads. `kept` and `left` are written only
+        by passes.
         """
         slots, wire = self.program.slots, self.cut.wire
-        # All loops share the wire, so that its buffers have one number of slots; the others have
-        # one for each loop.
+        # What is sent has the same shapes for all loops, so that these two buffers have one number
+        # of slots. The other two have one for each loop.
         activations = empty(wire.shapes, slots["activations"][0] + 1)
         gradients = empty(wire.gradient_shapes, slots["gradients"][0] + 1)
         residual_shapes = [stage_loop.layer.residual_shapes for stage_loop in self.stage_loops]
@@ -181,31 +189,31 @@ class Passes:
         }
 
     def _empty(self, shapes_of_loops: Sequence[Any], slots: Sequence[int]) -> list[Any]:
-        """For each loop an empty buffer of its own shapes, for all layers of a part."""
+        """For each loop a buffer of zeros of its own shapes, for all layers of a part."""
         buffers = []
         for loop, shapes in enumerate(shapes_of_loops):
             buffers.append(empty(shapes, slots[loop], self.stage_loops[loop].layers_per_part))
         return buffers
 
-    def first_row(self, loop: int, pass_row: PassRow) -> Any:
-        """The first layer of a pass's part, counted among the stage's layers of this loop."""
+    def _first_row(self, loop: int, pass_row: PassRow) -> Any:
+        """The row of a part's first layer in the stage's stacks of a loop."""
         if self.chunks_per_loop == 1:
             return 0
-        # Chunks are numbered through all loops. Each stage has `chunks_per_loop` parts of every
-        # loop, in the order of the loops, so that this many per loop come before.
+        # Chunks are numbered through all loops. The chunks of earlier loops come before those of
+        # this one.
         chunk_of_loop = pass_row.chunk - loop * self.chunks_per_loop
         return chunk_of_loop * self.stage_loops[loop].layers_per_part
 
-    def part_weights(self, loop: int, first_row: Any) -> Arrays:
-        """The weights of a part's layers, of which `first_row` is the first."""
+    def _part_weights(self, loop: int, first_row: Any) -> Arrays:
+        """The weights of a part's layers, which begin at a row of the stage's stacks."""
         stage_loop = self.stage_loops[loop]
-        # With one part of a loop nothing is sliced. A slice with a traced start would be a copy.
+        # The only part of a loop has all rows. A slice with a traced start would copy them.
         if self.chunks_per_loop == 1:
             return stage_loop.stacks
         return rows_of(stage_loop.stacks, first_row, stage_loop.layers_per_part)
 
-    def local_inputs(self, loop: int, pass_row: PassRow) -> _LocalInputs:
-        """What a pass needs besides what was sent and kept, computed on this stage."""
+    def _local_inputs(self, loop: int, pass_row: PassRow) -> _LocalInputs:
+        """What a pass needs besides weights and buffers."""
         inputs = self.inputs(pass_row.microbatch)
         # Masks, positions and the like are cheaper to compute than to send or to keep.
         shared, per_layer = self.cut.local_inputs(loop, self.outer, inputs)
@@ -216,63 +224,59 @@ class Passes:
 
     # Forward.
 
-    def part_input(self, loop: int, pass_row: PassRow, buffers: Buffers, inputs: Arrays) -> Arrays:
-        """The arrays that enter a part: what arrived, or for a loop's first part the loop's start.
-
-        For part 0, `arrived` is what the spare slot holds, and is not used.
-        """
+    def _part_input(self, loop: int, pass_row: PassRow, buffers: Buffers, inputs: Arrays) -> Arrays:
+        """The arrays that travel into a part: what arrived, or the start before a first part."""
+        # Nothing is sent to part 0. It reads the slot for what nobody reads, and does not use it.
         arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
 
         def start() -> Arrays:
-            # The first loop starts from the microbatch itself. A later one starts from what the
-            # loop before it gave, which arrived in the layout of that loop.
+            # The first loop starts from the microbatch itself. A later one starts from what came
+            # out of the loop before it, laid out on the wire as that loop has it.
             travelled = []
             if loop > 0:
                 travelled = self.cut.wire.unpacked(loop - 1, arrived)
             return self.cut.start(loop, self.outer, inputs, travelled)
 
-        # A traced number: one program serves all parts, so that a `cond` chooses at run time.
+        # The number of the part is traced, so that a `cond` has to choose.
         is_first = pass_row.part == loop * self.parts_per_loop
         return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
 
-    def run_part(
+    def _run_part(
         self, loop: int, pass_row: PassRow, buffers: Buffers, residual_buffer: Arrays, slot: Any
     ) -> tuple[Arrays, Arrays]:
         """Run the layers of a part forward, and keep what their backward passes read.
 
-        Args:
-            loop: The loop that the part belongs to.
-            pass_row: The pass: a forward one, or a backward one that recomputes.
-            buffers: All buffers, for what arrived.
-            residual_buffer: Where residuals are kept, in a `slot`; empty where none are. They are
-                written layer by layer: stacked first, they would be written twice.
-            slot: The slot of this microbatch in it.
-
-        Returns:
-            What travels on, and the buffer with the residuals.
+        The pass is a forward one, or a backward one that recomputes. What is kept goes into a slot
+        of `residual_buffer`; if that is an empty list, nothing is kept. The results are what
+        travels on, and `residual_buffer`.
         """
-        stage_loop = self.stage_loops[loop]
-        local = self.local_inputs(loop, pass_row)
-        arrived = self.part_input(loop, pass_row, buffers, local.inputs)
+        local = self._local_inputs(loop, pass_row)
+        arrived = self._part_input(loop, pass_row, buffers, local.inputs)
         entering, passing, stacked = self.cut.loops[loop].split_travelling(arrived)
-
-        def body(carry: tuple[Arrays, Arrays], scanned: Any) -> tuple[Any, Arrays]:
-            travelling, residual_buffer = carry
-            number, weights, slices = scanned
-            travelling, rows, residuals = stage_loop.layer.forward(
-                travelling, stage_loop.layer_weights(weights), local.of_layer(slices)
-            )
-            if residual_buffer:
-                residual_buffer = with_layer(residual_buffer, slot, number, residuals)
-            return (travelling, residual_buffer), rows
-
-        numbers = jnp.arange(stage_loop.layers_per_part)
-        weights = self.part_weights(loop, self.first_row(loop, pass_row))
-        carry, scanned = (entering, residual_buffer), (numbers, weights, local.per_layer)
-        (travelling, residual_buffer), rows = lax.scan(body, carry, scanned)
+        body = partial(self._run_layer, loop, local, slot)
+        numbers = jnp.arange(self.stage_loops[loop].layers_per_part)
+        weights = self._part_weights(loop, self._first_row(loop, pass_row))
+        scanned = numbers, weights, local.per_layer
+        (handed_on, residual_buffer), rows = lax.scan(body, (entering, residual_buffer), scanned)
         # Of the stacked outputs, the part fills in the rows of its own layers.
         stacked = with_rows(stacked, local.first_layer, rows)
-        return [*travelling, *passing, *stacked], residual_buffer
+        return [*handed_on, *passing, *stacked], residual_buffer
+
+    def _run_layer(
+        self, loop: int, local: _LocalInputs, slot: Any, carry: tuple[Arrays, Arrays], scanned: Any
+    ) -> tuple[tuple[Arrays, Arrays], Arrays]:
+        """The scan body of `_run_part`: run one layer forward, and keep its residuals in a slot."""
+        stage_loop = self.stage_loops[loop]
+        entering, residual_buffer = carry
+        number, weights, slices = scanned
+        handed_on, rows, residuals = stage_loop.layer.forward(
+            entering, stage_loop.layer_weights(weights), local.of_layer(slices)
+        )
+        # Each layer writes into the buffer. A scan that stacked the residuals would write them
+        # once, and the stack would be copied into the buffer.
+        if residual_buffer:
+            residual_buffer = with_layer(residual_buffer, slot, number, residuals)
+        return (handed_on, residual_buffer), rows
 
     def forward(self, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
         """A forward pass `F`.
@@ -283,11 +287,11 @@ class Passes:
         return switch_loop(self.program, pass_row, self._forward, buffers)
 
     def _forward(self, loop: int, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
-        # An empty buffer tells `run_part` to keep no residuals. XLA then drops them.
+        # With an empty buffer `_run_part` keeps no residuals, and XLA does not compute them.
         residual_buffer: Arrays = []
         if self.table.trains and not self.program.recompute:
             residual_buffer = buffers["kept"][loop]
-        travelled, residual_buffer = self.run_part(
+        travelled, residual_buffer = self._run_part(
             loop, pass_row, buffers, residual_buffer, pass_row.slot("kept")
         )
         output_wire = self.cut.wire.packed(loop, travelled)
@@ -324,23 +328,24 @@ class Passes:
     ) -> tuple[Arrays, Buffers, list[Arrays]]:
         """The backward pass of a part, without the gradients of weights.
 
-        What these need is saved for a pass `W`, which fills a gap later on.
+        What those need is saved for a pass `W`, which fills a gap later on.
         """
         part = self._backward_part(loop, pass_row, buffers)
         body = partial(self._input_gradients_of_layer, part, pass_row.slot("left"))
         gradient_wire, saved_buffer = self._scan_backward(part, body, buffers["left"][loop])
         buffers = with_loop(buffers, "left", loop, saved_buffer)
-        # A stage that recomputes has made the residuals again, and `W` reads them too.
+        # A stage that recomputes has just made the residuals, and `W` reads them too.
         buffers = with_loop(buffers, "kept", loop, part.residual_buffer)
         return gradient_wire, buffers, layer_sums
 
     def _scan_backward(
         self, part: _BackwardPart, body: Callable[..., Any], written: Arrays
     ) -> tuple[Arrays, Arrays]:
-        """Go backward through the layers of a part, by a scan body for one layer.
+        """Go backward through the layers of a part; `body` is the scan body, for one layer.
 
-        Besides the gradients, the scan carries `written`, to which each layer adds: sums of
-        gradients, or a buffer. The results are the gradients, laid out for the wire, and `written`.
+        Besides the gradients, the scan carries `written`, into which each layer writes: sums of
+        gradients, or a buffer. The results are the gradients of the part's input, laid out for the
+        wire, and `written`.
         """
         numbers = jnp.arange(self.stage_loops[part.loop].layers_per_part)
         carry = part.arrived.entering, written
@@ -352,17 +357,17 @@ class Passes:
 
     def _backward_part(self, loop: int, pass_row: PassRow, buffers: Buffers) -> _BackwardPart:
         """What a backward pass reads, with the residuals made again on a stage that recomputes."""
-        local = self.local_inputs(loop, pass_row)
+        local = self._local_inputs(loop, pass_row)
         arrived = self._arrived_gradients(loop, pass_row, buffers, local.first_layer)
         residual_buffer, slot = self._residuals_or_recomputed(loop, pass_row, buffers)
-        first_row = self.first_row(loop, pass_row)
-        weights = self.part_weights(loop, first_row)
+        first_row = self._first_row(loop, pass_row)
+        weights = self._part_weights(loop, first_row)
         return _BackwardPart(loop, local, arrived, weights, first_row, residual_buffer, slot)
 
     def _arrived_gradients(
         self, loop: int, pass_row: PassRow, buffers: Buffers, first_layer: Any
     ) -> _ArrivedGradients:
-        """What waits for a backward pass; `first_layer` is the part's first within the loop."""
+        """The gradients that wait for a backward pass, of a part that begins at `first_layer`."""
         arrived = read_slot(buffers["gradients"], pass_row.slot("gradients"))
         gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
         cut_loop = self.cut.loops[loop]
@@ -380,46 +385,47 @@ class Passes:
         residual_buffer, slot = buffers["kept"][loop], pass_row.slot("kept")
         if not self.program.recompute:
             return residual_buffer, slot
-        # Schedules that do not split backward passes have no `kept` slots when they recompute,
-        # for no later pass reads the residuals. A temporary buffer of one slot holds them.
+        # Where backward passes are not split, no later pass reads the residuals, and `kept` has no
+        # slots. A temporary buffer of one slot holds them.
         if not residual_buffer:
             stage_loop = self.stage_loops[loop]
             shapes, layers = stage_loop.layer.residual_shapes, stage_loop.layers_per_part
             residual_buffer, slot = empty(shapes, 1, layers), 0
-        _, residual_buffer = self.run_part(loop, pass_row, buffers, residual_buffer, slot)
+        _, residual_buffer = self._run_part(loop, pass_row, buffers, residual_buffer, slot)
         return residual_buffer, slot
 
     def _gradients_of_layer(self, part: _BackwardPart, carry: Any, scanned: Any) -> Any:
         """The scan body of a whole backward pass: all gradients of one layer."""
         stage_loop = self.stage_loops[part.loop]
         gradients, sums = carry
-        number, weights, slices, of_rows = scanned
+        number, weights, slices, row_gradients = scanned
         residuals = read_layer(part.residual_buffer, part.residual_slot, number)
         gradients, weight_gradients = stage_loop.layer.backward(
             residuals,
             stage_loop.layer_weights(weights),
             part.local.of_layer(slices),
-            [*gradients, *of_rows],
+            [*gradients, *row_gradients],
         )
-        sums = self.with_layer_gradients(part.loop, sums, part.first_row + number, weight_gradients)
+        row = part.first_row + number
+        sums = self._with_layer_gradients(part.loop, sums, row, weight_gradients)
         return (gradients, sums), None
 
     def _input_gradients_of_layer(
         self, part: _BackwardPart, saved_slot: Any, carry: Any, scanned: Any
     ) -> Any:
-        """The scan body of a backward pass of inputs: gradients of what entered one layer.
+        """The scan body of a backward pass of inputs: the gradients of what entered one layer.
 
-        What a pass `W` needs is saved in the buffer `left`, in the slot `saved_slot`.
+        What a pass `W` needs is saved in a slot of `saved_buffer`, which is the loop's `left`.
         """
         stage_loop = self.stage_loops[part.loop]
         gradients, saved_buffer = carry
-        number, weights, slices, of_rows = scanned
+        number, weights, slices, row_gradients = scanned
         residuals = read_layer(part.residual_buffer, part.residual_slot, number)
         gradients, saved_for_weights = stage_loop.layer.input_gradients(
             residuals,
             stage_loop.layer_weights(weights),
             part.local.of_layer(slices),
-            [*gradients, *of_rows],
+            [*gradients, *row_gradients],
         )
         saved_buffer = with_layer(saved_buffer, saved_slot, number, saved_for_weights)
         return (gradients, saved_buffer), None
@@ -429,8 +435,9 @@ class Passes:
     ) -> list[Arrays]:
         """A pass `W`: `layer_sums` with the gradients of one part's weights added.
 
-        It reads what the forward pass kept and what the backward pass saved.
+        It reads the residuals, and what the backward pass saved.
         """
+        # Operands are what the branches return updated. They only read the buffers.
         do = partial(self._weight_pass, buffers=buffers)
         return switch_loop(self.program, pass_row, do, layer_sums)
 
@@ -438,9 +445,9 @@ class Passes:
         self, loop: int, pass_row: PassRow, layer_sums: list[Arrays], buffers: Buffers
     ) -> list[Arrays]:
         stage_loop = self.stage_loops[loop]
-        local = self.local_inputs(loop, pass_row)
-        first_row = self.first_row(loop, pass_row)
-        weights = self.part_weights(loop, first_row)
+        local = self._local_inputs(loop, pass_row)
+        first_row = self._first_row(loop, pass_row)
+        part_weights = self._part_weights(loop, first_row)
 
         def body(sums: Arrays, scanned: Any) -> tuple[Arrays, None]:
             number, weights, slices = scanned
@@ -452,20 +459,20 @@ class Passes:
                 local.of_layer(slices),
                 saved_for_weights,
             )
-            # The sums have all layers of a stage, of which a part has some.
-            return self.with_layer_gradients(loop, sums, first_row + number, weight_gradients), None
+            row = first_row + number
+            return self._with_layer_gradients(loop, sums, row, weight_gradients), None
 
         numbers = jnp.arange(stage_loop.layers_per_part)
-        sums, _ = lax.scan(body, layer_sums[loop], (numbers, weights, local.per_layer))
+        sums, _ = lax.scan(body, layer_sums[loop], (numbers, part_weights, local.per_layer))
         return replaced(layer_sums, [loop], [sums])
 
     # Sums of gradients.
 
-    def with_layer_gradients(self, loop: int, sums: Arrays, row: Any, gradients: Arrays) -> Arrays:
+    def _with_layer_gradients(self, loop: int, sums: Arrays, row: Any, gradients: Arrays) -> Arrays:
         """A loop's sums with the gradients of one layer added.
 
-        Those of trained constants, which all layers share, are added as they are; those of stacked
-        weights in the layer's row.
+        All layers share the trained constants, so that their gradients are added to the whole sum.
+        Those of stacked weights are added to one `row` of the sum, the layer's.
         """
         # The sums of a loop begin with those of its constants.
         constants = len(self.stage_loops[loop].trained_constants)
@@ -475,12 +482,12 @@ class Passes:
             if k < constants:
                 added.append(total + gradient)
             else:
-                # The sum has a row for each of the stage's layers; one is updated in place.
                 added.append(total.at[row].add(gradient))
         return added
 
     def empty_constant_sums(self, loop: int) -> Arrays:
-        """Empty sums of gradients of a loop's trained constants, in float32 at least."""
+        """Sums of the gradients of a loop's trained constants before any pass: zeros."""
+        # All layers and microbatches are added up, for which bfloat16 is too coarse.
         sums = []
         for x in self.stage_loops[loop].trained_constants:
             sums.append(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
