@@ -86,12 +86,15 @@ def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
 
 
 def with_loop(buffers: Buffers, name: str, loop: int, buffer: Arrays) -> Buffers:
-    """All buffers, with another one for a loop under a name, which is `kept` or `left`."""
+    """All buffers of a stage, with another `buffer` for a loop.
+
+    The name is `kept` or `left`, under which each loop has a buffer of its own.
+    """
     return buffers | {name: replaced(buffers[name], [loop], [buffer])}
 
 
 def rows_of(arrays: Arrays, first: Any, count: int) -> Arrays:
-    """Of each array the `count` rows from number `first` on."""
+    """Of each array `count` rows, from number `first` on."""
     return [lax.dynamic_slice_in_dim(x, first, count) for x in arrays]
 
 

@@ -132,14 +132,7 @@ class OutsideLoops:
         buffers: Buffers,
     ) -> tuple[Arrays, Arrays]:
         inputs = self.inputs(pass_row.microbatch)
-        # The first loop starts from the inputs, which have no gradient.
-        travelled: Arrays = []
-        differentiable: Sequence[bool] = []
-        if loop > 0:
-            arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
-            travelled = self.cut.wire.unpacked(loop - 1, arrived)
-            differentiable = self.cut.loops[loop - 1].differentiable
-        floats, with_floats = split_differentiable(travelled, differentiable)
+        floats, with_floats = self._split_arrived(loop, pass_row, buffers)
         gradients = self.cut.wire.unpacked(loop, gradient_wire, backward=True)
         trained = self.cut.start_weights(loop)
 
@@ -148,12 +141,26 @@ class OutsideLoops:
             made = self.cut.start(loop, outer, inputs, with_floats(floats))
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
-        # The start is computed again rather than kept, for it is little.
+        # The start is computed again: that is less than to keep what its derivative reads.
         _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
         travelled_gradients, weight_gradients = derivative(gradients)
         if loop > 0:
             gradient_wire = self.cut.wire.packed(loop - 1, travelled_gradients, backward=True)
         return gradient_wire, _with_gradients(outer_sums, trained, weight_gradients)
+
+    def _split_arrived(
+        self, loop: int, pass_row: PassRow, buffers: Buffers
+    ) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+        """What the start of a loop is made of besides weights and inputs.
+
+        That is what came out of the loop before, split by `split_differentiable`.
+        """
+        if loop == 0:
+            # The first loop starts from the inputs alone, which have no gradient.
+            return split_differentiable([], [])
+        arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
+        travelled = self.cut.wire.unpacked(loop - 1, arrived)
+        return split_differentiable(travelled, self.cut.loops[loop - 1].differentiable)
 
     def constants_backward(self, loop: int, outer_sums: Arrays, sums: Arrays) -> Arrays:
         """Turn the gradients of a loop's trained constants into gradients of outer weights.

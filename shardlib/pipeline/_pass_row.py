@@ -42,11 +42,18 @@ class PassRow:
 
     @property
     def chunk(self) -> Any:
-        """The number of the part among those of its stage, counted through all loops."""
+        """The number of the part among the parts of its stage.
+
+        Like parts, chunks are numbered through all loops.
+        """
         return self.numbers[f"{self.kind}.chunk"]
 
     def slot(self, buffer: str) -> Any:
-        """The slot that the pass reads or writes in a buffer, such as `kept`."""
+        """The slot that the pass reads or writes in a buffer, such as `kept`.
+
+        It is one that nobody reads where nothing waits for the pass. So it is for the activations
+        of part 0, to which nothing is sent.
+        """
         return self.numbers[f"{self.kind}.{buffer}"]
 
 

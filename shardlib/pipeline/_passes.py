@@ -226,7 +226,7 @@ class Passes:
 
     def _part_input(self, loop: int, pass_row: PassRow, buffers: Buffers, inputs: Arrays) -> Arrays:
         """The arrays that travel into a part: what arrived, or the start before a first part."""
-        # Nothing is sent to part 0. It reads the slot for what nobody reads, and does not use it.
+        # Nothing is sent to part 0. What it reads here is not used.
         arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
 
         def start() -> Arrays:
@@ -265,7 +265,10 @@ class Passes:
     def _run_layer(
         self, loop: int, local: _LocalInputs, slot: Any, carry: tuple[Arrays, Arrays], scanned: Any
     ) -> tuple[tuple[Arrays, Arrays], Arrays]:
-        """The scan body of `_run_part`: run one layer forward, and keep its residuals in a slot."""
+        """The scan body of `_run_part`: one layer forward.
+
+        The carry is what enters the layer, and the buffer in which its residuals are kept.
+        """
         stage_loop = self.stage_loops[loop]
         entering, residual_buffer = carry
         number, weights, slices = scanned
