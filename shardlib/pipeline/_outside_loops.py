@@ -141,7 +141,7 @@ class OutsideLoops:
             made = self.cut.start(loop, outer, inputs, with_floats(floats))
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
-        # The start is computed again: that is less than to keep what its derivative reads.
+        # It is cheaper to compute the start again than to keep what its derivative reads.
         _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
         travelled_gradients, weight_gradients = derivative(gradients)
         if loop > 0:

@@ -63,7 +63,7 @@ class _LocalInputs:
     def of_layer(self, slices: Arrays) -> Arrays:
         """The local inputs of one layer, given its slices of `per_layer`."""
         # The arguments of `Loop.layer` end with the frozen constants, the shared inputs and the
-        # slices. Before these come what `_StageLoop.layer_weights` gives.
+        # slices. Before these come those that `_StageLoop.layer_weights` gives.
         return [*self.shared, *slices]
 
 
