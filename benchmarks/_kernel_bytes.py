@@ -5,14 +5,16 @@ from their traced programs.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+Prefetched: TypeAlias = Callable[[str], Sequence[Any]]
 CACHED = 2**20  # bytes of an array that a GPU's cache keeps while all of a kernel's blocks read it
 
 
@@ -25,12 +27,18 @@ class Touched:
     fast: int = 0
 
 
-def touched(traced: ClosedJaxpr) -> Touched:
-    """What the kernels in a traced function touch; nothing else in it counts."""
+def touched(traced: ClosedJaxpr, prefetched: Prefetched = lambda name: ()) -> Touched:
+    """What the kernels in a traced function touch; nothing else in it counts.
+
+    Args:
+        traced: the function.
+        prefetched: from the name of a TPU's kernel to the arrays by which it says, in each step of
+            its grid, which blocks it takes; none for a kernel that knows that without any.
+    """
     total = Touched()
     for equation in _equations(traced.jaxpr):
         if equation.primitive.name == "pallas_call":
-            one = _of_grid(equation)
+            one = _of_grid(equation, prefetched(str(equation.params["name"])))
         elif equation.primitive.name == "mpmd_map":
             one = _of_loads(equation)
         else:
@@ -58,7 +66,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-def _of_grid(equation: Any) -> Touched:
+def _of_grid(equation: Any, prefetched: Sequence[Any]) -> Touched:
     """Of a TPU's kernel: a block is fetched, or written back, where its place differs from that of
     the step before.
     """
@@ -73,7 +81,7 @@ def _of_grid(equation: Any) -> Touched:
             "Ref<any>"
         ):
             continue
-        place = jax.jit(jax.vmap(jaxpr_as_fun(_closed(block.index_map_jaxpr))))
+        place = jax.jit(jax.vmap(partial(_place, _closed(block.index_map_jaxpr), prefetched)))
         at = jnp.stack(place(*jnp.asarray(steps, jnp.int32).reshape(len(steps), -1).T), 1)
         moved = [tuple(row) for row, _ in itertools.groupby(map(tuple, at.tolist()))]
         # The last block of a ragged array is cut off where the array ends.
@@ -94,6 +102,32 @@ def _of_grid(equation: Any) -> Touched:
         if copy.primitive.name == "dma_start":
             _count_copy(copy, len(steps), total)
     return total
+
+
+def _place(index_map: ClosedJaxpr, prefetched: Sequence[Any], *step: Any) -> list[Any]:
+    """Where the block of a step is, by an index map that may read what was prefetched.
+
+    Reading a reference is not a function of arrays: here each reference is the array itself.
+    """
+    known = dict(zip(index_map.jaxpr.constvars, index_map.consts, strict=True))
+    known |= dict(zip(index_map.jaxpr.invars, (*step, *prefetched), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else known[atom]
+
+    for equation in index_map.jaxpr.eqns:
+        operands = [value(atom) for atom in equation.invars]
+        if equation.primitive.name == "get":
+            (indexer,) = jax.tree.unflatten(equation.params["tree"], operands[1:])
+            results = [jnp.asarray(operands[0])[tuple(indexer.indices)]]
+        elif "jaxpr" in equation.params:
+            results = jaxpr_as_fun(equation.params["jaxpr"])(*operands)
+        else:
+            results = equation.primitive.bind(*operands, **equation.params)
+            if not equation.primitive.multiple_results:
+                results = [results]
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in index_map.jaxpr.outvars]
 
 
 def _count_copy(copy: Any, times: int, total: Touched) -> None:

@@ -4,22 +4,30 @@ Over masks and implementations, forward and backward:
 
 - `worst_error`: in float32 against float64, over the greatest number there. What no device here
   runs is simulated.
-- `worst_error_bf16`: the same in bfloat16, over the reference's own error on the same arrays.
-- `compile_failures`: programs that the compilers of TPU v4, v5e, v5p and v6e refuse, over masks and
-  sizes of heads, as far as the compiler is installed.
+- `worst_error_bf16`: the same in bfloat16, over the reference's own error on the same arrays, both
+  averaged over eight draws: of one draw, either is the luck of a single rounding.
+- `compile_failures`: programs that the compilers of TPU v4, v5e, v5p, v6e and 7x refuse, over masks
+  and sizes of heads.
 - `memory_growth`: arguments, results and temporaries together at 65,536 tokens over those at 8,192,
   divided by 8: the worst of the implementations, compiled for a v5p.
+- `bytes_ratio_max`: what the kernels for TPUs read and write, over what they must where blocks are
+  as large as fast memory holds: queries, outputs and statistics once, and for each block of 1,024
+  queries the keys and values that its mask lets it see; backward also the other way round.
+  `bytes_ratio_tpu` and `bytes_ratio_splash` are those of one implementation.
 
-It needs the TPU compiler and no TPU, and takes some three minutes on two cores:
+It needs the TPU compiler and no TPU, and takes some ten minutes on two cores:
 `pip install -e ".[tpu-plan]"`.
 
     python -m benchmarks.attention --json
 """
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -29,15 +37,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardlib as sl
+from benchmarks._kernel_bytes import touched
 from benchmarks._report import report
+from shardlib.kernels._attention import _splash
+from shardlib.kernels._attention._options import checked_options
+from shardlib.kernels._tpu import LANES, vmem_bytes
 
 BOUNDS = {
     "worst_error": 1e-5,
     "worst_error_bf16": 1.2,
     "compile_failures": 0,
     "memory_growth": 1.05,
+    "bytes_ratio_max": 1.1,
 }
-TARGETS = ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1")
+TARGETS = ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1", "tpu:7x:1x1x1")
+KERNELS = ("splash", "tpu")
+BLOCK = 1024  # queries, or keys, of a block that stays in fast memory
 SIZES = (64, 80, 96, 128, 256)
 LENGTH = 512
 MASKS: dict[str, dict[str, Any]] = {
@@ -52,11 +67,16 @@ MASKS: dict[str, dict[str, Any]] = {
 Results = dict[str, np.ndarray]
 
 
-def visible(options: dict[str, Any]) -> np.ndarray:
+def takes(implementation: str, mask: str) -> bool:
+    """Whether an implementation masks as a mask says: the kernels of ours have no patterns."""
+    return not implementation.startswith("tpu") or mask != "blocks"
+
+
+def visible(options: dict[str, Any], length: int = LENGTH) -> np.ndarray:
     """Which keys each query sees, `(queries, keys)`."""
-    position = np.arange(LENGTH)
+    position = np.arange(length)
     distance = position[None, :] - position[:, None]
-    kept = np.ones((LENGTH, LENGTH), bool)
+    kept = np.ones((length, length), bool)
     if options.get("causal"):
         kept &= distance <= 0
     left, right = options.get("window", (None, None))
@@ -96,9 +116,9 @@ def both_ways(function: Callable[..., Any], arrays: list[Any], cotangent: Any) -
     return {name: np.asarray(x, np.float64) for name, x in zip(names, results, strict=True)}
 
 
-def error(mask: str, implementation: str, dtype: str) -> float:
+def error(mask: str, implementation: str, dtype: str, draw: int = 0) -> float:
     """The worst of an implementation against float64, over the greatest number of each array."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(draw)
     shapes = ((1, LENGTH, 4, 64), (1, LENGTH, 2, 64), (1, LENGTH, 2, 64))
     arrays = [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
     cotangent = jnp.asarray(random.normal(size=shapes[0]), dtype)
@@ -118,10 +138,16 @@ def error(mask: str, implementation: str, dtype: str) -> float:
     return float(max(errors))
 
 
+def half_error(mask: str, implementation: str) -> float:
+    """The mean over draws of the worst error in bfloat16."""
+    return float(np.mean([error(mask, implementation, "bfloat16", draw) for draw in range(8)]))
+
+
 def compiled(target: str, implementation: str, length: int, size: int, **options: Any) -> Any:
     """The program of both ways on one device of a kind."""
-    mesh = sl.Target(target).mesh("data=1")
-    sharding = jax.NamedSharding(mesh, jax.P())
+    # A chip of a TPU 7x is two devices.
+    mesh = sl.Target(target).mesh("data=-1")
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
     names = ("batch", None, None, None)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -142,15 +168,19 @@ def failures() -> list[str]:
     """What the compilers refuse."""
     refused = []
     for target in TARGETS:
-        for size in SIZES:
-            for mask, options in MASKS.items():
-                # Every mask once, and every size of a head.
-                if mask != "causal" and size != 128:
-                    continue
-                try:
-                    compiled(target, "splash", LENGTH, size, **options)
-                except (ValueError, jax.errors.JaxRuntimeError) as failure:
-                    refused.append(f"{target}, {mask}, heads of {size}: {str(failure)[:200]}")
+        # Every mask once, and every size of a head.
+        programs = [(mask, 128) for mask in MASKS] + [("causal", size) for size in SIZES]
+        for implementation, (mask, size) in itertools.product(KERNELS, programs):
+            if not takes(implementation, mask):
+                continue
+            options = MASKS[mask]
+            if "segment_ids" in options:
+                options = {**options, "segment_ids": np.repeat(options["segment_ids"], 8, 0)}
+            try:
+                compiled(target, implementation, LENGTH, size, **options)
+            except (ValueError, jax.errors.JaxRuntimeError) as failure:
+                reason = str(failure)[:200]
+                refused.append(f"{implementation}, {target}, {mask}, heads of {size}: {reason}")
     return refused
 
 
@@ -167,6 +197,53 @@ def growth(implementation: str) -> float:
     return total[1] / total[0] / 8
 
 
+def bytes_ratio(implementation: str, mask: str) -> float:
+    """What the kernels of both ways read and write on a v5e, over what they must."""
+    length, heads, size = 4096, 2, 128
+    options: Any = MASKS[mask]
+    shape = (1, length, heads, size)
+    x: Any = jax.ShapeDtypeStruct(shape, "bfloat16")
+    definition = checked_options(options, (x, x), (shape, shape)).definition
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        names = (None,) * 4
+        y = sl.kernels.attention(q, k, v, names=names, **options, implementation=implementation)
+        return y.astype(jnp.float32).sum()
+
+    with sl.use(sl.AxisRules(batch="data"), sl.Target("tpu:v5e:1x1").mesh("data=1")):
+        traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
+    # A kernel's mask has arrays, which cannot be made for a device that is absent. So it is made
+    # once more for the device that is here, in the blocks of the other.
+    with mock.patch.object(_splash, "vmem_bytes", lambda kind: vmem_bytes("TPU v5 lite")):
+        splash = _splash._kernel(x, x, definition, simulated=False)
+    moved = touched(traced, partial(blocks_taken, splash))
+    seen = visible(options, length)
+    # Keys that some query of each block sees, and queries that see some key of each block.
+    tiles = seen.reshape(length // LANES, LANES, length // LANES, LANES).any((1, 3))
+    in_block = BLOCK // LANES
+    keys = LANES * tiles.reshape(-1, in_block, length // LANES).any(1).sum()
+    queries = LANES * tiles.reshape(length // LANES, -1, in_block).any(2).sum()
+    row, number = 2 * size, 4
+    forward = length * (2 * row + number) + keys * 2 * row
+    to_queries = length * (3 * row + 2 * number) + keys * 2 * row
+    to_keys = length * 4 * row + queries * (2 * row + 2 * number)
+    return (moved.read + moved.written) / (heads * (forward + to_queries + to_keys))
+
+
+def blocks_taken(kernel: Any, name: str) -> list[Any]:
+    """The arrays by which a kernel says which blocks it takes, in the order it has them."""
+    if not name.startswith("splash"):
+        return [np.zeros(2, np.int32)]  # where queries and keys start
+    infos = {
+        "splash_mha_fwd": kernel.fwd_mask_info,
+        "splash_mha_dkv": kernel.dkv_mask_info,
+        "splash_mha_dq": kernel.dq_mask_info,
+    }
+    info = next(info for prefix, info in infos.items() if name.startswith(prefix))
+    arrays = (info.data_next, info.block_mask, info.mask_next)
+    return [x for x in arrays if x is not None]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -175,11 +252,17 @@ def main() -> None:
     arguments = parser.parse_args()
     single, half = [], []
     for mask in MASKS:
-        own = error(mask, "reference", "bfloat16")
-        for implementation in ("reference", "splash_simulated"):
+        own = half_error(mask, "reference")
+        for implementation in ("reference", "splash_simulated", "tpu_simulated"):
+            if not takes(implementation, mask):
+                continue
             single.append(error(mask, implementation, "float32"))
-            half.append(error(mask, implementation, "bfloat16") / own)
+            half.append(half_error(mask, implementation) / own)
             print(f"{mask:12} {implementation:18} {single[-1]:.1e} {half[-1]:.2f}", flush=True)
+    ratios: dict[str, float] = {}
+    for implementation in KERNELS:
+        masks = ("everything", "causal", "two sides", "capped")
+        ratios[implementation] = max(bytes_ratio(implementation, mask) for mask in masks)
     refused = failures()
     for line in refused:
         print(line)
@@ -187,8 +270,10 @@ def main() -> None:
         "worst_error": max(single),
         "worst_error_bf16": max(half),
         "compile_failures": len(refused),
-        "memory_growth": max(growth(name) for name in ("reference", "splash")),
+        "memory_growth": max(growth(name) for name in ("reference", *KERNELS)),
+        "bytes_ratio_max": max(ratios.values()),
     }
+    figures |= {f"bytes_ratio_{name}": ratio for name, ratio in ratios.items()}
     report("attention", figures, BOUNDS, arguments.json)
 
 

@@ -54,7 +54,7 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
-    "attention": {"tpu": ("reference", "splash"), "gpu": ("reference", "cudnn")},
+    "attention": {"tpu": ("reference", "splash", "tpu"), "gpu": ("reference", "cudnn")},
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
@@ -65,6 +65,9 @@ PRODUCTS = {
     "splash_mha_fwd": 2,
     "splash_mha_dkv": 4,
     "splash_mha_dq": 3,
+    "attention_forward": 2,
+    "attention_dkv": 4,
+    "attention_dq": 3,
     "head_forward": 1,
     "head_backward": 3,
 }

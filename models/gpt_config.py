@@ -50,7 +50,9 @@ class GPTConfig:
         "fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None
     ] = None
     fused_loss: bool = False
-    attention: Literal["reference", "splash", "splash_simulated", "xla", "cudnn", None] = None
+    attention: Literal[
+        "reference", "splash", "splash_simulated", "tpu", "tpu_simulated", "xla", "cudnn", None
+    ] = None
 
     def __post_init__(self) -> None:
         for field, hint in get_type_hints(type(self)).items():

@@ -21,7 +21,7 @@ from shardlib.kernels._attention import _pairs
 
 P = jax.P
 RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
-IMPLEMENTATIONS = ["reference", "splash_simulated"]
+IMPLEMENTATIONS = ["reference", "splash_simulated", "tpu_simulated"]
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,10 @@ def pattern(*shape, size=64, seed=0):
     return kernels.BlockMask(np.random.default_rng(seed).random(shape) < 0.5, size)
 
 
+COTANGENTS = (
+    np.random.default_rng(4).normal(size=(2, 256, 4, 8)).astype("f"),
+    np.random.default_rng(5).normal(size=(2, 256, 4)).astype("f"),
+)
 MASKS = {
     "everything": {},
     "causal": {"causal": True},
@@ -148,16 +152,23 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# The kernels of ours have no patterns of blocks.
+TAKEN = [
+    (implementation, mask)
+    for implementation in IMPLEMENTATIONS
+    for mask in MASKS
+    if implementation != "tpu_simulated" or "block_mask" not in MASKS[mask]
+]
+
+
+@pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_is_that_of_float64_for_every_mask(implementation, mask):
     check(make(256, 256), MASKS[mask], implementation)
 
 
 @pytest.mark.long
 @pytest.mark.sentinel("reference-causal window", "splash_simulated-segments")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_with_sinks_is_that_of_float64_for_every_mask(implementation, mask):
     check(make(256, 256, sinks=True), MASKS[mask], implementation)
 
@@ -165,7 +176,7 @@ def test_attention_with_sinks_is_that_of_float64_for_every_mask(implementation, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_of_16_bits_is_that_of_float64(implementation, dtype):
-    if implementation == "splash_simulated" and dtype == "float16":
+    if implementation != "reference" and dtype == "float16":
         with pytest.raises(ValueError, match="takes float32 and bfloat16.*not float16"):
             check(make(256, 256), {"causal": True}, implementation, dtype)
         return
@@ -217,6 +228,21 @@ def test_positions_of_attention_may_be_known_to_the_program_only(mask):
                                 "implementation": "splash_simulated"})  # fmt: skip
 
 
+@pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
+@pytest.mark.parametrize("mask", ["causal", "window", "segments"])
+def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_only(mask, starts):
+    arrays, options = make(256, 384), {**MASKS[mask], "implementation": "tpu_simulated"}
+    if mask == "segments":
+        options["segment_ids"] = (segments(256), segments(384, 1))
+    wanted = both_ways(attend, arrays, {**options, "starts": starts}, COTANGENTS)
+    traced = lambda starts: both_ways(attend, arrays, {**options, "starts": starts}, COTANGENTS)
+    found = jax.jit(traced)((jnp.int32(starts[0]), jnp.int32(starts[1])))
+    near(finite(found[0]), finite(wanted[0]), 1e-6, 1)
+    near(found[1], wanted[1], 1e-6, 1)
+    reference = {**options, "starts": starts, "implementation": "reference"}
+    near(found[1], both_ways(attend, arrays, reference, COTANGENTS)[1], 6e-6, 1)
+
+
 def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
     arrays = make(100, 130)
 
@@ -258,9 +284,7 @@ def test_attention_under_vmap_and_scan_is_a_loop(implementation):
     near(scanned(arrays), wanted, 2e-6)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"block_mask": kernels.BlockMask(np.ones((2, 2), bool), 64)}]
-)
+@pytest.mark.parametrize("options", [{}, {"segment_ids": (np.zeros((2, 128), int),) * 2}])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation, options):
     arrays = make(128, 128)
@@ -305,6 +329,14 @@ def test_attention_by_splash_on_shards_is_that_of_one_device(layout, where):
 
 
 @pytest.mark.long
+@pytest.mark.sentinel("positions-automatic", "few key heads-own")
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_by_the_tpu_kernels_on_shards_is_that_of_one_device(layout, where):
+    check_on_shards(layout, where, "tpu_simulated")
+
+
+@pytest.mark.long
 @pytest.mark.sentinel("few key heads-automatic")
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -320,7 +352,10 @@ def check_on_shards(layout, where, implementation):
     manual, checked = WHERE[where]
     if manual and kv_names is None and groups < 4:
         kv_names = (*names[:2], None, None)  # what is whole in manual code, its names say
-    length = 128 if implementation == "splash_simulated" else 96
+    length = 96
+    if implementation != "reference":
+        # In whole tiles on each device.
+        length = 256 if "seq" in names else 128
     arrays = make(length, length, 8, groups, sinks=True)
     ids = segments(length)
     random = np.random.default_rng(3)
@@ -354,7 +389,8 @@ def check_on_shards(layout, where, implementation):
         )
     mesh = sl.make_mesh(shape)
     with sl.use(RULES, mesh):
-        refusal = why_not(implementation, names, mesh, checked)
+        automatic = set(mesh.axis_names) - set(manual)
+        refusal = why_not(implementation, names, automatic, checked)
         if refusal:
             with pytest.raises(ValueError, match=refusal):
                 jax.jit(run)(arrays, ids, cotangents)
@@ -371,10 +407,12 @@ def spec_of(names, manual):
     return P(*(axis if axis in manual else None for axis in axes))
 
 
-def why_not(implementation, names, mesh, checked):
+def why_not(implementation, names, automatic, checked):
     """Why the kernel cannot run there; None if it can."""
     if implementation == "reference":
         return None
+    if implementation == "tpu_simulated":
+        return "is known to differ" if checked and not automatic else None
     if "seq" in names:
         return "positions that are known before the program runs"
     return "keeps no account of what differs between devices" if checked else None
@@ -430,10 +468,14 @@ CASES = {
 }
 
 
-@pytest.mark.sentinel("causal-tpu:v5e:2x2")
+COMPILED = [(name, "splash") for name in CASES]
+COMPILED += [(name, "tpu") for name in CASES if name != "blocks"]
+
+
+@pytest.mark.sentinel("causal-splash-tpu:v5e:2x2", "window, capped-tpu-tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)
-@pytest.mark.parametrize("case", CASES)
-def test_attention_by_splash_is_taken_by_the_tpu_compiler_without_its_scores(target, case):
+@pytest.mark.parametrize(("case", "implementation"), COMPILED)
+def test_attention_is_taken_by_the_tpu_compiler_without_its_scores(case, implementation, target):
     options, size = CASES[case]
     mesh = sl.Target(target).mesh("data=2,model=2,seq=1")
 
@@ -442,7 +484,7 @@ def test_attention_by_splash_is_taken_by_the_tpu_compiler_without_its_scores(tar
         return jax.ShapeDtypeStruct((2, 2048, heads, size), "bfloat16", sharding=sharding)
 
     def loss(q, k, v):
-        y = kernels.attention(q, k, v, names=WHOLE, **options, implementation="splash")
+        y = kernels.attention(q, k, v, names=WHOLE, **options, implementation=implementation)
         return y.astype(jnp.float32).sum()
 
     with sl.use(RULES, mesh):
@@ -452,6 +494,32 @@ def test_attention_by_splash_is_taken_by_the_tpu_compiler_without_its_scores(tar
     assert compiled.as_text().count("tpu_custom_call") >= 3, "forward, and two backward"
     scores = 4 * 2048 * 2048 * 2  # of one device, in two bytes
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+@pytest.mark.sentinel("False-tpu:v5e:2x2")
+@pytest.mark.parametrize("target", TPUS)
+@pytest.mark.parametrize("checked", [False, True])
+def test_attention_to_positions_on_other_devices_is_by_the_tpu_kernels(checked, target):
+    mesh = sl.Target(target).mesh("data=1,model=1,seq=-1")
+    shapes = [(2, 1024 * mesh.size, heads, 64) for heads in (4, 2, 2)]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, P(None, "seq")))
+        for shape in shapes
+    ]
+
+    def loss(q, k, v):
+        y = kernels.attention(q, k, v, names=SPLIT, causal=True, implementation="tpu")
+        return jnp.square(y.astype(jnp.float32))
+
+    both = lambda q, k, v: jax.grad(lambda *arrays: loss(*arrays).sum(), (0, 1, 2))(q, k, v)
+    if checked:
+        split = P(None, "seq")
+        both = jax.shard_map(both, in_specs=split, out_specs=split, axis_names=set(mesh.axis_names))
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(both).lower(*arrays))
+    kinds = {one.kind for one in testing.collectives(compiled, mesh)}
+    assert kinds == {"all-gather", "reduce-scatter"}
+    assert compiled.as_text().count("tpu_custom_call") >= 3, "forward, and two backward"
 
 
 @pytest.mark.parametrize("target", GPUS)
@@ -486,6 +554,12 @@ Q = jnp.zeros((2, 128, 4, 8))
         (lambda: kernels.attention(Q, Q, Q, kv_names=WHOLE), "name the dims of `q` too"),
         (lambda: kernels.attention(Q, Q, Q, implementation="splash"), "is a kernel for TPUs"),
         (lambda: kernels.attention(Q, Q, Q, implementation="flash"), "there are `reference`, `spl"),
+        (
+            lambda: kernels.attention(
+                Q, Q, Q, block_mask=pattern(2, 2), implementation="tpu_simulated"
+            ),
+            "`tpu` has no patterns of blocks",
+        ),
         (
             lambda: kernels.attention(
                 Q[:, :100], Q[:, :100], Q[:, :100], implementation="splash_simulated"
