@@ -8,7 +8,7 @@ A stack of weights need not be whole as a stack if all that is done with it is o
 Nothing is evaluated here: these functions read equations and say what is there.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -34,6 +34,13 @@ def is_cheap(equation: Any) -> bool:
     """
     # Shapes that are not known while tracing are further operands.
     return equation.primitive.name in _CHEAP and len(equation.invars) == 1
+
+
+def is_cheap_call(equation: Any) -> bool:
+    """Whether an equation is a `jit` of cheap changes only, such as one that casts all weights."""
+    if equation.primitive.name not in JITS or equation.params["name"] == MARK:
+        return False
+    return all(is_cheap(inner) or is_cheap_call(inner) for inner in _jaxpr_of_call(equation).eqns)
 
 
 def is_cast(equation: Any) -> bool:
@@ -120,11 +127,11 @@ def group_spans(jaxpr: Jaxpr, groups: dict[Any, Hashable]) -> dict[int, int]:
     groups = dict(groups)
     spans: dict[Hashable, tuple[int, int]] = {}
     for position, equation in enumerate(jaxpr.eqns):
-        read = [groups[var] for var in variables(equation.invars) if var in groups]
-        if read and is_cheap(equation):
+        if is_cheap(equation) or is_cheap_call(equation):
             # No use yet: it is put off until its result is used.
-            groups[equation.outvars[0]] = read[0]
+            groups.update(_known_of_results(equation, groups, lambda _, group: group))
             continue
+        read = [groups[var] for var in variables(equation.invars) if var in groups]
         for group in read:
             first, _ = spans.get(group, (position, 0))
             spans[group] = (first, position + 1)
@@ -151,43 +158,68 @@ def has_layers(jaxpr: Jaxpr, weights: Sequence[bool], stacks: Sequence[bool]) ->
     `weights` says which of its inputs are weights or cheaply made of some, and `stacks` which of
     these a `scan` can take layer by layer: weights as they are, or cast.
     """
-    known_weights = _where(jaxpr.invars, weights)
-    known_stacks = _where(jaxpr.invars, stacks)
+    # For each variable that is made of a weight, whether it is still such a stack.
+    known = {}
+    for var, is_weight, is_stack in zip(jaxpr.invars, weights, stacks, strict=True):
+        if is_weight:
+            known[var] = is_stack
     for equation in jaxpr.eqns:
-        read = _are_in(known_weights, equation.invars)
-        if not any(read):
-            continue
-        read_stacks = _are_in(known_stacks, equation.invars)
-        if is_cheap(equation):
-            known_weights.update(equation.outvars)
-            if any(read_stacks) and is_cast(equation):
-                known_stacks.update(equation.outvars)
-        elif _is_layer_use(equation, read, read_stacks):
+        if is_cheap(equation) or is_cheap_call(equation):
+            known.update(_known_of_results(equation, known, _leaves_a_stack))
+        elif known.keys() & variables(equation.invars) and _is_layer_use(equation, known):
             return True
     return False
 
 
-def _where(variables: Sequence[Any], flags: Sequence[bool]) -> set[Any]:
-    """The variables whose flags are set."""
-    pairs = zip(variables, flags, strict=True)
-    return {variable for variable, flag in pairs if flag}
+def _leaves_a_stack(equation: Any, is_stack: bool) -> bool:
+    """Whether what a cheap equation makes of a weight can be taken layer by layer."""
+    return is_stack and is_cast(equation)
 
 
-def _are_in(known: set[Any], atoms: Sequence[Any]) -> list[bool]:
-    """Which atoms are known variables."""
-    return [not isinstance(atom, Literal) and atom in known for atom in atoms]
+def _known_of_results(
+    equation: Any, known: Mapping[Any, Any], of_result: Callable[[Any, Any], Any]
+) -> dict[Any, Any]:
+    """What is known of the results of a cheap equation, from what is `known` of its operand.
+
+    That is `of_result(equation, known[operand])`. The equation may be a `jit` of cheap ones, too.
+    """
+    if is_cheap(equation):
+        found = _handed_over(known, equation.invars, equation.outvars)
+        return {var: of_result(equation, value) for var, value in found.items()}
+    body = _jaxpr_of_call(equation)
+    inside = _handed_over(known, equation.invars, body.invars)
+    for inner in body.eqns:
+        inside.update(_known_of_results(inner, inside, of_result))
+    return _handed_over(inside, body.outvars, equation.outvars)
 
 
-def _is_layer_use(equation: Any, weights: list[bool], stacks: list[bool]) -> bool:
+def _handed_over(
+    known: Mapping[Any, Any], atoms: Sequence[Any], names: Sequence[Any]
+) -> dict[Any, Any]:
+    """What is known of some atoms, by the variables that stand for them elsewhere."""
+    found = {}
+    for atom, name in zip(atoms, names, strict=True):
+        # Literals cannot be looked up.
+        if not isinstance(atom, Literal) and atom in known:
+            found[name] = known[atom]
+    return found
+
+
+def _is_layer_use(equation: Any, known: Mapping[Any, bool]) -> bool:
     """Whether an equation scans over stacks or is a marked block, or a call that holds one.
 
-    `weights` and `stacks` say which of its operands are that.
+    `known` has, for each variable that is made of a weight, whether it is a stack.
     """
     name = equation.primitive.name
-    if name == "scan":
-        return any(stacks[sum(scan_parts(equation)) :])
-    if name not in CALLS:
+    if name not in CALLS and name != "scan":
         return False
     if equation.params.get("name") == MARK:
         return True
+    weights, stacks = [], []
+    for atom in equation.invars:
+        is_weight = not isinstance(atom, Literal) and atom in known
+        weights.append(is_weight)
+        stacks.append(is_weight and known[atom])
+    if name == "scan":
+        return any(stacks[sum(scan_parts(equation)) :])
     return has_layers(_jaxpr_of_call(equation), weights, stacks)

@@ -49,6 +49,7 @@ from shardlib.tracing._layer_uses import (
     group_spans,
     has_layers,
     is_cheap,
+    is_cheap_call,
     is_layered,
 )
 from shardlib.tracing._region import (
@@ -154,15 +155,20 @@ class _Evaluator:
 
     def _evaluate_span(self, start: int, end: int) -> None:
         """Evaluate the uses of a group of weights, and what is between them, as one region."""
-        # Cheap equations of weights are recorded first. They may be of weights that are used after
-        # the span: the region would return those as arrays, whole until their last use.
+        self._compute_pending(start)
+        # Cheap equations of weights are recorded first, in a `jit` or not. Their results may be
+        # used after the span: the region would return them as arrays, whole until their last use.
         equations = []
-        for equation in self.jaxpr.eqns[start:end]:
-            if self._reads_weights(equation) and is_cheap(equation):
+        for position in range(start, end):
+            equation = self.jaxpr.eqns[position]
+            if not self._reads_weights(equation):
+                equations.append(equation)
+            elif is_cheap(equation):
                 self._record(equation)
+            elif is_cheap_call(equation) and self._has_operands(equation):
+                self._apply_rule(_jit, [equation], position + 1)
             else:
                 equations.append(equation)
-        self._compute_pending(start)
         self._apply_rule(_region, equations, end)
 
     def _evaluate_equation(self, position: int) -> None:
@@ -185,6 +191,10 @@ class _Evaluator:
         What is pending has no value yet, and is no weight.
         """
         return any(is_weight(self.values.get(var)) for var in variables(equation.invars))
+
+    def _has_operands(self, equation: Any) -> bool:
+        """Whether all that an equation reads has a value already."""
+        return all(var in self.values for var in variables(equation.invars))
 
     def _record(self, equation: Any) -> None:
         """Put a cheap equation of a weight off until its result is used."""
