@@ -405,6 +405,20 @@ def test_layers_whose_weights_one_jit_casts_are_a_region_each():
     assert in_jit == plain
 
 
+def test_of_a_stack_that_a_jit_casts_each_gradient_is_reduced_in_its_iteration():
+    make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
+
+    def loss(model, x, rng, cast):
+        layer = lambda x, w: (dense(x, w), None)
+        return jnp.mean(lax.scan(layer, x.astype("bfloat16"), cast(model["w"]))[0])
+
+    plain, in_jit = (
+        lowered(make, partial(loss, cast=cast), sl.Zero(2, small=0), 16).as_text()
+        for cast in (converted, jax.jit(converted))
+    )
+    assert in_jit == plain
+
+
 def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
     make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
 

@@ -51,32 +51,59 @@ def is_cast(equation: Any) -> bool:
 def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
     """Whether a stack of weights is used in a jaxpr layer by layer, and in no other way.
 
-    Either one loop takes all layers, perhaps inside a call or in another dtype, or numbers pick
-    some, each once. With `pickable` false, only a loop counts: between the weight and the pick
-    there is something that would have to be done to the whole stack.
+    Either one loop takes all layers, or numbers pick some, each once. With `pickable` false, only a
+    loop counts.
     """
-    # Anything else that reads the stack needs all of it at once.
     readers = readers_of(jaxpr, var)
-    if root.consumed_dims >= root.weight.stacked or var in variables(jaxpr.outvars) or not readers:
+    if root.consumed_dims >= root.weight.stacked or not readers:
         return False
-    if len(readers) == 1 and variables(readers[0].invars).count(var) == 1:
-        (reader,) = readers
-        name = reader.primitive.name
-        position = _position_of(reader.invars, var)
-        if name == "scan":
-            # What comes before are constants and carries, which the loop does not take apart.
-            return position >= sum(scan_parts(reader))
-        if is_cast(reader):
-            return is_layered(jaxpr, reader.outvars[0], root, pickable=False)
-        if name in CALLS:
-            inner = _jaxpr_of_call(reader)
-            # A marked block or one that is recomputed is a region, in which nothing is picked.
-            is_plain = name in JITS and reader.params["name"] != MARK
-            return is_layered(inner, inner.invars[position], root, pickable and is_plain)
+    # Whoever calls this jaxpr gets the whole stack.
+    if var in variables(jaxpr.outvars):
+        return False
+    if len(readers) == 1 and _leads_to_layers(jaxpr, readers[0], var, root, pickable):
+        return True
     if not pickable:
         return False
     numbers = [_picked_layer(jaxpr, reader, root) for reader in readers]
     return None not in numbers and len(set(numbers)) == len(numbers)
+
+
+def _leads_to_layers(
+    jaxpr: Jaxpr, reader: Any, var: Any, root: WeightSlice, pickable: bool
+) -> bool:
+    """Whether the only equation that reads a stack is a loop over its layers, or leads to uses of
+    layers: a cast before the loop, or a call.
+    """
+    if variables(reader.invars).count(var) > 1:
+        return False
+    cast = _cast_of(reader, var)
+    if cast is not None:
+        # Layers of what is cast are not picked: the cast would be done to the whole stack first.
+        return is_layered(jaxpr, cast, root, pickable=False)
+    name = reader.primitive.name
+    position = _position_of(reader.invars, var)
+    if name == "scan":
+        # What comes before are constants and carries, which the loop does not take apart.
+        return position >= sum(scan_parts(reader))
+    if name not in CALLS:
+        return False
+    inner = _jaxpr_of_call(reader)
+    # A marked block or one that is recomputed is a region, in which nothing is picked.
+    is_plain = name in JITS and reader.params["name"] != MARK
+    return is_layered(inner, inner.invars[position], root, pickable and is_plain)
+
+
+def _cast_of(equation: Any, stack: Any) -> Any:
+    """What a cast, or a `jit` that casts, makes of a stack; None for other equations.
+
+    Of a `jit` that returns two things made of the stack, or anything but a cast, it is None.
+    """
+    if not is_cast(equation) and not is_cheap_call(equation):
+        return None
+    results = _known_of_results(equation, {stack: True}, _leaves_a_stack)
+    if list(results.values()) != [True]:
+        return None
+    return next(iter(results))
 
 
 def _position_of(atoms: Sequence[Any], var: Any) -> int:
@@ -119,36 +146,37 @@ def squeezes_first_dim(equation: Any) -> bool:
 
 
 def group_spans(jaxpr: Jaxpr, groups: dict[Any, Hashable]) -> dict[int, int]:
-    """From the first use of each group of weights to behind its last, by position of equations.
+    """Where the uses of each group of weights begin and end among the equations of a jaxpr.
 
-    `groups` has the group of each input that is a weight of one. Spans that overlap become one,
-    since a region cannot end inside another one.
+    `groups` has the group of each input that is a weight with one. The result has, by the position
+    of a first use, the position behind the last. Spans that overlap become one, since a region
+    cannot end inside another one.
     """
     groups = dict(groups)
     spans: dict[Hashable, tuple[int, int]] = {}
     for position, equation in enumerate(jaxpr.eqns):
         if is_cheap(equation) or is_cheap_call(equation):
-            # No use yet: it is put off until its result is used.
+            # This is no use yet: it is put off until its result is used.
             groups.update(_known_of_results(equation, groups, lambda _, group: group))
             continue
-        read = [groups[var] for var in variables(equation.invars) if var in groups]
-        for group in read:
-            first, _ = spans.get(group, (position, 0))
-            spans[group] = (first, position + 1)
+        for var in variables(equation.invars):
+            if var in groups:
+                first, _ = spans.get(groups[var], (position, 0))
+                spans[groups[var]] = (first, position + 1)
     return _merge_overlapping(spans.values())
 
 
 def _merge_overlapping(spans: Iterable[tuple[int, int]]) -> dict[int, int]:
     """The ends of spans by their starts, where those that overlap are merged into one."""
     ends: dict[int, int] = {}
-    last = -1
-    # Sorted by their starts, a span can only overlap with the last one.
+    latest = -1  # the start of the span that was added last
+    # In the order of their starts, a span can only overlap with the one before.
     for start, end in sorted(spans):
-        if last in ends and ends[last] > start:
-            ends[last] = max(ends[last], end)
+        if latest in ends and ends[latest] > start:
+            ends[latest] = max(ends[latest], end)
         else:
             ends[start] = end
-            last = start
+            latest = start
     return ends
 
 

@@ -325,6 +325,10 @@ def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     """
     equation, operands = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
+    if is_cheap_call(equation):
+        # Nothing is bound in here: a stack that is only cast may go on to a loop over its layers.
+        results = _Evaluator(inner.jaxpr, inner.consts, operands).run()
+        return _wanted(stretch, results)
     # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
     if is_marked and not _has_layers(inner.jaxpr, operands):
