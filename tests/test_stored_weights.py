@@ -95,6 +95,17 @@ def marked_of_a_converted_stack(x, m, rng):
     )[0]
 
 
+def converted_by_a_jit(x, m, rng):
+    """Between the uses of a layer: another layer, and a stack together with an array."""
+    convert = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype(jnp.complex64), tree))
+    first, second = m["layers"]
+    x = dense(x, first["up"])
+    second = convert(second)
+    stack, x = convert((m["stack"], x))
+    x = dense(x.real + first["bias"], second["up"].real) + second["bias"].real
+    return lax.scan(lambda x, w: (dense(x, w.real), None), x, stack)[0]
+
+
 def picked_and_kept(x, m, rng):
     layer, one = jax.jit(
         lambda w: (lambda first: (lax.squeeze(first, (0,)), first))(lax.slice_in_dim(w, 0, 1))
@@ -137,6 +148,7 @@ USES = {
     "in two loops, converted": in_two_loops_converted,
     "in a marked layer of a converted stack": marked_of_a_converted_stack,
     "by number, and as it was picked": picked_and_kept,
+    "converted by a jit": converted_by_a_jit,
     "with a derivative of its own": lambda x, m, rng: straight_through(x, m["a"]),
     "transposed, twice": lambda x, m, rng: (
         dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16]
