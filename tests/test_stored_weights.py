@@ -95,6 +95,17 @@ def marked_of_a_converted_stack(x, m, rng):
     )[0]
 
 
+def converted_by_a_jit(x, m, rng):
+    """Between the uses of a layer: another layer, and a stack together with an array."""
+    convert = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype(jnp.complex64), tree))
+    first, second = m["layers"]
+    x = dense(x, first["up"])
+    second = convert(second)
+    stack, x = convert((m["stack"], x))
+    x = dense(x.real + first["bias"], second["up"].real) + second["bias"].real
+    return lax.scan(lambda x, w: (dense(x, w.real), None), x, stack)[0]
+
+
 def picked_and_kept(x, m, rng):
     layer, one = jax.jit(
         lambda w: (lambda first: (lax.squeeze(first, (0,)), first))(lax.slice_in_dim(w, 0, 1))
@@ -137,6 +148,7 @@ USES = {
     "in two loops, converted": in_two_loops_converted,
     "in a marked layer of a converted stack": marked_of_a_converted_stack,
     "by number, and as it was picked": picked_and_kept,
+    "converted by a jit": converted_by_a_jit,
     "with a derivative of its own": lambda x, m, rng: straight_through(x, m["a"]),
     "transposed, twice": lambda x, m, rng: (
         dense(dense(x, m["a"]), m["a"].T) + m["a"].reshape(4, 64)[0, :16]
@@ -303,10 +315,12 @@ def test_a_marked_block_is_one_region_unless_a_loop_within_takes_a_stack_layer_b
     assert gathers == (4 if turned else 5)
 
 
+BY_PATH = sl.Zero(3, small=0, layers=r"layers/\d")
+
 LAYERS = {
     "marked": (sl.zero3_layer, FULL),
     "recomputed": (partial(sl.remat, policy="full"), FULL),
-    "by path": (lambda block: block, sl.Zero(3, small=0, layers=r"layers/\d")),
+    "by path": (lambda block: block, BY_PATH),
 }
 
 
@@ -356,26 +370,65 @@ def test_what_a_marked_layer_makes_of_a_weight_is_not_kept_for_its_backward_pass
     assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
 
 
+def converted(tree):
+    return jax.tree.map(lambda w: w.astype("bfloat16"), tree)
+
+
 def test_a_cast_within_the_layer_before_leaves_no_whole_weight_behind():
-    """The program is the same wherever the cast of another layer's weight is written."""
+    """The program is the same wherever the cast of another layer's weight is written, and how."""
     make = lambda: {"layers": [{"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}] * 2}
 
-    def loss(model, x, rng, early):
+    def loss(model, x, rng, cast, early):
         first, second = model["layers"]
-        cast = lambda: second["a"].astype("bfloat16")
         if early:
-            weight = cast()
+            second = cast(second)
         x = dense(x, first["a"])
         if not early:
-            weight = cast()
+            second = cast(second)
         x = dense(x, first["b"])
-        return jnp.mean(dense(x.astype("bfloat16"), weight) @ second["b"].astype("bfloat16"))
+        return jnp.mean(dense(x.astype("bfloat16"), second["a"]) @ second["b"])
 
-    by_path = sl.Zero(3, small=0, layers=r"layers/\d")
-    early, late = (
-        lowered(make, partial(loss, early=early), by_path, 16).as_text() for early in (True, False)
+    programs = {
+        lowered(make, partial(loss, cast=cast, early=early), BY_PATH, 16).as_text()
+        for cast in (converted, jax.jit(converted), jax.jit(jax.jit(converted)))
+        for early in (True, False)
+    }
+    assert len(programs) == 1
+
+
+def test_layers_whose_weights_one_jit_casts_are_a_region_each():
+    """And so are those that one loop takes within a marked block."""
+    make = lambda: {
+        "layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))],
+        "stack": sl.annotate(jnp.zeros((3, 16, 16)), {"": ("layers", "embed", "mlp")}),
+    }
+
+    def loss(model, x, rng, cast):
+        x, model = x.astype("bfloat16"), {**model, "layers": cast(model["layers"])}
+        for w in model["layers"]:
+            x = dense(dense(x, w), w)
+        block = lambda x, ws: lax.scan(lambda x, w: (dense(x, w), None), x, cast(ws))[0]
+        return jnp.mean(sl.zero3_layer(block)(x, model["stack"]))
+
+    plain, in_jit = (
+        lowered(make, partial(loss, cast=cast), BY_PATH, 16).as_text()
+        for cast in (converted, jax.jit(converted))
     )
-    assert late == early
+    assert in_jit == plain
+
+
+def test_of_a_stack_that_a_jit_casts_each_gradient_is_reduced_in_its_iteration():
+    make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
+
+    def loss(model, x, rng, cast):
+        layer = lambda x, w: (dense(x, w), None)
+        return jnp.mean(lax.scan(layer, x.astype("bfloat16"), cast(model["w"]))[0])
+
+    plain, in_jit = (
+        lowered(make, partial(loss, cast=cast), sl.Zero(2, small=0), 16).as_text()
+        for cast in (converted, jax.jit(converted))
+    )
+    assert in_jit == plain
 
 
 def test_of_a_stack_a_number_of_a_layer_gathers_that_one():

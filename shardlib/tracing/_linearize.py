@@ -148,7 +148,8 @@ def _linearize(
     The arguments are those of `derivative`.
     """
     trees: list[Any] = []
-    # What a call computes from weights would be kept: no residual of it has an equation out here.
+    # What a call computes from weights would be kept: its residuals are results of the call, which
+    # reads other values, too. Without the call they have equations that read weights only.
     function = _with_calls_opened(function, len(shapes))
 
     def forward(
@@ -163,7 +164,6 @@ def _linearize(
     traced = jax.make_jaxpr(forward)(floats, others, shapes)
     (tree,), count = trees, len(function.jaxpr.outvars)
     weight_vars = traced.jaxpr.invars[len(traced.jaxpr.invars) - len(shapes) :]
-    # One residual may be used several times, and is kept once.
     from_weights = _computed_only_from(traced.jaxpr, weight_vars)
     kept, recomputed = [], []
     # A residual is kept once, however often it is used.

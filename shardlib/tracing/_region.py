@@ -10,8 +10,8 @@ backward pass what JAX would keep, except weights and what is computed from weig
     backward    stored --whole()--> weights ---+--> gradients of inputs
                 residuals, d outputs ----------+--> gradients of weights --reduced()--> anchors
 
-A weight that is stored whole needs no region. It is *bound* once, before all that uses it, and its
-gradient is reduced there, when all of it is complete.
+A weight that is stored whole needs no region. It is *bound* once, before all that uses it. The
+backward pass gets there last, when all uses have added to the gradient, and reduces it.
 
 The derivative is taken with respect to a *gradient anchor* for each weight, an array of zeros in
 the form in which gradients are wanted, which may be another shape and dtype than the weight has.
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardlib.tracing._jaxpr import readers_of, relocated
@@ -67,7 +68,8 @@ class StoredWeight(NamedTuple):
     """The arrays that stand for a weight while a step runs.
 
     If the weight accumulates in place, its anchor is a scalar whose derivative is zero, since the
-    gradient itself goes into `sums`.
+    gradient itself goes into `sums`. A weight that does not may have sums, too: those of earlier
+    microbatches, to which the gradient of the last one is added when it is reduced.
     """
 
     stored: Any  # the weight in the form it is stored in
@@ -121,7 +123,7 @@ class WeightSlice:
         return _accumulating_target(self.gradient_anchor, self.sums, self.where)
 
     def at(self, index: int) -> "WeightSlice":
-        """The layer of a number that is known while tracing."""
+        """The layer with a number that is known while tracing."""
         stored = self.stored[index]
         if self.has_stacked_anchor:
             return self.layer(stored, self.gradient_anchor[index], index)
@@ -165,7 +167,8 @@ def _accumulating_target(gradient_anchor: Any, sums: Any, where: tuple[Any, ...]
     def backwards(saved: Any, gradient: Any) -> Any:
         sums, where = saved
         sums[_index_of_layer(where)] += gradient
-        # The gradient has been added already: the anchor's is zero.
+        # The gradient has been added already: the anchor's is zero. The sums and the index of a
+        # layer have none.
         return jnp.float32(0), None, None
 
     target.defvjp(forwards, backwards)
@@ -178,10 +181,10 @@ def _index_of_layer(where: tuple[Any, ...]) -> Any:
 
 
 def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
-    """The array of a weight that is stored whole, with a gradient that is reduced.
+    """The array of a weight that is stored whole, whose gradient is reduced in the backward pass.
 
-    That is done once, when all of the gradient is there. The operations it takes blame the line of
-    `reader`, an equation, if there is one.
+    It is reduced once, when all uses of the array have added to it. The operations that this takes
+    blame the line of `reader`, an equation, if there is one.
     """
 
     @jax.custom_vjp
@@ -212,10 +215,10 @@ def bind_whole_weight(root: WeightSlice, reader: Any) -> jax.Array:
 
 @dataclass(frozen=True, eq=False)
 class _TracedRegion:
-    """The body of a region, traced as a function of floats, of other values and of whole weights.
+    """The body of a region, traced as a function of floats, other values and whole weights.
 
     The trained weights come before the frozen ones. `readers` has, for each weight, the first
-    equation of the body that reads it, which is to blame for making it whole.
+    equation of the body that reads it: its line is blamed for making the weight whole.
     """
 
     body: ClosedJaxpr
@@ -223,6 +226,41 @@ class _TracedRegion:
     shapes: list[jax.ShapeDtypeStruct]  # of the whole weights
     trained: list[WeightSlice]
     readers: list[Any]
+    outputs: Partition  # the results by dtype: integers have no cotangents
+
+    def evaluate(
+        self, floats: list[Any], others: list[Any], stored: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The results of the region where nothing is differentiated: floats, and others."""
+        arguments = self.arguments(floats, others, stored)
+        return self.outputs.split(jaxpr_as_fun(self.body)(*arguments))
+
+    def forward(
+        self, perturbed: list[bool], floats: list[Any], others: list[Any], stored: list[Any]
+    ) -> tuple[tuple[list[Any], list[Any]], Any]:
+        """The results, floats and others, and what is kept for the backward pass.
+
+        `perturbed` says which of the floats are differentiated; the others leave no residuals.
+        """
+        trained = len(self.trained)
+        forward, backward = derivative(self.body, perturbed, trained, floats, others, self.shapes)
+        arguments = self.arguments(floats, others, stored)
+        results, kept = forward(*arguments)
+        # Inputs are kept as they were before the barrier: what is the same for all layers of a
+        # loop, JAX keeps once, but what a layer has made of it, once for each layer.
+        before_barrier = [*floats, *others]
+        kept = _replaced(kept, arguments[: len(before_barrier)], before_barrier)
+        return self.outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
+
+    def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The gradients of the floats, and the reduced ones of the trained weights."""
+        backward, stored = saved
+        cotangents, stored = _barrier(_instantiated(cotangents), stored)
+        float_gradients, weight_gradients = backward(self.make_whole(stored), cotangents)
+        reduced = self.reduce(weight_gradients)
+        # The backward pass of what comes before in the computation waits until the gradients of
+        # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
+        return _barrier(float_gradients, reduced)
 
     def make_whole(self, stored: list[Any]) -> list[Any]:
         """All weights of the region, whole."""
@@ -231,7 +269,7 @@ class _TracedRegion:
             weights.append(with_source_of(reader, root.whole, array))
         return weights
 
-    def inputs(self, floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
+    def arguments(self, floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
         """The arguments of the body.
 
         The barrier keeps the compiler from making weights whole before the other inputs are there,
@@ -251,86 +289,69 @@ class _TracedRegion:
 
 def _trace_region(
     body: Callable[[list[Any], dict[WeightSlice, Any]], list[Any]],
-    inputs: Partition,
-    plain: list[Any],
+    partition: Partition,
+    arrays: list[Any],
     roots: list[WeightSlice],
 ) -> _TracedRegion:
-    """Trace `body(plain, weights)` for whole weights, with floats and others apart."""
+    """Trace `body(arrays, weights)` for whole weights, with the floats among the arrays first."""
     # Trained weights come first, as `derivative` wants them.
     trained = [root for root in roots if root.weight.reduced is not None]
     roots = trained + [root for root in roots if root.weight.reduced is None]
-    floats, others = inputs.split(plain)
+    floats, others = partition.split(arrays)
 
     def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
-        return body(inputs.merge(floats, others), dict(zip(roots, whole, strict=True)))
+        return body(partition.merge(floats, others), dict(zip(roots, whole, strict=True)))
 
     shapes = []
     for root in roots:
         shape = root.weight.shape[root.consumed_dims :]
         shapes.append(jax.ShapeDtypeStruct(shape, root.weight.dtype))
     traced = jax.make_jaxpr(run)(floats, others, shapes)
-    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(plain) :]]
-    return _TracedRegion(traced, roots, shapes, trained, readers)
+    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(arrays) :]]
+    outputs = Partition.by_dtype(traced.jaxpr.outvars)
+    return _TracedRegion(traced, roots, shapes, trained, readers, outputs)
 
 
-def use(
+def evaluate_region(
     body: Callable[[list[Any], dict[WeightSlice, Any]], list[Any]],
-    plain: list[Any],
+    arrays: list[Any],
     roots: list[WeightSlice],
 ) -> list[Any]:
-    """Evaluate `body(plain, weights)` as a region: weights are whole only while it runs.
+    """Evaluate `body(arrays, weights)` as a region: weights are whole only while it runs.
 
-    For its backward pass it keeps neither weights nor what is computed from them only. `plain` are
-    the other inputs, arrays of any dtype; the result is a list of arrays, as `body` returns it.
+    For its backward pass it keeps neither weights nor what is computed from them only. `arrays` are
+    the other inputs, of any dtype; the result is a list of arrays, as `body` returns it.
     """
-    inputs = Partition.by_dtype(plain)
-    floats, others = inputs.split(plain)
-    region = _trace_region(body, inputs, plain, roots)
-    # Integers have no cotangents, and `custom_vjp` would ask for some.
-    outputs = Partition.by_dtype(region.body.jaxpr.outvars)
+    inputs = Partition.by_dtype(arrays)
+    floats, others = inputs.split(arrays)
+    region = _trace_region(body, inputs, arrays, roots)
 
     @jax.custom_vjp
-    def used(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
+    def evaluated(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
         del anchors
-        return outputs.split(jaxpr_as_fun(region.body)(*region.inputs(floats, others, stored)))
+        return region.evaluate(floats, others, stored)
 
     def forwards(*primals: Any) -> Any:
         # With symbolic zeros, each primal comes with whether it is differentiated.
-        # What is not differentiated leaves no residuals.
         perturbed = [primal.perturbed for primal in primals[0]]
         floats, others, stored = jax.tree.map(
-            lambda x: x.value, primals[:3], is_leaf=lambda x: hasattr(x, "value")
+            lambda x: x.value, primals[:3], is_leaf=lambda x: isinstance(x, CustomVJPPrimal)
         )
-        trained = len(region.trained)
-        forward, backward = derivative(
-            region.body, perturbed, trained, floats, others, region.shapes
-        )
-        arguments = region.inputs(floats, others, stored)
-        results, kept = forward(*arguments)
-        # Inputs are kept as they were before the barrier: what is the same for all layers of a
-        # loop, JAX keeps once, but what a layer has made of it, once for each layer.
-        kept = _replaced(kept, arguments, [*floats, *others])
-        return outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
+        return region.forward(perturbed, floats, others, stored)
 
-    def backwards(saved: Any, gradients: Any) -> Any:
-        backward, stored = saved
-        cotangents, stored = _barrier(_instantiated(gradients[0]), stored)
-        float_gradients, weight_gradients = backward(region.make_whole(stored), cotangents)
-        reduced = region.reduce(weight_gradients)
-        # The backward pass of what comes before in the computation waits until the gradients of
-        # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
-        float_gradients, reduced = _barrier(float_gradients, reduced)
+    def backwards(saved: Any, cotangents: Any) -> Any:
+        float_gradients, reduced = region.backward(saved, cotangents[0])
         return float_gradients, None, None, reduced
 
-    used.defvjp(forwards, backwards, symbolic_zeros=True)
+    evaluated.defvjp(forwards, backwards, symbolic_zeros=True)
     stored = [root.stored for root in region.weights]
     anchors = [root.target for root in region.trained]
-    return outputs.merge(*used(floats, others, stored, anchors))
+    return region.outputs.merge(*evaluated(floats, others, stored, anchors))
 
 
-def _replaced(tree: Any, arrays: list[Any], others: list[Any]) -> Any:
-    """The tree with others in the place of the first of some arrays."""
-    by_id = dict(zip(map(id, arrays), others, strict=False))
+def _replaced(tree: Any, arrays: list[Any], replacements: list[Any]) -> Any:
+    """A tree in which a replacement stands wherever one of some arrays was."""
+    by_id = dict(zip(map(id, arrays), replacements, strict=True))
     return jax.tree.map(lambda x: by_id.get(id(x), x), tree)
 
 
@@ -349,23 +370,25 @@ def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
     return next(iter(readers_of(jaxpr, var)), None)
 
 
-def with_source_of(reader: Any, function: Callable[..., Any], *args: Any, deep: bool = True) -> Any:
+def with_source_of(
+    equation: Any, function: Callable[..., Any], *args: Any, deep: bool = True
+) -> Any:
     """Call a function as if from the line of an equation, which is to blame for it.
 
-    With `deep`, what it calls blames that line too. Without a `reader` this is a plain call.
+    With `deep`, what it calls blames that line too. If the equation is None, this is a plain call.
     """
-    if reader is None:
+    if equation is None:
         return function(*args)
     traced, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    blamed = relocated(traced.jaxpr, reader.source_info.traceback, deep)
+    blamed = relocated(traced.jaxpr, equation.source_info.traceback, deep)
     results = jaxpr_as_fun(ClosedJaxpr(blamed, traced.consts))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def _barrier(*trees: Any) -> Any:
-    """The same trees, of which a compiler may compute nothing further before all is there.
+    """The same trees. The compiler may compute nothing from any of them before all are there.
 
-    Random keys pass beside the barrier, since to a compiler they are no arrays.
+    Random keys pass beside the barrier, which takes arrays of numbers only.
     """
     leaves, treedef = jax.tree.flatten(trees)
     positions = []

@@ -11,7 +11,8 @@ Weights that are sharded are gathered in *regions* only (ZeRO-3, see `_region`):
 A region is
 
 - the body of a `scan` over stacked weights: a layer, all its weights together;
-- a block that is marked, or whatever is between the first and the last use of a group of weights;
+- a block that `sl.zero3_layer` marks;
+- whatever is between the first and the last use of a group of weights;
 - any other single equation that uses a weight.
 
 Weights that are stored whole are replicated, and need no gathering. They are *bound*: an identity
@@ -49,14 +50,15 @@ from shardlib.tracing._layer_uses import (
     group_spans,
     has_layers,
     is_cheap,
+    is_cheap_call,
     is_layered,
 )
 from shardlib.tracing._region import (
     Weight,
     WeightSlice,
     bind_whole_weight,
+    evaluate_region,
     reader_of,
-    use,
     with_source_of,
 )
 from shardlib.tracing._weight_values import (
@@ -94,8 +96,8 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, params: Any, *ar
     # Traced with whole weights, as the function's author wrote it.
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
     inputs.extend(jax.tree.leaves(args))
-    # Results that do not depend on the inputs come as JAX's own evaluation has them, perhaps as
-    # numbers of NumPy: they go on to transformations, which take those.
+    # Results that do not depend on the inputs may be NumPy's numbers, as they are in JAX's own
+    # evaluation. The transformations around this function take those.
     results = _evaluate_jaxpr_to_arrays(traced.jaxpr, traced.consts, inputs)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
@@ -124,7 +126,7 @@ class _Evaluator:
         self.values: dict[Any, Value] = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
         )
-        # What is not read later is no output of a region: a whole weight would stay alive.
+        # A region returns only what is read later: a whole weight among its outputs stays alive.
         self.last_use = _last_use(jaxpr)
         self.pending: list[Any] = []
 
@@ -144,7 +146,7 @@ class _Evaluator:
         return values_of(self.jaxpr.outvars, self.values)
 
     def _groups(self) -> dict[Any, Hashable]:
-        """The groups of those inputs that are weights of one, by variable."""
+        """By variable, the groups of the inputs that are weights with a group."""
         groups: dict[Any, Hashable] = {}
         for var, value in self.values.items():
             root = root_of(value)
@@ -154,15 +156,21 @@ class _Evaluator:
 
     def _evaluate_span(self, start: int, end: int) -> None:
         """Evaluate the uses of a group of weights, and what is between them, as one region."""
-        # Cheap equations of weights are recorded first. They may be of weights that are used after
-        # the span: the region would return those as arrays, whole until their last use.
+        self._compute_pending(start)
+        # Cheap equations of weights are recorded first, in a `jit` or not. Their results may be
+        # used after the span: the region would return them as arrays, whole until their last use.
         equations = []
-        for equation in self.jaxpr.eqns[start:end]:
-            if self._reads_weights(equation) and is_cheap(equation):
+        for position in range(start, end):
+            equation = self.jaxpr.eqns[position]
+            if not self._reads_weights(equation):
+                equations.append(equation)
+            elif is_cheap(equation):
                 self._record(equation)
+            elif is_cheap_call(equation) and self._has_operands(equation):
+                # A call may read arrays, too. Those of this span have no values yet.
+                self._apply_rule(_jit, [equation], position + 1)
             else:
                 equations.append(equation)
-        self._compute_pending(start)
         self._apply_rule(_region, equations, end)
 
     def _evaluate_equation(self, position: int) -> None:
@@ -182,9 +190,14 @@ class _Evaluator:
     def _reads_weights(self, equation: Any) -> bool:
         """Whether an equation reads a weight, or what is derived from one.
 
-        What is pending has no value yet, and is no weight.
+        Results of pending equations have no value yet. They are arrays, since such equations read
+        arrays only.
         """
         return any(is_weight(self.values.get(var)) for var in variables(equation.invars))
+
+    def _has_operands(self, equation: Any) -> bool:
+        """Whether all that an equation reads has a value already."""
+        return all(var in self.values for var in variables(equation.invars))
 
     def _record(self, equation: Any) -> None:
         """Put a cheap equation of a weight off until its result is used."""
@@ -242,7 +255,8 @@ def _bind_replicated_weights(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Valu
         if root is None or not root.weight.is_stored_whole:
             values.append(value)
             continue
-        # If the value is derived, a cast is between the stack and any pick: picks do not count.
+        # Only a weight itself has layers to pick. A derived value is a cast stack at best, and the
+        # cast would be done to all of it before the pick.
         if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
             values.append(value)
             continue
@@ -264,28 +278,33 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: Sequence[Value])
 
     Weights that are stored whole are only bound. If there are no others, there is no region.
     """
-    bound: dict[WeightSlice, jax.Array] = {}
-    gathered: list[WeightSlice] = []
-    for root in roots_of(inputs):
-        if root.weight.is_stored_whole:
-            # A stack that is used layer by layer within the function: in the span of a group, or
-            # as layers picked in the body of a loop. A region would drop what is there anyway, and
-            # compute again what is made of it. Who reads it is not known: the function is not
-            # traced yet.
-            bound[root] = bind_whole_weight(root, None)
-        else:
-            gathered.append(root)
-
-    values = []
-    for value in inputs:
-        values.append(resolve(value, bound) if root_of(value) in bound else value)
+    values = _bind_all_replicated(inputs)
+    weights = roots_of(values)
+    if not weights:
+        return function(values)
 
     def body(arrays: list[Any], whole: dict[WeightSlice, jax.Array]) -> list[Any]:
         return function(merge(values, arrays, lambda weight: resolve(weight, whole)))
 
-    if not gathered:
-        return function(values)
-    return use(body, split_arrays(values), gathered)
+    return evaluate_region(body, split_arrays(values), weights)
+
+
+def _bind_all_replicated(inputs: Sequence[Value]) -> list[Value]:
+    """Make arrays of all weights that are stored whole, outside of the region that uses them.
+
+    Those that are not bound yet are stacks that the region uses layer by layer: in the span of a
+    group, or where the body of a loop picks layers. Inside the region they would be dropped, though
+    they are there anyway, and what is made of them would be computed again.
+    """
+    bound: dict[WeightSlice, jax.Array] = {}
+    for root in roots_of(inputs):
+        if root.weight.is_stored_whole:
+            # Its reader is not known: the function of the region is not traced yet.
+            bound[root] = bind_whole_weight(root, None)
+    values = []
+    for value in inputs:
+        values.append(resolve(value, bound) if root_of(value) in bound else value)
+    return values
 
 
 def _single_equation(stretch: Stretch, inputs: list[Value]) -> tuple[Any, list[Value]]:
@@ -315,6 +334,10 @@ def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     """
     equation, operands = _single_equation(stretch, inputs)
     inner = equation.params["jaxpr"]
+    if is_cheap_call(equation):
+        # Nothing is bound in here: a stack that is only cast may go on to a loop over its layers.
+        results = _Evaluator(inner.jaxpr, inner.consts, operands).run()
+        return _wanted(stretch, results)
     # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
     if is_marked and not _has_layers(inner.jaxpr, operands):
@@ -400,6 +423,7 @@ class _LayerLoop:
         # Equations that were traced for a stack are evaluated for a layer of it. They may be,
         # since `stack_of` lets only casts through, whose parameters mention no shape.
         parts = merge(self.xs, arrays, lambda weight: with_root_replaced(weight, layers))
+        # Layers are bound inside the loop, so that each iteration reduces its own gradients.
         values = _bind_replicated_weights(self.body.jaxpr, [*consts, *carry, *parts])
         if _has_layers(self.body.jaxpr, values):
             outputs = _evaluate_jaxpr_to_arrays(self.body.jaxpr, self.body.consts, values)
@@ -425,7 +449,7 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
         _check_unsplit(stack)
 
     # All other weights are whole throughout the loop, and until its backward pass is done. A carry
-    # is an array by nature, and what is made of a stack may mix its layers. Constants could be
+    # has to be an array, and what is made of a stack may mix its layers. Constants could be
     # gathered in each iteration; that would send them as many times as there are layers.
     consts_and_init = [_make_whole(value) for value in consts_and_init]
     for position, value in enumerate(xs):

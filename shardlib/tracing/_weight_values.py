@@ -68,23 +68,24 @@ def derive(jaxpr: Jaxpr, equation: Any, operand: WeightSlice | Derived) -> Value
 def _layer_picked_by(equation: Any, operand: WeightSlice | Derived) -> WeightSlice | None:
     """The layer that an equation picks from a stack by its number; None for other equations.
 
-    `stack[3]` is traced as a `slice`, which is the operand here, and then a `squeeze`.
+    `stack[3]` is traced as a `slice` and then a `squeeze`. The equation has to be the `squeeze`,
+    and its operand what the `slice` made of the stack.
     """
     if not squeezes_first_dim(equation) or not isinstance(operand, Derived):
         return None
-    stack, index = operand.operand, operand.equation
+    stack, slicing = operand.operand, operand.equation
     if not isinstance(stack, WeightSlice) or stack.consumed_dims >= stack.weight.stacked:
         return None
-    if index.primitive.name != "slice" or not is_one_layer(index, stack):
+    if slicing.primitive.name != "slice" or not is_one_layer(slicing, stack):
         return None
-    return stack.at(index.params["start_indices"][0])
+    return stack.at(slicing.params["start_indices"][0])
 
 
 def stack_of(value: Value) -> WeightSlice | None:
-    """The stacked weight of which each iteration gets a layer: as it is, or in another dtype.
+    """The weight that a `scan` over this value can take layer by layer; None if there is none.
 
-    Anything else that is made of a weight might mix layers, or could not be done to one layer as
-    it was traced; for that, and for arrays, it is None.
+    The value is that weight, or the weight in another dtype. Anything else that is made of a weight
+    might mix its layers, or could not be done to one layer as it was traced.
     """
     while isinstance(value, Derived) and is_cast(value.equation):
         value = value.operand
@@ -92,9 +93,9 @@ def stack_of(value: Value) -> WeightSlice | None:
 
 
 def resolve(value: Value, whole: dict[WeightSlice, jax.Array]) -> Any:
-    """The array that a value stands for, where the weights it needs are whole.
+    """The array that a value stands for, given the arrays of `whole` weights.
 
-    What is derived is computed here, once for each place that uses it.
+    What is derived is computed here, again in each place that uses it.
     """
     if isinstance(value, WeightSlice):
         return whole[value]
