@@ -87,7 +87,7 @@ def ours(config: gpt.GPTConfig, tokens: np.ndarray, arguments: argparse.Namespac
         config,
         dtype=jnp.bfloat16,
         attention="cudnn" if gpu else "xla",
-        kernels=None if arguments.kernels == "none" else arguments.kernels,
+        kernels=None if arguments.kernels == "best" else arguments.kernels,
         fused_loss=arguments.fused_loss,
     )
     about: dict[str, Any] = {
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--remat", choices=("none", "full"), default="none", help="ours: what blocks recompute"
     )
-    parser.add_argument("--kernels", default="fastest", help="ours: `GPTConfig.kernels`, or none")
+    parser.add_argument("--kernels", default="best", help="ours: `GPTConfig.kernels`")
     parser.add_argument("--fused-loss", action="store_true", help="ours: `GPTConfig.fused_loss`")
     parser.add_argument(
         "--torch-mode", default="default", help="PyTorch's: the mode of `torch.compile`"

@@ -126,7 +126,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Of the residual stream."""
-        if self.kernels is not None:
+        if self.kernels != "xla":
             return self._by_kernel(x_BSD)
         y_BSD = x_BSD.astype(jnp.float32)
         if self.centred:
@@ -140,8 +140,13 @@ class Norm(nnx.Module):
     def _by_kernel(self, x_BSD: jax.Array) -> jax.Array:
         weights = [one[...] for one in (self.scale, self.bias) if one is not None]
         norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
-        chosen = None if self.kernels == "fastest" else self.kernels
-        return norm(x_BSD, *weights, names=RESIDUAL, epsilon=self.epsilon, implementation=chosen)
+        return norm(
+            x_BSD,
+            *weights,
+            names=RESIDUAL,
+            epsilon=self.epsilon,
+            implementation=self.kernels,
+        )
 
 
 class Attention(nnx.Module):

@@ -17,9 +17,9 @@ class GPTConfig:
     `4 * width` unless given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that
     any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
     `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
-    are taken in float32 always. With `kernels="fastest"` norms are those of `sl.kernels`, by what
-    was measured to be fastest where they run, and with another text by the implementation of that
-    name; with None XLA makes what it makes of plain JAX. With `fused_loss` the loss takes the head
+    are taken in float32 always. Norms are those of `sl.kernels`: `kernels` names the
+    implementation, None is the best that is known where they run, and "xla" is plain JAX, of which
+    XLA makes what it makes. With `fused_loss` the loss takes the head
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
     are made again in the backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
@@ -47,7 +47,7 @@ class GPTConfig:
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernels: Literal[
-        "fastest", "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", None
+        "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", "xla", None
     ] = None
     fused_loss: bool = False
     attention: Literal[

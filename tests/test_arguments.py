@@ -255,7 +255,7 @@ def test_a_value_in_a_message_is_short_and_can_always_be_shown():
         (["--model.dtype", "anything"], r"GPTConfig\(dtype='anything'\)`"),
         (["--model.dtype", "float16"], r"GPTConfig\(dtype='float16'\)`.*zero in float16"),
         (["--model.param_dtype", "9" * 5_000], r"GPTConfig\(param_dtype='999"),
-        (["--model.kernels", "fast"], r"GPTConfig\(kernels='fast'\)`: choose 'fastest'"),
+        (["--model.kernels", "fast"], r"GPTConfig\(kernels='fast'\)`: choose 'reference'"),
         (["--model.dropout", "nan"], "`dropout` is a number"),
         (["--model.norm_epsilon", "-1"], r"GPTConfig\(norm_epsilon=-1.0\)`"),
         (["--model.layers", str(10**24)], r"GPTConfig\(layers=1000"),
@@ -326,9 +326,9 @@ def test_drawn_texts_for_every_field_are_taken_or_refused():
 def test_the_kernels_that_a_model_may_name_are_those_that_there_are():
     known = [one.name for one in IMPLEMENTATIONS]
     known += [f"{one.name}_simulated" for one in IMPLEMENTATIONS if one.simulates]
-    for name in ("fastest", *known, None):
+    for name in ("xla", *known, None):
         assert gpt.tiny(kernels=name).kernels == name
-    with pytest.raises(ValueError, match="choose 'fastest'"):
+    with pytest.raises(ValueError, match="choose 'reference'"):
         gpt.tiny(kernels="reference_simulated")
 
 

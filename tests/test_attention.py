@@ -161,6 +161,10 @@ TAKEN = [
 ]
 
 
+@pytest.mark.long(
+    *(f"tpu_simulated-{mask}" for mask in ("everything", "causal", "window", "causal window")),
+    *(f"tpu_simulated-{mask}" for mask in ("segments", "two segments", "capped")),
+)
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_is_that_of_float64_for_every_mask(implementation, mask):
     check(make(256, 256), MASKS[mask], implementation)
@@ -228,6 +232,8 @@ def test_positions_of_attention_may_be_known_to_the_program_only(mask):
                                 "implementation": "splash_simulated"})  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("window-starts1", "segments-starts2")
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", ["causal", "window", "segments"])
 def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_only(mask, starts):
@@ -264,6 +270,7 @@ def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
     near(found[1](cotangents), wanted[1](cotangents), 2e-6)
 
 
+@pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_under_vmap_and_scan_is_a_loop(implementation):
     arrays = jax.tree.map(lambda *each: np.stack(each), *(make(128, n) for n in (128, 128)))
@@ -629,6 +636,7 @@ def test_attention_in_which_no_query_sees_a_key_is_zeros():
         check(make(128, 128), options, "splash_simulated")
 
 
+@pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_in_which_whole_blocks_of_queries_see_nothing(implementation):
     options = {"causal": True, "window": (3, None), "starts": (0, 0)}

@@ -95,7 +95,8 @@ def linear_cross_entropy(
     targets = check_arrays.as_array(OP, "targets", targets, "an array of whole numbers")
     _check(x, kernel, targets)
     check.text(OP, "vocab_name", vocab_name, "the name of the kernel's rows", optional=True)
-    x_layout = layout_of(OP, x, names)
+    # A row has its loss wherever it is.
+    x_layout = layout_of(OP, x, names, in_any_order=tuple(range(x.ndim - 1)))
     kernel_names: Names | None = None
     if names is not None:
         kernel_names = (vocab_name, names[-1])

@@ -121,7 +121,8 @@ def _norm(
     """
     arrays, epsilon = _checked(op, arrays, epsilon)
     x, residual = arrays.x, arrays.residual
-    x_layout = layout_of(op, x, names)
+    # A row is normed wherever it is.
+    x_layout = layout_of(op, x, names, in_any_order=tuple(range(x.ndim - 1)))
     row_layout = x_layout.select(x.ndim - 1)
     layouts = _Arrays(x_layout, x_layout, row_layout, row_layout)
     # Kernels are chosen by what one device sees.

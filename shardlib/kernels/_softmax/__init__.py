@@ -67,7 +67,9 @@ def softmax(
         "softmax", "scale", scale, "a Python number; multiply `x` by what has a gradient"
     )
     where = _checked_mask(x, where, causal)
-    x_layout = layout_of("softmax", x, names)
+    # Of causal scores the last two dims are positions; any other row is the same wherever it is.
+    rows = x.ndim - (2 if causal else 1)
+    x_layout = layout_of("softmax", x, names, in_any_order=tuple(range(rows)))
     if causal:
         _check_square(x_layout)
     local = {"x": x_layout.local(x.dtype)}
