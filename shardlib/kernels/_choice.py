@@ -302,7 +302,7 @@ def _requested(
 # Why an implementation that can do a task does not run, by what decided.
 _SLOWER = {
     "measured": "can; measured slower here",
-    "compiled": "can; its program moves or multiplies more here",
+    "compiled": "can; its program would take longer here",
 }
 
 
@@ -361,8 +361,8 @@ def programs() -> tuple[Mapping[str, Any], ...]:
     """The checked-in table of compilers' programs, which the benchmark of the choice writes.
 
     It has a line for each op, implementation, kind of device and length of rows. `seconds` are what
-    the program takes to move its bytes, by the memory's bandwidth, and for its products, by the
-    peak of the matrix unit. A line without them has what the compiler `failed` for.
+    the program takes by its compiler's estimate, or, where that gives none, to move its bytes and
+    for its products. A line without them has what the compiler `failed` for.
     """
     return _lines_of("compiled.json")
 

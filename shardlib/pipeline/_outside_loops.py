@@ -88,19 +88,19 @@ class OutsideLoops:
         """
         # Differentiate only the outer weights that the head uses. JAX would make arrays of zeros
         # as gradients of the others.
-        trained = self.cut.head_weights
+        positions = self.cut.head_weights
         floats, with_floats = split_differentiable(travelled, self.cut.loops[-1].differentiable)
 
         def loss(floats: Arrays, weights: Arrays) -> tuple[Any, Arrays]:
-            outer = replaced(self.outer, trained, weights)
+            outer = replaced(self.outer, positions, weights)
             # Output 0 is the loss, which is differentiated. The summed outputs are others, and are
             # only added up.
             wanted = [0, *self.summed_outputs]
-            total, *summed = self.cut.after(outer, inputs, with_floats(floats), wanted)
-            return total, summed
+            value, *summed = self.cut.after(outer, inputs, with_floats(floats), wanted)
+            return value, summed
 
         loss_and_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        weights = [self.outer[k] for k in trained]
+        weights = [self.outer[k] for k in positions]
         (_, outputs), (travelled_gradients, weight_gradients) = loss_and_gradients(floats, weights)
         return outputs, travelled_gradients, weight_gradients
 
@@ -119,7 +119,8 @@ class OutsideLoops:
             The gradients of what the loop before made, and updated `outer_sums`. No loop comes
             before loop 0, so that nobody receives its first result: it is `gradient_wire` itself.
         """
-        # Operands are what the branches return updated. They only read the buffers.
+        # The branches only read the buffers, and so these are bound here. By convention, operands
+        # of `switch_loop` are what the branches return updated.
         do = partial(self._start_backward, buffers=buffers)
         return switch_loop(self.program, pass_row, do, gradient_wire, outer_sums)
 
@@ -134,19 +135,19 @@ class OutsideLoops:
         inputs = self.inputs(pass_row.microbatch)
         floats, with_floats = self._split_arrived(loop, pass_row, buffers)
         gradients = self.cut.wire.unpacked(loop, gradient_wire, backward=True)
-        trained = self.cut.start_weights(loop)
+        positions = self.cut.start_weights(loop)
 
         def start(floats: Arrays, weights: Arrays) -> Arrays:
-            outer = replaced(self.outer, trained, weights)
+            outer = replaced(self.outer, positions, weights)
             made = self.cut.start(loop, outer, inputs, with_floats(floats))
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
         # It is cheaper to compute the start again than to keep what its derivative reads.
-        _, derivative = jax.vjp(start, floats, [self.outer[k] for k in trained])
+        _, derivative = jax.vjp(start, floats, [self.outer[k] for k in positions])
         travelled_gradients, weight_gradients = derivative(gradients)
         if loop > 0:
             gradient_wire = self.cut.wire.packed(loop - 1, travelled_gradients, backward=True)
-        return gradient_wire, _with_gradients(outer_sums, trained, weight_gradients)
+        return gradient_wire, _with_gradients(outer_sums, positions, weight_gradients)
 
     def _split_arrived(
         self, loop: int, pass_row: PassRow, buffers: Buffers
@@ -156,7 +157,7 @@ class OutsideLoops:
         That is what came out of the loop before, split by `split_differentiable`.
         """
         if loop == 0:
-            # The first loop starts from the inputs alone, which have no gradient.
+            # Nothing was sent: this start is made of weights and inputs only.
             return split_differentiable([], [])
         arrived = read_slot(buffers["activations"], pass_row.slot("activations"))
         travelled = self.cut.wire.unpacked(loop - 1, arrived)
@@ -169,17 +170,17 @@ class OutsideLoops:
         added. It is enough to do this once per step: the constants are the same for all
         microbatches, and a derivative is linear in the gradients that go into it.
         """
-        trained = self.cut.shared_weights(loop)
+        positions = self.cut.shared_weights(loop)
 
         def constants(weights: Arrays) -> Arrays:
-            return self.cut.constants(loop, replaced(self.outer, trained, weights))[0]
+            return self.cut.constants(loop, replaced(self.outer, positions, weights))[0]
 
-        made, derivative = jax.vjp(constants, [self.outer[k] for k in trained])
+        made, derivative = jax.vjp(constants, [self.outer[k] for k in positions])
         # Sums are in float32 at least, and the derivative takes the dtype of the constants. So a
         # gradient is rounded only once, after all microbatches.
         constant_gradients = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]
         (weight_gradients,) = derivative(constant_gradients)
-        return _with_gradients(outer_sums, trained, weight_gradients)
+        return _with_gradients(outer_sums, positions, weight_gradients)
 
 
 def _with_gradients(outer_sums: Arrays, positions: Sequence[int], gradients: Arrays) -> Arrays:

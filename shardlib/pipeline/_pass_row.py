@@ -51,8 +51,8 @@ class PassRow:
     def slot(self, buffer: str) -> Any:
         """The slot that the pass reads or writes in a buffer, such as `kept`.
 
-        It is one that nobody reads where nothing waits for the pass. So it is for the activations
-        of part 0, to which nothing is sent.
+        Where nothing waits for the pass, the number means nothing. Part 0, to which nothing is
+        sent, still reads `activations` at it, and does not use what it finds.
         """
         return self.numbers[f"{self.kind}.{buffer}"]
 
@@ -63,10 +63,9 @@ def switch_loop(program: Program, pass_row: PassRow, do: Callable[..., Any], *op
     In `do`, the number of the loop is an ordinary integer and not a traced one. With several loops,
     the program has a branch for each.
     """
-    # A `switch` of one branch would still be a branch in the program.
     if program.loops == 1:
         return do(0, pass_row, *operands)
-    # Each loop has as many parts, and they are numbered through all loops.
+    # All loops have the same number of parts, and parts are numbered through all loops.
     loop_number = pass_row.part // program.parts_per_loop
     branches = [partial(do, loop, pass_row) for loop in range(program.loops)]
     return lax.switch(loop_number, branches, *operands)

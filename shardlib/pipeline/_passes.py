@@ -9,8 +9,8 @@ order, are its *chunks*. A pass takes one *microbatch* through one part.
 What one pass makes for another waits in a *slot* of a buffer:
 
     buffer         made by                       read by
-    activations    F of the part before          F; and B, where that runs the part's layers again,
-                                                 or the start before the first part of a loop
+    activations    F of the part before          F; B, where it runs the part's layers again;
+                                                 and `start_backward`, in loops after loop 0
     kept           F, or a B that recomputes     B; and W
     gradients      B of the part after, or head  B
     left           B, where B and W are split    W
@@ -73,9 +73,9 @@ class _ArrivedGradients:
 
     - `entering` are those of what the part's last layer handed on. They go backward through the
       layers.
-    - `forwarded` are those of passing arrays and of stacked outputs, whole. They are sent on
-      unchanged. Earlier parts read their own rows of stacked outputs; the start of the loop, which
-      made these as zeros, has no use for the gradients.
+    - `forwarded` are those of passing arrays, and of all rows of stacked outputs. They are sent on
+      unchanged: earlier parts read the rows of their own layers. The start of the loop made the
+      stacked outputs as zeros, and drops their gradients.
     - `rows` are the rows of the stacked outputs' gradients that belong to the part's own layers.
     """
 
@@ -148,7 +148,7 @@ class Passes:
     def __post_init__(self) -> None:
         self.table = self.program.table
         self.parts_per_loop = self.program.parts_per_loop
-        # How many parts of each loop are on each stage: as many on all, which was checked before.
+        # How many parts of each loop a stage has; `step/_layer_order` has seen that all have as many.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
         self.outer = [self.weights[k] for k in self.cut.outer]
         self.stage_loops = [self._stage_loop(loop) for loop in range(len(self.cut.loops))]
@@ -207,7 +207,8 @@ class Passes:
     def _part_weights(self, loop: int, first_row: Any) -> Arrays:
         """The weights of a part's layers, which begin at a row of the stage's stacks."""
         stage_loop = self.stage_loops[loop]
-        # The only part of a loop has all rows. A slice with a traced start would copy them.
+        # A stage's only part of a loop has all of the stage's rows. A slice with a traced start
+        # would copy them.
         if self.chunks_per_loop == 1:
             return stage_loop.stacks
         return rows_of(stage_loop.stacks, first_row, stage_loop.layers_per_part)
@@ -275,8 +276,8 @@ class Passes:
         handed_on, rows, residuals = stage_loop.layer.forward(
             entering, stage_loop.layer_weights(weights), local.of_layer(slices)
         )
-        # Each layer writes into the buffer. A scan that stacked the residuals would write them
-        # once, and the stack would be copied into the buffer.
+        # Each layer writes straight into the buffer. If the scan stacked the residuals instead,
+        # they would be written twice: into the stack, and from there into the buffer.
         if residual_buffer:
             residual_buffer = with_layer(residual_buffer, slot, number, residuals)
         return (handed_on, residual_buffer), rows
@@ -337,7 +338,8 @@ class Passes:
         body = partial(self._input_gradients_of_layer, part, pass_row.slot("left"))
         gradient_wire, saved_buffer = self._scan_backward(part, body, buffers["left"][loop])
         buffers = with_loop(buffers, "left", loop, saved_buffer)
-        # A stage that recomputes has just made the residuals, and `W` reads them too.
+        # `W` reads the residuals too. Where this pass has made them again, they have to be kept;
+        # elsewhere the buffer is the same as before.
         buffers = with_loop(buffers, "kept", loop, part.residual_buffer)
         return gradient_wire, buffers, layer_sums
 
@@ -440,7 +442,8 @@ class Passes:
 
         It reads the residuals, and what the backward pass saved.
         """
-        # Operands are what the branches return updated. They only read the buffers.
+        # The branches only read the buffers, and so these are bound here. By convention, operands
+        # of `switch_loop` are what the branches return updated.
         do = partial(self._weight_pass, buffers=buffers)
         return switch_loop(self.program, pass_row, do, layer_sums)
 
