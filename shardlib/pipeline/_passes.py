@@ -148,7 +148,7 @@ class Passes:
     def __post_init__(self) -> None:
         self.table = self.program.table
         self.parts_per_loop = self.program.parts_per_loop
-        # How many parts of each loop a stage has; `step/_layer_order` has seen that all have as many.
+        # How many parts of each loop a stage has: `step/_layer_order` refuses unequal numbers.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
         self.outer = [self.weights[k] for k in self.cut.outer]
         self.stage_loops = [self._stage_loop(loop) for loop in range(len(self.cut.loops))]
