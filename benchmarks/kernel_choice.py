@@ -17,8 +17,8 @@ once; `temp_gb`, its temporaries; and `seconds`.
   bandwidth, and all its products over the peak.
 
 With `--save` the lines go into `shardlib/kernels/compiled.json`, by which an op without a measured
-implementation chooses: the fewest seconds, or, where two differ by less than a hundredth, the
-fewest temporaries.
+implementation chooses: the fewest seconds, or, where two are within six hundredths, the fewest
+temporaries.
 
 It needs the compilers and no accelerator, and takes some ten minutes on two cores:
 `pip install -e ".[tpu-plan]"`, and in an environment of its own `".[gpu-plan]"`. A process makes
