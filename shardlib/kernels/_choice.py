@@ -392,8 +392,8 @@ def _lines_of(name: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(path.read_text()))
 
 
-# Seconds of a kernel are what it takes at least, and those of XLA's instructions are what its compiler
-# thinks they take. So a kernel has to be clearly better.
+# Seconds of a kernel are what it takes at least, and those of XLA's instructions are what the
+# compiler thinks they take. So a kernel has to be clearly better.
 ABOUT_AS_FAST = 1.06
 
 
