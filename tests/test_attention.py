@@ -17,7 +17,7 @@ from machines import compile_for, on_its_own
 import shardlib as sl
 from shardlib import kernels, testing
 from shardlib.kernels import _attention, _choice
-from shardlib.kernels._attention import _pairs
+from shardlib.kernels._attention import _pairs, _tpu_grid
 
 P = jax.P
 RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
@@ -236,7 +236,11 @@ def test_positions_of_attention_may_be_known_to_the_program_only(mask):
 @pytest.mark.sentinel("window-starts1", "segments-starts2")
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", ["causal", "window", "segments"])
-def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_only(mask, starts):
+def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_only(
+    mask, starts, monkeypatch
+):
+    # Several blocks of queries and of keys, of which some are not seen.
+    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     arrays, options = make(256, 384), {**MASKS[mask], "implementation": "tpu_simulated"}
     if mask == "segments":
         options["segment_ids"] = (segments(256), segments(384, 1))
@@ -247,6 +251,33 @@ def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_o
     near(found[1], wanted[1], 1e-6, 1)
     reference = {**options, "starts": starts, "implementation": "reference"}
     near(found[1], both_ways(attend, arrays, reference, COTANGENTS)[1], 6e-6, 1)
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("0")
+@pytest.mark.parametrize("draw", range(4))
+def test_attention_by_the_tpu_kernels_over_many_blocks_is_that_of_float64(draw, monkeypatch):
+    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    options = (
+        {"causal": True, "segment_ids": (segments(384), segments(384, 1))},
+        {"window": (100, 30), "soft_cap": 2.0},
+        {"causal": True, "starts": (200, 0), "window": (150, None)},
+        {"segment_ids": (segments(384), segments(384, 1) + 1)},
+    )[draw]
+    check(make(384, 384, value_size=24, sinks=draw % 2 == 0), options, "tpu_simulated")
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("window0")
+@pytest.mark.parametrize("window", [(None, 2**31 - 2), (2**31 - 2, 0), (2**30, 2**30)])
+def test_bounds_of_a_window_as_large_as_positions_hide_nothing_from_the_tpu_kernels(
+    window, monkeypatch
+):
+    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    arrays = make(256, 256)
+    traced = {"starts": (jnp.int32(0), jnp.int32(0)), "window": window}
+    found = both_ways(attend, arrays, {**traced, "implementation": "tpu_simulated"}, COTANGENTS)
+    near(found, both_ways(attend, arrays, {**traced, "starts": (0, 0)}, COTANGENTS), 6e-6, 1)
 
 
 def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
@@ -472,10 +503,15 @@ CASES = {
     "small heads": ({"causal": True}, 64),
     "window, capped": ({"causal": True, "window": (300, None), "soft_cap": 30.0}, 256),
     "blocks": ({"block_mask": kernels.bigbird_blocks(2048, 256)}, 80),
+    "segments, sinks": (
+        {"segment_ids": np.zeros((2, 2048), np.int32), "sinks": np.ones(8, np.float32)},
+        64,
+    ),
+    "large heads": ({"causal": True}, 384),
 }
 
 
-COMPILED = [(name, "splash") for name in CASES]
+COMPILED = [(name, "splash") for name in CASES if name != "large heads"]
 COMPILED += [(name, "tpu") for name in CASES if name != "blocks"]
 
 

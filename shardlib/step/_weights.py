@@ -131,7 +131,7 @@ class StepParameter:
         if not (self.gathered_on_use or accumulates or reduced_here):
             return None
 
-        def reduced(consumed_dims: int, gradient: jax.Array) -> jax.Array:
+        def reduced(gradient: jax.Array, consumed_dims: int) -> jax.Array:
             if reduced_here:
                 gradient = self._reduced(gradient, consumed_dims)
             if accumulates:

@@ -44,15 +44,19 @@ def is_cheap_call(equation: Any) -> bool:
 
 
 def is_cast(equation: Any) -> bool:
-    """Whether an equation changes the dtype of an array, which it can do layer by layer."""
-    return equation.primitive.name == "convert_element_type"
+    """Whether an equation changes only the dtype of an array, which it can do layer by layer."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    # A cast may set a sharding too, which names all dims.
+    return equation.params.get("sharding") is None
 
 
 def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> bool:
     """Whether a stack of weights is used in a jaxpr layer by layer, and in no other way.
 
-    Either one loop takes all layers, or numbers pick some, each once. With `pickable` false, only a
-    loop counts.
+    Either one loop takes all layers, or numbers pick some, each once: a layer is bound where it is
+    picked, and its gradient would be reduced at each pick. With `pickable` false, only a loop
+    counts.
     """
     readers = readers_of(jaxpr, var)
     if root.consumed_dims >= root.weight.stacked or not readers:
@@ -64,7 +68,7 @@ def is_layered(jaxpr: Jaxpr, var: Any, root: WeightSlice, pickable: bool) -> boo
         return True
     if not pickable:
         return False
-    numbers = [_picked_layer(jaxpr, reader, root) for reader in readers]
+    numbers = [_picked_number(jaxpr, reader, root) for reader in readers]
     return None not in numbers and len(set(numbers)) == len(numbers)
 
 
@@ -116,7 +120,7 @@ def _jaxpr_of_call(equation: Any) -> Jaxpr:
     return open_jaxpr(equation.params["jaxpr"])
 
 
-def _picked_layer(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
+def _picked_number(jaxpr: Jaxpr, equation: Any, root: WeightSlice) -> int | None:
     """The number of the layer that an equation picks from a stack, as `stack[3]` does.
 
     That is a slice of length one along the first dim, which one `squeeze` reads and nothing else.

@@ -16,10 +16,10 @@ backward pass gets there last, when all uses have added to the gradient, and red
 The derivative is taken with respect to a *gradient anchor* for each weight, an array of zeros in
 the form in which gradients are wanted, which may be another shape and dtype than the weight has.
 The anchor adds nothing to a value; whatever a backward pass returns as its cotangent is what
-`jax.grad` hands out in the end.
+`jax.grad` hands out in the end. A weight that accumulates in place has a scalar anchor instead,
+whose derivative is zero: see `StoredWeight`.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,21 +39,23 @@ class Weight:
     """How a weight is made whole, and what becomes of its gradient.
 
     - `whole(stored, consumed_dims)` makes it whole; None if it is stored whole.
-    - `reduced(consumed_dims, gradient)` turns its gradient into the cotangent of its anchor or, if
+    - `reduced(gradient, consumed_dims)` turns its gradient into the cotangent of its anchor or, if
       it `accumulates_in_place`, into what is added to the sums of its gradients; None for a frozen
       weight.
-    - `stacked`: how many leading dims count layers, at most, and may be consumed by loops.
-    - `group`: weights of one group are made whole together.
+    - `stacked`: how many leading dims count layers, at most, and may be consumed by loops or picks.
+    - `group`: weights of one group, a layer that `Zero(layers=...)` finds by path, are made whole
+      together.
     - `accumulates_in_place`: gradients are added to sums that are held by reference.
 
-    `consumed_dims` is how many leading dims the loops around a use have taken off.
+    `consumed_dims` is how many leading dims the loops around a use, or picks by number, have taken
+    off.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     whole: Callable[[Any, int], jax.Array] | None
-    reduced: Callable[[int, jax.Array], jax.Array] | None
+    reduced: Callable[[jax.Array, int], jax.Array] | None
     stacked: int
     group: Hashable = None
     accumulates_in_place: bool = False
@@ -68,18 +70,19 @@ class StoredWeight(NamedTuple):
     """The arrays that stand for a weight while a step runs.
 
     If the weight accumulates in place, its anchor is a scalar whose derivative is zero, since the
-    gradient itself goes into `sums`. A weight that does not may have sums, too: those of earlier
-    microbatches, to which the gradient of the last one is added when it is reduced.
+    gradient itself goes into `sums`. Another weight may have sums only if it is stored whole: those
+    of earlier microbatches, which are added to the last gradient before it is reduced.
     """
 
     stored: Any  # the weight in the form it is stored in
-    gradient_anchor: Any  # zeros to which the derivative is taken; None for a frozen weight
+    # Zeros with respect to which the derivative is taken; None for a frozen weight.
+    gradient_anchor: Any
     sums: Any = None  # a reference to the sum of its gradients so far
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSlice:
-    """A weight, or one layer of it inside the loops that consume its leading dims.
+    """A weight, or one layer of it, which a loop takes or a number picks.
 
     Two slices are equal only if they are the same object, so they can be keys of dictionaries.
     """
@@ -92,7 +95,7 @@ class WeightSlice:
 
     @property
     def consumed_dims(self) -> int:
-        """How many leading dims of the weight loops have taken off."""
+        """How many leading dims of the weight loops and picks have taken off."""
         return len(self.where)
 
     def whole(self, stored: Any) -> jax.Array:
@@ -107,9 +110,9 @@ class WeightSlice:
         The operations that this takes blame the line of `reader`, the equation that reads the
         weight.
         """
-        assert self.weight.reduced is not None
-        reduce = functools.partial(self.weight.reduced, self.consumed_dims)
-        return with_source_of(reader, reduce, gradient)
+        reduced = self.weight.reduced
+        assert reduced is not None
+        return with_source_of(reader, lambda g: reduced(g, self.consumed_dims), gradient)
 
     @property
     def target(self) -> Any:

@@ -157,8 +157,8 @@ class _Evaluator:
     def _evaluate_span(self, start: int, end: int) -> None:
         """Evaluate the uses of a group of weights, and what is between them, as one region."""
         self._compute_pending(start)
-        # Cheap equations of weights are recorded first, in a `jit` or not. Their results may be
-        # used after the span: the region would return them as arrays, whole until their last use.
+        # Cheap equations of weights, in a `jit` or not, are recorded and left out of the region.
+        # It would return results that are used after the span as arrays, whole until then.
         equations = []
         for position in range(start, end):
             equation = self.jaxpr.eqns[position]
@@ -370,6 +370,9 @@ def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
         return _evaluate_jaxpr_to_arrays(inner, [], values)
 
     policy, prevent_cse = equation.params["policy"], equation.params["prevent_cse"]
+    # JAX 0.12 may have one for each operand of the traced call. Those of `block` are others.
+    if not isinstance(prevent_cse, bool):
+        prevent_cse = any(prevent_cse)
     block = jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
     return _wanted(stretch, block(split_arrays(operands), stored_and_anchors))
 

@@ -30,8 +30,8 @@ class BlockMask:
     Args:
         pattern: bools, `(query blocks, key blocks)` or `(heads, query blocks, key blocks)`, of
             NumPy: it is part of the program.
-        size: how many positions a block has. Tiling of fewer than 128 save little: what is computed
-            is computed in blocks of at least that.
+        size: how many positions a block has. Blocks of fewer than 128 positions save little:
+            no smaller block is computed.
 
     >>> BlockMask(np.tri(4, dtype=bool), 128).lengths
     (512, 512)

@@ -226,7 +226,9 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     """JAX's kernel for such queries and keys, with what it makes of the mask."""
     queries, heads = q.shape[1:3]
     keys = k.shape[1]
-    query_block, key_block = _block(queries, attention.mask), _block(keys, attention.mask)
+    row_bytes = q.shape[3] * jnp.dtype(q.dtype).itemsize
+    query_block = _block(queries, attention.mask, row_bytes)
+    key_block = _block(keys, attention.mask, row_bytes)
     sizes = splash.BlockSizes(
         block_q=query_block,
         block_kv=key_block,
@@ -248,15 +250,16 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     )
 
 
-def _block(length: int, mask: Mask) -> int:
+def _block(length: int, mask: Mask, row_bytes: int) -> int:
     """How many of so many queries or keys a block has, in whole tiles that divide the length.
 
     Blocks of 1,024 are read least often. With their scores and gradients they fit the 16 MiB that
     the compiler gives a kernel, but not on a core that has no more, nor with bools for each
-    score, as which a pattern of blocks comes.
+    score, as which a pattern of blocks comes, nor with long rows in float32.
     """
     largest = 1024
-    if mask.block_mask is not None or vmem_bytes(device_here().kind) < 16 * MIB:
+    is_small = vmem_bytes(device_here().kind) < 16 * MIB
+    if mask.block_mask is not None or is_small or row_bytes > 512:
         largest = 512
     tiles = length // LANES
     for count in range(largest // LANES, 1, -1):

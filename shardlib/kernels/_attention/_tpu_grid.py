@@ -1,0 +1,325 @@
+"""The grids of our kernels for attention on TPUs: which blocks each step computes and fetches.
+
+A grid has four dims: sequences, heads, and two that walk over blocks, the last of them the inner
+loop. Which block of queries and which of keys a step is for, `Steps` says. Index maps of a grid
+take its indices and then what is prefetched: the positions of the first query and the first key.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from shardlib.kernels._attention._mask import Mask
+from shardlib.kernels._attention._reference import Attention, SideInputs
+from shardlib.kernels._choice import device_here
+from shardlib.kernels._tpu import (
+    COMFORTABLE,
+    LANES,
+    MIB,
+    interpreted,
+    parameters,
+    shaped,
+    vmem_bytes,
+)
+
+# What the innermost dim of a grid walks over.
+KEYS, QUERIES = "keys", "queries"
+# Bytes of fast memory for each score of a block: of z, p and the gradients to both, in float32, and
+# of the mask.
+SCORE = 20
+
+
+class Blocks(NamedTuple):
+    """How many positions the blocks of the outer loop and those of the inner loop have, at most."""
+
+    outer: int
+    inner: int
+
+
+# In the order of preference. The larger a block of the outer loop is, the less often those of the
+# inner loop are fetched.
+BLOCKS = (
+    Blocks(1024, 512),
+    Blocks(512, 512),
+    Blocks(512, 256),
+    Blocks(256, 256),
+    Blocks(256, 128),
+    Blocks(128, 128),
+)
+
+
+def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> Blocks | None:
+    """The blocks that fit the fast memory of a kind of device; None if none do.
+
+    Args:
+        q: queries, or their shape and dtype, with the size of a head last.
+        v: values likewise.
+        mask: the mask.
+        kind: the kind of device.
+    """
+    # More than `COMFORTABLE` is asked for with some for the compiler, of what a core has.
+    room = max(COMFORTABLE, vmem_bytes(kind) - 4 * MIB)
+    for blocks in BLOCKS:
+        if _used(blocks, q, v) > room:
+            continue
+        # Of a narrow band, smaller inner blocks compute and fetch less that nobody sees.
+        if mask.left is None or mask.right is None or mask.left + mask.right >= blocks.outer:
+            return blocks
+        return Blocks(blocks.outer, min(blocks.inner, 256))
+    return None
+
+
+def _used(blocks: Blocks, q: Any, v: Any) -> int:
+    """The bytes of fast memory that blocks and their scores take, in the kernel that takes most."""
+    # Rows of a block fill whole tiles of lanes.
+    row = sum(x.shape[3] + -x.shape[3] % LANES for x in (q, v))
+    itemsize = jnp.dtype(q.dtype).itemsize
+    # Everything is there twice, while one is computed on and the other copied. The outer loop has
+    # results and sums in float32, too.
+    outer = row * (4 * itemsize + 4)
+    inner = row * 2 * itemsize
+    return SCORE * blocks.outer * blocks.inner + outer * blocks.outer + inner * blocks.inner
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand or a result of a kernel, and the block of it that a pair of blocks needs.
+
+    Attributes:
+        x: the array, or its shape and dtype.
+        block: the shape of a block.
+        place: the index of the block, from `(batch, head, query block, key block)`.
+    """
+
+    x: Any
+    block: tuple[int, ...]
+    place: Callable[..., Any]
+
+    def spec(self, pair: Callable[..., Any]) -> pl.BlockSpec:
+        """How the blocks are fetched, where `pair` gives what `place` takes of a grid's step."""
+        return pl.BlockSpec(self.block, lambda *step: self.place(*pair(*step)))
+
+
+class KernelCall:
+    """The arrays of an attention with their heads first, and the blocks that kernels walk over."""
+
+    def __init__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        side: SideInputs,
+        attention: Attention,
+        simulated: bool,
+        inner: str,
+    ) -> None:
+        """Put the heads of the arrays first, and choose blocks.
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            side: the other arrays.
+            attention: which attention.
+            simulated: whether an interpreter runs the kernel.
+            inner: what the innermost dim of the grid walks over, keys or queries.
+        """
+        self.inner = inner
+        self.q, self.k, self.v = (heads_first(x) for x in (q, k, v))
+        self.side, self.attention, self.simulated = side, attention, simulated
+        self.group = q.shape[2] // k.shape[2]
+        blocks = fitting_blocks(q, v, attention.mask, device_here().kind)
+        assert blocks is not None, "see `refuses`"
+        self.used = _used(blocks, q, v)
+        of_queries, of_keys = blocks if inner == KEYS else reversed(blocks)
+        self.query_block = _block(q.shape[1], of_queries)
+        self.key_block = _block(k.shape[1], of_keys)
+
+    def sees(self, distance: Any) -> Any:
+        """Whether the band leaves anything of a pair of blocks, by the distance of their firsts."""
+        mask, is_seen = self.attention.mask, jnp.bool_(True)
+        if mask.right is not None:
+            is_seen &= distance - (self.query_block - 1) <= mask.right
+        if mask.left is not None:
+            is_seen &= distance + self.key_block - 1 >= -mask.left
+        return is_seen
+
+    def query_rows(self, x: Any) -> Operand:
+        """Of `(batch, heads, queries, size)`, the queries of a block as rows."""
+        block = (1, 1, self.query_block, x.shape[3])
+        return Operand(x, block, lambda b, h, i, j: (b, h, i, 0))
+
+    def query_columns_of(self, x: Any) -> Operand:
+        """Of `(batch, heads, size, queries)`, the queries of a block as columns."""
+        block = (1, 1, x.shape[2], self.query_block)
+        return Operand(x, block, lambda b, h, i, j: (b, h, 0, i))
+
+    def query_columns(self, shape: tuple[int, ...], dtype: Any) -> Operand:
+        """The same of an array that is to be made."""
+        return self.query_columns_of(shaped(shape, dtype, self.q))
+
+    def key_rows(self, x: Any) -> Operand:
+        """Of `(batch, key heads, keys, size)`, the keys of a block as rows."""
+        block = (1, 1, self.key_block, x.shape[3])
+        return Operand(x, block, lambda b, h, i, j: (b, h // self.group, j, 0))
+
+    def run(
+        self,
+        run_pair: Callable[..., None],
+        body: Callable[..., None],
+        *,
+        operands: list[Operand],
+        results: list[Operand],
+        scratch: list[tuple[int, int]],
+    ) -> Any:
+        """Run a kernel over all pairs of blocks.
+
+        Args:
+            run_pair: calls the kernel with what it knows of a step's pair, and with references.
+            body: the kernel.
+            operands: what it reads.
+            results: what it writes.
+            scratch: the shapes of what it keeps in fast memory, in float32.
+        """
+        batch, heads, queries, _ = self.q.shape
+        query_blocks, key_blocks = queries // self.query_block, self.k.shape[2] // self.key_block
+        grid: tuple[int, ...] = (batch, heads, query_blocks, key_blocks)
+        if self.inner == QUERIES:
+            # Each key head is served the queries of its whole group, one head after the other.
+            grid = (batch, heads // self.group, key_blocks, self.group * query_blocks)
+        steps = Steps(self, query_blocks, key_blocks)
+        side = self._side_operands()
+        out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
+        return pl.pallas_call(
+            partial(run_pair, body, steps, self._names()),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=grid,
+                in_specs=[x.spec(steps.fetched) for x in (*side, *operands)],
+                out_specs=[x.spec(steps.at_outer) for x in results],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            ),
+            out_shape=out_shapes,
+            compiler_params=parameters(
+                ("parallel", "parallel", "parallel", "arbitrary"), self.used
+            ),
+            interpret=interpreted(self.simulated, self.q),
+            name=body.__name__,
+        )(self.side.starts, *(x.x for x in side), *(x.x for x in operands))
+
+    def _names(self) -> tuple[str, ...]:
+        """Which arrays `_side_operands` gives, in its order."""
+        names = []
+        if self.side.query_segments is not None:
+            names += ["query_segments", "key_segments"]
+        if self.side.sinks is not None:
+            names.append("sinks")
+        return tuple(names)
+
+    def _side_operands(self) -> list[Operand]:
+        """Segments as rows of lanes, and sinks, as far as there are any."""
+        side, operands = self.side, []
+        if side.query_segments is not None:
+            queries, keys = side.query_segments[:, None], side.key_segments[:, None]
+            block = (1, 1, self.query_block)
+            operands.append(Operand(queries, block, lambda b, h, i, j: (b, 0, i)))
+            block = (1, 1, self.key_block)
+            operands.append(Operand(keys, block, lambda b, h, i, j: (b, 0, j)))
+        if side.sinks is not None:
+            sinks = jnp.broadcast_to(
+                side.sinks.astype(jnp.float32)[:, None, None], (side.sinks.size, 1, LANES)
+            )
+            operands.append(Operand(sinks, (1, 1, LANES), lambda b, h, i, j: (h, 0, 0)))
+        return operands
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Which pair of blocks each step of a grid is for."""
+
+    call: KernelCall
+    query_blocks: int
+    key_blocks: int
+
+    def pair(self, *step: Any) -> tuple[Any, Any, Any, Any]:
+        """The sequence, the head, the block of queries and the block of keys of a step."""
+        b, h, outer, inner = step
+        if self.call.inner == KEYS:
+            return b, h, outer, inner
+        head = h * self.call.group + inner // self.query_blocks
+        return b, head, inner % self.query_blocks, outer
+
+    def at_outer(self, *step: Any) -> tuple[Any, Any, Any, Any]:
+        """The pair of a step, for what only the outer loop moves on.
+
+        The last thing that an index map is given is what was prefetched, after the step's indices.
+        """
+        return self.pair(*step[:-1])
+
+    def fetched(self, *step: Any) -> tuple[Any, Any, Any, Any]:
+        """The pair whose blocks are in fast memory in a step.
+
+        Where the band leaves nothing of the step's own pair, it is the nearest of the same row of
+        which it leaves something, or one at the edge if there is none.
+        """
+        starts = step[-1]
+        b, h, i, j = self.pair(*step[:-1])
+        mask, call = self.call.attention.mask, self.call
+        # What is seen is fetched, whatever becomes of sums with very large bounds.
+        is_seen = call.sees(distance_of(starts, i, j, call))
+        if call.inner == KEYS:
+            first, last = _seen_keys(mask, starts, i, call)
+            nearest = jnp.clip(jnp.clip(j, first, last), 0, self.key_blocks - 1)
+            return b, h, i, jnp.where(is_seen, j, nearest)
+        first, last = _seen_by_queries(mask, starts, j, call)
+        nearest = jnp.clip(jnp.clip(i, first, last), 0, self.query_blocks - 1)
+        return b, h, jnp.where(is_seen, i, nearest), j
+
+
+def distance_of(starts: Any, i: Any, j: Any, call: KernelCall) -> Any:
+    """The position of the first key of a pair of blocks, less that of its first query."""
+    return (starts[1] + j * call.key_block) - (starts[0] + i * call.query_block)
+
+
+def _seen_keys(mask: Mask, starts: Any, i: Any, call: KernelCall) -> tuple[Any, Any]:
+    """The first and the last block of keys that a block of queries sees by the band."""
+    first_query = starts[0] - starts[1] + i * call.query_block
+    first, last = jnp.int32(0), jnp.int32(2**30)
+    if mask.left is not None:
+        first = jnp.floor_divide(first_query - mask.left, call.key_block)
+    if mask.right is not None:
+        last_query = first_query + call.query_block - 1
+        last = jnp.floor_divide(last_query + mask.right, call.key_block)
+    return first, last
+
+
+def _seen_by_queries(mask: Mask, starts: Any, j: Any, call: KernelCall) -> tuple[Any, Any]:
+    """The first and the last block of queries that see a block of keys by the band."""
+    first_key = starts[1] - starts[0] + j * call.key_block
+    first, last = jnp.int32(0), jnp.int32(2**30)
+    if mask.right is not None:
+        first = jnp.floor_divide(first_key - mask.right, call.query_block)
+    if mask.left is not None:
+        last_key = first_key + call.key_block - 1
+        last = jnp.floor_divide(last_key + mask.left, call.query_block)
+    return first, last
+
+
+def _block(length: int, limit: int) -> int:
+    """How many of so many queries or keys a block has, in whole tiles that divide the length."""
+    tiles = length // LANES
+    for count in range(limit // LANES, 1, -1):
+        if tiles % count == 0:
+            return count * LANES
+    return LANES
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """The array with its second dim and its third exchanged: positions and heads."""
+    return x.swapaxes(1, 2)
