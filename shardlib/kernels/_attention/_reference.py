@@ -126,8 +126,8 @@ def _initial_sums(padded: _Padded, side: SideInputs) -> _Sums:
     highest, total = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide)
     # A sink is a score that was seen before all others, and has no value.
     if side.sinks is not None:
-        sinks = side.sinks.astype(wide)
-        highest, total = highest.at[:].set(sinks.reshape(shape[2:])), total + 1
+        sinks = side.sinks.astype(wide).reshape(shape[2:])
+        highest, total = jnp.broadcast_to(sinks, shape), total + 1
     sums = (highest, total, jnp.zeros((*shape, padded.v.shape[-1]), wide))
     return _Sums._make(as_varying(x, varying(q)) for x in sums)
 

@@ -122,7 +122,12 @@ def _given(side: SideInputs, attention: Attention) -> dict[str, jax.Array]:
 
 
 def _roles(of_sequences: int, given: Iterable[str]) -> list[Role]:
-    """What `vmap` does with so many arrays that have sequences, and with the others."""
+    """What `vmap` does with each argument: first those that have sequences, then the others.
+
+    Args:
+        of_sequences: how many arguments have sequences.
+        given: the names of the others.
+    """
     roles: list[Role] = ["rows"] * of_sequences
     return roles + [_ROLES[name] for name in given]
 
@@ -178,8 +183,8 @@ def backward(
     lse, delta = softmax_residuals(results, gradients)
     given = _given(side, attention)
     run = merged(partial(_gradients, tuple(given), attention, simulated), *_roles(6, given))
-    q_gradient, k_gradient, v_gradient = run(q, k, v, gradients[0], lse, delta, *given.values())
-    return q_gradient, k_gradient, v_gradient, sink_gradient(side.sinks, lse, delta)
+    of_sequences = run(q, k, v, gradients[0], lse, delta, *given.values())
+    return *of_sequences, sink_gradient(side.sinks, lse, delta)
 
 
 def _gradients(
@@ -194,32 +199,58 @@ def _gradients(
         arrays: queries, keys, values, the gradient to the outputs, log-sum-exps, `dy . y - dlse`
             of each query, and the other arrays.
     """
-    q, k, v, y_gradient, lse, delta, *given = arrays
-    side = SideInputs(**dict(zip(names, given, strict=True)))
-    y_gradient = heads_first(y_gradient)
+    q, k, v, *gradients_and_rows = arrays[:6]
+    side = SideInputs(**dict(zip(names, arrays[6:], strict=True)))
+    to_queries = KernelCall(q, k, v, side, attention, simulated, KEYS)
+    to_keys = KernelCall(q, k, v, side, attention, simulated, QUERIES)
+    q_gradient = _query_gradient(to_queries, _operands(to_queries, *gradients_and_rows))
+    k_gradient, v_gradient = _key_gradients(to_keys, _operands(to_keys, *gradients_and_rows))
+    return q_gradient, k_gradient, v_gradient
+
+
+def _operands(
+    call: KernelCall, y_gradient: jax.Array, lse: jax.Array, delta: jax.Array
+) -> list[Operand]:
+    """What both kernels of backward read, in the order of `BackwardRefs`.
+
+    Args:
+        call: the arrays of the attention.
+        y_gradient: the gradient to the outputs, (batch, queries, heads, size of a value).
+        lse: (batch, queries, heads).
+        delta: likewise.
+    """
     rows = [x.swapaxes(1, 2)[:, :, None] for x in (lse, delta)]
+    of_queries = [call.query_rows(call.q), call.query_rows(heads_first(y_gradient))]
+    of_queries += [call.query_columns_of(x) for x in rows]
+    return [*of_queries, call.key_rows(call.k), call.key_rows(call.v)]
 
-    def operands(call: KernelCall) -> list[Operand]:
-        of_queries = [call.query_rows(call.q), call.query_rows(y_gradient)]
-        of_queries += [call.query_columns_of(x) for x in rows]
-        return [*of_queries, call.key_rows(call.k), call.key_rows(call.v)]
 
-    call = KernelCall(q, k, v, side, attention, simulated, KEYS)
+def _query_gradient(call: KernelCall, operands: list[Operand]) -> jax.Array:
+    """The gradient to the queries, (batch, queries, heads, size).
+
+    The kernel makes it as columns, as it makes outputs, and XLA turns it.
+    """
     batch, heads, queries, size = call.q.shape
-    (q_gradient,) = call.run(
+    (gradient,) = call.run(
         run_pair,
         attention_dq,
-        operands=operands(call),
-        results=[call.query_columns((batch, heads, size, queries), q.dtype)],
+        operands=operands,
+        results=[call.query_columns((batch, heads, size, queries), call.q.dtype)],
         scratch=[(size, call.query_block)],
     )
-    call = KernelCall(q, k, v, side, attention, simulated, QUERIES)
-    k_gradient, v_gradient = call.run(
+    return gradient.transpose(0, 3, 1, 2)
+
+
+def _key_gradients(call: KernelCall, operands: list[Operand]) -> list[jax.Array]:
+    """The gradients to keys and values, (batch, keys, key heads, size).
+
+    Each adds up those of all query heads that the key head serves, in fast memory.
+    """
+    gradients = call.run(
         run_pair,
         attention_dkv,
-        operands=operands(call),
+        operands=operands,
         results=[call.key_rows(call.k), call.key_rows(call.v)],
         scratch=[(call.key_block, x.shape[3]) for x in (call.k, call.v)],
     )
-    q_gradient = q_gradient.transpose(0, 3, 1, 2)
-    return q_gradient, heads_first(k_gradient), heads_first(v_gradient)
+    return [heads_first(x) for x in gradients]

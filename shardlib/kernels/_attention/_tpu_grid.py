@@ -142,7 +142,10 @@ class KernelCall:
         self.key_block = _block(k.shape[1], of_keys)
 
     def sees(self, distance: Any) -> Any:
-        """Whether the band leaves anything of a pair of blocks, by the distance of their firsts."""
+        """Whether the band leaves anything of a pair of blocks.
+
+        `distance` is the position of its first key less that of its first query.
+        """
         mask, is_seen = self.attention.mask, jnp.bool_(True)
         if mask.right is not None:
             is_seen &= distance - (self.query_block - 1) <= mask.right
@@ -187,20 +190,14 @@ class KernelCall:
             results: what it writes.
             scratch: the shapes of what it keeps in fast memory, in float32.
         """
-        batch, heads, queries, _ = self.q.shape
-        query_blocks, key_blocks = queries // self.query_block, self.k.shape[2] // self.key_block
-        grid: tuple[int, ...] = (batch, heads, query_blocks, key_blocks)
-        if self.inner == QUERIES:
-            # Each key head is served the queries of its whole group, one head after the other.
-            grid = (batch, heads // self.group, key_blocks, self.group * query_blocks)
-        steps = Steps(self, query_blocks, key_blocks)
+        steps = Steps(self)
         side = self._side_operands()
         out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
         return pl.pallas_call(
             partial(run_pair, body, steps, self._names()),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=grid,
+                grid=steps.grid,
                 in_specs=[x.spec(steps.fetched) for x in (*side, *operands)],
                 out_specs=[x.spec(steps.at_outer) for x in results],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
@@ -244,8 +241,32 @@ class Steps:
     """Which pair of blocks each step of a grid is for."""
 
     call: KernelCall
-    query_blocks: int
-    key_blocks: int
+
+    @property
+    def query_blocks(self) -> int:
+        """How many blocks of queries a head has.
+
+        Blocks divide the length, so that none is cut off.
+        """
+        return self.call.q.shape[2] // self.call.query_block
+
+    @property
+    def key_blocks(self) -> int:
+        """How many blocks of keys a key head has.
+
+        Blocks divide the length, so that none is cut off.
+        """
+        return self.call.k.shape[2] // self.call.key_block
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The sizes of the grid's dims."""
+        batch, heads = self.call.q.shape[:2]
+        if self.call.inner == KEYS:
+            return batch, heads, self.query_blocks, self.key_blocks
+        # Each key head is served the queries of its whole group, one head after the other.
+        group = self.call.group
+        return batch, heads // group, self.key_blocks, group * self.query_blocks
 
     def pair(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The sequence, the head, the block of queries and the block of keys of a step."""
@@ -312,7 +333,12 @@ def _seen_by_queries(mask: Mask, starts: Any, j: Any, call: KernelCall) -> tuple
 
 
 def _block(length: int, limit: int) -> int:
-    """How many of so many queries or keys a block has, in whole tiles that divide the length."""
+    """How many queries or keys a block has: whole tiles, as many as divide the length evenly.
+
+    Args:
+        length: how many queries or keys there are, a multiple of `LANES`.
+        limit: the most that a block may have.
+    """
     tiles = length // LANES
     for count in range(limit // LANES, 1, -1):
         if tiles % count == 0:

@@ -1,7 +1,7 @@
 """Our kernels for attention on TPUs, each of which adds one pair of blocks; see `_tpu`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,19 +65,12 @@ class BlockPair:
             seen = same if seen is None else seen & same
         return seen
 
-    def score_gradients(
-        self, q: Any, y_gradient: Any, lse: Any, delta: Any, k: Any, v: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def score_gradients(self, at: "BackwardRefs") -> tuple[jax.Array, jax.Array]:
         """The shares of keys in queries, and the gradients to their products, `(keys, queries)`.
 
-        Args:
-            q: the queries, as rows.
-            y_gradient: the gradient to their outputs.
-            lse: a row of their log-sum-exps.
-            delta: a row of `dy . y - dlse`.
-            k: the keys, as rows.
-            v: their values.
+        The formulas are those at the top of the reference.
         """
+        q, y_gradient, lse, delta, k, v = (ref[0, 0] for ref in at)
         z, seen = self.scores(q, k)
         p = jnp.exp(z - lse)
         if seen is not None:
@@ -106,88 +99,79 @@ def run_pair(
     body(BlockPair(steps, starts_ref, side), *refs[count:])
 
 
-def attention_forward(
-    pair: BlockPair,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    y_ref: Any,
-    lse_ref: Any,
-    highest_ref: Any,
-    total_ref: Any,
-    sum_ref: Any,
-) -> None:
-    """Add a block of keys to the sums of a block of queries; see the reference.
+class _ForwardRefs(NamedTuple):
+    """References of `attention_forward`: to three operands, two results, and three sums."""
 
-    Args:
-        pair: of blocks.
-        q_ref: to the queries, as rows.
-        k_ref: to the keys, as rows.
-        v_ref: to the values, as rows.
-        y_ref: to the outputs, as columns.
-        lse_ref: to the log-sum-exps, a row.
-        highest_ref: to the highest scores so far, a row.
-        total_ref: to the sums of exponentials, a row.
-        sum_ref: to the sums of values, as columns.
-    """
+    q: Any  # queries, as rows
+    k: Any  # keys, as rows
+    v: Any  # values, as rows
+    y: Any  # outputs, as columns
+    lse: Any  # log-sum-exps, a row
+    highest: Any  # the highest scores so far, a row
+    total: Any  # the sums of exponentials so far, a row
+    sum: Any  # the sums of values so far, as columns
+
+
+def attention_forward(pair: BlockPair, *refs: Any) -> None:
+    """Add a block of keys to the sums of a block of queries; see the reference."""
+    at = _ForwardRefs(*refs)
 
     @pl.when(pair.is_first)
     def _() -> None:
-        highest, total = jnp.full_like(highest_ref, -jnp.inf), jnp.zeros_like(total_ref)
+        highest, total = jnp.full_like(at.highest, -jnp.inf), jnp.zeros_like(at.total)
         # A sink is a score that was seen before all others, and has no value.
         if pair.sink is not None:
             highest, total = jnp.broadcast_to(pair.sink, highest.shape), total + 1
-        highest_ref[...], total_ref[...] = highest, total
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        at.highest[...], at.total[...] = highest, total
+        at.sum[...] = jnp.zeros_like(at.sum)
 
     @pl.when(pair.is_seen)
     def _() -> None:
-        z, seen = pair.scores(q_ref[0, 0], k_ref[0, 0])
-        if seen is not None:
-            z = jnp.where(seen, z, -jnp.inf)
-        before = highest_ref[...]
-        highest = jnp.maximum(before, z.max(0, keepdims=True))
-        # Where nothing was seen yet, the difference of two infinities would be no number.
-        reference = jnp.where(highest == -jnp.inf, 0, highest)
-        rescale = jnp.exp(before - reference)
-        e = jnp.exp(z - reference)
-        v = v_ref[0, 0]
-        highest_ref[...] = highest
-        total_ref[...] = total_ref[...] * rescale + e.sum(0, keepdims=True)
-        sum_ref[...] = sum_ref[...] * rescale + _product(v, e.astype(v.dtype), 0, 0)
+        _add_keys(pair, at)
 
     @pl.when(pair.is_last)
     def _() -> None:
-        total = total_ref[...]
+        total = at.total[...]
         divisor = jnp.where(total == 0, 1, total)
-        y_ref[0, 0] = (sum_ref[...] / divisor).astype(y_ref.dtype)
-        lse_ref[0, 0] = jnp.where(total == 0, -jnp.inf, highest_ref[...] + jnp.log(divisor))
+        at.y[0, 0] = (at.sum[...] / divisor).astype(at.y.dtype)
+        at.lse[0, 0] = jnp.where(total == 0, -jnp.inf, at.highest[...] + jnp.log(divisor))
 
 
-def attention_dq(
-    pair: BlockPair,
-    q_ref: Any,
-    y_gradient_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    q_gradient_ref: Any,
-    sum_ref: Any,
-) -> None:
-    """Add a block of keys to the gradient to a block of queries.
+def _add_keys(pair: BlockPair, at: _ForwardRefs) -> None:
+    """Add the scores of a block of keys, and their values, to the sums of a block of queries.
 
-    Args:
-        pair: of blocks.
-        q_ref: to the queries, as rows.
-        y_gradient_ref: to the gradient to their outputs, as rows.
-        lse_ref: to their log-sum-exps, a row.
-        delta_ref: to `dy . y - dlse`, a row.
-        k_ref: to the keys, as rows.
-        v_ref: to the values, as rows.
-        q_gradient_ref: to the gradient to queries, as columns.
-        sum_ref: to the same, so far.
+    Sums so far are relative to the highest score so far, and are rescaled to the new one.
     """
+    z, seen = pair.scores(at.q[0, 0], at.k[0, 0])
+    if seen is not None:
+        z = jnp.where(seen, z, -jnp.inf)
+    before = at.highest[...]
+    highest = jnp.maximum(before, z.max(0, keepdims=True))
+    # Where nothing was seen yet, the difference of two infinities would be no number.
+    reference = jnp.where(highest == -jnp.inf, 0, highest)
+    rescale = jnp.exp(before - reference)
+    e = jnp.exp(z - reference)
+    v = at.v[0, 0]
+    at.highest[...] = highest
+    at.total[...] = at.total[...] * rescale + e.sum(0, keepdims=True)
+    at.sum[...] = at.sum[...] * rescale + _product(v, e.astype(v.dtype), 0, 0)
+
+
+class BackwardRefs(NamedTuple):
+    """References to the operands of both kernels of backward."""
+
+    q: Any  # queries, as rows
+    y_gradient: Any  # the gradient to their outputs, as rows
+    lse: Any  # their log-sum-exps, a row
+    delta: Any  # `dy . y - dlse` of each, a row
+    k: Any  # keys, as rows
+    v: Any  # values, as rows
+
+
+def attention_dq(pair: BlockPair, *refs: Any) -> None:
+    """Add a block of keys to the gradient to a block of queries."""
+    *operands, gradient_ref, sum_ref = refs
+    at = BackwardRefs(*operands)
 
     @pl.when(pair.is_first)
     def _() -> None:
@@ -195,44 +179,20 @@ def attention_dq(
 
     @pl.when(pair.is_seen)
     def _() -> None:
-        refs = (q_ref, y_gradient_ref, lse_ref, delta_ref, k_ref, v_ref)
-        _, dz = pair.score_gradients(*(ref[0, 0] for ref in refs))
-        k = k_ref[0, 0]
+        _, dz = pair.score_gradients(at)
+        k = at.k[0, 0]
+        # As columns: keys are the rows of scores.
         sum_ref[...] += _product(k, dz.astype(k.dtype), 0, 0)
 
     @pl.when(pair.is_last)
     def _() -> None:
-        q_gradient_ref[0, 0] = sum_ref[...].astype(q_gradient_ref.dtype)
+        gradient_ref[0, 0] = sum_ref[...].astype(gradient_ref.dtype)
 
 
-def attention_dkv(
-    pair: BlockPair,
-    q_ref: Any,
-    y_gradient_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    k_gradient_ref: Any,
-    v_gradient_ref: Any,
-    k_sum_ref: Any,
-    v_sum_ref: Any,
-) -> None:
-    """Add a block of queries of a head to the gradients to a block of keys and values.
-
-    Args:
-        pair: of blocks.
-        q_ref: to the queries, as rows.
-        y_gradient_ref: to the gradient to their outputs, as rows.
-        lse_ref: to their log-sum-exps, a row.
-        delta_ref: to `dy . y - dlse`, a row.
-        k_ref: to the keys, as rows.
-        v_ref: to the values, as rows.
-        k_gradient_ref: to the gradient to keys, as rows.
-        v_gradient_ref: to the gradient to values, as rows.
-        k_sum_ref: to the gradient to keys, so far.
-        v_sum_ref: to the gradient to values, so far.
-    """
+def attention_dkv(pair: BlockPair, *refs: Any) -> None:
+    """Add a block of queries of a head to the gradients to a block of keys and values."""
+    *operands, k_gradient_ref, v_gradient_ref, k_sum_ref, v_sum_ref = refs
+    at = BackwardRefs(*operands)
 
     @pl.when(pair.is_first)
     def _() -> None:
@@ -241,9 +201,8 @@ def attention_dkv(
 
     @pl.when(pair.is_seen)
     def _() -> None:
-        refs = (q_ref, y_gradient_ref, lse_ref, delta_ref, k_ref, v_ref)
-        p, dz = pair.score_gradients(*(ref[0, 0] for ref in refs))
-        q, dy = q_ref[0, 0], y_gradient_ref[0, 0]
+        p, dz = pair.score_gradients(at)
+        q, dy = at.q[0, 0], at.y_gradient[0, 0]
         k_sum_ref[...] += _product(dz.astype(q.dtype), q, 1, 0)
         v_sum_ref[...] += _product(p.astype(dy.dtype), dy, 1, 0)
 
@@ -254,6 +213,9 @@ def attention_dkv(
 
 
 def _product(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
-    """The product of two blocks over a dim of each, in float32."""
+    """The product of two blocks over a dim of each, in float32.
+
+    Of 16 bits each product of two numbers is exact, and only their sums are rounded.
+    """
     dims = (((x_dim,), (y_dim,)), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
