@@ -61,7 +61,7 @@ LLAMA = {
     "hidden": 2816,
     "context": 1024,
 }
-GPT2 = gpt.gpt2(vocab_multiple=128, dtype=jnp.bfloat16, attention="xla", kernels="xla")
+GPT2 = gpt.gpt2(vocab_multiple=128, dtype=jnp.bfloat16, attention="xla")
 DECODERS: dict[
     str, tuple[gpt.GPTConfig, str, int, Literal["none", "full"]]
 ] = {  # configuration, mesh, examples per device, what is recomputed

@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--remat", choices=("none", "full"), default="none", help="ours: what blocks recompute"
     )
-    parser.add_argument("--kernels", default="best", help="ours: `GPTConfig.kernels`")
+    parser.add_argument("--kernels", default="best", help="ours: `GPTConfig.kernels`, or best")
     parser.add_argument("--fused-loss", action="store_true", help="ours: `GPTConfig.fused_loss`")
     parser.add_argument(
         "--torch-mode", default="default", help="PyTorch's: the mode of `torch.compile`"

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 import shardlib as sl
 from models import gpt
 
-PLAIN_GPT2 = gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128, attention="xla", kernels="xla")
-PLAIN_LLAMA = gpt.llama2_7b(dtype=jnp.bfloat16, attention="xla", kernels="xla")
+PLAIN_GPT2 = gpt.gpt2(dtype=jnp.bfloat16, vocab_multiple=128, attention="xla")
+PLAIN_LLAMA = gpt.llama2_7b(dtype=jnp.bfloat16, attention="xla")
 Planned = tuple[sl.Step, sl.State, Any, sl.planning.Estimate]
 
 
@@ -86,7 +86,7 @@ def llama2_7b_zero3(mesh: Mesh) -> Planned:
     by the partitioner.
     """
     return step_of(
-        gpt.llama2_7b(attention="xla", kernels="xla"),
+        gpt.llama2_7b(attention="xla"),
         mesh,
         256,
         zero=3,

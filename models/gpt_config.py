@@ -17,9 +17,11 @@ class GPTConfig:
     `4 * width` unless given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that
     any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
     `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
-    are taken in float32 always. Norms are those of `sl.kernels`: `kernels` names the
-    implementation, None is the best that is known where they run, and "xla" is plain JAX, of which
-    XLA makes what it makes. With `fused_loss` the loss takes the head
+    are taken in float32 always. Norms are plain JAX with `kernels="xla"`, and else those of
+    `sl.kernels`: by the implementation of that name, or with None by the best that is known where
+    they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's result
+    for the backward pass, where sequences are split, and of one with a derivative of its own it
+    gathers that again. With `fused_loss` the loss takes the head
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
     are made again in the backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
@@ -48,7 +50,7 @@ class GPTConfig:
     param_dtype: Any = jnp.float32
     kernels: Literal[
         "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", "xla", None
-    ] = None
+    ] = "xla"
     fused_loss: bool = False
     attention: Literal[
         "reference", "splash", "splash_simulated", "tpu", "tpu_simulated", "xla", "cudnn", None

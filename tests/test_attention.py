@@ -322,6 +322,7 @@ def test_attention_under_vmap_and_scan_is_a_loop(implementation):
     near(scanned(arrays), wanted, 2e-6)
 
 
+@pytest.mark.long("tpu_simulated-options0")
 @pytest.mark.parametrize("options", [{}, {"segment_ids": (np.zeros((2, 128), int),) * 2}])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation, options):
@@ -703,6 +704,10 @@ def test_attention_to_values_without_numbers_has_a_log_sum_exp():
     near(lse, wanted, 1e-6, 1)
 
 
+@pytest.mark.long(
+    *(f"splash_simulated-{bound}" for bound in (127, 2**31, 2**63 - 1)),
+    *(f"tpu_simulated-{bound}" for bound in (127, 2**31, 2**63 - 1)),
+)
 @pytest.mark.parametrize("bound", [127, 2**31 - 1, 2**31, 2**63 - 1])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_window_that_is_wider_than_the_sequence_hides_nothing(implementation, bound):
@@ -731,6 +736,7 @@ def test_a_sink_of_minus_infinity_takes_no_part(implementation):
     assert (lse[:, :20, 1] == -np.inf).all() and np.isfinite(lse[:, :20, 0]).all()
 
 
+@pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key(implementation):
     arrays = make(128, 128)

@@ -447,16 +447,16 @@ def value_and_grad(structure, params, batch):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("plain norms", "post_norm_rotary")
+@pytest.mark.sentinel("norms by the reference", "post_norm_rotary")
 @pytest.mark.parametrize(
     ("config", "kernels"),
     [
         (SMALL, None),
         (VARIANTS["post_norm_rotary"], None),
-        (SMALL, "xla"),
+        (SMALL, "reference"),
         (replace(SMALL, norm="rms"), "tpu_simulated"),
     ],
-    ids=["gpt2", "post_norm_rotary", "plain norms", "simulated kernels"],
+    ids=["gpt2", "post_norm_rotary", "norms by the reference", "simulated kernels"],
 )
 def test_loss_and_gradients_on_a_mesh_equal_those_without(config, kernels):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))

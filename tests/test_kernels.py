@@ -400,7 +400,7 @@ def test_rows_may_be_split_over_manual_axes_that_are_not_first_in_their_rule():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"fused_loss": True},
+        {"kernels": None, "fused_loss": True},
         pytest.param(
             {"kernels": "tpu_simulated"},
             marks=pytest.mark.skipif(
