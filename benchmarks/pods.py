@@ -110,9 +110,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, pod in PODS.items():
         if arguments.only in (None, name):
-            plain = dataclasses.replace(
-                pod.config, attention="xla", kernels="xla", fused_loss=False
-            )
+            plain = dataclasses.replace(pod.config, attention="xla", fused_loss=False)
             for suffix, config in (("", pod.config), ("_xla", plain)):
                 for figure, value in figures_of(dataclasses.replace(pod, config=config)).items():
                     figures[f"{name}{suffix}_{figure}"] = value
