@@ -159,6 +159,12 @@ USES = {
         lambda x: jnp.sum(dense(dense(x, m["a"]), m["b"]))
     )(x),
 }
+if jax.__version_info__ >= (0, 12):
+    # Since then, `prevent_cse` may say of each argument whether it is protected.
+    USES["in a scan in a checkpoint of some arguments"] = lambda x, m, rng: jax.checkpoint(
+        lambda x, ws, y: lax.scan(lambda x, w: (dense(x, w) + y, None), x, ws)[0],
+        prevent_cse=(True, False, False),
+    )(x, m["stack"], x)
 
 
 def fit_uses(model, x, rng):
