@@ -12,7 +12,8 @@ Over masks and implementations, forward and backward:
   divided by 8: the worst of the implementations, compiled for a v5p.
 - `bytes_ratio_max`: what the kernels for TPUs read and write, over what they must where blocks are
   as large as fast memory holds: queries, outputs and statistics once, and for each block of 1,024
-  queries the keys and values that its mask lets it see; backward also the other way round.
+  queries the keys and values that its mask lets it see, in tiles of 128; backward also the other
+  way round.
   `bytes_ratio_tpu` and `bytes_ratio_splash` are those of one implementation.
 
 It needs the TPU compiler and no TPU, and takes some ten minutes on two cores:
