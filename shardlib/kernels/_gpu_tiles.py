@@ -11,9 +11,8 @@ warpgroups of a program share the work:
 On Hopper a tile is accumulated in registers (`wgmma`), and two warpgroups have a tile each, of the
 same columns. On Blackwell it is accumulated in tensor memory (`tcgen05`).
 
-Operands come step by step, 128 bytes of each row at a time, into a ring of `stages` buffers. For
-each buffer there are two barriers: at `ready` the multiplying warpgroup waits for a copy, and at
-`free` the copying one waits until the buffer has been multiplied.
+Operands come step by step, 128 bytes of each row at a time, into a ring of `stages` buffers. See
+`_gpu_ring`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +28,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._choice import device_here
 from shardlib.kernels._gpu import INDEX, call, generation
+from shardlib.kernels._gpu_ring import FEW_REGISTERS, MANY_REGISTERS, Ring, set_registers
 
 ROWS = COLUMNS = 128  # of a tile
 SWIZZLE = 128  # bytes of a row that are multiplied in a step
 TOGETHER = 8  # tiles side by side that are computed one after the other: the cache keeps operands
 SHARED = 227 * 2**10 - 2**11  # bytes of shared memory, less some for barriers
 MOST_STAGES = 6
-# Registers of a thread: copying needs few, and computing takes all that the others leave.
-FEW_REGISTERS, MANY_REGISTERS = 40, 232
 
 Result: TypeAlias = tuple[str, Any]  # "row" or "tile", and a dtype
 
@@ -243,39 +241,10 @@ def _write(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _set_registers(simulated: bool, count: int) -> None:
-    """Give this warpgroup's threads so many registers; a program starts with an even share."""
-    if simulated:
-        return
-    action = "decrease" if count < 128 else "increase"
-    plgpu.set_max_registers(count, action=action)
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """Buffers in shared memory through which operands come, and their barriers.
-
-    Step k is in buffer `k % stages`. Copies arrive at `ready`, and whoever has multiplied a
-    buffer arrives at `free`.
-    """
-
-    buffers: Sequence[Any]  # for each operand, `(stages, rows, numbers of a step)`
-    ready: Any  # barriers: a copy has arrived
-    free: Any  # barriers: a buffer has been multiplied
-    steps: int
-    stages: int
-
-    def copy_in(self, operands: Sequence[Any]) -> None:
-        """Copy operands to shared memory step by step, as far ahead as buffers are free."""
-
-        @pl.loop(0, self.steps)
-        def _(k: jax.Array) -> None:
-            slot = lax.rem(k, self.stages)
-            pl.when(k >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-            for operand, buffer in zip(operands, self.buffers, strict=True):
-                width = buffer.shape[-1]
-                part = operand.at[:, pl.ds(k * width, width)]
-                plgpu.copy_gmem_to_smem(part, buffer.at[slot], self.ready.at[slot])
+def _columns_of_step(operands: Sequence[Any], dtype: Any, k: jax.Array) -> list[Any]:
+    """What a step multiplies of each operand: some of its columns."""
+    width = step(dtype)
+    return [operand.at[:, pl.ds(k * width, width)] for operand in operands]
 
 
 def _tile_index(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
@@ -309,27 +278,24 @@ def _hopper(product: _Product) -> _Program:
     grid = (product.rows // a_rows, product.columns // COLUMNS)
 
     def kernel(a: Any, b: Any, *refs: Any, **shared: Any) -> None:
-        ring = _Ring(
-            (shared["a_smem"], shared["b_smem"]),
-            shared["step_ready"],
-            shared["free"],
-            steps,
-            stages,
+        ring = Ring(
+            (shared["a_smem"], shared["b_smem"]), shared["step_ready"], shared["free"], stages
         )
-        group, set_registers = lax.axis_index("group"), partial(_set_registers, product.simulated)
+        group = lax.axis_index("group")
         row, column = _tile_index(*grid)
 
         @pl.when(group == 2)
         def _() -> None:
-            set_registers(FEW_REGISTERS)
+            set_registers(product.simulated, FEW_REGISTERS)
             a_part = a.at[pl.ds(row * 2 * ROWS, a_rows)]
-            ring.copy_in((a_part, b.at[pl.ds(column * COLUMNS, COLUMNS)]))
+            b_part = b.at[pl.ds(column * COLUMNS, COLUMNS)]
+            ring.copy_in(steps, partial(_columns_of_step, (a_part, b_part), product.dtype))
 
         @pl.when(group < 2)
         def _() -> None:
-            set_registers(MANY_REGISTERS)
+            set_registers(product.simulated, MANY_REGISTERS)
             z = pl.run_scoped(
-                lambda total: _multiply_on_hopper(total, group, ring),
+                lambda total: _multiply_on_hopper(total, group, ring, steps),
                 plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32),
             )
             tile = Tile(z, (row * 2 + group, column), layout)
@@ -346,7 +312,7 @@ def _hopper(product: _Product) -> _Program:
     return _Program(kernel, options)
 
 
-def _multiply_on_hopper(total: Any, group: jax.Array, ring: _Ring) -> jax.Array:
+def _multiply_on_hopper(total: Any, group: jax.Array, ring: Ring, steps: int) -> jax.Array:
     """The product of a warpgroup's tile, accumulated in registers.
 
     The matrix unit works on one step while the next is issued, so that a buffer is free only when
@@ -355,9 +321,9 @@ def _multiply_on_hopper(total: Any, group: jax.Array, ring: _Ring) -> jax.Array:
     a_smem, b_smem = ring.buffers
     stages = ring.stages
 
-    @pl.loop(0, ring.steps)
+    @pl.loop(0, steps)
     def _(k: jax.Array) -> None:
-        slot = lax.rem(k, stages)
+        slot = ring.slot(k)
         plgpu.barrier_wait(ring.ready.at[slot])
         a_part = a_smem.at[slot, pl.ds(group * ROWS, ROWS)]
         plgpu.wgmma(total, a_part, b_smem.at[slot].transpose((1, 0)))
@@ -379,31 +345,28 @@ def _blackwell(product: _Product) -> _Program:
     grid = (product.rows // ROWS, product.columns // COLUMNS)
 
     def kernel(a: Any, b: Any, *refs: Any, **shared: Any) -> None:
-        ring = _Ring(
-            (shared["a_smem"], shared["b_smem"]),
-            shared["step_ready"],
-            shared["free"],
-            steps,
-            stages,
+        ring = Ring(
+            (shared["a_smem"], shared["b_smem"]), shared["step_ready"], shared["free"], stages
         )
         total, done = shared["total"], shared["done"]
-        group, set_registers = lax.axis_index("group"), partial(_set_registers, product.simulated)
+        group = lax.axis_index("group")
         row, column = _tile_index(*grid)
 
         @pl.when(group == 0)
         def _() -> None:
-            set_registers(FEW_REGISTERS)
+            set_registers(product.simulated, FEW_REGISTERS)
             a_part = a.at[pl.ds(row * ROWS, ROWS)]
-            ring.copy_in((a_part, b.at[pl.ds(column * COLUMNS, COLUMNS)]))
+            b_part = b.at[pl.ds(column * COLUMNS, COLUMNS)]
+            ring.copy_in(steps, partial(_columns_of_step, (a_part, b_part), product.dtype))
 
         @pl.when(group == 1)
         def _() -> None:
-            set_registers(FEW_REGISTERS)
-            _multiply_on_blackwell(total, done, ring)
+            set_registers(product.simulated, FEW_REGISTERS)
+            _multiply_on_blackwell(total, done, ring, steps)
 
         @pl.when(group == 2)
         def _() -> None:
-            set_registers(MANY_REGISTERS)
+            set_registers(product.simulated, MANY_REGISTERS)
             plgpu.barrier_wait(done)
             z = plgpu.async_load_tmem(total, **_layout_option(layout))
             tile = Tile(z, (row, column), layout)
@@ -423,7 +386,7 @@ def _blackwell(product: _Product) -> _Program:
     return _Program(kernel, options)
 
 
-def _multiply_on_blackwell(total: Any, done: Any, ring: _Ring) -> None:
+def _multiply_on_blackwell(total: Any, done: Any, ring: Ring, steps: int) -> None:
     """Accumulate the product of a tile in tensor memory, and say when it is done.
 
     The matrix unit arrives by itself at the barrier `free` of a step, and with the last step at
@@ -431,13 +394,13 @@ def _multiply_on_blackwell(total: Any, done: Any, ring: _Ring) -> None:
     """
     a_smem, b_smem = ring.buffers
 
-    @pl.loop(0, ring.steps)
+    @pl.loop(0, steps)
     def _(k: jax.Array) -> None:
-        slot = lax.rem(k, ring.stages)
+        slot = ring.slot(k)
         plgpu.barrier_wait(ring.ready.at[slot])
         operands = a_smem.at[slot], b_smem.at[slot].transpose((1, 0))
         plgpu.tcgen05_mma(total, *operands, ring.free.at[slot], accumulate=k > 0)
-        pl.when(k == ring.steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
+        pl.when(k == steps - 1)(lambda: plgpu.tcgen05_commit_arrive(done))
 
 
 def _layout_option(layout: Any) -> dict[str, Any]:

@@ -23,13 +23,13 @@ for the block of the nearest pair of the same row in which the band leaves somet
 after each other ask for is copied once.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.kernels._attention._merged import run_merged
 from shardlib.kernels._attention._reference import (
     Attention,
     SideInputs,
@@ -51,7 +51,6 @@ from shardlib.kernels._attention._tpu_kernels import (
     run_pair,
 )
 from shardlib.kernels._choice import Task
-from shardlib.kernels._rows import Role, merged
 from shardlib.kernels._tpu import LANES, supported
 
 
@@ -87,16 +86,6 @@ def refuses(task: Task) -> str | None:
     return None
 
 
-# `vmap` makes a longer batch of arrays that have sequences. The others must be the same for all of
-# it, or the kernels run in a loop.
-_ROLES: dict[str, Role] = {
-    "query_segments": "rows",
-    "key_segments": "rows",
-    "sinks": "shared",
-    "starts": "shared",
-}
-
-
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -107,52 +96,22 @@ def forward(
     simulated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The output of each query and head, and its log-sum-exp; arguments as in the reference."""
-    given = _given(side, attention)
-    run = merged(partial(_outputs, tuple(given), attention, simulated), *_roles(3, given))
-    return run(q, k, v, *given.values())
-
-
-def _given(side: SideInputs, attention: Attention) -> dict[str, jax.Array]:
-    """The arrays besides queries, keys and values that there are, and where positions start."""
-    starts = side.starts
-    if attention.starts is not None:
-        starts = jnp.array(attention.starts, jnp.int32)
-    named = side._replace(starts=starts)._asdict()
-    return {name: named[name] for name in _ROLES if named[name] is not None}
-
-
-def _roles(of_sequences: int, given: Iterable[str]) -> list[Role]:
-    """What `vmap` does with each argument: first those that have sequences, then the others.
-
-    Args:
-        of_sequences: how many arguments have sequences.
-        given: the names of the others.
-    """
-    roles: list[Role] = ["rows"] * of_sequences
-    return roles + [_ROLES[name] for name in given]
+    return run_merged(partial(_outputs, attention, simulated), (q, k, v), side, attention)
 
 
 def _outputs(
-    names: tuple[str, ...],
-    attention: Attention,
-    simulated: bool,
-    q: Any,
-    k: Any,
-    v: Any,
-    *given: Any,
+    attention: Attention, simulated: bool, side: SideInputs, q: Any, k: Any, v: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs and log-sum-exps of some sequences.
 
     Args:
-        names: of the last arguments.
         attention: which attention.
         simulated: whether an interpreter runs the kernel.
+        side: the other arrays.
         q: queries.
         k: keys.
         v: values.
-        given: the other arrays.
     """
-    side = SideInputs(**dict(zip(names, given, strict=True)))
     call = KernelCall(q, k, v, side, attention, simulated, KEYS)
     batch, heads, queries, _ = call.q.shape
     y, lse = call.run(
@@ -181,26 +140,24 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """The gradients to queries, keys, values and sinks; arguments as in the reference."""
     lse, delta = softmax_residuals(results, gradients)
-    given = _given(side, attention)
-    run = merged(partial(_gradients, tuple(given), attention, simulated), *_roles(6, given))
-    of_sequences = run(q, k, v, gradients[0], lse, delta, *given.values())
-    return *of_sequences, sink_gradient(side.sinks, lse, delta)
+    sequences = (q, k, v, gradients[0], lse, delta)
+    run = partial(_gradients, attention, simulated)
+    return *run_merged(run, sequences, side, attention), sink_gradient(side.sinks, lse, delta)
 
 
 def _gradients(
-    names: tuple[str, ...], attention: Attention, simulated: bool, *arrays: Any
+    attention: Attention, simulated: bool, side: SideInputs, *sequences: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients to the queries, keys and values of some sequences.
 
     Args:
-        names: of the arrays from the seventh on.
         attention: which attention.
         simulated: whether an interpreter runs the kernels.
-        arrays: queries, keys, values, the gradient to the outputs, log-sum-exps, `dy . y - dlse`
-            of each query, and the other arrays.
+        side: the other arrays.
+        sequences: queries, keys, values, the gradient to the outputs, log-sum-exps, and
+            `dy . y - dlse` of each query.
     """
-    q, k, v, *gradients_and_rows = arrays[:6]
-    side = SideInputs(**dict(zip(names, arrays[6:], strict=True)))
+    q, k, v, *gradients_and_rows = sequences
     to_queries = KernelCall(q, k, v, side, attention, simulated, KEYS)
     to_keys = KernelCall(q, k, v, side, attention, simulated, QUERIES)
     q_gradient = _query_gradient(to_queries, _operands(to_queries, *gradients_and_rows))

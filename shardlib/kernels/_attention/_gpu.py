@@ -1,0 +1,189 @@
+"""Attention on a GPU of the Hopper generation by kernels of our own, for what cuDNN does not take.
+
+These have segments, sinks, soft caps, windows on both sides, values of another size than keys and
+the log-sum-exp, and positions of queries and keys may be known to the running program only, as
+where devices have different parts of a sequence. They run under `shard_map(..., check_vma=True)`
+too. Lengths and sizes of heads are padded to what the matrix unit takes.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.kernels._attention._gpu_kernels import DK, DKV, DQ, DV, FORWARD
+from shardlib.kernels._attention._gpu_walk import TILE, WIDTH, Body, Result, Walk
+from shardlib.kernels._attention._merged import run_merged
+from shardlib.kernels._attention._reference import (
+    Attention,
+    SideInputs,
+    sink_gradient,
+    softmax_residuals,
+)
+from shardlib.kernels._choice import Task
+from shardlib.kernels._gpu import generation, refuses_device
+
+LARGEST = 256  # numbers of a head: a warpgroup's registers hold the sums of as many
+
+
+def refuses(task: Task) -> str | None:
+    """Why the kernels cannot do a task; None if they can.
+
+    The text continues a sentence that begins with the implementation's name.
+    """
+    wrong_device = refuses_device(task)
+    if wrong_device is not None:
+        return wrong_device
+    assert task.device is not None
+    if generation(task.device.kind) != "hopper":
+        return f"is for GPUs of the generation Hopper, and this is {task.device.kind}"
+    q, v = task.arrays["q"], task.arrays["v"]
+    if str(q.dtype) not in ("bfloat16", "float16"):
+        return f"attends in bfloat16 or float16; not {q.dtype}"
+    if "query_segments" in task.arrays:
+        ids = {str(task.arrays[name].dtype) for name in ("query_segments", "key_segments")}
+        if ids != {"int32"}:
+            return f"compares segment ids of 32 bits; not {', '.join(sorted(ids))}"
+    attention: Attention = task.definition
+    if attention.mask.block_mask is not None:
+        return "has no patterns of blocks"
+    size, value_size = q.shape[3], v.shape[3]
+    if not value_size:
+        return "takes values of some numbers, and these have none"
+    if max(size, value_size) > LARGEST:
+        return f"takes heads and values of at most {LARGEST} numbers; here {size} and {value_size}"
+    return None
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    side: SideInputs,
+    *,
+    attention: Attention,
+    simulated: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The output of each query and head, and its log-sum-exp; arguments as in the reference."""
+    return run_merged(partial(_outputs, attention, simulated), (q, k, v), side, attention)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    side: SideInputs,
+    results: tuple[jax.Array, jax.Array],
+    gradients: tuple[jax.Array, jax.Array],
+    *,
+    attention: Attention,
+    simulated: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The gradients to queries, keys, values and sinks; arguments as in the reference."""
+    lse, delta = softmax_residuals(results, gradients)
+    sequences = (q, k, v, gradients[0], lse, delta)
+    run = partial(_gradients, attention, simulated)
+    return *run_merged(run, sequences, side, attention), sink_gradient(side.sinks, lse, delta)
+
+
+def _outputs(
+    attention: Attention, simulated: bool, side: SideInputs, q: Any, k: Any, v: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs and log-sum-exps of some sequences.
+
+    Args:
+        attention: which attention.
+        simulated: whether an interpreter runs the kernel.
+        side: the other arrays.
+        q: queries.
+        k: keys.
+        v: values.
+    """
+    batch, queries, heads, _ = q.shape
+    arrays = {"q": _padded(q), "k": _padded(k), "v": _padded(v)} | _side_arrays(side)
+    if side.sinks is not None:
+        arrays["sinks"] = side.sinks.astype(jnp.float32)
+    length, size = arrays["q"].shape[1], arrays["v"].shape[3]
+    y_result = Result((batch, length, heads, size), q.dtype, "q")
+    lse_result = Result((batch, heads, length), jnp.float32)
+    largest = max(arrays["q"].shape[3], size)
+    walk = Walk(
+        FORWARD,
+        attention,
+        arrays,
+        side="queries",
+        block=128 if largest <= 128 else 64,
+        real_columns=k.shape[1],
+        results=(y_result, lse_result),
+        simulated=simulated,
+    )
+    y, lse = walk.run()
+    return y[:, :queries, :, : v.shape[3]], lse[:, :, :queries].swapaxes(1, 2)
+
+
+def _gradients(
+    attention: Attention, simulated: bool, side: SideInputs, *sequences: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients to the queries, keys and values of some sequences.
+
+    Args:
+        attention: which attention.
+        simulated: whether an interpreter runs the kernels.
+        side: the other arrays.
+        sequences: queries, keys, values, the gradient to the outputs, log-sum-exps, and
+            `dy . y - dlse` of each query.
+    """
+    q, k, v, y_gradient, lse, delta = sequences
+    matrices = {"q": q, "y_gradient": y_gradient, "k": k, "v": v}
+    arrays = {name: _padded(x) for name, x in matrices.items()}
+    # A query that is padding has no share in any key.
+    arrays["lse"] = _padded_vector(lse.swapaxes(1, 2), jnp.inf)
+    arrays["delta"] = _padded_vector(delta.swapaxes(1, 2), 0)
+    arrays |= _side_arrays(side)
+    sizes = arrays["q"].shape[3], arrays["v"].shape[3]
+    block = 64 if max(sizes) <= 128 else 32
+
+    def run(body: Body, side: str, real_columns: int, *names: str) -> list[jax.Array]:
+        results = [Result(arrays[name].shape, q.dtype, name) for name in names]
+        walk = Walk(body, attention, arrays, side, block, real_columns, results, simulated)
+        made = walk.run()
+        return [
+            x[:, : matrices[name].shape[1], :, : matrices[name].shape[3]]
+            for name, x in zip(names, made, strict=True)
+        ]
+
+    (q_gradient,) = run(DQ, "queries", k.shape[1], "q")
+    # Registers hold the sums of both, or of one after the other.
+    if sum(sizes) <= LARGEST:
+        k_gradient, v_gradient = run(DKV, "keys", q.shape[1], "k", "v")
+    else:
+        (k_gradient,) = run(DK, "keys", q.shape[1], "k")
+        (v_gradient,) = run(DV, "keys", q.shape[1], "v")
+    return q_gradient, k_gradient, v_gradient
+
+
+def _side_arrays(side: SideInputs) -> dict[str, jax.Array]:
+    """Where positions start, and segments if there are any."""
+    arrays = {"starts": side.starts}
+    if side.query_segments is not None:
+        arrays["query_segments"] = _padded_vector(side.query_segments, 0)
+        arrays["key_segments"] = _padded_vector(side.key_segments, 0)
+    return arrays
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """An array of `(batch, positions, heads, size)` with zeros for whole tiles and steps."""
+    return _pad(x, {1: -x.shape[1] % TILE, 3: -x.shape[3] % WIDTH}, 0)
+
+
+def _padded_vector(x: jax.Array, value: Any) -> jax.Array:
+    """An array whose last dim is positions, with some value for whole tiles."""
+    return _pad(x, {x.ndim - 1: -x.shape[-1] % TILE}, value)
+
+
+def _pad(x: jax.Array, missing: dict[int, int], value: Any) -> jax.Array:
+    """Append to dims as many as are missing; a pad of nothing would still be an operation."""
+    if not any(missing.values()):
+        return x
+    return jnp.pad(x, [(0, missing.get(dim, 0)) for dim in range(x.ndim)], constant_values=value)

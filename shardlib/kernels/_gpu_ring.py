@@ -1,0 +1,57 @@
+"""How operands come to shared memory of a GPU ahead of their use: a ring of buffers.
+
+Step `k` of a program is in buffer `k % stages`. One warpgroup copies, others compute, and for each
+buffer there are two barriers:
+
+    ready   copies arrive at it, and whoever computes waits for them
+    free    whoever has computed arrives at it, and the copying warpgroup waits for that
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Registers of a thread: copying needs few, and computing takes all that the others leave.
+FEW_REGISTERS, MANY_REGISTERS = 40, 232
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Buffers in shared memory through which operands come, and their barriers."""
+
+    buffers: Sequence[Any]  # for each operand, with the stages first
+    ready: Any  # barriers: all copies of a step have arrived
+    free: Any  # barriers: a step has been computed
+    stages: int
+
+    def copy_in(self, steps: Any, parts: Callable[[jax.Array], Sequence[Any]]) -> None:
+        """Copy operands to shared memory step by step, as far ahead as buffers are free.
+
+        Args:
+            steps: how many there are, a number or a traced one.
+            parts: from a step to the parts of the operands that it needs.
+        """
+
+        @pl.loop(0, steps)
+        def _(k: jax.Array) -> None:
+            slot = self.slot(k)
+            pl.when(k >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+            for part, buffer in zip(parts(k), self.buffers, strict=True):
+                plgpu.copy_gmem_to_smem(part, buffer.at[slot], self.ready.at[slot])
+
+    def slot(self, k: jax.Array) -> jax.Array:
+        """Which buffer a step is in."""
+        return lax.rem(k, self.stages)
+
+
+def set_registers(simulated: bool, count: int) -> None:
+    """Give this warpgroup's threads so many registers; a program starts with an even share."""
+    if simulated:
+        return
+    action = "decrease" if count < 128 else "increase"
+    plgpu.set_max_registers(count, action=action)
