@@ -54,7 +54,7 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
-    "attention": {"tpu": ("reference", "splash", "tpu"), "gpu": ("reference", "cudnn")},
+    "attention": {"tpu": ("reference", "splash", "tpu"), "gpu": ("reference", "cudnn", "gpu")},
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
@@ -179,7 +179,10 @@ def cases(op: str, implementation: str) -> list[Case]:
 
 
 def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, Any]:
-    """What the compiler's program of a case comes to; `failed` says why there is none."""
+    """What the compiler's program of a case comes to; `failed` says why there is none.
+
+    An implementation may refuse a device, and the compiler a program.
+    """
     machine = sl.Target(target)
     line: dict[str, Any] = {
         "op": op,
@@ -188,10 +191,11 @@ def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, 
         "row": case.row,
         "implementation": implementation,
     }
-    lowered = case.lower(machine.mesh("data=-1"))
+    mesh = machine.mesh("data=-1")
     try:
+        lowered = case.lower(mesh)
         compiled = lowered.compile(compiler_options=machine.compiler_options)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         return line | {"failed": " ".join(str(error).split())[:200]}
     moved = testing.memory_traffic(compiled).total
     chip = machine.chip

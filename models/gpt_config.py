@@ -53,7 +53,16 @@ class GPTConfig:
     ] = "xla"
     fused_loss: bool = False
     attention: Literal[
-        "reference", "splash", "splash_simulated", "tpu", "tpu_simulated", "xla", "cudnn", None
+        "reference",
+        "splash",
+        "splash_simulated",
+        "tpu",
+        "tpu_simulated",
+        "gpu",
+        "gpu_simulated",
+        "xla",
+        "cudnn",
+        None,
     ] = None
 
     def __post_init__(self) -> None:

@@ -240,3 +240,68 @@ def attention_by_cudnn(target):
             text = compile_for(mesh, jax.jit(function).lower(x, x, x)).as_text()
             calls += re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax(\w*)"', text)
     return sorted(calls)
+
+
+ATTENTION_ON_GPUS = {
+    "causal": ({"causal": True}, 128, 128),
+    "small heads": ({"causal": True}, 64, 64),
+    "window, capped": ({"causal": True, "window": (300, None), "soft_cap": 30.0}, 256, 256),
+    "segments, sinks": (
+        {"segment_ids": np.zeros((4, 2048), np.int32), "sinks": np.ones(8, np.float32)},
+        80,
+        80,
+    ),
+    "values of another size": ({"window": (300, 100), "starts": (5, 0)}, 192, 128),
+}
+
+
+class AttentionProgram(NamedTuple):
+    """What is in the program of an attention, forward and backward, on each of four devices."""
+
+    collectives: list
+    kernels: int
+    temporaries: int  # bytes
+    scores: int  # bytes that scores would take
+
+
+def attention_on_gpus(target, case):
+    """Attention by our kernels, heads split over an automatic axis, and in a `shard_map` that keeps
+    account of what differs.
+    """
+    options, size, value_size = ATTENTION_ON_GPUS[case]
+    mesh = sl.Target(target).mesh("data=2,model=2")
+    sharding = jax.NamedSharding(mesh, P("data", None, "model"))
+
+    def absent(heads, size):
+        return jax.ShapeDtypeStruct((4, 2048, heads, size), "bfloat16", sharding=sharding)
+
+    def loss(q, k, v):
+        names = ("batch", None, "heads", None)
+        y = kernels.attention(q, k, v, names=names, **options, implementation="gpu")
+        return y.astype(np.float32).sum()
+
+    arrays = absent(8, size), absent(4, size), absent(4, value_size)
+    gradient = jax.grad(loss, (0, 1, 2))
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(gradient).lower(*arrays))
+        if case == "causal":
+            spec = P("data", None, "model")
+            checked = jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec)
+            compile_for(mesh, jax.jit(checked).lower(*arrays))
+    return AttentionProgram(
+        [one.kind for one in testing.collectives(compiled, mesh)],
+        len(re.findall('custom_call_target="mosaic_gpu', compiled.as_text())),
+        compiled.memory_analysis().temp_size_in_bytes,
+        2 * 4 * 2048 * 2048 * 2,
+    )
+
+
+def attention_refused(target):
+    """Why our kernels do not attend on a GPU."""
+    mesh = sl.Target(target).mesh("data=2,model=2")
+    x = jax.ShapeDtypeStruct((4, 256, 4, 64), "bfloat16")
+    names = ("batch", None, "heads", None)
+    attend = lambda x: kernels.attention(x, x, x, names=names, implementation="gpu")
+    with sl.use(RULES, mesh), pytest.raises(ValueError) as refusal:
+        jax.eval_shape(attend, x)
+    return str(refusal.value)

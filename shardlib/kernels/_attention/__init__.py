@@ -48,8 +48,8 @@ IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("splash", "tpu", f"{__name__}._splash"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
-    Implementation("gpu", "gpu", f"{__name__}._gpu"),
     Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False, differentiable=True),
+    Implementation("gpu", "gpu", f"{__name__}._gpu"),
 )
 
 

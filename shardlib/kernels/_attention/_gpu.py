@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.kernels._attention._gpu_kernels import DK, DKV, DQ, DV, FORWARD
-from shardlib.kernels._attention._gpu_walk import TILE, WIDTH, Body, Result, Walk
+from shardlib.kernels._attention._gpu_rows import Body, run
+from shardlib.kernels._attention._gpu_walk import KEYS, QUERIES, TILE, WIDTH, Result, Walk
 from shardlib.kernels._attention._merged import run_merged
 from shardlib.kernels._attention._reference import (
     Attention,
@@ -38,7 +39,12 @@ def refuses(task: Task) -> str | None:
     assert task.device is not None
     if generation(task.device.kind) != "hopper":
         return f"is for GPUs of the generation Hopper, and this is {task.device.kind}"
-    q, v = task.arrays["q"], task.arrays["v"]
+    return _refuses_arrays(task) or _refuses_sizes(task)
+
+
+def _refuses_arrays(task: Task) -> str | None:
+    """Why the kernels cannot take dtypes or the mask of a task; None if they can."""
+    q = task.arrays["q"]
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"attends in bfloat16 or float16; not {q.dtype}"
     if "query_segments" in task.arrays:
@@ -48,7 +54,12 @@ def refuses(task: Task) -> str | None:
     attention: Attention = task.definition
     if attention.mask.block_mask is not None:
         return "has no patterns of blocks"
-    size, value_size = q.shape[3], v.shape[3]
+    return None
+
+
+def _refuses_sizes(task: Task) -> str | None:
+    """Why the kernels cannot take the sizes of heads and values; None if they can."""
+    size, value_size = task.arrays["q"].shape[3], task.arrays["v"].shape[3]
     if not value_size:
         return "takes values of some numbers, and these have none"
     if max(size, value_size) > LARGEST:
@@ -107,18 +118,11 @@ def _outputs(
     length, size = arrays["q"].shape[1], arrays["v"].shape[3]
     y_result = Result((batch, length, heads, size), q.dtype, "q")
     lse_result = Result((batch, heads, length), jnp.float32)
-    largest = max(arrays["q"].shape[3], size)
-    walk = Walk(
-        FORWARD,
-        attention,
-        arrays,
-        side="queries",
-        block=128 if largest <= 128 else 64,
-        real_columns=k.shape[1],
-        results=(y_result, lse_result),
-        simulated=simulated,
-    )
-    y, lse = walk.run()
+    # Scores of more columns would leave no registers for sums of more numbers.
+    block = 128 if _largest_size(arrays) <= 128 else 64
+    results = (y_result, lse_result)
+    walk = Walk(attention, arrays, QUERIES, block, k.shape[1], results, simulated)
+    y, lse = run(FORWARD, walk)
     return y[:, :queries, :, : v.shape[3]], lse[:, :, :queries].swapaxes(1, 2)
 
 
@@ -141,26 +145,27 @@ def _gradients(
     arrays["lse"] = _padded_vector(lse.swapaxes(1, 2), jnp.inf)
     arrays["delta"] = _padded_vector(delta.swapaxes(1, 2), 0)
     arrays |= _side_arrays(side)
-    sizes = arrays["q"].shape[3], arrays["v"].shape[3]
-    block = 64 if max(sizes) <= 128 else 32
 
-    def run(body: Body, side: str, real_columns: int, *names: str) -> list[jax.Array]:
+    def gradients(body: Body, rows: str, *names: str) -> list[jax.Array]:
+        columns = q.shape[1] if rows == KEYS else k.shape[1]
         results = [Result(arrays[name].shape, q.dtype, name) for name in names]
-        walk = Walk(body, attention, arrays, side, block, real_columns, results, simulated)
-        made = walk.run()
-        return [
-            x[:, : matrices[name].shape[1], :, : matrices[name].shape[3]]
-            for name, x in zip(names, made, strict=True)
-        ]
+        walk = Walk(attention, arrays, rows, 64, columns, results, simulated)
+        made = zip(names, run(body, walk), strict=True)
+        return [_without_padding(x, matrices[name]) for name, x in made]
 
-    (q_gradient,) = run(DQ, "queries", k.shape[1], "q")
+    (q_gradient,) = gradients(DQ, QUERIES, "q")
     # Registers hold the sums of both, or of one after the other.
-    if sum(sizes) <= LARGEST:
-        k_gradient, v_gradient = run(DKV, "keys", q.shape[1], "k", "v")
+    if arrays["k"].shape[3] + arrays["v"].shape[3] <= LARGEST:
+        k_gradient, v_gradient = gradients(DKV, KEYS, "k", "v")
     else:
-        (k_gradient,) = run(DK, "keys", q.shape[1], "k")
-        (v_gradient,) = run(DV, "keys", q.shape[1], "v")
+        (k_gradient,) = gradients(DK, KEYS, "k")
+        (v_gradient,) = gradients(DV, KEYS, "v")
     return q_gradient, k_gradient, v_gradient
+
+
+def _largest_size(arrays: dict[str, jax.Array]) -> int:
+    """The size of a head or of a value, whichever is larger."""
+    return max(arrays["q"].shape[3], arrays["v"].shape[3])
 
 
 def _side_arrays(side: SideInputs) -> dict[str, jax.Array]:
@@ -180,6 +185,11 @@ def _padded(x: jax.Array) -> jax.Array:
 def _padded_vector(x: jax.Array, value: Any) -> jax.Array:
     """An array whose last dim is positions, with some value for whole tiles."""
     return _pad(x, {x.ndim - 1: -x.shape[-1] % TILE}, value)
+
+
+def _without_padding(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The positions and the numbers of an array that another one has too."""
+    return x[:, : like.shape[1], :, : like.shape[3]]
 
 
 def _pad(x: jax.Array, missing: dict[int, int], value: Any) -> jax.Array:

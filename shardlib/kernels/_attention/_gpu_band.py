@@ -3,7 +3,7 @@
 Scores have queries along their rows and keys along their columns, or the other way round. A band
 lets a row see the columns of which `column - row`, in positions, is within its bounds:
 
-    columns ->         first     full_first    full_last      last
+    columns ->         first     whole_first   whole_last     last
     rows    |            | partly     |    whole   |   partly   |
             v  nothing   |  seen      |    seen    |    seen    |   nothing
 
@@ -23,7 +23,10 @@ MARGIN = 2**12  # more than the rows and the columns of a block
 
 
 class Part(NamedTuple):
-    """Neighbouring blocks of columns, and whether all rows see all of them."""
+    """Neighbouring blocks of columns, from `begin` to before `end`.
+
+    They are whole if all rows see all of their columns, so that nothing need be masked.
+    """
 
     begin: Any
     end: Any
@@ -31,7 +34,10 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of columns that some rows see anything of, and their parts."""
+    """The blocks of columns that some rows see anything of, from `begin` to before `end`.
+
+    Parts are neighbours that together are these blocks; a part may be empty.
+    """
 
     begin: Any
     end: Any
@@ -39,14 +45,21 @@ class Blocks(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Some neighbouring rows, and where they stand to the columns."""
+    """Some neighbouring rows, and where they stand to the columns.
+
+    Positions are known to the running program only, and so is the distance.
+    """
 
     rows: int
     distance: Any  # the position of the first row, less that of the first column of all
 
 
-class Columns(NamedTuple):
-    """The columns that there are, block by block."""
+@dataclass(frozen=True)
+class Columns:
+    """The columns that there are, block by block.
+
+    The last block may have some that are padding, and that nobody sees.
+    """
 
     block: int  # how many a block has
     count: int  # of blocks
@@ -55,14 +68,21 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """The least and the greatest `column - row` that is seen; None is no bound."""
+    """The least and the greatest `column - row` that is seen; None is no bound.
+
+    >>> Band.of_mask(Mask(left=4, right=0), rows_are_keys=True)
+    Band(lower=0, upper=4)
+    """
 
     lower: int | None
     upper: int | None
 
     @classmethod
     def of_mask(cls, mask: Mask, rows_are_keys: bool) -> "Band":
-        """The band of a mask, which speaks of `key - query`."""
+        """The band of a mask, which speaks of `key - query`.
+
+        Where rows are keys and columns are queries, its bounds change places and signs.
+        """
         left, right = mask.left, mask.right
         if rows_are_keys:
             left, right = right, left
@@ -80,24 +100,30 @@ class Band:
         last = self._upper_block(span, columns, span.rows - 1)
         first = jnp.minimum(first, columns.count)
         last = jnp.clip(last, first, columns.count)
-        if not whole_parts:
-            return Blocks(first, last, [Part(first, last, False)])
+        parts = [Part(first, last, False)]
+        if whole_parts:
+            parts = self._parts(span, columns, first, last)
+        return Blocks(first, last, parts)
+
+    def _parts(self, span: Span, columns: Columns, first: Any, last: Any) -> list[Part]:
+        """The blocks from the first to the last in up to three parts, the middle one seen whole.
+
+        Without a bound on a side, and without padding, there is no part on that side.
+        """
         parts = []
-        full_first = first
+        whole_first, whole_last = first, last
         if self.lower is not None:
             reached = self._lower_block(span, columns, span.rows - 1 + columns.block - 1)
-            full_first = jnp.clip(reached, first, last)
-            parts.append(Part(first, full_first, False))
-        full_last = last
+            whole_first = jnp.clip(reached, first, last)
+            parts.append(Part(first, whole_first, False))
         if self.upper is not None:
-            full_last = self._upper_block(span, columns, 1 - columns.block)
+            whole_last = self._upper_block(span, columns, 1 - columns.block)
         if columns.real < columns.block * columns.count:
-            full_last = jnp.minimum(full_last, columns.real // columns.block)
-        if full_last is last:
-            return Blocks(first, last, [*parts, Part(full_first, last, True)])
-        full_last = jnp.clip(full_last, full_first, last)
-        parts += [Part(full_first, full_last, True), Part(full_last, last, False)]
-        return Blocks(first, last, parts)
+            whole_last = jnp.minimum(whole_last, columns.real // columns.block)
+        if whole_last is last:
+            return [*parts, Part(whole_first, last, True)]
+        whole_last = jnp.clip(whole_last, whole_first, last)
+        return [*parts, Part(whole_first, whole_last, True), Part(whole_last, last, False)]
 
     def _lower_block(self, span: Span, columns: Columns, reach: int) -> Any:
         """The block of the column at the lower bound of the first row, moved by `reach`."""
@@ -115,9 +141,9 @@ class Band:
 
 
 def _sum(distance: Any, bound: int) -> Any:
-    """The sum of a traced number and a known one, or the nearest that leaves a margin."""
-    least, greatest = -GREATEST + MARGIN, GREATEST - MARGIN
-    return jnp.clip(distance, least - min(bound, 0), greatest - max(bound, 0)) + bound
+    """The sum of a traced number and a known one, or the nearest to which more can be added."""
+    least, greatest = -GREATEST - min(bound, 0), GREATEST - MARGIN - max(bound, 0)
+    return jnp.clip(distance, least, greatest) + bound
 
 
 def _block_of(column: Any, block: int) -> Any:

@@ -5,12 +5,13 @@ unit makes: scores are in units of `log 2`.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.kernels._attention._gpu_walk import Block, Body, Rows
+from shardlib.kernels._attention._gpu_rows import Block, Body, Rows
 
 LOG2E = math.log2(math.e)
 
@@ -45,7 +46,10 @@ class _Sums(NamedTuple):
 
 
 def _start_forward(rows: Rows) -> _Sums:
-    """Sums without any key. A sink is a score that was seen before all others, of no value."""
+    """The sums before any key.
+
+    A sink is a score that was seen before all others, and has no value.
+    """
     width = rows.walk.arrays["v"].shape[-1]
     if rows.sink is None:
         return _Sums(rows.full(-jnp.inf), rows.full(0), rows.full(0, width))
@@ -54,7 +58,10 @@ def _start_forward(rows: Rows) -> _Sums:
 
 
 def _add_keys(rows: Rows, block: Block, sums: _Sums) -> _Sums:
-    """Add a block of keys to the sums of queries, which are rescaled to the new highest score."""
+    """Add a block of keys to the sums of queries.
+
+    Sums so far are relative to the highest score so far, and are rescaled to the new one.
+    """
     z = _scores(rows, block, "q", "k") * LOG2E
     seen = block.seen()
     if seen is not None:
@@ -70,15 +77,36 @@ def _add_keys(rows: Rows, block: Block, sums: _Sums) -> _Sums:
 
 
 def _finish_forward(rows: Rows, sums: _Sums) -> tuple[jax.Array, jax.Array]:
-    """The outputs and log-sum-exps; a query that saw nothing has zeros and minus infinity."""
+    """The outputs and the log-sum-exps.
+
+    A query that saw nothing has zeros, and minus infinity.
+    """
     divisor = jnp.where(sums.total == 0, 1, sums.total)
     y = sums.y / jax.lax.broadcast_in_dim(divisor, sums.y.shape, [0])
     lse = sums.highest / LOG2E + jnp.log(divisor)
     return y, jnp.where(sums.total == 0, -jnp.inf, lse)
 
 
+def _shares(block: Block, z: jax.Array, lse: jax.Array) -> jax.Array:
+    """The shares of keys in queries, made again from their scores; zero where nothing is seen.
+
+    Args:
+        block: the columns.
+        z: the scores.
+        lse: the log-sum-exp of the query of each score.
+    """
+    p = jnp.exp2((z - lse) * LOG2E)
+    seen = block.seen()
+    if seen is None:
+        return p
+    return jnp.where(seen, p, 0)
+
+
 class _ScoreGradients(NamedTuple):
-    """The shares of keys in queries, and the gradients to scores before their scale."""
+    """What both kinds of gradients are made of, for each score.
+
+    Gradients are those to scores before their scale.
+    """
 
     p: jax.Array
     dz: jax.Array
@@ -97,10 +125,7 @@ def _gradients(
         delta: likewise.
         cap: of the scores, or None.
     """
-    p = jnp.exp2((z - lse) * LOG2E)
-    seen = block.seen()
-    if seen is not None:
-        p = jnp.where(seen, p, 0)
+    p = _shares(block, z, lse)
     dz = p * (dp - delta)
     if cap is not None:
         share = z / cap
@@ -108,13 +133,24 @@ def _gradients(
     return _ScoreGradients(p, dz)
 
 
-def _start_dq(rows: Rows) -> jax.Array:
-    """The gradient to queries without any key."""
-    return rows.full(0, rows.walk.arrays["q"].shape[-1])
+def _zeros(*names: str) -> Callable[[Rows], Any]:
+    """A function from rows to sums of zeros, as wide as the rows of some matrices.
+
+    Where there is one name, it gives one sum and no tuple.
+    """
+
+    def start(rows: Rows) -> Any:
+        sums = [rows.full(0, rows.walk.arrays[name].shape[-1]) for name in names]
+        return sums[0] if len(sums) == 1 else tuple(sums)
+
+    return start
 
 
 def _add_keys_to_dq(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
-    """Add a block of keys to the gradient to queries."""
+    """Add a block of keys to the gradient to queries.
+
+    What forward kept of each query is in registers all the time.
+    """
     z = _scores(rows, block, "q", "k")
     dp = rows.product(rows.matrices["y_gradient"], block.matrix("v"))
     lse, delta = (block.across(rows.vectors[name]) for name in ("lse", "delta"))
@@ -122,25 +158,22 @@ def _add_keys_to_dq(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
     return rows.add_product(total, dz, block.matrix("k"))
 
 
-def _finish_dq(rows: Rows, total: jax.Array) -> list[jax.Array]:
-    """The gradient to queries."""
+def _finish_scaled(rows: Rows, total: jax.Array) -> list[jax.Array]:
+    """The gradient to queries, or to keys.
+
+    The scale of the scores is one number: it is multiplied once, and not block by block.
+    """
     return [total * rows.attention.scale]
 
 
 def _gradients_of_keys(rows: Rows, block: Block) -> _ScoreGradients:
-    """Shares and gradients where rows are keys and columns are queries."""
+    """Shares and gradients where rows are keys and columns are queries.
+
+    What forward kept of queries passes by with them.
+    """
     z = _scores(rows, block, "k", "q")
     dp = rows.product(rows.matrices["v"], block.matrix("y_gradient"))
-    return _gradients(
-        block, z, dp, block.vector("lse"), block.vector("delta"), rows.attention.cap
-    )
-
-
-def _start_dkv(rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """The gradients to keys and to values without any query."""
-    widths = (rows.walk.arrays[name].shape[-1] for name in ("k", "v"))
-    k, v = (rows.full(0, width) for width in widths)
-    return k, v
+    return _gradients(block, z, dp, block.vector("lse"), block.vector("delta"), rows.attention.cap)
 
 
 def _add_queries_to_dkv(
@@ -152,16 +185,9 @@ def _add_queries_to_dkv(
     return k, rows.add_product(totals[1], p, block.matrix("y_gradient"))
 
 
-def _finish_dkv(
-    rows: Rows, totals: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _finish_dkv(rows: Rows, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The gradients to keys and to values."""
     return totals[0] * rows.attention.scale, totals[1]
-
-
-def _start_dk(rows: Rows) -> jax.Array:
-    """The gradient to keys without any query."""
-    return rows.full(0, rows.walk.arrays["k"].shape[-1])
 
 
 def _add_queries_to_dk(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
@@ -169,18 +195,10 @@ def _add_queries_to_dk(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
     return rows.add_product(total, _gradients_of_keys(rows, block).dz, block.matrix("q"))
 
 
-def _start_dv(rows: Rows) -> jax.Array:
-    """The gradient to values without any query."""
-    return rows.full(0, rows.walk.arrays["v"].shape[-1])
-
-
 def _add_queries_to_dv(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
     """Add a block of queries to the gradient to values, which needs no products with values."""
     z = _scores(rows, block, "k", "q")
-    p = jnp.exp2((z - block.vector("lse")) * LOG2E)
-    seen = block.seen()
-    if seen is not None:
-        p = jnp.where(seen, p, 0)
+    p = _shares(block, z, block.vector("lse"))
     return rows.add_product(total, p, block.matrix("y_gradient"))
 
 
@@ -190,7 +208,7 @@ def _finish_dv(rows: Rows, total: jax.Array) -> list[jax.Array]:
 
 
 FORWARD = Body("attention_forward", _start_forward, _add_keys, _finish_forward)
-DQ = Body("attention_dq", _start_dq, _add_keys_to_dq, _finish_dq)
-DKV = Body("attention_dkv", _start_dkv, _add_queries_to_dkv, _finish_dkv)
-DK = Body("attention_dk", _start_dk, _add_queries_to_dk, _finish_dq)
-DV = Body("attention_dv", _start_dv, _add_queries_to_dv, _finish_dv)
+DQ = Body("attention_dq", _zeros("q"), _add_keys_to_dq, _finish_scaled)
+DKV = Body("attention_dkv", _zeros("k", "v"), _add_queries_to_dkv, _finish_dkv)
+DK = Body("attention_dk", _zeros("k"), _add_queries_to_dk, _finish_scaled)
+DV = Body("attention_dv", _zeros("v"), _add_queries_to_dv, _finish_dv)

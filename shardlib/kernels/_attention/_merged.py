@@ -42,7 +42,8 @@ def run_merged(
         return function(others, *arrays[:count])
 
     roles: list[Role] = ["rows"] * count
-    roles += [_ROLES[name] for name in given]
+    for name in given:
+        roles.append(_ROLES[name])
     return merged(run, *roles)(*sequences, *given.values())
 
 
