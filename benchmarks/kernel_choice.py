@@ -54,7 +54,10 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
-    "attention": {"tpu": ("reference", "splash", "tpu"), "gpu": ("reference", "cudnn")},
+    "attention": {
+        "tpu": ("reference", "splash", "tpu"),
+        "gpu": ("reference", "cudnn", "tokamax"),
+    },
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
@@ -188,10 +191,10 @@ def line_of(target: str, op: str, implementation: str, case: Case) -> dict[str, 
         "row": case.row,
         "implementation": implementation,
     }
-    lowered = case.lower(machine.mesh("data=-1"))
     try:
+        lowered = case.lower(machine.mesh("data=-1"))
         compiled = lowered.compile(compiler_options=machine.compiler_options)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # or the implementation refuses
         return line | {"failed": " ".join(str(error).split())[:200]}
     moved = testing.memory_traffic(compiled).total
     chip = machine.chip

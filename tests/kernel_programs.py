@@ -278,3 +278,21 @@ def _by_tokamax(of_gpu, axes, options, size):
         compiled = compile_for(mesh, jax.jit(gradients).lower(*arrays))
     count = len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text()))
     return count, compiled.memory_analysis().temp_size_in_bytes
+
+
+def attention_chosen(target):
+    """What attends to positions on the device itself, to those with a soft cap, and to positions
+    that are split over devices.
+    """
+    mesh = sl.Target(target).mesh("data=2,model=1,seq=2")
+    rules = sl.AxisRules(batch="data", heads="model", seq="seq")
+    x = jax.ShapeDtypeStruct((2, 8192, 8, 64), "bfloat16")
+
+    def runs(positions, **options):
+        names = ("batch", positions, "heads", None)
+        call = functools.partial(kernels.attention, names=names, causal=True, **options)
+        (explained,) = kernels.explain(call, x, x, x).calls
+        return explained.runs
+
+    with sl.use(rules, mesh):
+        return runs(None), runs(None, soft_cap=30.0), runs("seq")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_ops import near, needs_tokamax
-from kernel_programs import GPUS, attention_by_tokamax
+from kernel_programs import GPUS, attention_by_tokamax, attention_chosen
 from machines import on_its_own
 from test_attention import COTANGENTS, MASKS, attend, both_ways, check, make
 
@@ -192,6 +192,12 @@ def test_the_gpu_compiler_takes_attention_by_tokamax_without_its_scores(target):
         assert temporaries < 2 * 2048**2 * 2, "less than the scores of one head and sequence"
 
 
+@needs_tokamax
+@pytest.mark.parametrize("target", GPUS[:2])
+def test_the_compilers_programs_choose_what_attends_on_a_gpu(target):
+    assert on_its_own(target, attention_chosen) == ("cudnn", "tokamax", "tokamax")
+
+
 HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
 
 
@@ -238,11 +244,24 @@ def test_arrays_and_gpus_that_tokamax_does_not_take_it_names(x, message, monkeyp
 
 
 @needs_tokamax
-def test_a_tokamax_of_another_make_is_refused_by_its_version(monkeypatch):
+@pytest.mark.parametrize(
+    ("tokamax", "jax_version"), [((0, 0, 17), (0, 11, 1)), ((0, 0, 12), (0, 12, 0)),
+    ((0, 0, 15), (0, 11, 1)), ((0, 0, 15), (0, 12, 0))],
+)  # fmt: skip
+def test_attention_by_tokamax_wants_one_that_is_written_for_this_jax(
+    tokamax, jax_version, monkeypatch
+):
     trace_for(monkeypatch, HOPPER)
-    monkeypatch.setattr(_tokamax, "version", lambda: (0, 0, 17))
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
-    assert "is written for JAX 0.11.2 and later" in said_of(HALF, {})
+    monkeypatch.setattr(_tokamax, "version", lambda: tokamax)
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    assert "takes Tokamax 0.0.12 with JAX before 0.11.2, and with others 0.0.17" in said_of(
+        HALF, {}
+    )
+
+
+@needs_tokamax
+def test_attention_by_tokamax_wants_one_that_has_it_where_it_is_looked_for(monkeypatch):
+    trace_for(monkeypatch, HOPPER)
     monkeypatch.setattr(_tokamax, "MODULE", "tokamax.elsewhere")
     assert "is called by `tokamax.elsewhere`, which Tokamax" in said_of(HALF, {})
 

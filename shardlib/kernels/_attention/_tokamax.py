@@ -1,20 +1,17 @@
 """Attention on GPUs of the generations Hopper and Blackwell by Tokamax's kernels in Mosaic GPU.
 
-They mask by the first and the last key that each query sees, two numbers for it, so that positions
-may start anywhere and the running program alone may know where. Forward they skip blocks of keys
-outside. They give the highest score and the sum of exponentials of each query, of which the
-log-sum-exp is made, and backward they take the log-sum-exp for the highest score, with sums of one.
-
-What is done around them:
+They mask by the first and the last key that each query sees, two numbers for it. So positions may
+start anywhere, and the running program alone may know where. They give the highest score of each
+query and the sum of its exponentials, of which the log-sum-exp is made. Backward they take the same
+two: the log-sum-exp for the highest score, and one for the sum. What is done around them:
 
     a query that sees nothing gets arbitrary numbers, which are replaced by zeros here
-    backward they add up `dy . y` of each query, and take no gradient to the log-sum-exp: where
-    there is one, a further number of each value, zero for every key, brings it into that sum
-    they look at JAX's default device for the GPU that they are for, which here is one of the kind
-    that is traced for, be it present or only known to the compiler
+    backward they take no gradient to the log-sum-exp: see `_with_lse_gradient`
+    they are fitted to JAX's default device, which is set to a GPU of the kind that is traced for,
+    be it present or only known to the compiler
 
-The classes that are called are private in Tokamax, and are its own way to its public function,
-which gives no log-sum-exp and takes no positions.
+Tokamax's public function gives no log-sum-exp and takes no positions. The class that is called here
+is what it calls itself; it is private, and may move from one version to the next.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardlib.kernels._attention._mask import Mask
 from shardlib.kernels._attention._reference import Attention, SideInputs
 from shardlib.kernels._choice import Task, device_here
 from shardlib.kernels._gpu import generation, refuses_device
@@ -37,9 +35,10 @@ from shardlib.machine._targets import Target
 
 MODULE = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 BLOCK = 128  # lengths are whole blocks of keys, and of two warpgroups' queries
-# From this version on, kernels for Blackwell take longer heads backward, and JAX has to be as new.
-LONGER_HEADS = (0, 0, 17)
-JAX_FOR_LONGER_HEADS = (0, 11, 2)
+# The versions that are known to be right. From this one on, kernels for Blackwell take longer heads
+# backward, and all are written for this JAX and later ones; before, for earlier ones.
+RENEWED, RENEWED_FOR_JAX = (0, 0, 17), (0, 11, 2)
+BEFORE = (0, 0, 12)
 
 
 def refuses(task: Task) -> str | None:
@@ -61,14 +60,20 @@ def _refuses_version() -> str | None:
     """Why the Tokamax that is installed cannot be called; None if it can."""
     if not has_module(MODULE):
         return f"is called by `{MODULE}`, which Tokamax {version_text()} does not have"
-    if version() >= LONGER_HEADS and jax.__version_info__ < JAX_FOR_LONGER_HEADS:
-        return f"of version {version_text()} is written for JAX 0.11.2 and later; here it is {jax.__version__}"
+    fits = version() == BEFORE
+    if jax.__version_info__ >= RENEWED_FOR_JAX:
+        fits = version() >= RENEWED
+    if not fits:
+        return (
+            "takes Tokamax 0.0.12 with JAX before 0.11.2, and with others 0.0.17 or later; here "
+            f"are Tokamax {version_text()} and JAX {jax.__version__}"
+        )
     return None
 
 
 def _refuses_arrays(task: Task) -> str | None:
     """Why the kernels cannot take arrays of such dtypes and shapes; None if they can."""
-    q, v = task.arrays["q"], task.arrays["v"]
+    q = task.arrays["q"]
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"attends in bfloat16 or float16; not {q.dtype}"
     # Keys are gathered before the kernels run.
@@ -76,19 +81,24 @@ def _refuses_arrays(task: Task) -> str | None:
     for what, length in (("queries", q.shape[1]), ("keys", task.length)):
         if length % BLOCK:
             return f"takes lengths that {BLOCK} divides, and there are {length} {what} on a device"
+    return _refuses_sizes(task)
+
+
+def _refuses_sizes(task: Task) -> str | None:
+    """Why the kernels cannot take so many numbers of a key or a value; None if they can."""
+    attention: Attention = task.definition
     assert task.device is not None
     gpus = generation(task.device.kind)
     largest, largest_value = _largest_sizes(gpus)
-    attention: Attention = task.definition
+    size, value_size = task.arrays["q"].shape[3], task.arrays["v"].shape[3]
     # The gradient to the log-sum-exp takes a number of each value.
-    value_size = v.shape[3] + attention.with_lse
-    if q.shape[3] > largest or value_size > largest_value:
-        return (
-            f"of version {version_text()} takes keys of at most {largest} numbers and values of "
-            f"{largest_value}, with the log-sum-exp one less, on {gpus.capitalize()}; here they "
-            f"have {q.shape[3]} and {v.shape[3]}"
-        )
-    return None
+    if size <= largest and value_size + attention.with_lse <= largest_value:
+        return None
+    return (
+        f"of version {version_text()} takes keys of at most {largest} numbers and values of "
+        f"{largest_value}, with the log-sum-exp one less, on {gpus.capitalize()}; here they have "
+        f"{size} and {value_size}"
+    )
 
 
 def _largest_sizes(gpus: str) -> tuple[int, int]:
@@ -101,7 +111,7 @@ def _largest_sizes(gpus: str) -> tuple[int, int]:
     """
     if gpus == "hopper":
         return 256, 256
-    if version() < LONGER_HEADS:
+    if version() < RENEWED:
         return 64, 128
     return 192, 192
 
@@ -175,28 +185,34 @@ def backward(
     attention: Attention,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """The gradients to queries, keys and values; arguments as in the reference."""
-    (y, lse), (y_gradient, lse_gradient) = results, gradients
-    seen = _seen(q, k, side, attention)
-    sees_nothing = lse == -jnp.inf
-    # All scores of such a query are masked: the kernels make zeros of them beside a zero.
-    highest = jnp.where(sees_nothing, 0, lse).swapaxes(1, 2)
-    values = v
+    y, lse = results
+    y_gradient, values = gradients[0], v
+    # All scores of a query that sees nothing are masked: beside a zero their exponentials are zero.
+    highest = jnp.where(lse == -jnp.inf, 0, lse).swapaxes(1, 2)
     if attention.with_lse:
-        # The kernels subtract `dy . y` where `dy . y - dlse` is wanted. So an output that is
-        # `-dlse`, of gradient one, stands behind the others, for a value that is zero.
-        further = jnp.where(sees_nothing, 0, -lse_gradient)[..., None]
-        y = jnp.concatenate([y.astype(further.dtype), further], -1)
-        y_gradient = _with_number(y_gradient, 1)
-        values = _with_number(v, 0)
-    operation = _operation()
+        y = _with_lse_gradient(results, gradients[1])
+        y_gradient, values = _with_number(y_gradient, 1), _with_number(v, 0)
+    operation, seen = _operation(), _seen(q, k, side, attention)
     with jax.default_device(_device(device_here().kind)):
         bound = operation.bind(q, k, values, **_options(seen, attention))
         options = dict(bound.kwargs)
-        # Of this op, not of its derivative.
+        # Forward gives residuals, and backward takes them.
         options.pop("return_residuals")
         residuals = highest, jnp.ones_like(highest)
         found = operation.vjp(residuals, y, y_gradient, *bound.args, **options)
     return found["q"], found["k"], found["v"][..., : v.shape[3]], None
+
+
+def _with_lse_gradient(results: tuple[jax.Array, jax.Array], lse_gradient: jax.Array) -> jax.Array:
+    """The output, with the gradient to the log-sum-exp, negative, behind its numbers.
+
+    The kernels subtract `dy . y` where `dy . y - dlse` is wanted. Of gradient one and for a value
+    that is zero, this further number makes the one the other, and changes nothing else.
+    """
+    y, lse = results
+    # What is made of minus infinity must not reach any key.
+    further = jnp.where(lse == -jnp.inf, 0, -lse_gradient)[..., None]
+    return jnp.concatenate([y.astype(further.dtype), further], -1)
 
 
 def _with_number(x: jax.Array, number: int) -> jax.Array:
@@ -234,20 +250,32 @@ def _seen(q: jax.Array, k: jax.Array, side: SideInputs, attention: Attention) ->
     if mask.everything and generation(device_here().kind) == "hopper":
         return _Seen()
     starts = attention.starts
-    same_start = starts is not None and starts[0] == starts[1]
-    if same_start and mask.left is None and mask.right == 0:
+    same = starts is not None and starts[0] == starts[1] and q.shape[1] == keys
+    if same and mask.left is None and mask.right == 0:
         return _Seen(causal=True)
     first_query, first_key = side.starts if starts is None else starts
-    # What is subtracted and added below cannot overflow, however large bounds and positions are.
     query = jnp.arange(q.shape[1], dtype=jnp.int32) + (first_query - first_key)
+    first, end = _band(query, keys, mask)
+    nothing = end <= first
+    # On Blackwell the end is given always: keys that are padded there would else count as seen.
+    if mask.left is None:
+        return _Seen(end=end[None], nothing=nothing)
+    return _Seen(first[None], end[None], nothing=nothing)
+
+
+def _band(query: jax.Array, keys: int, mask: Mask) -> tuple[jax.Array, jax.Array]:
+    """The number of the first key that each query sees, and that behind the last one.
+
+    Args:
+        query: the position of each query, less that of the first key.
+        keys: how many there are.
+        mask: the mask, of which the band is meant.
+    """
     first, end = jnp.zeros_like(query), jnp.full_like(query, keys)
+    # Nothing overflows, however large bounds and positions are: both are limited first.
     if mask.left is not None:
         first = jnp.minimum(jnp.maximum(query, mask.left) - mask.left, keys)
     if mask.right is not None:
         last = jnp.minimum(query, keys - 1 - mask.right) + mask.right
         end = jnp.maximum(last + 1, 0)
-    nothing = end <= first
-    # With a bound on Blackwell, no keys are padded in parts that would be counted as seen.
-    if mask.left is None:
-        return _Seen(end=end[None], nothing=nothing)
-    return _Seen(first[None], end[None], nothing=nothing)
+    return first, end
