@@ -2,6 +2,7 @@
 is in them.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
