@@ -54,7 +54,10 @@ TARGETS = {
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
 IMPLEMENTATIONS = {
-    "attention": {"tpu": ("reference", "splash", "tpu"), "gpu": ("reference", "cudnn", "gpu")},
+    "attention": {
+        "tpu": ("reference", "splash", "tpu"),
+        "gpu": ("reference", "cudnn", "tokamax", "gpu"),
+    },
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},

@@ -25,7 +25,7 @@ class GPTConfig:
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
     are made again in the backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
-    on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
+    or "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     """
 
     layers: int
@@ -62,6 +62,7 @@ class GPTConfig:
         "gpu_simulated",
         "xla",
         "cudnn",
+        "tokamax",
         None,
     ] = None
 

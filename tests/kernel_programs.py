@@ -2,6 +2,7 @@
 is in them.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -305,3 +306,59 @@ def attention_refused(target):
     with sl.use(RULES, mesh), pytest.raises(ValueError) as refusal:
         jax.eval_shape(attend, x)
     return str(refusal.value)
+
+
+def attention_by_tokamax(target):
+    """For several masks, heads and meshes, how many kernels of Tokamax's there are both ways, and
+    the bytes of temporaries.
+    """
+    of_gpu = sl.Target(target)
+    cases = [
+        ("data=2,model=2,seq=1", {"causal": True}, 64),
+        ("data=2,model=2,seq=1", {"window": (100, 9), "soft_cap": 30.0}, 64),
+        ("data=1,model=2,seq=2", {"causal": True, "with_lse": True}, 64),
+        ("data=2,model=2,seq=1", {}, 64),
+    ]
+    if "b200" not in target:
+        cases.append(("data=2,model=2,seq=1", {"causal": True, "window": (300, 0)}, 128))
+    return [_by_tokamax(of_gpu, *case) for case in cases]
+
+
+def _by_tokamax(of_gpu, axes, options, size):
+    mesh, split = of_gpu.mesh(axes), P("data", "seq", "model")
+    rules = sl.AxisRules(batch="data", heads="model", seq="seq")
+    names = ("batch", "seq", "heads", None)
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (2, 2048, heads, size), "bfloat16", sharding=jax.NamedSharding(mesh, split)
+        )
+        for heads in (8, 2, 2)
+    ]
+
+    def loss(*arrays):
+        found = kernels.attention(*arrays, names=names, implementation="tokamax", **options)
+        return sum((x.astype("float32") ** 2).sum() for x in jax.tree.leaves(found))
+
+    gradients = jax.grad(loss, (0, 1, 2))
+    with sl.use(rules, mesh):
+        compiled = compile_for(mesh, jax.jit(gradients).lower(*arrays))
+    count = len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text()))
+    return count, compiled.memory_analysis().temp_size_in_bytes
+
+
+def attention_chosen(target):
+    """What attends to positions on the device itself, to those with a soft cap, and to positions
+    that are split over devices.
+    """
+    mesh = sl.Target(target).mesh("data=2,model=1,seq=2")
+    rules = sl.AxisRules(batch="data", heads="model", seq="seq")
+    x = jax.ShapeDtypeStruct((2, 8192, 8, 64), "bfloat16")
+
+    def runs(positions, **options):
+        names = ("batch", positions, "heads", None)
+        call = functools.partial(kernels.attention, names=names, causal=True, **options)
+        (explained,) = kernels.explain(call, x, x, x).calls
+        return explained.runs
+
+    with sl.use(rules, mesh):
+        return runs(None), runs(None, soft_cap=30.0), runs("seq")

@@ -29,7 +29,7 @@ LAYERS = [
     ("tracing", "_jaxpr _row_gradients _lookup_forms _lookups _linearize _region"),
     ("tracing", "_layer_uses _weight_values _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
-    ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_ring _gpu_tiles"),
+    ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_ring _gpu_tiles _tokamax"),
     ("kernels._softmax", "_reference _tpu _gpu"),
     ("kernels._norm", "_reference _tpu _gpu _tokamax"),
     ("kernels._linear_cross_entropy", "_reference _tpu _gpu"),
@@ -39,7 +39,7 @@ LAYERS = [
     ),
     (
         "kernels._attention",
-        "_gpu_band _gpu_walk _gpu_rows _gpu_kernels _gpu _cudnn _options",
+        "_gpu_band _gpu_walk _gpu_rows _gpu_kernels _gpu _cudnn _tokamax _options",
     ),
     ("kernels", "_softmax _norm _linear_cross_entropy _attention _on_shards"),
     ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),

@@ -241,13 +241,12 @@ def test_attention_by_plain_xla_is_a_name_one_can_ask_for(config):
     np.testing.assert_allclose(plain, default, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["cudnn", "tokamax"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_attention_by_cudnn_is_refused_on_a_cpu(dtype):
-    config = replace(SMALL, attention="cudnn", dtype=dtype)
-    with (
-        sl.unsharded(),
-        pytest.raises(ValueError, match="`cudnn` is a kernel for GPUs, and this is traced for cpu"),
-    ):
+def test_attention_by_a_kernel_for_gpus_is_refused_on_a_cpu(dtype, name):
+    config = replace(SMALL, attention=name, dtype=dtype)
+    refusal = f"`{name}` is a kernel for GPUs, and this is traced for cpu"
+    with sl.unsharded(), pytest.raises(ValueError, match=refusal):
         call(make(config), tokens_of(config))
 
 

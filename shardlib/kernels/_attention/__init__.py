@@ -49,6 +49,7 @@ IMPLEMENTATIONS = (
     Implementation("splash", "tpu", f"{__name__}._splash"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
     Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False, differentiable=True),
+    Implementation("tokamax", "gpu", f"{__name__}._tokamax", has_simulator=False),
     Implementation("gpu", "gpu", f"{__name__}._gpu"),
 )
 

@@ -4,14 +4,13 @@ Where a residual is added, the gradient to it and that through the norm are roun
 added too.
 """
 
-import importlib
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.kernels._choice import Task
+from shardlib.kernels._tokamax import imported, refuses_absence
 
 
 def refuses(task: Task) -> str | None:
@@ -19,8 +18,9 @@ def refuses(task: Task) -> str | None:
 
     The text continues a sentence that begins with the implementation's name.
     """
-    if importlib.util.find_spec("tokamax") is None:
-        return 'is Tokamax\'s, which is not installed: `pip install "shardlib[tokamax]"`'
+    absence = refuses_absence()
+    if absence is not None:
+        return absence
     if jax.default_backend() != "gpu":
         return (
             "is Tokamax's, which fits its kernels to the GPU that is there, and JAX has "
@@ -91,10 +91,6 @@ def backward(
 
 
 def _norm(h: jax.Array, scale: Any, bias: Any, epsilon: float, centred: bool) -> jax.Array:
-    flags: Any = importlib.import_module("absl.flags").FLAGS
-    if not flags.is_parsed():
-        # Tokamax would read the command line of whatever program this is.
-        flags.mark_as_parsed()
-    return importlib.import_module("tokamax").layer_norm(
+    return imported().layer_norm(
         h, scale, bias, epsilon=epsilon, subtract_mean=centred, implementation="triton"
     )
