@@ -227,15 +227,16 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     queries, heads = q.shape[1:3]
     keys = k.shape[1]
     row_bytes = q.shape[3] * jnp.dtype(q.dtype).itemsize
-    query_block = _block(queries, attention.mask, row_bytes)
-    key_block = _block(keys, attention.mask, row_bytes)
+    largest = _largest_block(attention.mask, row_bytes)
+    # The blocks of what stays in fast memory, and of what is fetched again and again.
+    inner = _largest_inner_block(attention.mask, largest)
     sizes = splash.BlockSizes(
-        block_q=query_block,
-        block_kv=key_block,
-        block_q_dkv=query_block,
-        block_kv_dkv=key_block,
-        block_q_dq=query_block,
-        block_kv_dq=key_block,
+        block_q=_block(queries, largest),
+        block_kv=_block(keys, inner),
+        block_q_dkv=_block(queries, inner),
+        block_kv_dkv=_block(keys, largest),
+        block_q_dq=_block(queries, largest),
+        block_kv_dq=_block(keys, inner),
     )
     assert attention.starts is not None
     return splash.make_splash_mha(
@@ -250,17 +251,31 @@ def _kernel(q: jax.Array, k: jax.Array, attention: Attention, simulated: bool) -
     )
 
 
-def _block(length: int, mask: Mask, row_bytes: int) -> int:
-    """How many of so many queries or keys a block has, in whole tiles that divide the length.
+def _largest_block(mask: Mask, row_bytes: int) -> int:
+    """How many queries or keys a block may have.
 
     Blocks of 1,024 are read least often. With their scores and gradients they fit the 16 MiB that
     the compiler gives a kernel, but not on a core that has no more, nor with bools for each
     score, as which a pattern of blocks comes, nor with long rows in float32.
     """
-    largest = 1024
     is_small = vmem_bytes(device_here().kind) < 16 * MIB
     if mask.block_mask is not None or is_small or row_bytes > 512:
-        largest = 512
+        return 512
+    return 1024
+
+
+def _largest_inner_block(mask: Mask, outer: int) -> int:
+    """How many positions a block of the inner loop may have, beside the largest of the outer one.
+
+    Of a narrow band, smaller ones compute and fetch less that nobody sees.
+    """
+    if mask.left is None or mask.right is None or mask.left + mask.right >= outer:
+        return outer
+    return 256
+
+
+def _block(length: int, largest: int) -> int:
+    """How many of so many queries or keys a block has, in whole tiles that divide the length."""
     tiles = length // LANES
     for count in range(largest // LANES, 1, -1):
         if tiles % count == 0:
