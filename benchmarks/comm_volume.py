@@ -1,8 +1,9 @@
 """What each stage of ZeRO sends per step, read off compiled programs, against the paper's volumes.
 
 A scanned decoder on eight devices, every stage, 1, 4 and 16 microbatches, with and without tensor
-parallelism, and hybrid sharding over two slices; on the compilers of TPU v5e, H200 and CPU. Theory,
-of P parameters that are split, A microbatches, n devices along an axis, in units of (n-1)/n:
+parallelism, and hybrid sharding over two slices; on the compilers of TPU v5e, H200 and CPU. And on
+16 v5e and 64 v5p, where axes lie along several dims of a torus. Theory, of P parameters that are
+split, A microbatches, n devices along an axis, in units of (n-1)/n:
 
     stage 0   2P          one all-reduce
     stage 1   2P          one reduce-scatter, one all-gather
@@ -38,10 +39,14 @@ from shardlib.machine._targets import COMPILE_ONLY
 
 MACHINES = {
     "v5e": ("tpu:v5e:2x4", "tpu:v5e:2x2:slices=2", 2),
+    # Axes of 16 and of 64 devices along two dims of a torus and along three.
+    "v5e16": ("tpu:v5e:4x4", "", 2),
+    "v5p64": ("tpu:v5p:4x4x4", "", 2),
     "h200": ("gpu:h200:1x1x8", "gpu:h200:2x1x4", 2),
     "cpu": ("cpu:8", "cpu:8", 4),
 }
 MESHES = ("data=8", "data=4,model=2", "pod=2,data=4")
+MESHES_OF = {"v5e16": ("data=16",), "v5p64": ("data=64", "data=16,model=4")}
 BOUNDS = {
     "worst_ratio": 1.02,
     "most_missing": 0.05,
@@ -61,7 +66,10 @@ CONFIG = gpt.GPTConfig(
 )
 RULES = {
     "data=8": sl.rules.data,
+    "data=16": sl.rules.data,
+    "data=64": sl.rules.data,
     "data=4,model=2": sl.rules.data | sl.rules.tensor,
+    "data=16,model=4": sl.rules.data | sl.rules.tensor,
     "pod=2,data=4": sl.rules.data | sl.AxisRules(batch=("pod", "data")),
 }
 
@@ -126,13 +134,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--machines", default=",".join(MACHINES), help="some of v5e, h200 and cpu")
+    parser.add_argument(
+        "--machines", default=",".join(MACHINES), help="some of v5e, v5e16, v5p64, h200, cpu"
+    )
     arguments = parser.parse_args()
     os.environ.update(COMPILE_ONLY)  # before a compiler is loaded
     sl.simulate_devices(8)
     worst, least, between, worst_tensor, programs = 0.0, 1.0, 0.0, 1.0, 0
     for machine in arguments.machines.split(","):
-        for shape in MESHES:
+        for shape in MESHES_OF.get(machine, MESHES):
             of_tensor: dict[int, float] = {}
             for stage in range(4):
                 for accumulate in (1, 4, 16):

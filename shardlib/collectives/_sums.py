@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from shardlib.layouts._annotate import sizes_on_torus
+from shardlib.machine._torus import groups_along
+
 BUCKET_BYTES = 32 * 2**20
 """How large one collective is about, where that can be chosen."""
 
@@ -31,11 +34,52 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     size = math.prod(shape)
     fills_tiles = size % _LANES == 0
     rows = front.reshape((parts, size // _LANES, _LANES) if fills_tiles else (parts, size))
-    # One after the other, the fast networks first: each axis is a dim of a torus, or a network, of
-    # its own.
+    # One after the other: each axis is a dim of a torus, or a network, of its own.
     for name in axes:
-        rows = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=True)
+        rows = _scatter_rows(rows, name)
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
+
+
+def _scatter_rows(rows: jax.Array, axis: str) -> jax.Array:
+    """`psum_scatter` along the first dim, one dim of a TPU's torus after the other.
+
+    Of a scatter over several dims at once the compiler mostly makes an all-reduce, twice the bytes.
+    """
+    sizes = sizes_on_torus(axis)
+    if _scatters_at_once(sizes):
+        return lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
+    for digit in range(len(sizes)):
+        groups = groups_along(sizes, digit, digit + 1)
+        rows = lax.psum_scatter(
+            rows, axis, scatter_dimension=0, tiled=True, axis_index_groups=groups
+        )
+    return rows
+
+
+def _scatters_at_once(sizes: tuple[int, ...]) -> bool:
+    """Whether compilers for TPUs scatter over all dims at once.
+
+    They do over two dims of different lengths, and use the links of both.
+    """
+    return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] != sizes[1])
+
+
+def gather_along(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    """All parts of an array along `axis`, one after the other along `dim`, as `all_gather`.
+
+    It goes over two dims of a TPU's torus at once, and over further ones after that: of a gather
+    over three dims, the compiler makes an all-reduce of whole arrays padded with zeros.
+    """
+    sizes = sizes_on_torus(axis)
+    if len(sizes) <= 2:
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+    end = len(sizes)
+    while end > 0:
+        begin = max(end - 2, 0)
+        groups = groups_along(sizes, begin, end)
+        x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+        end = begin
+    return x
 
 
 def in_pieces(

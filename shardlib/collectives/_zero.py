@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
+from shardlib.collectives._sums import BUCKET_BYTES, gather_along, in_pieces, sum_scatter
 from shardlib.layouts._rules import (
     as_tuple,
     axes_without,
@@ -222,7 +222,7 @@ def gather(
     def collective(part: jax.Array, axis: int) -> jax.Array:
         # The last axis is the innermost one: its parts follow each other.
         for name in reversed(axes):
-            part = lax.all_gather(part, name, axis=axis, tiled=True)
+            part = gather_along(part, axis, name)
         return part
 
     def gathered(part: jax.Array) -> jax.Array:

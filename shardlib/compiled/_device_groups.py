@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from shardlib.compiled._hlo import Instruction, first, numbers
 from shardlib.machine._mesh import slice_index
+from shardlib.machine._torus import torus_dims
 
 Groups = list[tuple[int, ...]]
 """Groups of devices by number, or the pairs of a permute."""
@@ -95,18 +96,35 @@ class Devices:
     def axes(self, groups: Groups, permute: bool) -> tuple[str, ...] | None:
         """The mesh axes that groups run over; for the pairs of a permute, those that are moved on.
 
-        None where there is no mesh, or where the groups are not what these axes would make.
+        None where there is no mesh, or where the groups are not what these axes would make, or
+        those of their dims of a torus over which they run.
         """
         if self.mesh is None or max(map(max, groups)) >= self.mesh.size:
             return None
-        positions = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)
+        shape, names = _torus_shape(self.mesh)
+        positions = np.arange(self.mesh.size).reshape(shape)
         # All groups run over the same axes, so the first one is enough; pairs may differ.
         varying = _varying_dims(groups if permute else groups[:1], positions.shape)
         if not permute:
             expected = _groups_along(positions, varying)
             if sorted(map(sorted, groups)) != sorted(map(sorted, expected)):
                 return None
-        return tuple(self.mesh.axis_names[dim] for dim in varying)
+        return tuple(dict.fromkeys(names[dim] for dim in varying))
+
+
+def _torus_shape(mesh: Mesh) -> tuple[tuple[int, ...], list[str]]:
+    """The shape of a mesh with a dim for each dim of the torus, and the axis that each belongs to.
+
+    Collectives over an axis that lies along several dims of a torus go over one after the other.
+    """
+    sizes_of_axes = dict(torus_dims(mesh))
+    shape: list[int] = []
+    names: list[str] = []
+    for name, size in mesh.shape.items():
+        sizes = sizes_of_axes.get(name, (size,))
+        shape += sizes
+        names += [name] * len(sizes)
+    return tuple(shape), names
 
 
 def _groups_along(positions: np.ndarray, dims: list[int]) -> list[list[int]]:

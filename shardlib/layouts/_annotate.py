@@ -35,6 +35,7 @@ from shardlib.layouts._rules import (
     keep_axes,
     mesh_text,
 )
+from shardlib.machine._torus import TorusDims, torus_dims
 
 Remat: TypeAlias = Literal["none", "full", "stage"]
 
@@ -67,6 +68,7 @@ class Scope:
     used: UsedNames | None = None
     mesh: AbstractMesh | None = None
     flax: Pairs | None = None
+    torus: TorusDims = ()
 
     def record(self, names: Iterable[Any]) -> None:
         """Write down the names that an annotation used, if anyone asked for them.
@@ -98,6 +100,21 @@ def current_mesh() -> AbstractMesh:
     if scope is None or scope.mesh is None:
         return jax.sharding.get_abstract_mesh()
     return scope.mesh
+
+
+def sizes_on_torus(axis: str) -> tuple[int, ...]:
+    """How many devices an axis has along each dim of a TPU's torus, the outermost first.
+
+    It is one size where the axis lies along one dim, or where there is no torus. An abstract mesh
+    has no places of devices: they are those of the mesh that `use` put in force.
+    """
+    size = jax.sharding.get_abstract_mesh().shape[axis]
+    scope = _scope.value
+    if scope is not None:
+        for name, sizes in scope.torus:
+            if name == axis and math.prod(sizes) == size:
+                return sizes
+    return (size,)
 
 
 def mesh_of_shards() -> AbstractMesh:
@@ -154,7 +171,11 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
     outer = _scope.value
     # What the user chose for Flax stays in force; what an outer `use` set for it does not.
     flax = _rules_of_flax(outer)
-    scope = Scope(rules, remat, mesh=None if outer is None else outer.mesh, flax=flax)
+    scope = Scope(rules, remat, flax=flax)
+    if outer is not None:
+        scope = replace(scope, mesh=outer.mesh, torus=outer.torus)
+    if mesh is not None:
+        scope = replace(scope, torus=torus_dims(mesh))
     # Flax's variables cannot be laid out as they are made where there is no mesh.
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
     pairs = pairs_of(rules) if flax is None else flax
