@@ -1,21 +1,28 @@
-"""Llama on the pods that others publish figures of: what the TPU compiler makes of a training step.
+"""Models on the pods that MaxText is compiled for too: what the TPU compiler makes of a step.
 
-One sequence on each chip, weights and moments in float32 and split over all chips (stage 3),
-products and sums of gradients in bfloat16, full recomputation, AdamW:
+One sequence on each chip, weights and moments in float32, stage 3, products and sums of gradients
+in bfloat16, full recomputation, AdamW:
 
-    llama2_7b     2,048 tokens on 256 v5e (16x16), one axis
-    llama3_8b     8,192 tokens on 64 v5p (4x4x4), an axis for each dim of the torus, fused loss
+    llama2_7b             2,048 tokens on 256 v5e (16x16), split over one axis of 256
+    llama2_7b_tensor      the same, split over 16, and 16-way tensor and sequence parallelism
+    llama3_8b             8,192 tokens on 64 v5p (4x4x4), split over one axis of 64, fused loss
+    mixtral_8x7b          2,048 tokens on 64 v5p, split over 16, experts over 4, capacity 1.25
+    llama3_8b_v6e         8,192 tokens on 64 v6e (8x8), split over one axis of 64, fused loss
 
-Each is compiled as it is, which is with the attention that `sl.kernels` chooses, and with plain
-XLA's (`..._xla`), for comparison:
+Of each program:
 
-- `temp_gb`: temporaries of a chip, by `memory_analysis()`.
+- `arguments_gb`, `temp_gb`: of a chip, by `memory_analysis()`.
+- `sent_gb`: what a device sends in a step, and `hidden`, the share of it that is under way while
+  matrices are multiplied, as it is scheduled.
 - `gigacycles`: the compiler's own estimates of what its instructions take, added up over loops.
-  Custom kernels have none.
+  Custom kernels have none, here and there.
 - `lower_s`, `compile_s`: on an otherwise idle machine.
-- `attends`: the implementation that was chosen.
 
-It needs the TPU compiler and no TPU, and takes some three minutes on two cores:
+The ratios are over MaxText 0.2.5 as it compiles with JAX 0.12.0.1 (`MAXTEXT`, of 2026-11): `hbm` of
+arguments and temporaries, `wire` of bytes sent, `cycle` of cycles. With `--plain`, Llama is also
+compiled with plain XLA's attention (`..._xla`), for comparison.
+
+It needs the TPU compiler and no TPU, and takes some six minutes on two cores:
 `pip install -e ".[tpu-plan]"`.
 
     python -m benchmarks.pods --json
@@ -25,7 +32,9 @@ import argparse
 import dataclasses
 import os
 import re
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,13 +46,40 @@ from flax import nnx
 
 import shardlib as sl
 from benchmarks._report import report
-from models import gpt
+from models import gpt, moe
 from shardlib.compiled._hlo import Program
 
-BOUNDS = {"llama3_8b_temp_gb": 10.0, "llama3_8b_compile_s": 35.0}
+BOUNDS = {
+    "llama3_8b_temp_gb": 10.0,
+    "llama3_8b_compile_s": 35.0,
+    "hbm_ratio_max": 0.95,
+    "wire_ratio_max": 0.82,
+    "wire_ratio_mixtral": 0.35,
+    "cycle_ratio_max": 0.95,
+    "compile_s_llama2_7b": 20.0,
+    "compile_s_max": 60.0,
+}
 PRECISION = sl.Precision("bf16", accumulate="bf16", reduce="bf16")
 # The compiler's word for "not known", of transfers that another core makes.
 UNKNOWN_CYCLES = 2**62
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """What MaxText's program of the same model on the same pod comes to."""
+
+    arguments_gb: float
+    temp_gb: float
+    sent_gb: float
+    gigacycles: float
+
+
+MAXTEXT = {
+    "llama2_7b": Peer(0.316, 1.786, 52.4, 1.131),
+    "llama2_7b_tensor": Peer(0.317, 2.137, 113.5, 1.246),
+    "llama3_8b": Peer(1.509, 7.714, 58.2, 2.398),
+    "mixtral_8x7b": Peer(8.760, 8.83, 281.2, 1.605),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,41 +89,61 @@ class Pod:
     config: gpt.GPTConfig
     target: str
     mesh: str
-    examples: int
+    rules: sl.AxisRules = sl.rules.data
+    model: Callable[..., Any] = gpt.GPT
+    loss: Callable[..., Any] = gpt.loss
 
 
+EXPERTS = sl.rules.data | sl.AxisRules(batch=("data", "expert"), experts="expert")
+MIXTRAL = moe.mixtral_8x7b(context=2048, router=sl.experts.TopK(2, capacity=1.25))
+LLAMA2, LLAMA3 = gpt.llama2_7b(context=2048), gpt.llama3_8b(fused_loss=True)
 PODS = {
-    "llama2_7b": Pod(gpt.llama2_7b(context=2048), "tpu:v5e:16x16", "data=256", 256),
-    "llama3_8b": Pod(gpt.llama3_8b(fused_loss=True), "tpu:v5p:4x4x4", "x=4,y=4,z=4", 64),
+    "llama2_7b": Pod(LLAMA2, "tpu:v5e:16x16", "data=256"),
+    "llama2_7b_tensor": Pod(
+        LLAMA2, "tpu:v5e:16x16", "data=16,model=16", sl.rules.data | sl.rules.tensor_sequence
+    ),
+    "llama3_8b": Pod(LLAMA3, "tpu:v5p:4x4x4", "data=64"),
+    "mixtral_8x7b": Pod(MIXTRAL, "tpu:v5p:4x4x4", "data=16,expert=4", EXPERTS, moe.MoE, moe.loss),
+    "llama3_8b_v6e": Pod(LLAMA3, "tpu:v6e:8x8", "data=64"),
 }
 
 
 def figures_of(pod: Pod) -> dict[str, Any]:
     """What the compiler makes of a training step on a pod."""
     mesh = sl.Target(pod.target).mesh(pod.mesh)
-    rules = sl.rules.data | sl.AxisRules(batch=mesh.axis_names)
-    strategy = sl.Strategy(mesh=mesh, rules=rules, zero=3, precision=PRECISION, remat="full")
+    strategy = sl.Strategy(mesh=mesh, rules=pod.rules, zero=3, precision=PRECISION, remat="full")
     optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
     state = sl.init(
-        lambda: gpt.GPT(pod.config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True
+        lambda: pod.model(pod.config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True
     )
-    batch = {"tokens": jax.ShapeDtypeStruct((pod.examples, pod.config.context + 1), "int32")}
+    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, pod.config.context + 1), "int32")}
     started = time.perf_counter()
-    lowered = sl.train_step(gpt.loss, strategy).lower(state, batch)
+    lowered = sl.train_step(pod.loss, strategy).lower(state, batch)
     lower_s = time.perf_counter() - started
     started = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - started
-    attends = pod.config.attention
-    if attends is None:
-        attends = "splash" if "splash" in compiled.as_text() else "reference"
+    memory = compiled.memory_analysis()
+    collectives = sl.testing.collectives(compiled, mesh)
+    sent = sum(one.total_bytes for one in collectives)
+    hidden = sum(one.total_bytes for one in collectives if one.overlapped)
     return {
-        "temp_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 3),
+        "arguments_gb": round(memory.argument_size_in_bytes / 1e9, 3),
+        "temp_gb": round(memory.temp_size_in_bytes / 1e9, 3),
+        "sent_gb": round(sent / 1e9, 2),
+        "hidden": round(hidden / sent, 3),
         "gigacycles": round(cycles(compiled.as_text()) / 1e9, 3),
         "lower_s": round(lower_s, 1),
         "compile_s": round(compile_s, 1),
-        "attends": attends,
+        "attends": attention_of(pod.config, compiled.as_text()),
     }
+
+
+def attention_of(config: gpt.GPTConfig, text: str) -> str:
+    """The implementation of attention in a program."""
+    if config.attention is not None:
+        return config.attention
+    return "splash" if "splash" in text else "reference"
 
 
 def cycles(text: str) -> int:
@@ -100,20 +156,64 @@ def cycles(text: str) -> int:
     return total
 
 
+def ratios(name: str, figures: dict[str, Any]) -> dict[str, float]:
+    """A program's memory, bytes and cycles over MaxText's; nothing where MaxText has none."""
+    peer = MAXTEXT.get(name)
+    if peer is None:
+        return {}
+    held = figures["arguments_gb"] + figures["temp_gb"]
+    return {
+        "hbm_ratio": round(held / (peer.arguments_gb + peer.temp_gb), 3),
+        "wire_ratio": round(figures["sent_gb"] / peer.sent_gb, 3),
+        "cycle_ratio": round(figures["gigacycles"] / peer.gigacycles, 3),
+    }
+
+
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The worst of all programs, of the kinds that bounds are for."""
+    worst = {}
+    compared = {name: found[name] for name in found if name in MAXTEXT}
+    for ratio in ("hbm_ratio", "wire_ratio", "cycle_ratio"):
+        # What Mixtral's experts send is compared by a bound of its own.
+        values = [
+            figures[ratio]
+            for name, figures in compared.items()
+            if ratio != "wire_ratio" or name != "mixtral_8x7b"
+        ]
+        if values:
+            worst[f"{ratio}_max"] = max(values)
+    if "mixtral_8x7b" in found:
+        worst["wire_ratio_mixtral"] = found["mixtral_8x7b"]["wire_ratio"]
+    if "llama2_7b" in found:
+        worst["compile_s_llama2_7b"] = found["llama2_7b"]["compile_s"]
+    worst["compile_s_max"] = max(figures["compile_s"] for figures in found.values())
+    return worst
+
+
 def main() -> None:
+    """Measure, print, and with `--json` print for machines."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    parser.add_argument("--only", choices=list(PODS), help="only this one")
+    parser.add_argument("--only", choices=list(PODS), action="append", help="only this one")
+    parser.add_argument("--plain", action="store_true", help="Llama with plain attention, too")
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {}
-    for name, pod in PODS.items():
-        if arguments.only in (None, name):
-            plain = dataclasses.replace(pod.config, attention="xla", fused_loss=False)
-            for suffix, config in (("", pod.config), ("_xla", plain)):
-                for figure, value in figures_of(dataclasses.replace(pod, config=config)).items():
-                    figures[f"{name}{suffix}_{figure}"] = value
+    found: dict[str, dict[str, Any]] = {}
+    for name in arguments.only or PODS:
+        pod = PODS[name]
+        found[name] = figures_of(pod)
+        found[name] |= ratios(name, found[name])
+        print(name, found[name], file=sys.stderr, flush=True)
+        if arguments.plain and pod.model is gpt.GPT:
+            config = dataclasses.replace(pod.config, attention="xla", fused_loss=False)
+            found[f"{name}_xla"] = figures_of(dataclasses.replace(pod, config=config))
+    figures = {
+        f"{name}_{figure}": value
+        for name, of_program in found.items()
+        for figure, value in of_program.items()
+    }
+    figures |= summary(found)
     bounds = {name: bound for name, bound in BOUNDS.items() if name in figures}
     report("pods", figures, bounds, arguments.json)
 
