@@ -239,24 +239,25 @@ def _share_below(z: jax.Array) -> jax.Array:
 def _gelu_tanh(z: jax.Array) -> jax.Array:
     """GELU, its share below approximated by a hyperbolic tangent.
 
-    It is `jax.nn.gelu(z, approximate=True)`, which is GPT's.
+    It is `jax.nn.gelu(z, approximate=True)`, which is GPT's. The share `(1 + tanh(u)) / 2` is
+    taken as the sigmoid of `2 u`, where nothing cancels.
     """
-    return _above(z) * (0.5 * (1 + _approximate(z)))
+    return _above(z) * jax.nn.sigmoid(_approximate(z))
 
 
 def _gelu_tanh_slope(z: jax.Array) -> jax.Array:
-    """The derivative of the approximation, with `t` the tangent of `u = ROOT (z + CUBIC z^3)`.
+    """`s + z s (1 - s) a'`, with the sigmoid `s` of the approximation `a`.
 
-    It is `(1 + t) / 2 + z (1 - t^2) u' / 2`.
+    It is the derivative of the approximation, not an approximation of GELU's.
     """
-    tanh = _approximate(z)
-    inner_slope = ROOT * (1 + 3 * CUBIC * jnp.square(z))
-    return 0.5 * (1 + tanh) + 0.5 * z * (1 - jnp.square(tanh)) * inner_slope
+    a = _approximate(z)
+    a_slope = 2 * ROOT * (1 + 3 * CUBIC * jnp.square(z))
+    return jax.nn.sigmoid(a) * (1 + z * jax.nn.sigmoid(-a) * a_slope)
 
 
 def _approximate(z: jax.Array) -> jax.Array:
-    """The tangent of the approximation, from minus one to one."""
-    return jnp.tanh(ROOT * (z + CUBIC * (z * z * z)))
+    """The number whose sigmoid is about the share of a normal distribution below `z`."""
+    return 2 * ROOT * (z + CUBIC * (z * z * z))
 
 
 def _relu_slope(z: jax.Array) -> jax.Array:
