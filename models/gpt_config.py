@@ -41,7 +41,7 @@ class GPTConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
-    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
@@ -116,6 +116,11 @@ class GPTConfig:
             "position": self.context,
             "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
         }
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third matrix, for the gate of a gated unit."""
+        return self.mlp in ("swiglu", "geglu")
 
     @property
     def training_flops_per_token(self) -> float:
