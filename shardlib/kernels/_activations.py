@@ -21,6 +21,7 @@ from jax import lax
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.kernels._choice import device_here
 from shardlib.kernels._rows import compute_dtype
 from shardlib.kernels._shards import as_varying, varying, varying_alike
 
@@ -120,7 +121,9 @@ def _gated_backward(activation: ActivationName, saved: Any, gradient: jax.Array)
     # In this order: a slope of zero makes zero of any finite gradient.
     gate_gradient = g * (_wide(up) * one.slope(_bounded(z)))
     up_gradient = g * one.value(z)
-    return gate_gradient.astype(gate.dtype), up_gradient.astype(up.dtype)
+    gradients = gate_gradient.astype(gate.dtype), up_gradient.astype(up.dtype)
+    # Each is read by two products. Without a barrier the TPU's compiler makes it again in each.
+    return lax.optimization_barrier(gradients)
 
 
 _gated: Any = jax.custom_vjp(_gated_value, nondiff_argnums=(0,))
@@ -159,6 +162,11 @@ def _biased_backward(
     x_gradient = z_gradient.astype(x.dtype)
     if bias is None:
         return x_gradient, None
+    # The GPU's compiler would write the wide gradient to memory for the sum over rows: there it is
+    # one of the rounded gradient, which is in memory anyway.
+    if device_here().platform == "gpu":
+        x_gradient = lax.optimization_barrier(x_gradient)
+        z_gradient = _wide(x_gradient)
     bias_gradient = z_gradient.sum(tuple(range(x.ndim - 1)))
     # JAX would add up over devices after rounding.
     others = tuple(sorted(varying(bias_gradient) - varying(bias)))
