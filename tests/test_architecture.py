@@ -37,7 +37,7 @@ LAYERS = [
         "kernels._attention",
         "_mask _patterns _pairs _reference _splash _tpu_grid _tpu_kernels _tpu _cudnn _options",
     ),
-    ("kernels", "_softmax _norm _linear_cross_entropy _attention _on_shards"),
+    ("kernels", "_activations _softmax _norm _linear_cross_entropy _attention _on_shards"),
     ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),
     ("optimizers", "_stacked _local _onebit_adam"),
     (

@@ -173,7 +173,7 @@ def estimate(
     >>> step = estimate(gpt2, examples=4)
     >>> {kind: size // 2**20 for kind, size in step.kinds.items()}, step.total_bytes // 2**20
     ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474,
-    'activations': 6915}, 8732)
+    'activations': 5763}, 7580)
     """
     check.kind("estimate", "decoder", decoder, Decoder, "a `sl.planning.Decoder`")
     takes = "a `sl.planning.ItemSizes`"
