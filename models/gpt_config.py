@@ -18,9 +18,9 @@ class GPTConfig:
     any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
     `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
     are taken in float32 always. Activations are those of `sl.kernels`, in float32 too.
-    Norms are plain JAX with `kernels="xla"`, and else those of
-    `sl.kernels`, which take the addition before them: by the implementation of that name, or with None by the best that is known where
-    they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's result
+    Norms are plain JAX with `kernels="xla"`, and else those of `sl.kernels`, which take the
+    addition before them: by the implementation of that name, or with None by the best that is known
+    where they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's result
     for the backward pass, where sequences are split, and of one with a derivative of its own it
     gathers that again. With `fused_loss` the loss takes the head
     and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and

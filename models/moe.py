@@ -105,9 +105,11 @@ class Experts(nnx.Module):
         init, returning = gpt.normal(gpt.STANDARD_DEVIATION), gpt.normal(gpt.returning_std(config))
         self.router = gpt.parameter(init, config, "embed", "routes", rngs=rngs)
         self.up = gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
-        self.gate = None
-        if config.gated:
-            self.gate = gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
+        self.gate = (
+            gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
+            if config.gated
+            else None
+        )
         self.down = gpt.parameter(returning, config, "experts", "mlp", "embed", rngs=rngs)
 
     def __call__(
