@@ -20,11 +20,11 @@ class GPTConfig:
     are taken in float32 always. Activations are those of `sl.kernels`, in float32 too.
     Norms are plain JAX with `kernels="xla"`, and else those of `sl.kernels`, which take the
     addition before them: by the implementation of that name, or with None by the best that is known
-    where they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's result
-    for the backward pass, where sequences are split, and of one with a derivative of its own it
-    gathers that again. With `fused_loss` the loss takes the head
-    and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
-    are made again in the backward pass. `attention` is the implementation of
+    where they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's
+    result for the backward pass, where sequences are split, and of one with a derivative of its own
+    it gathers that again. With `fused_loss` the loss takes the head and the cross-entropy in one,
+    `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
+    backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
     on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     """
