@@ -91,11 +91,13 @@ class Projection(nnx.Module):
         add the bias.
         """
         # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
-        last = tuple(range(-self.contracted, 0))
-        product = lay_out(
-            jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts
-        )
+        product = self.product(x, *layouts)
         return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
+
+    def product(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
+        """The same without the bias, for what adds it itself."""
+        last = tuple(range(-self.contracted, 0))
+        return lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts)
 
 
 def lay_out(x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
@@ -137,7 +139,14 @@ class Norm(nnx.Module):
         )
         return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
 
-    def _by_kernel(self, x_BSD: jax.Array) -> jax.Array:
+    def of_sum(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the residual stream with what is added to it, and that sum."""
+        if self.kernels != "xla":
+            return self._by_kernel(x_BSD, residual=y_BSD)
+        x_BSD = lay_out(x_BSD + y_BSD, RESIDUAL)
+        return self(x_BSD), x_BSD
+
+    def _by_kernel(self, x_BSD: jax.Array, **more: Any) -> Any:
         weights = [one[...] for one in (self.scale, self.bias) if one is not None]
         norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
         return norm(
@@ -146,6 +155,7 @@ class Norm(nnx.Module):
             names=RESIDUAL,
             epsilon=self.epsilon,
             implementation=self.kernels,
+            **more,
         )
 
 
@@ -219,30 +229,34 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GPT's two matrices around a GELU, or Llama's three (SwiGLU)."""
+    """GPT's two matrices around a GELU, or Llama's three around a gated unit (SwiGLU)."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.kind = config.mlp
         self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
-        self.gate = (
-            Projection(("embed",), ("mlp",), config, rngs=rngs) if config.mlp == "swiglu" else None
-        )
+        self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.gated else None
         self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
-        h_BSF = self.up(x_BSD, HIDDEN)
-        h_BSF = (
-            activate(h_BSF, self.kind)
-            if self.gate is None
-            else h_BSF * jax.nn.silu(self.gate(x_BSD, HIDDEN))
-        )
+        if self.gate is not None:
+            h_BSF = activate(self.gate(x_BSD, HIDDEN), self.kind, up=self.up(x_BSD, HIDDEN))
+        else:
+            # The bias is added by the activation, so that the sum is never in memory.
+            bias_F = None if self.up.bias is None else self.up.bias[...]
+            h_BSF = activate(self.up.product(x_BSD, HIDDEN), self.kind, bias=bias_F)
         return self.down(h_BSF, WHOLE, RESIDUAL)
 
 
-def activate(x: jax.Array, kind: str) -> jax.Array:
-    """GPT's GELU, or a ReLU."""
-    return jax.nn.gelu(x, approximate=True) if kind == "gelu" else jax.nn.relu(x)
+def activate(
+    x: jax.Array, kind: str, *, up: jax.Array | None = None, bias: jax.Array | None = None
+) -> jax.Array:
+    """What an MLP of a kind has between its matrices: GPT's GELU or a ReLU, of `x` and a bias, or a
+    gated unit, in which `x` is the gate of `up`.
+    """
+    if up is not None:
+        return sl.kernels.glu(x, up, "silu" if kind == "swiglu" else "gelu_tanh")
+    return sl.kernels.activate(x, bias, "gelu_tanh" if kind == "gelu" else "relu")
 
 
 class Block(nnx.Module):
@@ -270,30 +284,50 @@ class Block(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen
     ) -> tuple[jax.Array, Any]:
-        x_BSD = self._attended(x_BSD, key, seen)
-        return self._added(
-            x_BSD, self.mlp(self._before(x_BSD, self.mlp_norm)), self.mlp_norm, fold_in(key, 1)
-        ), None
+        x_BSD, read_BSD = self._attended(x_BSD, key, seen)
+        return self._returned(x_BSD, self.mlp(read_BSD), key), None
 
-    def _attended(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
-        y_BSD = self.attention(
-            self._before(x_BSD, self.attention_norm), seen.rotation, seen.segments_BS
-        )
-        x_BSD = self._added(x_BSD, y_BSD, self.attention_norm, fold_in(key, 0))
+    def _attended(
+        self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream after attention, and what the MLP reads of it."""
+        read_BSD = self.attention_norm(x_BSD) if self.norm_first else x_BSD
+        y_BSD = self.attention(read_BSD, seen.rotation, seen.segments_BS)
         if self.cross is None or self.cross_norm is None:
-            return x_BSD
+            norms = self.attention_norm, self.mlp_norm
+            return self._added(x_BSD, y_BSD, norms, fold_in(key, 0))
+        norms = self.attention_norm, self.cross_norm
+        x_BSD, read_BSD = self._added(x_BSD, y_BSD, norms, fold_in(key, 0))
         memory = seen.memory_BTD, seen.memory_segments_BT
-        y_BSD = self.cross(self._before(x_BSD, self.cross_norm), None, seen.segments_BS, *memory)
-        return self._added(x_BSD, y_BSD, self.cross_norm, fold_in(key, 3))
-
-    def _before(self, x_BSD: jax.Array, norm: Norm) -> jax.Array:
-        return norm(x_BSD) if self.norm_first else x_BSD
+        y_BSD = self.cross(read_BSD, None, seen.segments_BS, *memory)
+        return self._added(x_BSD, y_BSD, (self.cross_norm, self.mlp_norm), fold_in(key, 3))
 
     def _added(
-        self, x_BSD: jax.Array, y_BSD: jax.Array, norm: Norm, key: jax.Array | None
-    ) -> jax.Array:
-        x_BSD = x_BSD + self.dropout(y_BSD, rngs=key)
-        return lay_out(x_BSD if self.norm_first else norm(x_BSD), RESIDUAL)
+        self,
+        x_BSD: jax.Array,
+        y_BSD: jax.Array,
+        norms: tuple[Norm, Norm],
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with `y_BSD` added, and what is read of it next.
+
+        The norms are those of what was added and of what comes next; one of them is taken here, in
+        one with the addition.
+        """
+        own, following = norms
+        y_BSD = self.dropout(y_BSD, rngs=key)
+        if self.norm_first:
+            read_BSD, x_BSD = following.of_sum(x_BSD, y_BSD)
+            return lay_out(x_BSD, RESIDUAL), read_BSD
+        x_BSD = lay_out(own.of_sum(x_BSD, y_BSD)[0], RESIDUAL)
+        return x_BSD, x_BSD
+
+    def _returned(self, x_BSD: jax.Array, y_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """The residual stream with what the MLP adds."""
+        y_BSD = self.dropout(y_BSD, rngs=fold_in(key, 1))
+        if self.norm_first:
+            return lay_out(x_BSD + y_BSD, RESIDUAL)
+        return lay_out(self.mlp_norm.of_sum(x_BSD, y_BSD)[0], RESIDUAL)
 
 
 class GPT(nnx.Module):

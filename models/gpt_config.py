@@ -17,13 +17,14 @@ class GPTConfig:
     `4 * width` unless given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that
     any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
     `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
-    are taken in float32 always. Norms are plain JAX with `kernels="xla"`, and else those of
-    `sl.kernels`: by the implementation of that name, or with None by the best that is known where
-    they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's result
-    for the backward pass, where sequences are split, and of one with a derivative of its own it
-    gathers that again. With `fused_loss` the loss takes the head
-    and the cross-entropy in one, `sl.kernels.linear_cross_entropy`: logits are never in memory, and
-    are made again in the backward pass. `attention` is the implementation of
+    are taken in float32 always. Activations are those of `sl.kernels`, in float32 too.
+    Norms are plain JAX with `kernels="xla"`, and else those of `sl.kernels`, which take the
+    addition before them: by the implementation of that name, or with None by the best that is known
+    where they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's
+    result for the backward pass, where sequences are split, and of one with a derivative of its own
+    it gathers that again. With `fused_loss` the loss takes the head and the cross-entropy in one,
+    `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
+    backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
     or "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     """
@@ -41,7 +42,7 @@ class GPTConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
-    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     dropout: float = 0.0
@@ -126,6 +127,11 @@ class GPTConfig:
             "position": self.context,
             "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
         }
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third matrix, for the gate of a gated unit."""
+        return self.mlp in ("swiglu", "geglu")
 
     @property
     def training_flops_per_token(self) -> float:

@@ -61,7 +61,7 @@ class MoEConfig(gpt.GPTConfig):
         """What forward and backward take for one token, whose experts are as many as the router
         chooses.
         """
-        matrices = 3 if self.mlp == "swiglu" else 2
+        matrices = 3 if self.gated else 2
         expert = 2 * matrices * self.width * self.dims["mlp"]
         more = (self.router.choices - 1) * expert + 2 * self.width * self.experts
         return super().training_flops_per_token + 3 * more * (self.layers // self.every)
@@ -105,9 +105,10 @@ class Experts(nnx.Module):
         init, returning = gpt.normal(gpt.STANDARD_DEVIATION), gpt.normal(gpt.returning_std(config))
         self.router = gpt.parameter(init, config, "embed", "routes", rngs=rngs)
         self.up = gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
-        gated = config.mlp == "swiglu"
         self.gate = (
-            gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs) if gated else None
+            gpt.parameter(init, config, "experts", "embed", "mlp", rngs=rngs)
+            if config.gated
+            else None
         )
         self.down = gpt.parameter(returning, config, "experts", "mlp", "embed", rngs=rngs)
 
@@ -121,11 +122,10 @@ class Experts(nnx.Module):
         def experts(weights: dict[str, jax.Array], x_END: jax.Array) -> jax.Array:
             times = lambda x, name: jnp.einsum("enk,ekl->enl", x, weights[name].astype(x.dtype))  # noqa: E731
             h_ENF = times(x_END, "up")
-            h_ENF = (
-                gpt.activate(h_ENF, config.mlp)
-                if "gate" not in weights
-                else h_ENF * jax.nn.silu(times(x_END, "gate"))
-            )
+            if "gate" in weights:
+                h_ENF = gpt.activate(times(x_END, "gate"), config.mlp, up=h_ENF)
+            else:
+                h_ENF = gpt.activate(h_ENF, config.mlp)
             return times(h_ENF, "down")
 
         y_BSD, stats = sl.experts.moe(
@@ -152,11 +152,9 @@ class ExpertBlock(gpt.Block):
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, seen: gpt.Seen
     ) -> tuple[jax.Array, sl.experts.MoEStats]:
-        x_BSD = self._attended(x_BSD, key, seen)
-        y_BSD, stats = self.mlp(
-            self._before(x_BSD, self.mlp_norm), gpt.fold_in(key, 2), seen.real_BS
-        )
-        return self._added(x_BSD, y_BSD, self.mlp_norm, gpt.fold_in(key, 1)), stats
+        x_BSD, read_BSD = self._attended(x_BSD, key, seen)
+        y_BSD, stats = self.mlp(read_BSD, gpt.fold_in(key, 2), seen.real_BS)
+        return self._returned(x_BSD, y_BSD, key), stats
 
 
 class Stretch(nnx.Module):

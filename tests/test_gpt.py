@@ -41,6 +41,7 @@ VARIANTS = {
     "wide_heads": replace(LLAMA, head_dim=6, bias=True),
     "no_bias": replace(SMALL, bias=False),
     "post_norm_rotary": replace(LLAMA, norm_first=False),
+    "geglu": replace(SMALL, mlp="geglu"),
 }
 RULES = {
     "tensor": sl.rules.data | sl.rules.tensor,
@@ -162,11 +163,12 @@ def reference_rotary(config, x):
 def reference_mlp(config, params, x):
     bias = lambda name: params[name]["bias"] if config.bias else 0
     up = x @ params["up"]["kernel"].T + bias("up")
-    if config.mlp == "swiglu":
+    gelu = lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    if config.gated:
         gate = x @ params["gate"]["kernel"].T + bias("gate")
-        hidden = gate / (1 + np.exp(-gate)) * up
+        hidden = up * (gelu(gate) if config.mlp == "geglu" else gate / (1 + np.exp(-gate)))
     else:
-        hidden = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        hidden = gelu(up)
     return hidden @ params["down"]["kernel"].T + bias("down")
 
 

@@ -4,6 +4,8 @@ Each op is one public function, one readable reference and a kernel for each kin
 runs on each device's own shard from the names of its arrays' dims.
 """
 
+from shardlib.kernels._activations import activate as activate
+from shardlib.kernels._activations import glu as glu
 from shardlib.kernels._attention import attention as attention
 from shardlib.kernels._attention._mask import BlockMask as BlockMask
 from shardlib.kernels._attention._options import AttentionOptions as AttentionOptions

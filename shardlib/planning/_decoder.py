@@ -55,7 +55,7 @@ class Decoder:
     head_dim: int | None = None
     hidden: int | None = None
     norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "relu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     positions: Literal["learned", "rotary"] = "learned"
     bias: bool = True
     tied: bool = True
@@ -155,19 +155,19 @@ class Decoder:
         return queries * self.sequence * (4 + itemsize)
 
     def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
-        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU."""
+        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU or GeGLU."""
         tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
         hidden = self.hidden or 4 * width
-        # The gate of SwiGLU is one matrix more.
-        matrices = 3 if self.mlp == "swiglu" else 2
+        # A gate is one matrix more.
+        matrices = 3 if self.mlp in ("swiglu", "geglu") else 2
         return Module(
             name="mlp",
             count=self.layers,
             parameters=matrices * width * hidden + bias * (hidden * (matrices - 1) + width),
             flops=2 * matrices * tokens * width * hidden // tensor,
             output=(examples, self.sequence, width),
-            # The argument of the activation and each step of its formula.
-            kept_bytes=6 * tokens * hidden * itemsize // tensor,
+            # What each matrix into the MLP gives, and what the one out of it takes.
+            kept_bytes=matrices * tokens * hidden * itemsize // tensor,
             in_layer=True,
         )
 

@@ -173,7 +173,7 @@ def estimate(
     >>> step = estimate(gpt2, examples=4)
     >>> {kind: size // 2**20 for kind, size in step.kinds.items()}, step.total_bytes // 2**20
     ({'parameters': 474, 'optimizer state': 949, 'copies of parameters': 0, 'gradients': 474,
-    'activations': 6915}, 8732)
+    'activations': 5763}, 7580)
     """
     check.kind("estimate", "decoder", decoder, Decoder, "a `sl.planning.Decoder`")
     takes = "a `sl.planning.ItemSizes`"
@@ -271,7 +271,8 @@ class _Activations:
 
     - `kept`: all that is kept for the backward pass; `outside`: what of that is not in layers.
     - `layer`: what one layer would keep if nothing were recomputed.
-    - `recomputed`: what is made again of a layer in its backward pass.
+    - `recomputed`: what is made again of a layer in its backward pass, and the gradients of what is
+      kept of its MLP.
     - `logits`: those of the head.
     """
 
@@ -307,14 +308,16 @@ def _activations(
         parts = shared.tensor
     scores_bytes = decoder.score_bytes(examples, sizes.compute, shared.tensor)
     # Embedding, last norm and head are there once, whatever the number of layers.
-    layer, outside = 0, 0
+    layer, outside, gradients = 0, 0, 0
     for module in modules:
         if module.in_layer:
             layer += _kept_of(module, stream, parts)
+            # What an MLP keeps gets gradients, each of its size, while all of it is still there.
+            gradients += module.kept_bytes if module.name == "mlp" else 0
         else:
             outside += _kept_of(module, stream, parts)
     kept = {"none": layer, "selective": layer - scores_bytes, "full": stream // parts}
-    recomputed = {"none": 0, "selective": scores_bytes, "full": layer}
+    recomputed = {"none": 0, "selective": scores_bytes, "full": layer + gradients}
     return _Activations(
         kept=decoder.layers * kept[recompute] + outside,
         outside=outside,
