@@ -486,8 +486,11 @@ def rotations(S: int, K: int, theta: float) -> Rotation:
 def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
     """Turn each pair of a head's dims, `k` and `k + K / 2`, by its position's angle."""
     cos, sin = rotation
-    a, b = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHK.dtype)
+    a, b = jnp.split(x_BSHK, 2, axis=-1)
+    other_BSHK = jnp.concatenate([b, a], axis=-1)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    turned_BSHK = x_BSHK.astype(jnp.float32) * cos + other_BSHK.astype(jnp.float32) * sin
+    return turned_BSHK.astype(x_BSHK.dtype)
 
 
 def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.WeightedMean:

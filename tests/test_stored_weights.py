@@ -17,6 +17,7 @@ import shardlib as sl
 from models import gpt
 from shardlib import testing
 from shardlib._tree import named_leaves
+from shardlib.compiled._hlo import Program
 
 
 def weights():
@@ -464,3 +465,47 @@ def test_what_all_layers_share_is_kept_once_for_backward(remat):
     half = config.dims["head_dim"] // 2
     assert f"f32[48,1,{half}]" in traced, "the angles of the positions"
     assert f"f32[5,48,1,{half}]" not in traced
+
+
+@jax.custom_vjp
+def mean_of_tanh(x, w):
+    return jnp.tanh(x @ w).mean()
+
+
+def mean_of_tanh_backward(saved, g):
+    x, w, h = saved
+    dz = g / h.size * (1 - h**2)
+    return dz @ w.T, x.T @ dz
+
+
+mean_of_tanh.defvjp(
+    lambda x, w: (mean_of_tanh(x, w), (x, w, jnp.tanh(x @ w))), mean_of_tanh_backward
+)
+
+
+def ancestors(scope, instruction):
+    """The instructions of a computation that one depends on."""
+    found, waiting = {}, [instruction]
+    while waiting:
+        for name in waiting.pop().operands:
+            if name in scope.instructions and name not in found:
+                found[name] = scope.instructions[name]
+                waiting.append(found[name])
+    return found.values()
+
+
+@pytest.mark.tpu_compiler
+def test_a_weight_is_not_gathered_again_before_forward_is_done_with_it():
+    """The cotangent of a loss is known from the start: alone, it would let the gather begin."""
+    mesh = sl.Target("tpu:v5e:2x4").mesh("data=8")
+    run = sl.Strategy(mesh=mesh, rules=sl.rules.data, zero=3)
+    make = lambda: {"first": jnp.ones((64, 2048)), "last": jnp.ones((2048, 2048))}
+    state = sl.init(make, optax.sgd(0.1), run, abstract=True)
+    x = jax.ShapeDtypeStruct((16, 64), "float32")
+    loss = lambda model, x, rng: mean_of_tanh(x @ model["first"], model["last"])
+    step = sl.train_step(loss, run)
+    text = step.lower(state, x).compile().as_text()
+    steps = [(scope, made) for scope, made, _ in Program(text).walk()]
+    gathers = [(scope, made) for scope, made in steps if made.opcode.startswith("all-gather")]
+    waits = [any("tanh" in one.attributes for one in ancestors(*gather)) for gather in gathers]
+    assert any(waits), "the last weight, gathered again"

@@ -253,13 +253,24 @@ class _TracedRegion:
         # loop, JAX keeps once, but what a layer has made of it, once for each layer.
         before_barrier = [*floats, *others]
         kept = _replaced(kept, arguments[: len(before_barrier)], before_barrier)
-        return self.outputs.split(results), (jax.tree_util.Partial(backward, kept), stored)
+        leaves, treedef = jax.tree.flatten(kept)
+        made = _smallest_made_here(leaves, [*before_barrier, *stored])
+
+        def resume(leaves: list[Any], stored: list[Any], cotangents: list[Any]) -> Any:
+            # Weights are not made whole again before the forward pass is done with them: cotangents
+            # may be there early, such as those of a loss.
+            waited_for = [] if made is None else [leaves[made]]
+            cotangents, stored, waited_for = _barrier(cotangents, stored, waited_for)
+            if made is not None:
+                leaves = [*leaves[:made], *waited_for, *leaves[made + 1 :]]
+            return backward(treedef.unflatten(leaves), self.make_whole(stored), cotangents)
+
+        return self.outputs.split(results), (jax.tree_util.Partial(resume, leaves), stored)
 
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The gradients of the floats, and the reduced ones of the trained weights."""
-        backward, stored = saved
-        cotangents, stored = _barrier(_instantiated(cotangents), stored)
-        float_gradients, weight_gradients = backward(self.make_whole(stored), cotangents)
+        resume, stored = saved
+        float_gradients, weight_gradients = resume(stored, _instantiated(cotangents))
         reduced = self.reduce(weight_gradients)
         # The backward pass of what comes before in the computation waits until the gradients of
         # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
@@ -350,6 +361,16 @@ def evaluate_region(
     stored = [root.stored for root in region.weights]
     anchors = [root.target for root in region.trained]
     return region.outputs.merge(*evaluated(floats, others, stored, anchors))
+
+
+def _smallest_made_here(leaves: list[Any], inputs: list[Any]) -> int | None:
+    """The position of the smallest array that a region has made, of those that it keeps.
+
+    None if it keeps nothing but its inputs.
+    """
+    given = set(map(id, inputs))
+    made = [position for position, leaf in enumerate(leaves) if id(leaf) not in given]
+    return min(made, key=lambda position: leaves[position].size, default=None)
 
 
 def _replaced(tree: Any, arrays: list[Any], replacements: list[Any]) -> Any:
