@@ -48,6 +48,7 @@ def _scatter_rows(rows: jax.Array, axis: str) -> jax.Array:
     sizes = sizes_on_torus(axis)
     if _scatters_at_once(sizes):
         return lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
+    # The outermost digit first: it says which stretch of rows a device keeps a part of.
     for digit in range(len(sizes)):
         groups = groups_along(sizes, digit, digit + 1)
         rows = lax.psum_scatter(
@@ -73,6 +74,7 @@ def gather_along(x: jax.Array, dim: int, axis: str) -> jax.Array:
     sizes = sizes_on_torus(axis)
     if len(sizes) <= 2:
         return lax.all_gather(x, axis, axis=dim, tiled=True)
+    # The innermost digits first: parts that follow each other on them are neighbours in the result.
     end = len(sizes)
     while end > 0:
         begin = max(end - 2, 0)

@@ -117,6 +117,7 @@ def _torus_shape(mesh: Mesh) -> tuple[tuple[int, ...], list[str]]:
 
     Collectives over an axis that lies along several dims of a torus go over one after the other.
     """
+    # Axes that lie along one dim of a torus, or along none, are not in it.
     sizes_of_axes = dict(torus_dims(mesh))
     shape: list[int] = []
     names: list[str] = []

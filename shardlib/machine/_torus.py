@@ -85,6 +85,7 @@ def _run(line: np.ndarray) -> int | None:
     Args:
         line: `(place, coordinates)`, relative to the first place.
     """
+    # The step to the second device says along which coordinate the run is.
     along = np.flatnonzero(line[1])
     if len(along) != 1:
         return None

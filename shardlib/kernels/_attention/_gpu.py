@@ -139,6 +139,7 @@ def _gradients(
             `dy . y - dlse` of each query.
     """
     q, k, v, y_gradient, lse, delta = sequences
+    # Names decide what is of queries and what of keys; see `_gpu_walk`.
     matrices = {"q": q, "y_gradient": y_gradient, "k": k, "v": v}
     arrays = {name: _padded(x) for name, x in matrices.items()}
     # A query that is padding has no share in any key.

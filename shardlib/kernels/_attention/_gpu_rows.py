@@ -102,6 +102,7 @@ def _program(body: Body, walk: Walk, stages: int, *refs: Any, **shared: Any) -> 
     program = Program(walk, memory)
     group = lax.axis_index("group")
 
+    # Each warpgroup takes one of the two branches, and they meet at barriers only.
     @pl.when(group < GROUPS)
     def _() -> None:
         set_registers(walk.simulated, MANY_REGISTERS)
@@ -240,6 +241,7 @@ class Rows:
                 carry = lax.fori_loop(part.begin, part.end, add, carry)
             return carry
 
+        # Rows of queries see one key head, and so does a key head that serves one query head.
         if not self.walk.rows_are_keys or self.walk.group == 1:
             return add_head(0, carry)
         return lax.fori_loop(0, self.walk.group, add_head, carry)

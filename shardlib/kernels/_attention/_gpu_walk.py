@@ -169,6 +169,8 @@ class Walk:
     @property
     def stages(self) -> int:
         """How many blocks may be on their way at once, in the shared memory that rows leave."""
+        # One block may come while another is computed, but a single one must always fit: sizes of
+        # heads are bounded so that it does.
         room = SHARED
         for buffer in self.row_buffers + self.staging:
             room -= buffer.size_bytes
