@@ -12,7 +12,7 @@ def run() -> Run:
     """Expects `data/`, text in Parquet files, and Llama 3's `tokenizer.json` beside it."""
     return Run(
         name="llama3_8b",
-        model=gpt.llama3_8b(),
+        model=gpt.llama3_8b(fused_loss=True),
         data=Corpus(
             "data/**/*.parquet",
             tokenizer="data/tokenizer.json",
