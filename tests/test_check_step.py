@@ -126,10 +126,10 @@ def test_rounding_is_told_from_errors(stored, precision):
 @pytest.mark.long
 def test_rounding_that_an_optimizer_makes_larger_is_told_from_errors():
     """Adam divides by what may be near zero: 1e-5 would not do in the second step."""
-    # Plain attention rounds enough for it to show.
+    # Plain attention rounds enough for it to show, with a batch whose gradients come near zero.
     sizes = {"width": 32, "heads": 8, "kv_heads": 8, "context": 16, "vocab": 40, "hidden": 64}
     config = gpt.tiny(layers=2, attention="xla", **sizes)
-    random = np.random.RandomState(0)
+    random = np.random.RandomState(2)
     tokens = {
         "tokens": random.randint(0, 40, (16, 17)).astype("i4"),
         "mask": (random.rand(16, 16) > 0.5).astype("f"),
