@@ -43,7 +43,8 @@ def torus_dims(mesh: Mesh) -> TorusDims:
 
 def _places(mesh: Mesh) -> np.ndarray | None:
     """Slice, coordinates and core of each device, `(*mesh, numbers)`; None without a torus."""
-    if not hasattr(mesh.devices.flat[0], "coords"):
+    # GPUs that are only compiled for have coordinates too, and no torus.
+    if mesh.devices.flat[0].platform != "tpu":
         return None
     places = [_place(device) for device in mesh.devices.flat]
     return np.array(places).reshape(*mesh.devices.shape, -1)
