@@ -38,6 +38,13 @@ def test_axes_along_several_dims_of_a_torus_are_found(target, shape, expected):
     assert dict(torus_dims(sl.Target(target).mesh(shape, dcn=dcn))) == expected
 
 
+@pytest.mark.gpu_compiler
+def test_gpus_have_no_torus():
+    mesh = sl.Target("gpu:h100:1x1x4").mesh("data=2,model=2")
+    assert torus_dims(mesh) == ()
+    assert "torus" not in sl.describe_mesh(mesh)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2), (8,), (2, 1, 4)])
 def test_groups_of_devices_on_a_torus_differ_in_one_digit(sizes):
     index = np.arange(8).reshape(sizes)

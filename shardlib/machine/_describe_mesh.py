@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from shardlib._text import table
 from shardlib.checks import _arguments as check
 from shardlib.machine._mesh import count_devices, format_mesh, name_slices, slices_of
+from shardlib.machine._torus import has_torus
 
 _MAX_DRAWN_DEVICES = 16
 _FIRST_FEW = 4  # devices of an axis, listed where the mesh is not drawn
@@ -79,7 +80,7 @@ def _table_of_axes(mesh: Mesh, slices: np.ndarray, *, list_devices: bool) -> str
     # are parallel to it look alike.
     if len(np.unique(slices)) > 1:
         columns.append(["network", *map(_networks, _lines_along_axes(slices))])
-    if hasattr(devices.flat[0], "coords"):
+    if has_torus(devices.flat[0]):
         columns.append(["torus", *map(_torus, _lines_along_axes(devices))])
     if list_devices:
         columns.append(["devices", *map(_first_few, _lines_along_axes(devices))])

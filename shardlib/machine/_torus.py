@@ -41,10 +41,17 @@ def torus_dims(mesh: Mesh) -> TorusDims:
     return tuple(found)
 
 
+def has_torus(device: Any) -> bool:
+    """Whether a device is one of a torus, and has a place on it.
+
+    GPUs that are only compiled for have coordinates too, and no torus.
+    """
+    return device.platform == "tpu" and hasattr(device, "coords")
+
+
 def _places(mesh: Mesh) -> np.ndarray | None:
     """Slice, coordinates and core of each device, `(*mesh, numbers)`; None without a torus."""
-    # GPUs that are only compiled for have coordinates too, and no torus.
-    if mesh.devices.flat[0].platform != "tpu":
+    if not has_torus(mesh.devices.flat[0]):
         return None
     places = [_place(device) for device in mesh.devices.flat]
     return np.array(places).reshape(*mesh.devices.shape, -1)
