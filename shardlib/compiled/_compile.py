@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from shardlib.compiled._hlo import Program, first
 from shardlib.compiled._source_lines import stack_lines
+from shardlib.compiled._written import Kept, Sizes, Written
 from shardlib.machine._targets import Platform, quietly
 
 
@@ -65,7 +66,8 @@ class Compiled:
     refusal: str = ""  # of a program that needs more memory than there is
     # What the compiler itself says that a device needs, where it does.
     stated_bytes: int | None = None
-    analysis: Any = None  # `memory_analysis()`, of a program that was not refused
+    sizes: Sizes | None = None  # of a program that was not refused
+    was_kept: bool = False  # whether an earlier plan had it compiled
 
     @property
     def heapless(self) -> bool:
@@ -74,7 +76,7 @@ class Compiled:
         The compiler has found out, after it laid out a heap of a few pointers, that nothing reads
         them.
         """
-        return self.analysis is not None and self.analysis.temp_size_in_bytes == 0
+        return self.sizes is not None and self.sizes.temporaries == 0
 
     @cached_property
     def program(self) -> Program:
@@ -85,12 +87,39 @@ class CompilerError(ValueError):
     """A program that a compiler refuses, for another reason than that it does not fit."""
 
 
-def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> Compiled:
-    """Compile a lowered step, in silence, and read the files that the compiler writes about it.
+def compile_apart(
+    lowered: Any, platform: Platform, options: dict[str, Any], kept: Kept | None = None
+) -> Compiled:
+    """Compile a lowered step, in silence, and read what the compiler writes about it.
 
     A program that does not fit into the device's memory is returned too, with the compiler's
-    `refusal`. Any other refusal is a `CompilerError`.
+    `refusal`. Any other refusal is a `CompilerError`. What `kept` has of the program is read
+    instead; where it has nothing, it is filled.
     """
+    written = kept.load() if kept is not None else None
+    was_kept = written is not None
+    if written is None:
+        written = _write(lowered, options)
+        if kept is not None:
+            kept.save(written)
+    order, lives = _live_ranges(written.live_ranges)
+    program_bytes, stated_bytes = _stated_bytes(platform, written)
+    return Compiled(
+        written.text,
+        order,
+        _allocations(written.assignment, lives),
+        program_bytes,
+        _remarks(written.printed, written.text),
+        written.seconds,
+        written.refusal,
+        stated_bytes,
+        written.sizes,
+        was_kept,
+    )
+
+
+def _write(lowered: Any, options: dict[str, Any]) -> Written:
+    """Compile a lowered step, and collect what the compiler writes."""
     started = time.perf_counter()
     with quietly() as noise, _without_cache():
         folder = noise.parent / "dump"
@@ -106,22 +135,15 @@ def compile_apart(lowered: Any, platform: Platform, options: dict[str, Any]) -> 
         if assignment is None:
             raise CompilerError(refusal or "The compiler wrote no buffer assignment.")
         stem = str(assignment).removesuffix("-buffer-assignment.txt")
-        order, lives = _live_ranges(Path(f"{stem}-live-range.txt").read_text())
-        allocations = _allocations(assignment.read_text(), lives)
-        text = Path(f"{stem}.txt").read_text()
-    analysis = compiled.memory_analysis() if compiled is not None else None
-    program_bytes, stated_bytes = _stated_bytes(platform, printed, analysis)
-    return Compiled(
-        text,
-        order,
-        allocations,
-        program_bytes,
-        _remarks(printed, text),
-        seconds,
-        refusal,
-        stated_bytes,
-        analysis,
-    )
+        return Written(
+            text=Path(f"{stem}.txt").read_text(),
+            assignment=assignment.read_text(),
+            live_ranges=Path(f"{stem}-live-range.txt").read_text(),
+            printed=printed,
+            seconds=seconds,
+            refusal=refusal,
+            sizes=Sizes.of(compiled) if compiled is not None else None,
+        )
 
 
 def _compile(lowered: Any, options: dict[str, Any], folder: Path) -> tuple[Any, str]:
@@ -144,23 +166,18 @@ def _compile(lowered: Any, options: dict[str, Any], folder: Path) -> tuple[Any, 
     return compiled, ""
 
 
-def _stated_bytes(platform: Platform, printed: str, analysis: Any) -> tuple[int, int | None]:
+def _stated_bytes(platform: Platform, written: Written) -> tuple[int, int | None]:
     """The bytes of the program itself, and of all that a device needs, by the compiler's account.
 
     The second is None where the compiler does not say. Only TPUs' compilers count the first.
     """
+    sizes = written.sizes
     if platform == "tpu":
-        return _stated(printed, analysis)
-    if analysis is None:
+        return _stated(written.printed, sizes)
+    if sizes is None:
         return 0, None
     # Outputs that take the place of arguments are counted as both.
-    total = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )
-    return 0, total
+    return 0, sizes.arguments + sizes.outputs - sizes.aliased + sizes.temporaries
 
 
 @contextlib.contextmanager
@@ -179,7 +196,7 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _stated(printed: str, analysis: Any) -> tuple[int, int | None]:
+def _stated(printed: str, sizes: Sizes | None) -> tuple[int, int | None]:
     """The TPU compiler's own account, of the program only and of all that a device needs.
 
     It logs that where `LOUD` is in force. `memory_analysis()` of a TPU counts fragmentation twice:
@@ -188,7 +205,7 @@ def _stated(printed: str, analysis: Any) -> tuple[int, int | None]:
     """
     parts = _program_parts(printed)
     if not parts:
-        program = analysis.generated_code_size_in_bytes if analysis is not None else 0
+        program = sizes.program if sizes is not None else 0
         return program, None
     # What the program computes with is counted apart from the program itself.
     temporaries = parts.pop("HLO temp", 0)

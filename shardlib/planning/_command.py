@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import CLEAR_LINE, listed, terminal_width
+from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
@@ -98,6 +99,15 @@ def add_command(commands: Any) -> None:
         "--dcn", default="", help="of several slices: the axes between them, such as data or data=4"
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    command.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="where what compilers say is kept, so that the same step is not compiled again "
+        "(default: ~/.cache/shardlib/plans)",
+    )
+    command.add_argument(
+        "--no-cache", action="store_true", help="compile in any case, and keep nothing"
+    )
     command.set_defaults(run=run)
 
 
@@ -245,13 +255,30 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     # A fourth value is the estimate to compare with.
     estimate = next(iter(rest), None)
     planned = _of_user(
-        lambda: plan(step, state, batch, target, estimate=estimate, name=title or name),
+        lambda: plan(
+            step,
+            state,
+            batch,
+            target,
+            estimate=estimate,
+            name=title or name,
+            cache=_cache(arguments),
+        ),
         "the step",
     )
     report = str(planned)
     if arguments.json:
         report = json.dumps(planned.as_dict())
     return {"report": report, "fits": planned.fits}
+
+
+def _cache(arguments: argparse.Namespace) -> Path | None:
+    """The folder that keeps what compilers say, or None."""
+    if arguments.no_cache:
+        return None
+    if arguments.cache:
+        return Path(arguments.cache).expanduser()
+    return cache_folder() / "plans"
 
 
 def _check_result(make_step: str, result: Any) -> None:

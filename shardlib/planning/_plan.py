@@ -11,9 +11,13 @@ does not fit, the plan adds advice, sorted by the bytes that it could save.
 
 import dataclasses
 import math
+import os
 import re
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,9 +27,10 @@ from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
 from shardlib.compiled._compile import compile_apart
 from shardlib.compiled._memory import Memory, attribute
+from shardlib.compiled._written import Kept
 from shardlib.machine._chips import CHIPS, Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
-from shardlib.machine._targets import Target
+from shardlib.machine._targets import LOUD, Target
 from shardlib.planning._advice import advice_for
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import lower
@@ -61,6 +66,7 @@ class Plan:
     refusal: str
     lower_seconds: float
     compile_seconds: float
+    compiled_before: bool = False  # by an earlier plan, whose answer was kept
 
     @property
     def fits(self) -> bool:
@@ -127,6 +133,7 @@ class Plan:
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
+            "compiled_before": self.compiled_before,
         }
 
 
@@ -185,6 +192,7 @@ def plan(
     *,
     estimate: Estimate | None = None,
     name: str = "",
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Compile a step for a machine that need not be there, and say what it will do.
 
@@ -195,6 +203,9 @@ def plan(
     `target` is a machine by name (see `Target`), onto which a step of ours is laid out with the
     axes it has; by default the devices of its mesh. An `estimate` that was made before
     (`sl.estimate`) is printed next to what the compiler says.
+
+    In the folder `cache`, if there is one, what the compiler says of a step of ours is kept; the
+    same step is not compiled for the same machine again.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -208,9 +219,13 @@ def plan(
     machine = _checked_target(target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
+    if cache is not None:
+        check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
     strategy: Strategy | None = None
+    remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
         step, state = _on_target(step, state, machine)
+        remarks = step.remarks
         strategy = step.strategy
         mesh: Mesh | None = step.strategy.device_mesh
     else:
@@ -218,7 +233,10 @@ def plan(
         mesh = _mesh_of((state, batch))
     platform, chip, options = _machine_of(mesh, machine)
     lowered, paths, lower_seconds = lower(step, state, batch)
-    compiled = compile_apart(lowered, platform, options)
+    kept = None
+    if cache is not None and isinstance(step, Step) and mesh is not None:
+        kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
+    compiled = compile_apart(lowered, platform, options, kept)
     memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     step_collectives = collectives(compiled.program, mesh)
@@ -241,14 +259,46 @@ def plan(
         chip=chip,
         memory=memory,
         collectives=step_collectives,
-        remarks=compiled.remarks,
+        remarks=(*remarks, *compiled.remarks),
         advice=advice,
         prices=stage_prices,
         estimate=estimate,
         refusal=compiled.refusal,
         lower_seconds=lower_seconds,
         compile_seconds=compiled.seconds,
+        compiled_before=compiled.was_kept,
     )
+
+
+def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[str]:
+    """Texts that say all that a compiler's answer depends on.
+
+    The program has its lines of Python with it, so that what is kept never blames a line that has
+    moved.
+    """
+    devices = list(mesh.devices.flat)
+    parts = [_text_of(lowered), devices[0].client.platform_version]
+    for package in ("jax", "jaxlib"):
+        parts.append(version(package))
+    # Their places on a torus, too.
+    for device in devices:
+        parts.append(f"{device!r} {device.device_kind}")
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
+        parts.append(os.environ.get(variable, ""))
+    for given in (options, step.compiler_options):
+        parts.append(repr(sorted(given.items())))
+    return parts
+
+
+def _text_of(lowered: Any) -> str:
+    """The program with its lines of Python, but for those that have asked for the plan."""
+    callers = {f'"{frame.filename}":{frame.lineno}' for frame in traceback.extract_stack()}
+    kept = []
+    for line in lowered.as_text(debug_info=True).splitlines():
+        place = re.match(r'#loc\d+ = loc\((".*":\d+):', line)
+        if place is None or place[1] not in callers:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _checked_target(target: Any) -> Target | None:

@@ -35,11 +35,18 @@ def report(plan: Any) -> str:
         _estimated(plan),
         _listed("what the compiler remarked", plan.remarks),
         _listed("what to change", plan.advice, "- "),
-        f"traced in {plan.lower_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s; nothing "
-        "was run",
+        _seconds(plan),
     ]
     # A section without anything to say is empty.
     return "\n\n".join(section for section in sections if section)
+
+
+def _seconds(plan: Any) -> str:
+    """How long it took to trace and to compile, and whether an earlier plan did the latter."""
+    compiled = f"compiled in {plan.compile_seconds:.1f} s"
+    if plan.compiled_before:
+        compiled = f"{compiled} by an earlier plan"
+    return f"traced in {plan.lower_seconds:.1f} s, {compiled}; nothing was run"
 
 
 def _title(plan: Any) -> str:

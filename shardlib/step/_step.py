@@ -17,8 +17,8 @@ contributions of the devices to each gradient, over the data axes that do not sp
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
-from shardlib.layouts._rules import parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._batches import batch_sharding, check_batch
+from shardlib.step._compiler_options import CompilerOptions, compiler_options
 from shardlib.step._exchange import Sender
 from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
@@ -135,6 +135,21 @@ class Step:
         """
         return unused_rules(self.strategy, self._jitted_by_layout, self._used.names)
 
+    @property
+    def compiler_options(self) -> dict[str, bool | int]:
+        """The options that its programs are compiled with."""
+        return self._compiler_options.known
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a plan says of the step itself: options that its compiler does not know."""
+        return self._compiler_options.remarks
+
+    @cached_property
+    def _compiler_options(self) -> CompilerOptions:
+        """The options of its programs."""
+        return compiler_options(self.strategy)
+
     @contextlib.contextmanager
     def _in_force(self) -> Iterator[None]:
         """The mesh and the rules of the strategy, and a record of the names that are used."""
@@ -163,7 +178,7 @@ class Step:
                 in_shardings=(shardings, batch_sharding(self.strategy)),
                 out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
                 donate_argnums=0,
-                compiler_options=_compiler_options(self.strategy),
+                compiler_options=self.compiler_options or None,
             )
         return self._jitted_by_layout[layout]
 
@@ -231,29 +246,3 @@ def _inputs_of(state: State, batch: Any, sender: Sender | None) -> GradientInput
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _compiler_options(strategy: Strategy) -> dict[str, int] | None:
-    """Options that keep the compiler of a GPU from joining the buckets of an exchange.
-
-    Joined, it would hold the buffers of all of them at once. Options that the user has set in
-    `XLA_FLAGS` are left as they are.
-    """
-    device = strategy.device_mesh.devices.flat[0]
-    if device.platform not in ("gpu", "cuda"):
-        return None
-    exchange = strategy.exchange.within
-    parts = parts_over(strategy.device_mesh.shape, strategy.zero_axes)
-    limits = {
-        "all_reduce": exchange.bucket_bytes,
-        # The compiler counts the output of a scatter, which is one part of the bucket.
-        "reduce_scatter": max(1, exchange.bucket_bytes // parts),
-    }
-    # Options of a program would win over flags without a word.
-    set_by_user = os.environ.get("XLA_FLAGS", "")
-    options: dict[str, int] = {}
-    for kind, size in limits.items():
-        name = f"xla_gpu_{kind}_combine_threshold_bytes"
-        if name not in set_by_user:
-            options[name] = size
-    return options

@@ -73,6 +73,8 @@ class Strategy:
       implementations than threefry are refused. `"by_mesh"`, they may depend on the mesh, so that
       keys of `rbg`, faster on TPUs, may be used; the key that a loss is given is then of JAX's
       default implementation, `jax_default_prng_impl`.
+    - `hide_collectives`: whether sparse cores gather and scatter while matrices are multiplied, on
+      TPUs where they can: v5p, v6e and 7x.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default
       the axes of the batch that split nothing else but `experts`; an axis that splits other weights
       too, as in `sl.rules.fsdp`, is left to the partitioner.
@@ -97,6 +99,7 @@ class Strategy:
     manual: tuple[str, ...] | None = None
     pipeline: Schedule | None = None
     draws: Literal["same", "by_mesh"] = "same"
+    hide_collectives: bool = True
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -148,6 +151,7 @@ class Strategy:
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
         check.choice("Strategy", "remat", self.remat, REMATS)
+        hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
             takes = (
@@ -155,7 +159,7 @@ class Strategy:
                 "`optax.clip(1.0)`"
             )
             clip = check.number("Strategy", "clip", clip, takes, above=0)
-        check.assign(self, accumulate=accumulate, clip=clip)
+        check.assign(self, accumulate=accumulate, clip=clip, hide_collectives=hide)
 
     def _check_mesh(self) -> None:
         """Refuse explicit axes, over which the partitioner decides nothing."""

@@ -1,0 +1,107 @@
+"""Plans whose compiler has been asked before: what is kept of its answer, and when it is asked anew."""
+
+import gzip
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import shardlib as sl
+from shardlib.compiled import _compile
+
+
+def step_and_inputs(rows=8, rate=0.1, scale=1.0):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(
+        lambda: {"w": jnp.zeros((rows, rows))}, optax.sgd(rate), strategy, abstract=True
+    )
+    step = sl.train_step(lambda model, x, rng: scale * jnp.mean((x @ model["w"]) ** 2), strategy)
+    return step, state, jax.ShapeDtypeStruct((16, rows), "float32")
+
+
+def planned(cache=None, **changes):
+    """The plan of the step."""
+    return sl.plan(*step_and_inputs(**changes), cache=cache)
+
+
+def same(plan, other):
+    """Whether two plans say the same, but for how long they took."""
+    seconds = ("lower_seconds", "compile_seconds", "compiled_before")
+    told = [{k: v for k, v in one.as_dict().items() if k not in seconds} for one in (plan, other)]
+    return told[0] == told[1]
+
+
+def test_a_step_is_compiled_once_for_all_its_plans(tmp_path, monkeypatch):
+    first = planned(tmp_path)
+    assert not first.compiled_before
+    monkeypatch.setattr(_compile, "_write", None)  # no compiler can be asked
+    second = planned(str(tmp_path))  # from another line, which makes no difference
+    assert second.compiled_before
+    assert second.compile_seconds == first.compile_seconds
+    assert same(first, second)
+    assert "by an earlier plan" in str(second) and "by an earlier plan" not in str(first)
+
+
+def test_another_program_and_another_flag_are_compiled(tmp_path, monkeypatch):
+    planned(tmp_path)
+    assert not planned(tmp_path, rows=16).compiled_before
+    assert not planned(tmp_path, rate=0.2).compiled_before
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert not planned(tmp_path).compiled_before
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert not planned().compiled_before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "'), None])
+def test_a_damaged_file_is_made_again(tmp_path, content):
+    first = planned(tmp_path)
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    again = planned(tmp_path)
+    assert not again.compiled_before
+    assert same(first, again)
+    assert planned(tmp_path).compiled_before
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert not planned(tmp_path / "file" / "plans").compiled_before
+
+
+def test_a_folder_is_a_path():
+    with pytest.raises(ValueError, match=r"plan\(cache=3\).*a folder"):
+        planned(3)
+
+
+def test_the_command_keeps_what_the_compiler_says(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax, jax.numpy as jnp, optax, shardlib as sl\n"
+        "def make(mesh):\n"
+        "    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data)\n"
+        "    state = sl.init(\n"
+        "        lambda: {'w': jnp.zeros((8, 8))}, optax.sgd(0.1), strategy, abstract=True\n"
+        "    )\n"
+        "    loss = lambda model, x, rng: jnp.mean((x @ model['w']) ** 2)\n"
+        "    return sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((8, 8), 'float32')\n"
+    )
+
+    def report(*options):
+        command = [sys.executable, "-m", "shardlib", "plan", "mine.py:make", "--target", "cpu:2"]
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert "by an earlier plan" not in report("--cache", "kept")
+    assert "by an earlier plan" in report("--cache", "kept")
+    assert "by an earlier plan" not in report("--cache", "kept", "--no-cache")
