@@ -62,11 +62,11 @@ BOUNDS = {
     "wire_ratio_max": 0.82,
     "wire_ratio_mixtral": 0.35,
     "cycle_ratio_max": 0.95,
-    "hidden_min": 0.9,
     "compile_s_llama2_7b": 20.0,
     "compile_s_max": 60.0,
     "second_start_s": 5.0,
 }
+AT_LEAST = {"hidden_min": 0.9}
 PRECISION = sl.Precision("bf16", accumulate="bf16", reduce="bf16")
 # The compiler's word for "not known", of transfers that another core makes.
 UNKNOWN_CYCLES = 2**62
@@ -139,10 +139,10 @@ def second_start_s() -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "shardlib", "plan", f"{__file__}:llama2_7b"]
         command += ["--target", pod.target, "--mesh", pod.mesh, "--cache", folder]
-        for _ in range(2):
-            started = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            seconds = time.perf_counter() - started
+        subprocess.run(command, capture_output=True, check=True)
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds = time.perf_counter() - started
     assert "by an earlier plan" in done.stdout
     return seconds
 
@@ -274,7 +274,8 @@ def main() -> None:
     if "llama2_7b" in found:
         figures["second_start_s"] = round(second_start_s(), 1)
     bounds = {name: bound for name, bound in BOUNDS.items() if name in figures}
-    report("pods", figures, bounds, arguments.json)
+    floors = {name: bound for name, bound in AT_LEAST.items() if name in figures}
+    report("pods", figures, bounds, arguments.json, at_least=floors)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter
+from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter, sum_whole
 from shardlib.layouts._rules import as_tuple, axes_within, axes_without
 
 _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
@@ -45,6 +45,7 @@ class Parameter(NamedTuple):
     # Of the parameter at rest, which ZeRO may have split further than the contributions.
     stored: PartitionSpec
     reduce: Any = jnp.float32  # the dtype in which to add up
+    wire: Any = None  # that in which contributions are sent; None is `reduce`
 
 
 class Exchange:
@@ -169,34 +170,54 @@ class Exact(Exchange):
     def _scatter_split(self, reduced: list[jax.Array], parameters: Sequence[Parameter]) -> None:
         """Exchange the arrays that are stored split for this device's part of their sums."""
         splits = [_scattered(parameter) for parameter in parameters]
-        for axes, members in _by_axes([split.axes for split in splits]).items():
+        wires = [parameter.wire for parameter in parameters]
+        for (axes, wire), members in _together([split.axes for split in splits], wires).items():
             for bucket in buckets(reduced, members, self.bucket_bytes):
                 arrays = [reduced[i] for i in bucket]
                 dims = [splits[i].dim for i in bucket]
-                parts = _scatter(arrays, dims, axes, self.bucket_bytes)
+                parts = _scatter(arrays, dims, axes, wire, self.bucket_bytes)
                 for i, part in zip(bucket, parts, strict=True):
                     reduced[i] = part
 
     def _sum_whole(self, reduced: list[jax.Array], parameters: Sequence[Parameter]) -> None:
         """Exchange each array for its sum over the axes over which it has not been scattered."""
         remaining = []
+        wires = [parameter.wire for parameter in parameters]
         for parameter in parameters:
             scattered = _scattered(parameter).axes
             remaining.append(axes_without(parameter.axes, scattered))
-        for axes, members in _by_axes(remaining).items():
+        for (axes, wire), members in _together(remaining, wires).items():
             for bucket in buckets(reduced, members, self.bucket_bytes):
-                totals = lax.psum([reduced[i] for i in bucket], axes)
+                totals = _sum([reduced[i] for i in bucket], axes, wire)
                 for i, total in zip(bucket, totals, strict=True):
                     reduced[i] = total
 
 
-def _by_axes(axes: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
-    """The positions of those that have the same axes, in order; those that have none left out."""
-    members: dict[tuple[str, ...], list[int]] = {}
-    for i, each in enumerate(axes):
-        if each:
+def _together(
+    axes: Sequence[tuple[str, ...]], wires: Sequence[Any]
+) -> dict[tuple[tuple[str, ...], Any], list[int]]:
+    """The positions of arrays that can share a collective, in order, by axes and dtype on the wire.
+
+    Arrays without axes are left out.
+    """
+    members: dict[tuple[tuple[str, ...], Any], list[int]] = {}
+    for i, each in enumerate(zip(axes, wires, strict=True)):
+        if each[0]:
             members.setdefault(each, []).append(i)
     return members
+
+
+def _sum(arrays: list[jax.Array], axes: tuple[str, ...], wire: Any) -> list[jax.Array]:
+    """Sums over `axes`, on every device, of arrays of one dtype."""
+    if wire is None or wire == arrays[0].dtype:
+        return lax.psum(arrays, axes)
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    joined = jnp.concatenate([x.reshape(-1) for x in arrays])
+    total = sum_whole(joined, axes, wire)
+    sums = []
+    for x, end in zip(arrays, ends, strict=True):
+        sums.append(total[end - x.size : end].reshape(x.shape))
+    return sums
 
 
 class _Scattered(NamedTuple):
@@ -247,7 +268,7 @@ def buckets(arrays: Sequence[jax.Array], members: Sequence[int], limit: int) -> 
 
 
 def _scatter(
-    arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], limit: int
+    arrays: list[jax.Array], dims: list[int], axes: tuple[str, ...], wire: Any, limit: int
 ) -> list[jax.Array]:
     """Sums over `axes`, of which each device keeps its part of a dim of each array.
 
@@ -257,7 +278,7 @@ def _scatter(
         row of device 1   | its part of array 0 | its part of array 1 | ... | padding |
     """
     if len(arrays) == 1:
-        return [_scatter_one(arrays[0], dims[0], axes, limit)]
+        return [_scatter_one(arrays[0], dims[0], axes, wire, limit)]
     parts = lax.axis_size(axes)
     rows, shapes = [], []
     for x, dim in zip(arrays, dims, strict=True):
@@ -269,22 +290,22 @@ def _scatter(
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     padding = jnp.zeros((parts, -ends[-1] % _TILE), arrays[0].dtype)
     # Padded to whole tiles, in which a TPU scatters.
-    local_row = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes)[0]
+    local_row = sum_scatter(jnp.concatenate([*rows, padding], axis=1), 0, axes, wire)[0]
     sums = []
     for end, shape in zip(ends, shapes, strict=True):
         sums.append(local_row[end - math.prod(shape) : end].reshape(shape))
     return sums
 
 
-def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], limit: int) -> jax.Array:
+def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any, limit: int) -> jax.Array:
     """The scatter of one array; a large one along another dim than the first goes in pieces.
 
     Pieces of at most `limit` bytes are sent one after the other, so that their buffers need not
     exist all at once.
     """
     if dim and x.nbytes > limit:
-        return in_pieces(partial(sum_scatter, axes=axes), x, dim, -(-x.nbytes // limit))
-    return sum_scatter(x, dim, axes)
+        return in_pieces(partial(sum_scatter, axes=axes, wire=wire), x, dim, -(-x.nbytes // limit))
+    return sum_scatter(x, dim, axes, wire)
 
 
 def inverse(weight: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ handed to it, because of what compilers for TPUs and GPUs make of other forms.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,11 @@ BUCKET_BYTES = 32 * 2**20
 _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
 
 
-def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any = None) -> jax.Array:
     """The sum over `axes`, of which each device keeps its part of `dim`, as `psum_scatter`.
+
+    If the dtype `wire` is another than the array's, the array is sent in that, and added up in its
+    own.
 
     The array is first given a shape that TPUs scatter: a row for each device, of whole tiles. Of a
     scatter along either of the last two dims, or of one into less than whole tiles, their compiler
@@ -36,7 +40,10 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     rows = front.reshape((parts, size // _LANES, _LANES) if fills_tiles else (parts, size))
     # One after the other: each axis is a dim of a torus, or a network, of its own.
     for name in axes:
-        rows = _scatter_rows(rows, name)
+        if wire is None or wire == x.dtype:
+            rows = _scatter_rows(rows, name)
+        else:
+            rows = _sum_on_arrival(rows, name, wire)
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
 
@@ -55,6 +62,40 @@ def _scatter_rows(rows: jax.Array, axis: str) -> jax.Array:
             rows, axis, scatter_dimension=0, tiled=True, axis_index_groups=groups
         )
     return rows
+
+
+def _sum_on_arrival(rows: jax.Array, axis: str, wire: Any) -> jax.Array:
+    """`psum_scatter` along the first dim, of rows that are sent in the dtype `wire`.
+
+    Each device sends every other one the rows that it keeps, and adds up what it gets. A scatter
+    would send sums of sums, and round each of them.
+    """
+    parts = lax.axis_size(axis)
+    # Nothing is sent, and so nothing rounded.
+    if parts == 1:
+        return rows
+    sent = rows.astype(wire).reshape(parts, rows.shape[0] // parts, *rows.shape[1:])
+    # Compilers would else widen the numbers before they send them, as they are widened afterwards.
+    received = lax.optimization_barrier(lax.all_to_all(sent, axis, 0, 0, tiled=True))
+    return received.astype(rows.dtype).sum(0)
+
+
+def sum_whole(x: jax.Array, axes: tuple[str, ...], wire: Any = None) -> jax.Array:
+    """The sum over `axes`, on every device, as `psum`.
+
+    If the dtype `wire` is another than the array's, each device sends its contribution in that,
+    adds up a part of the array in the array's own, and sends this part in `wire` too.
+    """
+    if wire is None or wire == x.dtype or not x.size:
+        return lax.psum(x, axes)
+    parts = lax.axis_size(axes)
+    flat = x.reshape(-1)
+    # Whole tiles of each part.
+    padded = jnp.pad(flat, (0, -flat.size % (parts * _LANES)))
+    part = sum_scatter(padded, 0, axes, wire).astype(wire)
+    for name in reversed(axes):
+        part = gather_along(part, 0, name)
+    return lax.optimization_barrier(part)[: flat.size].astype(x.dtype).reshape(x.shape)
 
 
 def _scatters_at_once(sizes: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._sums import BUCKET_BYTES, gather_along, in_pieces, sum_scatter
+from shardlib.collectives._sums import BUCKET_BYTES, gather_along, in_pieces, sum_scatter, sum_whole
 from shardlib.layouts._rules import (
     as_tuple,
     axes_without,
@@ -235,20 +235,24 @@ def gather(
     return _on_shards(gathered, x, spec)
 
 
-def scatter(x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def scatter(
+    x: jax.Array, spec: PartitionSpec, dim: int, axes: tuple[str, ...], wire: Any = None
+) -> jax.Array:
     """The sum over `axes`, of which each device along them keeps its part of `dim`.
 
-    It is called manual over these axes; `spec` is the layout over the others.
+    It is called manual over these axes; `spec` is the layout over the others, and `wire` the dtype
+    in which the array is sent, if it is another than its own.
     """
-    return _on_shards(lambda part: sum_scatter(part, dim, axes), x, spec)
+    return _on_shards(lambda part: sum_scatter(part, dim, axes, wire), x, spec)
 
 
-def total(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
+def total(x: jax.Array, spec: PartitionSpec, axes: tuple[str, ...], wire: Any = None) -> jax.Array:
     """The sum over `axes`, on every device.
 
-    It is called manual over these axes; `spec` is the layout over the others.
+    It is called manual over these axes; `spec` is the layout over the others, and `wire` the dtype
+    in which the array is sent, if it is another than its own.
     """
-    return _on_shards(lambda part: lax.psum(part, axes), x, spec)
+    return _on_shards(lambda part: sum_whole(part, axes, wire), x, spec)
 
 
 def _on_shards(collective: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,6 +1,6 @@
 """The dtypes in which a step computes, adds gradients up, and sends them.
 
-    stored (master weights) -> compute -> gradients -> accumulate -> reduce -> optimizer, stored
+    stored (master weights) -> compute -> gradients -> accumulate -> wire -> reduce -> optimizer
 
 What is stored keeps the dtype that it was made in.
 """
@@ -33,7 +33,9 @@ class Precision:
       stored.
     - `accumulate`: in which gradients are added up over microbatches, or in a wider one that they
       have.
-    - `reduce`: in which they are added up over devices: what is on the wire.
+    - `reduce`: in which they are added up over devices.
+    - `wire`: in which they are sent for that; None is as they are added up. If it is narrower, each
+      device sends what others add up, rounded once, and sums are made on arrival.
 
     The dtypes are bfloat16, float32 and, where `jax_enable_x64` is set, float64. Small gradients
     are zero in float16, so that it needs a scaled loss, which a step does not have yet; float8
@@ -47,14 +49,21 @@ class Precision:
     keep: tuple[str, ...] = ()
     accumulate: str = "float32"
     reduce: str = "float32"
+    wire: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("compute", "accumulate", "reduce"):
+        for field in ("compute", "accumulate", "reduce", "wire"):
             value = getattr(self, field)
-            # Only `compute` may be left to the arrays; gradients are always added up in some dtype.
-            if value is None and field == "compute":
+            # Gradients are always added up in some dtype; the other two have one to follow.
+            if value is None and field in ("compute", "wire"):
                 continue
             check.assign(self, **{field: _checked(field, value)})
+        if self.wire is not None and _wider(self.wire, self.reduce) != self.reduce:
+            raise ValueError(
+                f'`Precision(wire="{self.wire}", reduce="{self.reduce}")` sends more than is added '
+                f'up. Add up in as wide a dtype, `reduce="{self.wire}"`, or leave `wire` out: then '
+                "gradients are sent as they are added up."
+            )
         check.patterns("Precision", "keep", self.keep)
 
     def of(self, path: str, dtype: Any) -> Any:
@@ -84,6 +93,16 @@ class Precision:
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32:
             return jnp.dtype(self.reduce)
         return _wider(dtype, self.reduce)
+
+    def sent(self, dtype: Any) -> Any:
+        """The dtype in which gradients of a parameter of `dtype` are sent, to be added up.
+
+        That is the one they are added up in, for parameters of more than float32.
+        """
+        reduced = self.reduced(dtype)
+        if self.wire is None or reduced != self.reduce:
+            return reduced
+        return jnp.dtype(self.wire)
 
 
 def _wider(dtype: Any, other: Any) -> Any:

@@ -109,6 +109,7 @@ class StepParameter:
             axes_without(self.axes, done),
             self.split.spec,
             self.strategy.dtypes.reduced(self.dtype),
+            self.strategy.dtypes.sent(self.dtype),
         )
 
     @property
@@ -191,13 +192,14 @@ class StepParameter:
 
     def _reduced(self, gradient: jax.Array, consumed_dims: int) -> jax.Array:
         """The gradient summed over devices, and scattered if the parameter is split."""
-        # Cast before it is sent: the dtype of the sum is what is on the wire.
+        # Cast before it is sent, so that it is added up in that dtype.
         sent = cast(gradient, self.exchanged.reduce)
+        wire = self.exchanged.wire
         spec = PartitionSpec(*self.named[consumed_dims:])
         with jax.named_scope(EXCHANGE):
             if self.split.dim is None:
-                return total(sent, spec, self.axes)
-            return scatter(sent, spec, self.split.dim - consumed_dims, self.split.axes)
+                return total(sent, spec, self.axes, wire)
+            return scatter(sent, spec, self.split.dim - consumed_dims, self.split.axes, wire)
 
     def _laid_out(self, x: jax.Array, consumed_dims: int) -> jax.Array:
         """A sum of gradients, in the layout of the parameter over the automatic axes."""
