@@ -28,7 +28,7 @@ compiled with plain XLA's attention (`..._xla`), for comparison.
 It needs compilers and no accelerator, and takes some six minutes on two cores:
 `pip install -e ".[tpu-plan,gpu-plan]"`. Pods whose compiler is not installed are left out.
 
-    python -m benchmarks.pods --json
+    python -m benchmarks.pods --json [--plot docs/pods.svg]
 """
 
 import argparse
@@ -40,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,6 +52,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import shardlib as sl
+from benchmarks._picture import bar, level, svg, text
 from benchmarks._report import report
 from models import gpt, moe
 from shardlib.compiled._hlo import Program
@@ -98,6 +100,7 @@ class Pod:
     target: str
     mesh: str
     rules: sl.AxisRules = sl.rules.data
+    words: str = ""  # under its bars
     model: Callable[..., Any] = gpt.GPT
     loss: Callable[..., Any] = gpt.loss
 
@@ -106,12 +109,18 @@ EXPERTS = sl.rules.data | sl.AxisRules(batch=("data", "expert"), experts="expert
 MIXTRAL = moe.mixtral_8x7b(context=2048, router=sl.experts.TopK(2, capacity=1.25))
 LLAMA2, LLAMA3 = gpt.llama2_7b(context=2048), gpt.llama3_8b(fused_loss=True)
 PODS = {
-    "llama2_7b": Pod(LLAMA2, "tpu:v5e:16x16", "data=256"),
+    "llama2_7b": Pod(LLAMA2, "tpu:v5e:16x16", "data=256", words="Llama 2, FSDP"),
     "llama2_7b_tensor": Pod(
-        LLAMA2, "tpu:v5e:16x16", "data=16,model=16", sl.rules.data | sl.rules.tensor_sequence
+        LLAMA2,
+        "tpu:v5e:16x16",
+        "data=16,model=16",
+        sl.rules.data | sl.rules.tensor_sequence,
+        words="Llama 2, tensor",
     ),
-    "llama3_8b": Pod(LLAMA3, "tpu:v5p:4x4x4", "data=64"),
-    "mixtral_8x7b": Pod(MIXTRAL, "tpu:v5p:4x4x4", "data=16,expert=4", EXPERTS, moe.MoE, moe.loss),
+    "llama3_8b": Pod(LLAMA3, "tpu:v5p:4x4x4", "data=64", words="Llama 3, FSDP"),
+    "mixtral_8x7b": Pod(
+        MIXTRAL, "tpu:v5p:4x4x4", "data=16,expert=4", EXPERTS, "Mixtral", moe.MoE, moe.loss
+    ),
     "llama3_8b_v6e": Pod(LLAMA3, "tpu:v6e:8x8", "data=64"),
     "llama3_8b_h200": Pod(LLAMA3, "gpu:h200:1x1x8", "data=8"),
 }
@@ -243,6 +252,37 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     return worst
 
 
+RATIOS = {
+    "hbm_ratio": ("memory", "#247"),
+    "wire_ratio": ("bytes sent", "#2a7"),
+    "cycle_ratio": ("cycles", "#b83"),
+}
+
+
+def plot(found: dict[str, dict[str, Any]]) -> str:
+    """Each model's memory, bytes and cycles over MaxText's, as bars."""
+    compared = [name for name in found if name in MAXTEXT]
+    left, top, bar_width, group, tall = 60, 60, 28, 130, 180
+    width, most = left + group * len(compared) + 20, 1.25
+    base = top + tall
+    parts = []
+    for value in (0, 0.5, 1):
+        y = base - tall * value / most
+        parts.append(level(left, width - 20, y, f"{value:g}", "#999" if value == 1 else "#ddd"))
+    for position, (words, colour) in enumerate(RATIOS.values()):
+        parts.append(text(left + 110 * position, 42, words, colour=colour))
+    for number, name in enumerate(compared):
+        x = left + group * number + 12
+        for position, (ratio, (words, colour)) in enumerate(RATIOS.items()):
+            value = found[name][ratio]
+            high = tall * value / most
+            at = x + (bar_width + 4) * position
+            parts.append(bar(at, base - high, bar_width, high, colour, f"{words}: {value}"))
+            parts.append(text(at + bar_width / 2, base - high - 4, f"{value:.2f}", "middle"))
+        parts.append(text(x + 1.5 * bar_width, base + 18, PODS[name].words, "middle"))
+    return svg(width, base + 34, left, "Programs for TPU pods, over MaxText's", parts)
+
+
 def main() -> None:
     """Measure, print, and with `--json` print for machines."""
     parser = argparse.ArgumentParser(
@@ -251,6 +291,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--only", choices=list(PODS), action="append", help="only this one")
     parser.add_argument("--plain", action="store_true", help="Llama with plain attention, too")
+    parser.add_argument("--plot", type=Path, help="draw the ratios into this file")
     arguments = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     for name in arguments.only or PODS:
@@ -265,6 +306,8 @@ def main() -> None:
         if arguments.plain and pod.model is gpt.GPT:
             config = dataclasses.replace(pod.config, attention="xla", fused_loss=False)
             found[f"{name}_xla"] = figures_of(dataclasses.replace(pod, config=config))
+    if arguments.plot:
+        arguments.plot.write_text(plot(found))
     figures = {
         f"{name}_{figure}": value
         for name, of_program in found.items()

@@ -208,7 +208,10 @@ def _together(
 
 
 def _sum(arrays: list[jax.Array], axes: tuple[str, ...], wire: Any) -> list[jax.Array]:
-    """Sums over `axes`, on every device, of arrays of one dtype."""
+    """Sums over `axes`, on every device, of arrays of one dtype.
+
+    What is sent in another dtype goes as one long array, of which each device adds up a part.
+    """
     if wire is None or wire == arrays[0].dtype:
         return lax.psum(arrays, axes)
     ends = list(itertools.accumulate(x.size for x in arrays))

@@ -119,7 +119,10 @@ def compile_apart(
 
 
 def _write(lowered: Any, options: dict[str, Any]) -> Written:
-    """Compile a lowered step, and collect what the compiler writes."""
+    """Compile a lowered step, and collect what the compiler writes.
+
+    It writes into a temporary folder, and what it prints goes there too.
+    """
     started = time.perf_counter()
     with quietly() as noise, _without_cache():
         folder = noise.parent / "dump"

@@ -72,7 +72,10 @@ class Kept:
 
     @classmethod
     def of(cls, folder: Path, key: Iterable[str]) -> "Kept":
-        """The file in a folder, by texts that say all that a compiler's answer depends on."""
+        """The file in a folder, by texts that say all that a compiler's answer depends on.
+
+        Texts that differ in anything, in their order too, have another file.
+        """
         hashed = hashlib.sha256()
         for part in (str(_FORM), *key):
             # The length first: otherwise two parts could be told from one only by luck.
@@ -80,7 +83,10 @@ class Kept:
         return cls(folder / f"{hashed.hexdigest()[:40]}.json.gz")
 
     def load(self) -> Written | None:
-        """What was written, or None where there is nothing that can be read."""
+        """What was written, or None where there is nothing that can be read.
+
+        That a file is damaged is no error: the program is compiled again, and the file replaced.
+        """
         try:
             fields = json.loads(gzip.decompress(self.file.read_bytes()))
             sizes = fields.pop("sizes")
@@ -90,7 +96,10 @@ class Kept:
             return None
 
     def save(self, written: Written) -> None:
-        """Keep it: all of it, or nothing where the folder cannot be written to."""
+        """Keep it: all of it, or nothing where the folder cannot be written to.
+
+        A plan is worth more than its copy, so that a full disk does not stop it.
+        """
         content = gzip.compress(json.dumps(asdict(written)).encode(), compresslevel=1)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -273,7 +273,10 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cache(arguments: argparse.Namespace) -> Path | None:
-    """The folder that keeps what compilers say, or None."""
+    """The folder that keeps what compilers say, or None.
+
+    By default it is next to the tokens of the trainer, in the user's own cache.
+    """
     if arguments.no_cache:
         return None
     if arguments.cache:

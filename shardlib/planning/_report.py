@@ -42,7 +42,10 @@ def report(plan: Any) -> str:
 
 
 def _seconds(plan: Any) -> str:
-    """How long it took to trace and to compile, and whether an earlier plan did the latter."""
+    """How long it took to trace and to compile, and whether an earlier plan did the latter.
+
+    Then the seconds are those that it took at the time.
+    """
     compiled = f"compiled in {plan.compile_seconds:.1f} s"
     if plan.compiled_before:
         compiled = f"{compiled} by an earlier plan"

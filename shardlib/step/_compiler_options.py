@@ -33,7 +33,10 @@ class CompilerOptions:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a plan says of the options that are left out, a line each."""
+        """What a plan says of the options that are left out, a line each.
+
+        At run time nothing is said: the step is the same without them, and slower at most.
+        """
         return tuple(
             f"This compiler does not know the option `{name}`, which is left out."
             for name in self.unknown
@@ -41,7 +44,11 @@ class CompilerOptions:
 
 
 def compiler_options(strategy: Strategy) -> CompilerOptions:
-    """The options for a step of a strategy, on the devices of its mesh."""
+    """The options for a step of a strategy, on the devices of its mesh.
+
+    Each is tried on a program of nothing first, since a compiler refuses a step with an option that
+    it does not know.
+    """
     mesh = strategy.device_mesh
     device = mesh.devices.flat[0]
     if device.platform in ("gpu", "cuda"):
@@ -87,7 +94,10 @@ def _sparse_core_options() -> Options:
 
 
 def _is_set_by_user(name: str) -> bool:
-    """Whether the flags that compilers read when they are loaded have an option."""
+    """Whether the flags that compilers read when they are loaded have an option.
+
+    XLA reads the one variable, and TPUs' compiler the other as well.
+    """
     flags = os.environ.get("XLA_FLAGS", "") + " " + os.environ.get("LIBTPU_INIT_ARGS", "")
     names = [flag.split("=")[0].lstrip("-") for flag in flags.split()]
     return name in names
@@ -95,7 +105,10 @@ def _is_set_by_user(name: str) -> bool:
 
 @functools.cache
 def _is_known(name: str, value: bool | int, mesh: Mesh) -> bool:
-    """Whether the compiler for a mesh takes an option, found out with the least of programs."""
+    """Whether the compiler for a mesh takes an option, found out with the least of programs.
+
+    That takes some hundredths of a second, once in a process for each option and mesh.
+    """
     # The mesh of a step may be in force, so the program is one for all of its devices.
     nothing = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
     identity = jax.jit(lambda x: x, compiler_options={name: value})

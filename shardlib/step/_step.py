@@ -137,7 +137,11 @@ class Step:
 
     @property
     def compiler_options(self) -> dict[str, bool | int]:
-        """The options that its programs are compiled with."""
+        """The options that its programs are compiled with.
+
+        They are empty on CPUs. Those that the user's flags have, and those that the compiler does
+        not know, are left out.
+        """
         return self._compiler_options.known
 
     @property
