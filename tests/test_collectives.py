@@ -423,7 +423,8 @@ def test_started_on_gpu(start, done, expected):
     operands = ("%q = f32[256,128]{1,0} parameter(1)", "%i = s64[2]{0} parameter(2)")
     [found] = collectives(text_of(*operands, start, done), mesh_of("cpu", a=2, b=2, c=2))
     assert found.op_name == (re.findall(r'op_name="(.*)"', done) or [""])[0]
-    assert {**vars(found), "op_name": ""} == vars(expected)
+    assert found.asynchronous
+    assert {**vars(found), "op_name": "", "asynchronous": False} == vars(expected)
 
 
 PRODUCT = """
@@ -522,6 +523,7 @@ def test_wrapped_in_a_computation(start, update, done, overlapped):
     )
     found = collectives(text_of(*entry, computations=WRAPPED))
     assert found == (dataclasses.replace(expected, overlapped=overlapped),)
+    assert found[0].asynchronous
 
 
 CHAIN = """

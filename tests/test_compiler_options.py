@@ -1,6 +1,7 @@
 """Options that a step sets for the compiler of its devices, and what becomes of programs by them."""
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,15 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out_with_a_remark(mon
     assert plan.remarks[0] == (
         f"This compiler does not know the option `{PREFIX}_everything`, which is left out."
     )
-    assert f"{PREFIX}_everything" in str(plan)
+    report = str(plan)
+    assert f"{PREFIX}_everything" in report
+    # Scatters are asked for and gathers are not, and the report tells why they are waited for.
+    for one in plan.collectives:
+        if one.total_bytes > 2**20 and one.kind in ("all-gather", "reduce-scatter"):
+            assert one.asynchronous == (one.kind == "reduce-scatter"), one
+    shares = re.findall(r"(?m)^  (\d+)% (of it under way|waited for|started early)", report)
+    assert [words for _, words in shares][:2] == ["of it under way", "waited for"]
+    assert sum(int(share) for share, _ in shares) in (99, 100, 101)
 
 
 @pytest.mark.tpu_compiler

@@ -1,8 +1,10 @@
 """Plans whose compiler has been asked before: what is kept of its answer, and when it is asked anew."""
 
+import argparse
 import gzip
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 
 import shardlib as sl
 from shardlib.compiled import _compile
+from shardlib.planning import _command
 
 
 def step_and_inputs(rows=8, rate=0.1, scale=1.0):
@@ -104,4 +107,13 @@ def test_the_command_keeps_what_the_compiler_says(tmp_path):
 
     assert "by an earlier plan" not in report("--cache", "kept")
     assert "by an earlier plan" in report("--cache", "kept")
-    assert "by an earlier plan" not in report("--cache", "kept", "--no-cache")
+
+
+def test_the_command_keeps_nothing_where_it_is_told_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    _command.add_command(parser.add_subparsers())
+    given = ["plan", "mine.py:make", "--target", "cpu:2"]
+    assert _command._cache(parser.parse_args(given)) == tmp_path / "shardlib" / "plans"
+    assert _command._cache(parser.parse_args([*given, "--cache", "~/kept"])) == Path.home() / "kept"
+    assert _command._cache(parser.parse_args([*given, "--no-cache"])) is None

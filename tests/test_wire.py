@@ -90,13 +90,19 @@ def run(mesh, precision, stage, steps=3, **options):
     return jax.tree.map(np.asarray, state.params), metrics, (step, state, batch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", [ONE_AXIS, "pod=2,data=2,model=2"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "mesh", "accumulate"),
+    [
+        (0, "pod=2,data=2,model=2", 1),
+        (1, "pod=2,data=2,model=2", 2),
+        (2, "pod=2,data=2,model=2", 1),
+        (3, "pod=2,data=2,model=2", 2),
+        (3, ONE_AXIS, 1),
+    ],
+)
 def test_a_step_with_a_narrow_wire_is_near_the_exact_one(stage, mesh, accumulate):
-    rules = {"accumulate": accumulate}
-    exact, _, _ = run(mesh, sl.Precision(), stage, **rules)
-    near, metrics, _ = run(mesh, sl.Precision(wire="bf16"), stage, **rules)
+    exact, _, _ = run(mesh, sl.Precision(), stage, accumulate=accumulate)
+    near, metrics, _ = run(mesh, sl.Precision(wire="bf16"), stage, accumulate=accumulate)
     for name, array in exact.items():
         moved = np.abs(array - near[name]).max()
         assert moved < 0.01 * 0.1, name
@@ -112,7 +118,7 @@ def test_bfloat16_gradients_lose_nothing_on_a_wire_of_bfloat16(stage):
         np.testing.assert_allclose(narrow[name], exact[name], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_all_of_a_gradient_is_sent_narrow(stage):
     _, _, (step, state, batch) = run(ONE_AXIS, sl.Precision(wire="bf16"), stage, steps=1)
     found = sl.testing.collectives(step.lower(state, batch).compile(), sl.make_mesh(ONE_AXIS))

@@ -21,7 +21,7 @@ says the second, but says it differently for every machine, and this file knows 
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import Mesh
@@ -72,6 +72,8 @@ class Collective:
     slow: bool = False  # between slices, over the slow network
     # Between its start and its end, as they are scheduled, the device multiplies matrices.
     overlapped: bool = False
+    # It has a start and an end, and other instructions may run between the two.
+    asynchronous: bool = field(default=False, compare=False)
 
     @property
     def sent_bytes(self) -> int:
@@ -220,6 +222,7 @@ def _collective(
         sources=_sources(program, scope, made, source),
         slow=devices.cross_slices(groups),
         overlapped=_is_overlapped(program, scope, made),
+        asynchronous=_is_asynchronous(_start_as_scheduled(scope, made)[1]),
     )
 
 
@@ -318,7 +321,7 @@ def _is_overlapped(program: Program, scope: Scope, made: Instruction) -> bool:
     is listed between the two runs while the collective does.
     """
     scope, made = _start_as_scheduled(scope, made)
-    if not (made.opcode.endswith("-start") or made.opcode in ("send", "fusion")):
+    if not _is_asynchronous(made):
         return False
     after_start = itertools.dropwhile(lambda other: other is not made, scope.instructions.values())
     next(after_start, None)  # the start itself
@@ -333,6 +336,14 @@ def _is_overlapped(program: Program, scope: Scope, made: Instruction) -> bool:
             return False
         continued.add(instruction.name)
     return False
+
+
+def _is_asynchronous(start: Instruction) -> bool:
+    """Whether an instruction starts a collective that another one ends.
+
+    It is one that `_start_as_scheduled` gives, which is a fusion only if a collective starts in it.
+    """
+    return start.opcode.endswith("-start") or start.opcode in ("send", "fusion")
 
 
 def _start_as_scheduled(scope: Scope, made: Instruction) -> tuple[Scope, Instruction]:

@@ -290,9 +290,35 @@ def _communication(plan: Any) -> str:
     ]
     return (
         table(rows, right=(4, 5, 6), width=terminal_width(), shorten=(7,), drop=(5, 3, 4, 1))
-        + f"\n  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as "
-        "it is scheduled"
+        + "\n"
+        + _hidden(plan)
     )
+
+
+def _hidden(plan: Any) -> str:
+    """What share of the bytes is sent beside products, and why the others are not.
+
+    Shares that would read as none are left out.
+    """
+    alone = idle = total = 0
+    for one in plan.collectives:
+        total += one.total_bytes
+        if not one.asynchronous:
+            alone += one.total_bytes
+        elif not one.overlapped:
+            idle += one.total_bytes
+    lines = [
+        f"  {plan.overlapped_fraction:.0%} of it under way while matrices are multiplied, as it is "
+        "scheduled"
+    ]
+    reasons = {
+        "waited for: the compiler sends it in one go": alone,
+        "started early, with nothing to multiply until it is needed": idle,
+    }
+    for words, size in reasons.items():
+        if size >= 0.005 * total > 0:
+            lines.append(f"  {size / total:.0%} {words}")
+    return "\n".join(lines)
 
 
 def _traffic_by_route(collectives: Sequence[Any]) -> list[tuple[_Route, _Traffic]]:
