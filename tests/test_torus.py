@@ -28,6 +28,8 @@ P = jax.P
         # The two cores of a chip are no dim.
         ("tpu:7x:4x4x4", "data=-1", {"data": (4, 4, 8)}),
         ("tpu:7x:4x4x4", "x=4,y=4,z=8", {}),
+        ("tpu:v5p:2x2x2", "data=8", {"data": (2, 2, 2)}),
+        ("tpu:v4:2x2x2", "data=8", {"data": (2, 2, 2)}),
         # A ring through all chips.
         ("tpu:v5e:2x4", "data=8", {}),
         ("tpu:v5e:4x4:slices=2", "data=32", {}),

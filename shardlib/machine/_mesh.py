@@ -428,15 +428,22 @@ def _arrange(
     return _arrange_blocks(outer, inner, devices)
 
 
-def _in_rows(grid: np.ndarray) -> np.ndarray:
-    """The devices in a grid, with a ring through 4 x 4 chips laid out in rows again.
+# The chips of a ring through several dims of a torus, by the kind of the device.
+_CHIPS_IN_RINGS = {"TPU v5 lite": 16, "TPU v6 lite": 16, "TPU v4": 8, "TPU v5": 8}
 
-    JAX orders 16 chips of a v5e or v6e along a ring where one axis has them all. Of a scatter over
-    that ring the compiler makes an all-reduce, twice the bytes; over rows and then columns it does
-    not.
+
+def _in_rows(grid: np.ndarray) -> np.ndarray:
+    """The devices in a grid, with a ring through 4 x 4 or 2 x 2 x 2 chips laid out in rows again.
+
+    JAX orders 16 chips of a v5e or v6e along a ring where one axis has them all, and from 0.12 on 8
+    chips of a v4 or v5p. Of a scatter over that ring the compiler makes an all-reduce, twice the
+    bytes; over one dim of the torus after the other it does not.
     """
-    is_ring = grid.flat[0].device_kind in ("TPU v5 lite", "TPU v6 lite")
-    if not is_ring or grid.size != 16 or max(grid.shape) != 16:
+    kind = grid.flat[0].device_kind
+    if grid.size != _CHIPS_IN_RINGS.get(kind) or max(grid.shape) != grid.size:
+        return grid
+    # Eight chips that are no cube have no such ring.
+    if grid.size == 8 and max(max(device.coords) for device in grid.flat) > 1:
         return grid
     rows = sorted(grid.flat, key=lambda device: device.coords)
     return np.array(rows, dtype=object).reshape(grid.shape)
