@@ -86,6 +86,7 @@ def test_a_folder_is_a_path():
         planned(3)
 
 
+@pytest.mark.long
 def test_the_command_keeps_what_the_compiler_says(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import jax, jax.numpy as jnp, optax, shardlib as sl\n"
