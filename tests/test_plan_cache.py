@@ -114,7 +114,15 @@ def test_the_command_keeps_nothing_where_it_is_told_so(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()
     _command.add_command(parser.add_subparsers())
+    step, *_ = step_and_inputs()
     given = ["plan", "mine.py:make", "--target", "cpu:2"]
-    assert _command._cache(parser.parse_args(given)) == tmp_path / "shardlib" / "plans"
-    assert _command._cache(parser.parse_args([*given, "--cache", "~/kept"])) == Path.home() / "kept"
-    assert _command._cache(parser.parse_args([*given, "--no-cache"])) is None
+    given_folder = parser.parse_args([*given, "--cache", "~/kept"])
+    assert _command._cache(given_folder, step) == Path.home() / "kept"
+    assert _command._cache(parser.parse_args(given), step) == tmp_path / "shardlib" / "plans"
+    assert _command._cache(parser.parse_args(given), jax.jit(lambda x: x)) is None
+    assert _command._cache(parser.parse_args([*given, "--no-cache"]), step) is None
+
+
+def test_what_a_foreign_function_compiles_to_is_not_kept(tmp_path):
+    with pytest.raises(ValueError, match=r"plan\(cache=...\).*leave `cache` out"):
+        sl.plan(jax.jit(lambda state, x: x), {}, jnp.ones(3), cache=tmp_path)

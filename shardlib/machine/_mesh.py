@@ -442,8 +442,9 @@ def _in_rows(grid: np.ndarray) -> np.ndarray:
     kind = grid.flat[0].device_kind
     if grid.size != _CHIPS_IN_RINGS.get(kind) or max(grid.shape) != grid.size:
         return grid
-    # Eight chips that are no cube have no such ring.
-    if grid.size == 8 and max(max(device.coords) for device in grid.flat) > 1:
+    # Eight chips that are no cube have no such ring; a cube may be anywhere in a larger slice.
+    coords = np.array([device.coords for device in grid.flat])
+    if grid.size == 8 and (np.ptp(coords, axis=0) != 1).any():
         return grid
     rows = sorted(grid.flat, key=lambda device: device.coords)
     return np.array(rows, dtype=object).reshape(grid.shape)

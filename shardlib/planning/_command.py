@@ -30,6 +30,7 @@ from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
 from shardlib.planning._plan import plan
+from shardlib.step._step import Step
 
 # The variable by which a child knows that it is one, and where it writes its answer.
 _CHILD = "SHARDLIB_PLAN_ANSWER"
@@ -262,7 +263,7 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
             target,
             estimate=estimate,
             name=title or name,
-            cache=_cache(arguments),
+            cache=_cache(arguments, step),
         ),
         "the step",
     )
@@ -272,12 +273,13 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"report": report, "fits": planned.fits}
 
 
-def _cache(arguments: argparse.Namespace) -> Path | None:
+def _cache(arguments: argparse.Namespace, step: Any) -> Path | None:
     """The folder that keeps what compilers say, or None.
 
-    By default it is next to the tokens of the trainer, in the user's own cache.
+    By default it is next to the tokens of the trainer, in the user's own cache, for steps of which
+    it can be kept.
     """
-    if arguments.no_cache:
+    if arguments.no_cache or (not arguments.cache and not isinstance(step, Step)):
         return None
     if arguments.cache:
         return Path(arguments.cache).expanduser()

@@ -204,8 +204,8 @@ def plan(
     axes it has; by default the devices of its mesh. An `estimate` that was made before
     (`sl.estimate`) is printed next to what the compiler says.
 
-    In the folder `cache`, if there is one, what the compiler says of a step of ours is kept; the
-    same step is not compiled for the same machine again.
+    In the folder `cache`, if there is one, what the compiler says of a step of `sl.train_step` is
+    kept; the same step is not compiled for the same machine again.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -221,6 +221,12 @@ def plan(
     check.text("plan", "name", name)
     if cache is not None:
         check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
+        if not isinstance(step, Step):
+            raise ValueError(
+                "`plan(cache=...)` keeps what the compiler says of a step of `sl.train_step`. The "
+                "compiler options of another `jax.jit`, on which that depends, cannot be read: "
+                "leave `cache` out."
+            )
     strategy: Strategy | None = None
     remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
