@@ -1,5 +1,18 @@
-"""Our kernels for attention on TPUs, each of which adds one pair of blocks; see `_tpu`."""
+"""Our kernels for attention on TPUs, each of which adds one pair of blocks; see `_tpu`.
 
+Forward, the queries of a pair are taken in chunks, and all chunks through one phase after the
+other. So the compiler's scheduler finds products to make for one chunk while it makes exponentials
+for another. It does not look from the end of one chunk to the beginning of the next, as it would
+have to if chunks were taken one by one. Backward, products are most of the work as it is.
+
+    chunk 0    scores ..      softmax ..      products with values ..
+    chunk 1          scores ..       softmax ..          products with values ..
+
+Exponentials are powers of two, as a TPU makes them. `score / log(2)` is made of a product by one
+multiplication, which is the scaling of scores too.
+"""
+
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +25,23 @@ from shardlib.kernels._attention._tpu_grid import Steps, distance_of
 from shardlib.kernels._tpu import LANES
 
 
+LOG2_E = math.log2(math.e)
+# Queries of a chunk in the forward pass.
+CHUNK = 2 * LANES
+
+
+class Exponents(NamedTuple):
+    """Scores whose exponentials are powers of two.
+
+    Attributes:
+        exponent: `score / log(2)`, `(keys, queries)`.
+        capped: the hyperbolic tangents in capped scores; None without a cap.
+    """
+
+    exponent: jax.Array
+    capped: jax.Array | None
+
+
 class BlockPair:
     """What a kernel knows of the pair of blocks in one of its steps.
 
@@ -19,7 +49,6 @@ class BlockPair:
         attention: which attention.
         is_first: whether it is the first of the inner loop.
         is_last: whether it is the last.
-        is_seen: whether the band leaves anything of it.
         sink: of its head, or None.
     """
 
@@ -30,56 +59,91 @@ class BlockPair:
         self.is_first, self.is_last = step[3] == 0, step[3] == inner_steps - 1
         _, _, i, j = steps.pair(*step)
         call = steps.call
-        self._shape = call.key_block, call.query_block
+        self._keys, self._queries = call.key_block, call.query_block
         self._distance = distance_of(starts_ref, i, j, call)
         self._segments = None
         if "query_segments" in side:
             self._segments = side["query_segments"], side["key_segments"]
         self.sink = side["sinks"][0, :, :1] if "sinks" in side else None
-        self.is_seen = call.sees(self._distance)
+        self._is_seen = call.sees(self._distance)
 
-    def scores(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The scores `(keys, queries)`, and which of them count; None if all do."""
-        z = _product(k, q, 1, 1) * self.attention.scale
-        if self.attention.cap is not None:
-            z = self.attention.cap * jnp.tanh(z / self.attention.cap)
-        return z, self._seen()
+    def chunks(self) -> list[slice]:
+        """The slices of its queries by which a pair is added in the forward pass."""
+        slices = []
+        for start in range(0, self._queries, CHUNK):
+            slices.append(slice(start, min(start + CHUNK, self._queries)))
+        return slices
 
-    def _seen(self) -> jax.Array | None:
-        """Which keys each query sees, `(keys, queries)`; None if that is all."""
-        mask, seen = self.attention.mask, None
-        if mask.left is not None or mask.right is not None:
-            key = lax.broadcasted_iota(jnp.int32, self._shape, 0)
-            query = lax.broadcasted_iota(jnp.int32, self._shape, 1)
-            distance = key - query + self._distance
-            if mask.right is not None:
-                seen = distance <= mask.right
-            if mask.left is not None:
-                within = distance >= -mask.left
-                seen = within if seen is None else seen & within
-        if self._segments is not None:
-            queries, keys = self._segments
-            # Keys are along the rows of scores: their ids are turned into a column.
-            column = jnp.broadcast_to(keys[0], (LANES, self._shape[0])).T[:, :1]
-            same = column == queries[0]
-            seen = same if seen is None else seen & same
-        return seen
+    def when_seen(self, add: Callable[[bool], None]) -> None:
+        """Add the pair if the mask leaves anything of it.
 
-    def score_gradients(self, at: "BackwardRefs") -> tuple[jax.Array, jax.Array]:
-        """The shares of keys in queries, and the gradients to their products, `(keys, queries)`.
-
-        The formulas are those at the top of the reference.
+        `add` is called with whether scores must be masked. Most pairs that a band touches are
+        within it, and for these there is a second program that masks nothing.
         """
-        q, y_gradient, lse, delta, k, v = (ref[0, 0] for ref in at)
-        z, seen = self.scores(q, k)
-        p = jnp.exp(z - lse)
-        if seen is not None:
-            p = jnp.where(seen, p, 0)
-        dz = p * (_product(v, y_gradient, 1, 1) - delta)
-        cap = self.attention.cap
-        if cap is not None:
-            dz *= 1 - (z / cap) ** 2
-        return p, dz * self.attention.scale
+        if self._segments is not None:
+            pl.when(self._is_seen)(lambda: add(True))
+            return
+        whole = self._is_whole()
+        if whole is None:
+            add(False)
+            return
+        pl.when(self._is_seen & whole)(lambda: add(False))
+        pl.when(self._is_seen & ~whole)(lambda: add(True))
+
+    def _is_whole(self) -> jax.Array | None:
+        """Whether the band leaves all of the pair; None without a band."""
+        mask, whole = self.attention.mask, None
+        if mask.right is not None:
+            whole = self._distance + self._keys - 1 <= mask.right
+        if mask.left is not None:
+            within = self._distance - (self._queries - 1) >= -mask.left
+            whole = within if whole is None else whole & within
+        return whole
+
+    def exponents(self, product: jax.Array) -> Exponents:
+        """The exponents that products of keys and queries become."""
+        attention = self.attention
+        if attention.cap is None:
+            return Exponents(product * (attention.scale * LOG2_E), None)
+        capped = jnp.tanh(product * (attention.scale / attention.cap))
+        return Exponents(capped * (attention.cap * LOG2_E), capped)
+
+    def masked(self, x: jax.Array, queries: slice, instead: float) -> jax.Array:
+        """An array `(keys, queries)` with another number where a key is not seen.
+
+        Args:
+            x: the array.
+            queries: which queries of the pair's block it is of.
+            instead: the number.
+        """
+        seen = self._in_band(queries)
+        if self._segments is not None:
+            query_segments, key_segments = self._segments
+            # Keys are along the rows of scores: their ids are turned into a column.
+            column = jnp.broadcast_to(key_segments[0], (LANES, self._keys)).T[:, :1]
+            same = column == query_segments[0, :, queries]
+            seen = same if seen is None else seen & same
+        assert seen is not None, "see `when_seen`"
+        return jnp.where(seen, x, instead)
+
+    def _in_band(self, queries: slice) -> jax.Array | None:
+        """Which keys the band leaves to some of the queries; None without a band."""
+        mask, seen = self.attention.mask, None
+        count = queries.stop - queries.start
+        key = lax.broadcasted_iota(jnp.int32, (self._keys, count), 0)
+        query = lax.broadcasted_iota(jnp.int32, (1, count), 1) + queries.start
+        # The bounds of a whole row of queries, so that each score is compared and nothing else. One
+        # that leaves all of the pair is replaced: its difference may be no number of 32 bits.
+        if mask.right is not None:
+            crosses = self._distance + self._keys - 1 > mask.right
+            bound = jnp.where(crosses, mask.right - self._distance, self._keys)
+            seen = key <= query + bound
+        if mask.left is not None:
+            crosses = self._distance - (self._queries - 1) < -mask.left
+            bound = jnp.where(crosses, -mask.left - self._distance, -self._queries)
+            within = key >= query + bound
+            seen = within if seen is None else seen & within
+        return seen
 
 
 def run_pair(
@@ -107,7 +171,7 @@ class _ForwardRefs(NamedTuple):
     v: Any  # values, as rows
     y: Any  # outputs, as columns
     lse: Any  # log-sum-exps, a row
-    highest: Any  # the highest scores so far, a row
+    highest: Any  # the highest exponents so far, a row
     total: Any  # the sums of exponentials so far, a row
     sum: Any  # the sums of values so far, as columns
 
@@ -121,40 +185,60 @@ def attention_forward(pair: BlockPair, *refs: Any) -> None:
         highest, total = jnp.full_like(at.highest, -jnp.inf), jnp.zeros_like(at.total)
         # A sink is a score that was seen before all others, and has no value.
         if pair.sink is not None:
-            highest, total = jnp.broadcast_to(pair.sink, highest.shape), total + 1
+            highest, total = jnp.broadcast_to(pair.sink * LOG2_E, highest.shape), total + 1
         at.highest[...], at.total[...] = highest, total
         at.sum[...] = jnp.zeros_like(at.sum)
 
-    @pl.when(pair.is_seen)
-    def _() -> None:
-        _add_keys(pair, at)
+    pair.when_seen(lambda is_masked: _add_keys(pair, at, is_masked))
 
     @pl.when(pair.is_last)
     def _() -> None:
         total = at.total[...]
         divisor = jnp.where(total == 0, 1, total)
         at.y[0, 0] = (at.sum[...] / divisor).astype(at.y.dtype)
-        at.lse[0, 0] = jnp.where(total == 0, -jnp.inf, at.highest[...] + jnp.log(divisor))
+        lse = at.highest[...] / LOG2_E + jnp.log(divisor)
+        at.lse[0, 0] = jnp.where(total == 0, -jnp.inf, lse)
 
 
-def _add_keys(pair: BlockPair, at: _ForwardRefs) -> None:
+def _add_keys(pair: BlockPair, at: _ForwardRefs, is_masked: bool) -> None:
     """Add the scores of a block of keys, and their values, to the sums of a block of queries.
 
     Sums so far are relative to the highest score so far, and are rescaled to the new one.
     """
-    z, seen = pair.scores(at.q[0, 0], at.k[0, 0])
-    if seen is not None:
-        z = jnp.where(seen, z, -jnp.inf)
-    before = at.highest[...]
-    highest = jnp.maximum(before, z.max(0, keepdims=True))
+    chunks = pair.chunks()
+    k, v = at.k[0, 0], at.v[0, 0]
+    products, weights = [], []
+    for chunk in chunks:
+        products.append(_product(k, at.q[0, 0, chunk], 1, 1))
+    for chunk, product in zip(chunks, products, strict=True):
+        exponent = pair.exponents(product).exponent
+        if is_masked:
+            exponent = pair.masked(exponent, chunk, -jnp.inf)
+        weights.append(_softmax_weights(at, chunk, exponent))
+    for chunk, (rescale, e) in zip(chunks, weights, strict=True):
+        added = _product(v, e.astype(v.dtype), 0, 0)
+        at.sum[:, chunk] = at.sum[:, chunk] * rescale + added
+
+
+def _softmax_weights(
+    at: _ForwardRefs, queries: slice, exponent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """By what the sums so far are rescaled, and the exponentials of new scores.
+
+    Args:
+        at: the references, whose highest exponents and sums of exponentials are brought up to date.
+        queries: which of the block's.
+        exponent: of the scores, `(keys, queries)`.
+    """
+    before = at.highest[:, queries]
+    highest = jnp.maximum(before, exponent.max(0, keepdims=True))
     # Where nothing was seen yet, the difference of two infinities would be no number.
     reference = jnp.where(highest == -jnp.inf, 0, highest)
-    rescale = jnp.exp(before - reference)
-    e = jnp.exp(z - reference)
-    v = at.v[0, 0]
-    at.highest[...] = highest
-    at.total[...] = at.total[...] * rescale + e.sum(0, keepdims=True)
-    at.sum[...] = at.sum[...] * rescale + _product(v, e.astype(v.dtype), 0, 0)
+    rescale = jnp.exp2(before - reference)
+    e = jnp.exp2(exponent - reference)
+    at.highest[:, queries] = highest
+    at.total[:, queries] = at.total[:, queries] * rescale + e.sum(0, keepdims=True)
+    return rescale, e
 
 
 class BackwardRefs(NamedTuple):
@@ -168,6 +252,25 @@ class BackwardRefs(NamedTuple):
     v: Any  # values, as rows
 
 
+def _score_gradients(
+    pair: BlockPair, at: BackwardRefs, is_masked: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The shares of keys in queries, and the gradients to their scores, `(keys, queries)`.
+
+    The formulas are those at the top of the reference. The products that scores are made of are
+    scaled where sums of gradients end.
+    """
+    q, y_gradient, lse, delta, k, v = (ref[0, 0] for ref in at)
+    z = pair.exponents(_product(k, q, 1, 1))
+    p = jnp.exp2(z.exponent - lse * LOG2_E)
+    if is_masked:
+        p = pair.masked(p, slice(0, q.shape[0]), 0)
+    dz = p * (_product(v, y_gradient, 1, 1) - delta)
+    if z.capped is not None:
+        dz *= 1 - z.capped**2
+    return p, dz
+
+
 def attention_dq(pair: BlockPair, *refs: Any) -> None:
     """Add a block of keys to the gradient to a block of queries."""
     *operands, gradient_ref, sum_ref = refs
@@ -177,16 +280,18 @@ def attention_dq(pair: BlockPair, *refs: Any) -> None:
     def _() -> None:
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    @pl.when(pair.is_seen)
-    def _() -> None:
-        _, dz = pair.score_gradients(at)
+    def add(is_masked: bool) -> None:
         k = at.k[0, 0]
+        _, dz = _score_gradients(pair, at, is_masked)
         # As columns: keys are the rows of scores.
         sum_ref[...] += _product(k, dz.astype(k.dtype), 0, 0)
 
+    pair.when_seen(add)
+
     @pl.when(pair.is_last)
     def _() -> None:
-        gradient_ref[0, 0] = sum_ref[...].astype(gradient_ref.dtype)
+        gradient = sum_ref[...] * pair.attention.scale
+        gradient_ref[0, 0] = gradient.astype(gradient_ref.dtype)
 
 
 def attention_dkv(pair: BlockPair, *refs: Any) -> None:
@@ -199,16 +304,18 @@ def attention_dkv(pair: BlockPair, *refs: Any) -> None:
         k_sum_ref[...] = jnp.zeros_like(k_sum_ref)
         v_sum_ref[...] = jnp.zeros_like(v_sum_ref)
 
-    @pl.when(pair.is_seen)
-    def _() -> None:
-        p, dz = pair.score_gradients(at)
+    def add(is_masked: bool) -> None:
         q, dy = at.q[0, 0], at.y_gradient[0, 0]
+        p, dz = _score_gradients(pair, at, is_masked)
         k_sum_ref[...] += _product(dz.astype(q.dtype), q, 1, 0)
         v_sum_ref[...] += _product(p.astype(dy.dtype), dy, 1, 0)
 
+    pair.when_seen(add)
+
     @pl.when(pair.is_last)
     def _() -> None:
-        k_gradient_ref[0, 0] = k_sum_ref[...].astype(k_gradient_ref.dtype)
+        k_gradient = k_sum_ref[...] * pair.attention.scale
+        k_gradient_ref[0, 0] = k_gradient.astype(k_gradient_ref.dtype)
         v_gradient_ref[0, 0] = v_sum_ref[...].astype(v_gradient_ref.dtype)
 
 
