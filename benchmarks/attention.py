@@ -14,7 +14,6 @@ Over masks and implementations, forward and backward:
   as large as fast memory holds: queries, outputs and statistics once, and for each block of 1,024
   queries the keys and values that its mask lets it see, in tiles of 128; backward also the other
   way round.
-  `bytes_ratio_tpu` and `bytes_ratio_splash` are those of one implementation.
 
 It needs the TPU compiler and no TPU, and takes some ten minutes on two cores:
 `pip install -e ".[tpu-plan]"`.
@@ -26,9 +25,7 @@ import argparse
 import itertools
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -40,9 +37,7 @@ import numpy as np
 import shardlib as sl
 from benchmarks._kernel_bytes import touched
 from benchmarks._report import report
-from shardlib.kernels._attention import _splash
-from shardlib.kernels._attention._options import checked_options
-from shardlib.kernels._tpu import LANES, vmem_bytes
+from shardlib.kernels._tpu import LANES
 
 BOUNDS = {
     "worst_error": 1e-5,
@@ -52,7 +47,7 @@ BOUNDS = {
     "bytes_ratio_max": 1.1,
 }
 TARGETS = ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1", "tpu:7x:1x1x1")
-KERNELS = ("splash", "tpu")
+KERNELS = ("tpu",)
 BLOCK = 1024  # queries, or keys, of a block that stays in fast memory
 SIZES = (64, 80, 96, 128, 256)
 LENGTH = 512
@@ -66,11 +61,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "blocks": {"block_mask": sl.kernels.bigbird_blocks(LENGTH, 64)},
 }
 Results = dict[str, np.ndarray]
-
-
-def takes(implementation: str, mask: str) -> bool:
-    """Whether an implementation masks as a mask says: the kernels of ours have no patterns."""
-    return not implementation.startswith("tpu") or mask != "blocks"
 
 
 def visible(options: dict[str, Any], length: int = LENGTH) -> np.ndarray:
@@ -172,8 +162,6 @@ def failures() -> list[str]:
         # Every mask once, and every size of a head.
         programs = [(mask, 128) for mask in MASKS] + [("causal", size) for size in SIZES]
         for implementation, (mask, size) in itertools.product(KERNELS, programs):
-            if not takes(implementation, mask):
-                continue
             options = MASKS[mask]
             if "segment_ids" in options:
                 options = {**options, "segment_ids": np.repeat(options["segment_ids"], 8, 0)}
@@ -204,7 +192,6 @@ def bytes_ratio(implementation: str, mask: str) -> float:
     options: Any = MASKS[mask]
     shape = (1, length, heads, size)
     x: Any = jax.ShapeDtypeStruct(shape, "bfloat16")
-    definition = checked_options(options, (x, x), (shape, shape)).definition
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         names = (None,) * 4
@@ -213,11 +200,8 @@ def bytes_ratio(implementation: str, mask: str) -> float:
 
     with sl.use(sl.AxisRules(batch="data"), sl.Target("tpu:v5e:1x1").mesh("data=1")):
         traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
-    # A kernel's mask has arrays, which cannot be made for a device that is absent. So it is made
-    # once more for the device that is here, in the blocks of the other.
-    with mock.patch.object(_splash, "vmem_bytes", lambda kind: vmem_bytes("TPU v5 lite")):
-        splash = _splash._kernel(x, x, definition, simulated=False)
-    moved = touched(traced, partial(blocks_taken, splash))
+    # Where queries and keys start.
+    moved = touched(traced, lambda kernel: [np.zeros(2, np.int32)])
     seen = visible(options, length)
     # Keys that some query of each block sees, and queries that see some key of each block.
     tiles = seen.reshape(length // LANES, LANES, length // LANES, LANES).any((1, 3))
@@ -231,20 +215,6 @@ def bytes_ratio(implementation: str, mask: str) -> float:
     return (moved.read + moved.written) / (heads * (forward + to_queries + to_keys))
 
 
-def blocks_taken(kernel: Any, name: str) -> list[Any]:
-    """The arrays by which a kernel says which blocks it takes, in the order it has them."""
-    if not name.startswith("splash"):
-        return [np.zeros(2, np.int32)]  # where queries and keys start
-    infos = {
-        "splash_mha_fwd": kernel.fwd_mask_info,
-        "splash_mha_dkv": kernel.dkv_mask_info,
-        "splash_mha_dq": kernel.dq_mask_info,
-    }
-    info = next(info for prefix, info in infos.items() if name.startswith(prefix))
-    arrays = (info.data_next, info.block_mask, info.mask_next)
-    return [x for x in arrays if x is not None]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -254,16 +224,13 @@ def main() -> None:
     single, half = [], []
     for mask in MASKS:
         own = half_error(mask, "reference")
-        for implementation in ("reference", "splash_simulated", "tpu_simulated"):
-            if not takes(implementation, mask):
-                continue
+        for implementation in ("reference", "tpu_simulated"):
             single.append(error(mask, implementation, "float32"))
             half.append(half_error(mask, implementation) / own)
             print(f"{mask:12} {implementation:18} {single[-1]:.1e} {half[-1]:.2f}", flush=True)
-    ratios: dict[str, float] = {}
-    for implementation in KERNELS:
-        masks = ("everything", "causal", "two sides", "capped")
-        ratios[implementation] = max(bytes_ratio(implementation, mask) for mask in masks)
+    ratios = []
+    for mask in ("everything", "causal", "two sides", "capped"):
+        ratios += [bytes_ratio(implementation, mask) for implementation in KERNELS]
     refused = failures()
     for line in refused:
         print(line)
@@ -272,9 +239,8 @@ def main() -> None:
         "worst_error_bf16": max(half),
         "compile_failures": len(refused),
         "memory_growth": max(growth(name) for name in ("reference", *KERNELS)),
-        "bytes_ratio_max": max(ratios.values()),
+        "bytes_ratio_max": max(ratios),
     }
-    figures |= {f"bytes_ratio_{name}": ratio for name, ratio in ratios.items()}
     report("attention", figures, BOUNDS, arguments.json)
 
 

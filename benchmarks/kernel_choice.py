@@ -55,7 +55,7 @@ TARGETS = {
 }
 IMPLEMENTATIONS = {
     "attention": {
-        "tpu": ("reference", "splash", "tpu"),
+        "tpu": ("reference", "tpu"),
         "gpu": ("reference", "cudnn", "tokamax", "gpu"),
     },
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
@@ -65,9 +65,6 @@ IMPLEMENTATIONS = {
 # How many products a kernel takes, by what its name begins with; others take none. Of attention
 # they are of queries with keys, or of these shares with values, and backward their transposes.
 PRODUCTS = {
-    "splash_mha_fwd": 2,
-    "splash_mha_dkv": 4,
-    "splash_mha_dq": 3,
     "attention_forward": 2,
     "attention_dkv": 4,
     "attention_dq": 3,

@@ -197,7 +197,7 @@ def attention_of(config: gpt.GPTConfig, text: str) -> str:
     """The implementation of attention in a program."""
     if config.attention is not None:
         return config.attention
-    return "splash" if "splash" in text else "reference"
+    return "tpu" if "attention_forward" in text else "reference"
 
 
 def cycles(text: str) -> int:

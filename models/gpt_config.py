@@ -25,8 +25,8 @@ class GPTConfig:
     it gathers that again. With `fused_loss` the loss takes the head and the cross-entropy in one,
     `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
     backward pass. `attention` is the implementation of
-    `sl.kernels.attention`, whose scores are never in memory, such as "splash" on TPUs and "cudnn"
-    or "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
+    `sl.kernels.attention`, whose scores are never in memory, such as "tpu" on TPUs and "cudnn" or
+    "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     """
 
     layers: int
@@ -55,8 +55,6 @@ class GPTConfig:
     fused_loss: bool = False
     attention: Literal[
         "reference",
-        "splash",
-        "splash_simulated",
         "tpu",
         "tpu_simulated",
         "gpu",

@@ -46,7 +46,6 @@ from shardlib.layouts._rules import axes_without, parts_over
 
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
-    Implementation("splash", "tpu", f"{__name__}._splash"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
     Implementation("cudnn", "gpu", f"{__name__}._cudnn", has_simulator=False, differentiable=True),
     Implementation("tokamax", "gpu", f"{__name__}._tokamax", has_simulator=False),

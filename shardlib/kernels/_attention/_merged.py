@@ -16,6 +16,7 @@ _ROLES: dict[str, Role] = {
     "key_segments": "rows",
     "sinks": "shared",
     "starts": "shared",
+    "pattern": "shared",
 }
 
 
@@ -28,8 +29,8 @@ def run_merged(
     """Call a function of the arrays of an attention, so that `vmap` makes their batch longer.
 
     Args:
-        function: called as `function(side, *sequences)`. Its `side` has no pattern of blocks, and
-            always says where positions start.
+        function: called as `function(side, *sequences)`. Its `side` always says where positions
+            start.
         sequences: the arrays that have sequences first.
         side: the other arrays.
         attention: which attention.

@@ -1,9 +1,7 @@
-"""Attention on a TPU by kernels of our own, for what JAX's splash kernel does not take.
+"""Attention on TPUs.
 
-Positions of queries and keys may be known to the running program only, as where devices have
-different parts of a sequence. The kernels run under `shard_map(..., check_vma=True)` too, and
-values may have another size than keys. Scores are made block by block in fast memory, with the
-queries along the lanes, so that what each query has is a vector of lanes:
+Scores are made block by block in fast memory, with the queries along the lanes, so that what each
+query has is a vector of lanes:
 
                 queries ->
       keys    +------------+
@@ -18,9 +16,13 @@ step of the outer one:
     attention_dq        blocks of queries  blocks of keys                the gradient to queries
     attention_dkv       blocks of keys     heads and blocks of queries   gradients to keys, values
 
-A pair in which the band of the mask leaves nothing is neither computed nor fetched. Its step asks
-for the block of the nearest pair of the same row in which the band leaves something: what two steps
-after each other ask for is copied once.
+A pair in which the mask leaves nothing is neither computed nor fetched. Its step asks for the block
+of the nearest pair of the same row in which the mask leaves something: what two steps after each
+other ask for is copied once.
+
+Positions of queries and keys may be known to the running program only, as where devices have
+different parts of a sequence. So which pairs a band leaves is computed by the grid itself. Which
+pairs a pattern of blocks leaves stands in a table that is made before, see `_tpu_pattern`.
 """
 
 from functools import partial
@@ -39,10 +41,14 @@ from shardlib.kernels._attention._reference import (
 from shardlib.kernels._attention._tpu_grid import (
     KEYS,
     QUERIES,
+    TABLE,
     KernelCall,
+    Lengths,
     Operand,
     fitting_blocks,
     heads_first,
+    pattern_blocks,
+    table_entries,
 )
 from shardlib.kernels._attention._tpu_kernels import (
     attention_dkv,
@@ -63,8 +69,6 @@ def refuses(task: Task) -> str | None:
     if wrong_dtype is not None:
         return wrong_dtype
     attention: Attention = task.definition
-    if attention.mask.block_mask is not None:
-        return "has no patterns of blocks"
     q, v = task.arrays["q"], task.arrays["v"]
     # Keys are gathered before the kernels run.
     assert task.length is not None
@@ -77,12 +81,24 @@ def refuses(task: Task) -> str | None:
     if not v.shape[3]:
         return "takes values of some numbers, and these have none"
     assert task.device is not None
-    if fitting_blocks(q, v, attention.mask, task.device.kind) is None:
+    fitting = fitting_blocks(q, v, attention.mask, task.device.kind)
+    if not fitting:
         return (
             f"holds blocks of {LANES} queries and keys in a core's fast memory, and with heads of "
             f"{q.shape[3]} numbers and values of {v.shape[3]} they do not fit that of "
             f"{task.device.kind}"
         )
+    if attention.mask.block_mask is not None:
+        lengths = Lengths(q.shape[1], task.length)
+        blocks = pattern_blocks(fitting, lengths, attention)
+        patterns = 1 if attention.mask.block_mask.heads is None else q.shape[2]
+        entries = table_entries(blocks, lengths, patterns)
+        if entries > TABLE:
+            return (
+                f"takes patterns of {TABLE:,} pairs of blocks on a device, and there are "
+                f"{entries:,}, of {patterns} heads, {lengths.queries} queries and {lengths.keys} "
+                "keys; split the heads or the queries, or give all heads one pattern"
+            )
     return None
 
 

@@ -2,9 +2,11 @@
 
 A grid has four dims: sequences, heads, and two that walk over blocks, the last of them the inner
 loop. Which block of queries and which of keys a step is for, `Steps` says. Index maps of a grid
-take its indices and then what is prefetched: the positions of the first query and the first key.
+take its indices and then what is prefetched, `Prefetched`.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +17,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib.kernels._attention._mask import Mask
+from shardlib.kernels._attention._mask import Mask, Tiling
 from shardlib.kernels._attention._reference import Attention, SideInputs
+from shardlib.kernels._attention._tpu_pattern import (
+    KeyBlocks,
+    PatternBits,
+    nearest_seen,
+    packed,
+    pattern_bits,
+    seen_pairs,
+    unpacked,
+)
 from shardlib.kernels._choice import device_here
+from shardlib.kernels._shards import as_varying, varying
 from shardlib.kernels._tpu import (
     COMFORTABLE,
     LANES,
@@ -42,6 +54,13 @@ class Blocks(NamedTuple):
     inner: int
 
 
+class Lengths(NamedTuple):
+    """How many queries and keys a device has."""
+
+    queries: int
+    keys: int
+
+
 # In the order of preference. The larger a block of the outer loop is, the less often those of the
 # inner loop are fetched.
 BLOCKS = (
@@ -54,8 +73,28 @@ BLOCKS = (
 )
 
 
-def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> Blocks | None:
-    """The blocks that fit the fast memory of a kind of device; None if none do.
+# What a step of a grid costs that computes nothing, in scores.
+STEP = 2**16
+# How many entries of `Prefetched.nearest` a core's memory for whole numbers holds.
+TABLE = 2**18
+
+
+class Prefetched(NamedTuple):
+    """What a grid knows before its steps, or references to it.
+
+    Attributes:
+        starts: the positions of the first query and of the first key.
+        nearest: for each step of a head, the step of the same row whose blocks are fetched, or -1
+            in a row that has none; `packed`. A step that is its own computes. None without a
+            pattern.
+    """
+
+    starts: Any
+    nearest: Any = None
+
+
+def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> list[Blocks]:
+    """The blocks that fit the fast memory of a kind of device, in the order of preference.
 
     Args:
         q: queries, or their shape and dtype, with the size of a head last.
@@ -65,17 +104,69 @@ def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> Blocks | None:
     """
     # More than `COMFORTABLE` is asked for with some for the compiler, of what a core has.
     room = max(COMFORTABLE, vmem_bytes(kind) - 4 * MIB)
+    fitting = []
     for blocks in BLOCKS:
-        if _used(blocks, q, v) > room:
+        if _used(blocks, q, v, mask) > room:
             continue
         # Of a narrow band, smaller inner blocks compute and fetch less that nobody sees.
-        if mask.left is None or mask.right is None or mask.left + mask.right >= blocks.outer:
-            return blocks
-        return Blocks(blocks.outer, min(blocks.inner, 256))
-    return None
+        if _width(mask) < blocks.outer:
+            blocks = Blocks(blocks.outer, min(blocks.inner, 256))
+        fitting.append(blocks)
+    return fitting
 
 
-def _used(blocks: Blocks, q: Any, v: Any) -> int:
+def _width(mask: Mask) -> float:
+    """How many keys besides the one at its own position a query sees of a band."""
+    if mask.left is None or mask.right is None:
+        return math.inf
+    return mask.left + mask.right
+
+
+def pattern_blocks(fitting: list[Blocks], lengths: Lengths, attention: Attention) -> Blocks:
+    """The blocks with which a pattern is computed soonest: not too large for it, nor too small.
+
+    Args:
+        fitting: blocks that fit fast memory.
+        lengths: how many queries and keys there are.
+        attention: which attention.
+    """
+    return _least_work(tuple(fitting), lengths, attention.mask, attention.starts)
+
+
+@functools.lru_cache(maxsize=256)
+def _least_work(
+    choices: tuple[Blocks, ...], lengths: Lengths, mask: Mask, starts: tuple[int, int] | None
+) -> Blocks:
+    """Those of some blocks with which a pattern is computed soonest.
+
+    Arguments are as in `pattern_blocks`. Patterns of queries and keys are mostly alike, so that
+    both orders of loops may have the same blocks.
+    """
+    work = []
+    for blocks in choices:
+        queries = Tiling(lengths.queries, _block(lengths.queries, blocks.outer))
+        keys = Tiling(lengths.keys, _block(lengths.keys, blocks.inner))
+        scores = len(mask.pairs(queries, keys, starts)) * queries.size * keys.size
+        work.append(scores + STEP * queries.count * keys.count)
+    return choices[work.index(min(work))]
+
+
+def table_entries(blocks: Blocks, lengths: Lengths, heads: int) -> int:
+    """How many entries `Prefetched.nearest` has, in the larger of both orders of loops.
+
+    Args:
+        blocks: what the loops walk over.
+        lengths: how many queries and keys there are.
+        heads: how many patterns.
+    """
+    counts = []
+    for queries, keys in (blocks, reversed(blocks)):
+        rows = lengths.queries // _block(lengths.queries, queries)
+        counts.append(rows * (lengths.keys // _block(lengths.keys, keys)))
+    return heads * max(counts)
+
+
+def _used(blocks: Blocks, q: Any, v: Any, mask: Mask) -> int:
     """The bytes of fast memory that blocks and their scores take, in the kernel that takes most."""
     # Rows of a block fill whole tiles of lanes.
     row = sum(x.shape[3] + -x.shape[3] % LANES for x in (q, v))
@@ -84,7 +175,9 @@ def _used(blocks: Blocks, q: Any, v: Any) -> int:
     # results and sums in float32, too.
     outer = row * (4 * itemsize + 4)
     inner = row * 2 * itemsize
-    return SCORE * blocks.outer * blocks.inner + outer * blocks.outer + inner * blocks.inner
+    # A pattern's words and bits are shifted for each score.
+    score = SCORE if mask.block_mask is None else SCORE + 8
+    return score * blocks.outer * blocks.inner + outer * blocks.outer + inner * blocks.inner
 
 
 @dataclass(frozen=True)
@@ -134,14 +227,28 @@ class KernelCall:
         self.q, self.k, self.v = (heads_first(x) for x in (q, k, v))
         self.side, self.attention, self.simulated = side, attention, simulated
         self.group = q.shape[2] // k.shape[2]
-        blocks = fitting_blocks(q, v, attention.mask, device_here().kind)
-        assert blocks is not None, "see `refuses`"
-        self.used = _used(blocks, q, v)
+        fitting = fitting_blocks(q, v, attention.mask, device_here().kind)
+        assert fitting, "see `refuses`"
+        blocks = fitting[0]
+        if attention.mask.block_mask is not None:
+            blocks = pattern_blocks(fitting, Lengths(q.shape[1], k.shape[1]), attention)
+        self.used = _used(blocks, q, v, attention.mask)
         of_queries, of_keys = blocks if inner == KEYS else reversed(blocks)
         self.query_block = _block(q.shape[1], of_queries)
         self.key_block = _block(k.shape[1], of_keys)
+        self.pattern = self._pattern_bits()
 
-    def sees(self, distance: Any) -> Any:
+    def _pattern_bits(self) -> PatternBits | None:
+        """The pattern of blocks as kernels read it; None without one."""
+        block_mask = self.attention.mask.block_mask
+        if block_mask is None:
+            return None
+        pattern = as_varying(self.side.pattern, varying(self.side.starts))
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        key_blocks = KeyBlocks(keys // self.key_block, self.key_block)
+        return pattern_bits(pattern, block_mask.size, self.side.starts, queries, key_blocks)
+
+    def in_band(self, distance: Any) -> Any:
         """Whether the band leaves anything of a pair of blocks.
 
         `distance` is the position of its first key less that of its first query.
@@ -192,13 +299,14 @@ class KernelCall:
         """
         steps = Steps(self)
         side = self._side_operands()
+        prefetched = [x for x in steps.prefetched() if x is not None]
         out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
         return pl.pallas_call(
-            partial(run_pair, body, steps, self._names()),
+            partial(run_pair, body, steps, list(side), len(prefetched)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
+                num_scalar_prefetch=len(prefetched),
                 grid=steps.grid,
-                in_specs=[x.spec(steps.fetched) for x in (*side, *operands)],
+                in_specs=[x.spec(steps.fetched) for x in (*side.values(), *operands)],
                 out_specs=[x.spec(steps.at_outer) for x in results],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
@@ -208,31 +316,29 @@ class KernelCall:
             ),
             interpret=interpreted(self.simulated, self.q),
             name=body.__name__,
-        )(self.side.starts, *(x.x for x in side), *(x.x for x in operands))
+        )(*prefetched, *(x.x for x in side.values()), *(x.x for x in operands))
 
-    def _names(self) -> tuple[str, ...]:
-        """Which arrays `_side_operands` gives, in its order."""
-        names = []
-        if self.side.query_segments is not None:
-            names += ["query_segments", "key_segments"]
-        if self.side.sinks is not None:
-            names.append("sinks")
-        return tuple(names)
-
-    def _side_operands(self) -> list[Operand]:
-        """Segments as rows of lanes, and sinks, as far as there are any."""
-        side, operands = self.side, []
+    def _side_operands(self) -> dict[str, Operand]:
+        """Segments as rows of lanes, sinks and the pattern's bits, as far as there are any."""
+        side, operands = self.side, {}
         if side.query_segments is not None:
             queries, keys = side.query_segments[:, None], side.key_segments[:, None]
             block = (1, 1, self.query_block)
-            operands.append(Operand(queries, block, lambda b, h, i, j: (b, 0, i)))
+            operands["query_segments"] = Operand(queries, block, lambda b, h, i, j: (b, 0, i))
             block = (1, 1, self.key_block)
-            operands.append(Operand(keys, block, lambda b, h, i, j: (b, 0, j)))
+            operands["key_segments"] = Operand(keys, block, lambda b, h, i, j: (b, 0, j))
         if side.sinks is not None:
             sinks = jnp.broadcast_to(
                 side.sinks.astype(jnp.float32)[:, None, None], (side.sinks.size, 1, LANES)
             )
-            operands.append(Operand(sinks, (1, 1, LANES), lambda b, h, i, j: (h, 0, 0)))
+            operands["sinks"] = Operand(sinks, (1, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+        if self.pattern is not None:
+            words, bits = self.pattern
+            block = (1, 1, words.shape[2], self.query_block)
+            own = min(words.shape[0] - 1, 1)  # 0 where all heads have one pattern
+            operands["words"] = Operand(words, block, lambda b, h, i, j: (h * own, j, 0, i))
+            block = (1, 1, self.key_block)
+            operands["bits"] = Operand(bits[None, None], block, lambda b, h, i, j: (0, 0, j))
         return operands
 
 
@@ -276,24 +382,61 @@ class Steps:
         head = h * self.call.group + inner // self.query_blocks
         return b, head, inner % self.query_blocks, outer
 
+    def prefetched(self) -> Prefetched:
+        """What the grid knows before its steps."""
+        starts = self.call.side.starts
+        if self.call.pattern is None:
+            return Prefetched(starts)
+        i = jnp.arange(self.query_blocks)[:, None]
+        j = jnp.arange(self.key_blocks)[None, :]
+        seen = seen_pairs(self.call.pattern.words, self.query_blocks)
+        seen = jnp.logical_and(seen, self.call.in_band(distance_of(starts, i, j, self.call)))
+        if self.call.inner == QUERIES:
+            seen = seen.swapaxes(1, 2)
+        return Prefetched(starts, packed(nearest_seen(seen)))
+
+    def is_seen(self, prefetched: Prefetched, *step: Any) -> Any:
+        """Whether the mask leaves anything of a step's pair."""
+        _, _, i, j = self.pair(*step)
+        if self.call.pattern is None:
+            return self.call.in_band(distance_of(prefetched.starts, i, j, self.call))
+        own = j if self.call.inner == KEYS else i
+        return self._nearest(prefetched, *step) == own
+
+    def _nearest(self, prefetched: Prefetched, *step: Any) -> Any:
+        """The entry of the table of a pattern's pairs for a step."""
+        assert self.call.pattern is not None
+        _, h, i, j = self.pair(*step)
+        if self.call.pattern.words.shape[0] == 1:
+            h = 0
+        if self.call.inner == KEYS:
+            entry = (h * self.query_blocks + i) * self.key_blocks + j
+        else:
+            entry = (h * self.key_blocks + j) * self.query_blocks + i
+        return unpacked(prefetched.nearest, entry)
+
     def at_outer(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The pair of a step, for what only the outer loop moves on.
 
-        The last thing that an index map is given is what was prefetched, after the step's indices.
+        After the step's indices an index map is given what was prefetched.
         """
-        return self.pair(*step[:-1])
+        return self.pair(*step[:4])
 
     def fetched(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The pair whose blocks are in fast memory in a step.
 
-        Where the band leaves nothing of the step's own pair, it is the nearest of the same row of
+        Where the mask leaves nothing of the step's own pair, it is the nearest of the same row of
         which it leaves something, or one at the edge if there is none.
         """
-        starts = step[-1]
-        b, h, i, j = self.pair(*step[:-1])
+        prefetched = Prefetched(*step[4:])
+        b, h, i, j = self.pair(*step[:4])
         mask, call = self.call.attention.mask, self.call
+        if call.pattern is not None:
+            nearest = jnp.maximum(self._nearest(prefetched, *step[:4]), 0)
+            return (b, h, i, nearest) if call.inner == KEYS else (b, h, nearest, j)
+        starts = prefetched.starts
         # What is seen is fetched, whatever becomes of sums with very large bounds.
-        is_seen = call.sees(distance_of(starts, i, j, call))
+        is_seen = call.in_band(distance_of(starts, i, j, call))
         if call.inner == KEYS:
             first, last = _seen_keys(mask, starts, i, call)
             nearest = jnp.clip(jnp.clip(j, first, last), 0, self.key_blocks - 1)

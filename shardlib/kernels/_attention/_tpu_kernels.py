@@ -12,6 +12,7 @@ Exponentials are powers of two, as a TPU makes them. `score / log(2)` is made of
 multiplication, which is the scaling of scores too.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from shardlib.kernels._attention._tpu_grid import Steps, distance_of
+from shardlib.kernels._attention._tpu_grid import Prefetched, Steps, distance_of
+from shardlib.kernels._attention._tpu_pattern import seen_by_bits
 from shardlib.kernels._tpu import LANES
-
 
 LOG2_E = math.log2(math.e)
 # Queries of a chunk in the forward pass.
@@ -52,7 +53,7 @@ class BlockPair:
         sink: of its head, or None.
     """
 
-    def __init__(self, steps: Steps, starts_ref: Any, side: dict[str, Any]) -> None:
+    def __init__(self, steps: Steps, prefetched: Prefetched, side: dict[str, Any]) -> None:
         step = [pl.program_id(dim) for dim in range(4)]
         inner_steps = pl.num_programs(3)
         self.attention = steps.call.attention
@@ -60,12 +61,10 @@ class BlockPair:
         _, _, i, j = steps.pair(*step)
         call = steps.call
         self._keys, self._queries = call.key_block, call.query_block
-        self._distance = distance_of(starts_ref, i, j, call)
-        self._segments = None
-        if "query_segments" in side:
-            self._segments = side["query_segments"], side["key_segments"]
+        self._distance = distance_of(prefetched.starts, i, j, call)
+        self._side = side
         self.sink = side["sinks"][0, :, :1] if "sinks" in side else None
-        self._is_seen = call.sees(self._distance)
+        self._is_seen = steps.is_seen(prefetched, *step)
 
     def chunks(self) -> list[slice]:
         """The slices of its queries by which a pair is added in the forward pass."""
@@ -80,7 +79,7 @@ class BlockPair:
         `add` is called with whether scores must be masked. Most pairs that a band touches are
         within it, and for these there is a second program that masks nothing.
         """
-        if self._segments is not None:
+        if "query_segments" in self._side or "words" in self._side:
             pl.when(self._is_seen)(lambda: add(True))
             return
         whole = self._is_whole()
@@ -116,15 +115,16 @@ class BlockPair:
             queries: which queries of the pair's block it is of.
             instead: the number.
         """
-        seen = self._in_band(queries)
-        if self._segments is not None:
-            query_segments, key_segments = self._segments
-            # Keys are along the rows of scores: their ids are turned into a column.
-            column = jnp.broadcast_to(key_segments[0], (LANES, self._keys)).T[:, :1]
-            same = column == query_segments[0, :, queries]
-            seen = same if seen is None else seen & same
-        assert seen is not None, "see `when_seen`"
-        return jnp.where(seen, x, instead)
+        kept, side = [], self._side
+        in_band = self._in_band(queries)
+        if in_band is not None:
+            kept.append(in_band)
+        if "query_segments" in side:
+            ids = _column(side["key_segments"][0])
+            kept.append(ids == side["query_segments"][0, :, queries])
+        if "words" in side:
+            kept.append(seen_by_bits(side["words"][0, 0, :, queries], _column(side["bits"][0])))
+        return jnp.where(functools.reduce(jnp.logical_and, kept), x, instead)
 
     def _in_band(self, queries: slice) -> jax.Array | None:
         """Which keys the band leaves to some of the queries; None without a band."""
@@ -146,21 +146,26 @@ class BlockPair:
         return seen
 
 
+def _column(row: jax.Array) -> jax.Array:
+    """A row of numbers, one for each key, as a column: keys are along the rows of scores."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
+
+
 def run_pair(
-    body: Callable[..., None], steps: Steps, names: tuple[str, ...], starts_ref: Any, *refs: Any
+    body: Callable[..., None], steps: Steps, names: list[str], prefetched: int, *refs: Any
 ) -> None:
     """Call a kernel's body with what it knows of its pair, and with its references.
 
     Args:
         body: the kernel.
         steps: which pair each step is for.
-        names: of the first references, which are to segments and sinks.
-        starts_ref: to the positions of the first query and of the first key.
-        refs: to these, and then to operands, results and scratch.
+        names: of the arrays besides operands, results and scratch.
+        prefetched: how many references there are to what was prefetched.
+        refs: to what was prefetched, to the arrays of these names, and to all others.
     """
-    count = len(names)
-    side = dict(zip(names, (ref[...] for ref in refs[:count]), strict=True))
-    body(BlockPair(steps, starts_ref, side), *refs[count:])
+    first = prefetched + len(names)
+    side = dict(zip(names, (ref[...] for ref in refs[prefetched:first]), strict=True))
+    body(BlockPair(steps, Prefetched(*refs[:prefetched]), side), *refs[first:])
 
 
 class _ForwardRefs(NamedTuple):
