@@ -135,12 +135,12 @@ def _outputs(
         attention_forward,
         operands=[call.query_rows(call.q), call.key_rows(call.k), call.key_rows(call.v)],
         results=[
-            call.query_columns((batch, heads, v.shape[3], queries), q.dtype),
-            call.query_columns((batch, heads, 1, queries), jnp.float32),
+            call.query_rows(call.result((batch, heads, queries, v.shape[3]), q.dtype)),
+            call.query_columns(call.result((batch, heads, 1, queries), jnp.float32)),
         ],
         scratch=[(1, call.query_block), (1, call.query_block), (v.shape[3], call.query_block)],
     )
-    return y.transpose(0, 3, 1, 2), lse[:, :, 0].swapaxes(1, 2)
+    return heads_first(y), lse[:, :, 0].swapaxes(1, 2)
 
 
 def backward(
@@ -194,24 +194,20 @@ def _operands(
     """
     rows = [x.swapaxes(1, 2)[:, :, None] for x in (lse, delta)]
     of_queries = [call.query_rows(call.q), call.query_rows(heads_first(y_gradient))]
-    of_queries += [call.query_columns_of(x) for x in rows]
+    of_queries += [call.query_columns(x) for x in rows]
     return [*of_queries, call.key_rows(call.k), call.key_rows(call.v)]
 
 
 def _query_gradient(call: KernelCall, operands: list[Operand]) -> jax.Array:
-    """The gradient to the queries, (batch, queries, heads, size).
-
-    The kernel makes it as columns, as it makes outputs, and XLA turns it.
-    """
-    batch, heads, queries, size = call.q.shape
+    """The gradient to the queries, (batch, queries, heads, size)."""
     (gradient,) = call.run(
         run_pair,
         attention_dq,
         operands=operands,
-        results=[call.query_columns((batch, heads, size, queries), call.q.dtype)],
-        scratch=[(size, call.query_block)],
+        results=[call.query_rows(call.q)],
+        scratch=[(call.q.shape[3], call.query_block)],
     )
-    return gradient.transpose(0, 3, 1, 2)
+    return heads_first(gradient)
 
 
 def _key_gradients(call: KernelCall, operands: list[Operand]) -> list[jax.Array]:

@@ -265,14 +265,14 @@ class KernelCall:
         block = (1, 1, self.query_block, x.shape[3])
         return Operand(x, block, lambda b, h, i, j: (b, h, i, 0))
 
-    def query_columns_of(self, x: Any) -> Operand:
+    def query_columns(self, x: Any) -> Operand:
         """Of `(batch, heads, size, queries)`, the queries of a block as columns."""
         block = (1, 1, x.shape[2], self.query_block)
         return Operand(x, block, lambda b, h, i, j: (b, h, 0, i))
 
-    def query_columns(self, shape: tuple[int, ...], dtype: Any) -> Operand:
-        """The same of an array that is to be made."""
-        return self.query_columns_of(shaped(shape, dtype, self.q))
+    def result(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The type of an array that is to be made."""
+        return shaped(shape, dtype, self.q)
 
     def key_rows(self, x: Any) -> Operand:
         """Of `(batch, key heads, keys, size)`, the keys of a block as rows."""

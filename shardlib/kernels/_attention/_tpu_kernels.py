@@ -174,7 +174,7 @@ class _ForwardRefs(NamedTuple):
     q: Any  # queries, as rows
     k: Any  # keys, as rows
     v: Any  # values, as rows
-    y: Any  # outputs, as columns
+    y: Any  # outputs, as rows
     lse: Any  # log-sum-exps, a row
     highest: Any  # the highest exponents so far, a row
     total: Any  # the sums of exponentials so far, a row
@@ -200,7 +200,7 @@ def attention_forward(pair: BlockPair, *refs: Any) -> None:
     def _() -> None:
         total = at.total[...]
         divisor = jnp.where(total == 0, 1, total)
-        at.y[0, 0] = (at.sum[...] / divisor).astype(at.y.dtype)
+        at.y[0, 0] = (at.sum[...] / divisor).T.astype(at.y.dtype)
         lse = at.highest[...] / LOG2_E + jnp.log(divisor)
         at.lse[0, 0] = jnp.where(total == 0, -jnp.inf, lse)
 
@@ -296,7 +296,7 @@ def attention_dq(pair: BlockPair, *refs: Any) -> None:
     @pl.when(pair.is_last)
     def _() -> None:
         gradient = sum_ref[...] * pair.attention.scale
-        gradient_ref[0, 0] = gradient.astype(gradient_ref.dtype)
+        gradient_ref[0, 0] = gradient.T.astype(gradient_ref.dtype)
 
 
 def attention_dkv(pair: BlockPair, *refs: Any) -> None:
