@@ -1,4 +1,4 @@
-"""The head and its cross-entropy in one: what it alone has; the rest is in the suite of all ops."""
+"""`linear_cross_entropy`, the head and its loss fused: only what test_kernels.py does not cover."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Programs read from their text: the spellings of operands, and whose line it was."""
+"""Compiled programs parsed from HLO text: operands, source lines, bytes sent and trip counts."""
 
 import pytest
 

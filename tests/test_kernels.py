@@ -1,4 +1,4 @@
-"""One suite over every op and every implementation; what the head alone has is in test_head.py."""
+"""One suite over every op and every implementation; more of the head's is in test_head.py."""
 
 import functools
 

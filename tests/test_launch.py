@@ -1,5 +1,5 @@
-"""`python -m shardlib.launch`: what it forwards, whom it names, how it ends. The scripts of the
-first tests know no JAX.
+"""`python -m shardlib.launch`: the output it forwards, the failed process it names, how it ends.
+The scripts of the first tests do not import JAX.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A list of layers as one that loops: alone, under a strategy, in a pipeline."""
+"""`sl.Layers`, a list of layers as one loop: by itself, under a strategy and in a pipeline."""
 
 from dataclasses import replace
 

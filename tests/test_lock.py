@@ -1,4 +1,4 @@
-"""Locks: whose they are, who is dead, and that who lost one writes nothing more."""
+"""Locks: whether their holder is alive, and that a run which lost its lock writes nothing more."""
 
 import json
 import os

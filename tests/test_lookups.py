@@ -1,5 +1,5 @@
-"""Lookups by index beside three and four axes: they run, equal one device, and compile for machines
-that are not there.
+"""Lookups by index on three and four mesh axes: they run, equal one device, and compile for absent
+machines.
 
 XLA's partitioner aborts the process on lookups in a manual region that leaves several axes
 automatic, so each of these tests ended its whole process before lookups were rewritten.

@@ -1,4 +1,4 @@
-"""What compiled programs read and write, where one can say it without them."""
+"""Bytes that compiled programs read and write, against programs simple enough to count by hand."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""Meshes: what is read, what is refused, and where devices end up, on simulated devices and on
-absent TPUs.
+"""Meshes: how they are written, what is refused, and where devices end up, simulated or of absent
+TPUs.
 """
 
 import doctest

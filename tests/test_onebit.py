@@ -1,5 +1,5 @@
-"""1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while,
-wherever it lies.
+"""1-bit Adam, and other optimizers under compressed exchanges: errors are kept and sent later, on
+any mesh.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Pipelines run: every schedule against one stage, in the step, in evaluation, in checkpoints; what
-is refused; programs.
+"""Pipelines that run: every schedule against one stage, in the step, evaluation and checkpoints;
+what is refused; the compiled programs.
 """
 
 import math

@@ -197,9 +197,7 @@ def test_plan_collectives_name_the_users_source_line(on_cpu):
 
 
 def test_plan_keeps_a_real_state_and_refuses_another_device_count():
-    """A step for the devices at hand, planned for others with the same axes; its state may be
-    real.
-    """
+    """The state may hold real arrays; they are not donated."""
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy)
     step = sl.train_step(loss_of_layers, strategy)

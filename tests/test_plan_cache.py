@@ -1,4 +1,4 @@
-"""Plans whose compiler has been asked before: what is kept of its answer, and when it is asked anew."""
+"""The cache of plans: what is kept of a compilation, and when a step is compiled anew."""
 
 import argparse
 import gzip

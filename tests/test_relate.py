@@ -1,5 +1,5 @@
-"""What each leaf of an optimizer's state follows: by hand for some, and for every optimizer that
-optax has.
+"""Which parameter each leaf of an optimizer's state follows: by hand for some optimizers, and for
+all of optax.
 """
 
 import inspect

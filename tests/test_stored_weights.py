@@ -1,6 +1,4 @@
-"""Weights in the form they are stored in, whole where they are used, whatever a loss does with
-them.
-"""
+"""Weights that ZeRO stores split are gathered where they are used, whatever a loss does."""
 
 from functools import cache, partial
 
@@ -252,7 +250,7 @@ def test_zero_with_complex_weights_and_derived_state_equals_one_device(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_keeps_a_counter_that_layers_increment_in_a_scan(stage):
-    """As the streams of NNX's dropout do."""
+    """NNX's dropout counts like this in its random streams."""
 
     def loss(model, x, rng):
         body = lambda carry, w: ((dense(carry[0], w), carry[1] + 1), None)
@@ -303,7 +301,7 @@ def test_zero_stage_3_holds_one_layer_of_weights_and_stage_2_all():
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_zero3_layer_is_one_region_unless_a_loop_scans_its_stack(turned):
-    """A loop over a stack that is turned does not: it needs the whole stack."""
+    """A loop over a transposed stack leaves one region: it needs the whole stack."""
     make = lambda: sl.annotate(
         {"a": jnp.zeros((16, 16)), "w": jnp.zeros((3, 16, 16))},
         {"a": ("embed", "mlp"), "w": ("layers", "embed", "mlp")},
@@ -382,7 +380,7 @@ def converted(tree):
 
 
 def test_zero3_program_is_the_same_wherever_weights_are_cast():
-    """The program is the same wherever the cast of another layer's weight is written, and how."""
+    """Even where the next layer's weights are cast within this layer, or in a jit."""
     make = lambda: {"layers": [{"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}] * 2}
 
     def loss(model, x, rng, cast, early):
@@ -404,7 +402,7 @@ def test_zero3_program_is_the_same_wherever_weights_are_cast():
 
 
 def test_zero3_program_is_the_same_when_a_jit_casts_several_layers():
-    """And so are those that one loop takes within a marked block."""
+    """Also when the layers are a stack that a loop takes within a marked block."""
     make = lambda: {
         "layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))],
         "stack": sl.annotate(jnp.zeros((3, 16, 16)), {"": ("layers", "embed", "mlp")}),

@@ -1,5 +1,5 @@
-"""`benchmarks.strangers` sees what it is there to see: each kind of end of a case, and a result
-that is off.
+"""`benchmarks.strangers`, random uses of the library, detects each kind of outcome of a case, and a
+wrong result.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Machines by name: what is a machine, what is not, and what its devices are."""
+"""Targets, machines by name: which names are valid, and what their devices are."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What is printed for people fits into their terminal, 80 columns wide or narrower, and is whole
+"""Printed descriptions fit the terminal, 80 columns wide or narrower, and are not shortened
 elsewhere.
 """
 

@@ -1,4 +1,4 @@
-"""Axes that lie along several dims of a TPU's torus: found, and gathered and scattered over."""
+"""Mesh axes that span several dims of a TPU's torus: detected, and gathered and scattered over."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the trainer adds to a step, in programs of the compilers of machines that are not there."""
+"""What the trainer adds to a step, in programs compiled for absent machines."""
 
 import jax
 import optax

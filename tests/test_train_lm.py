@@ -1,5 +1,5 @@
-"""`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up
-by another number.
+"""`train_lm.py` as a user starts it: its command line, several processes, and resuming after a kill
+on another number of them.
 """
 
 import dataclasses
@@ -262,7 +262,7 @@ def test_checkpoint_folder_not_shared_by_all_processes_is_refused(tmp_path):
 
 @pytest.mark.long
 def test_run_json_repeats_a_run_bit_for_bit(undisturbed, texts, tmp_path):
-    """Not a field is given but for where it goes."""
+    """No field is given but the folder."""
     again = [sys.executable, str(ROOT / "examples/train_lm.py"), str(undisturbed[0] / "run.json")]
     finished(run([*again, "--folder", str(tmp_path)], processes=2, devices=4))
     assert last_digests(tmp_path) == last_digests(undisturbed[0])

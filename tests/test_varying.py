@@ -1,4 +1,4 @@
-"""What differs from device to device, by the walk and by running it."""
+"""Which values differ from device to device: by the walk over the jaxpr, and by running it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""ZeRO: what is split, and that it is one device's step; precision, clipping, frozen parameters,
-what is not finite.
+"""ZeRO: what is split, and that the step equals one device's; precision, clipping, frozen
+parameters, nonfinite gradients.
 """
 
 import dataclasses

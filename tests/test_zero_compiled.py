@@ -1,6 +1,4 @@
-"""What each stage of ZeRO sends and holds, in programs of the compilers of machines that are not
-there.
-"""
+"""What each stage of ZeRO sends and holds, in programs compiled for absent machines."""
 
 import collections
 
@@ -272,7 +270,7 @@ def test_tensor_parallel_product_is_reduced_in_the_preferred_dtype(platform, dty
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_zero_sends_per_device_parameters_only_over_the_other_data_axes(platform, stage):
-    """As experts do: one weight for each device along `data`, which ZeRO splits over `pod`."""
+    """As with experts: one weight for each device along `data`, which ZeRO splits over `pod`."""
 
     def of_ones_own(model, x, rng):
         return jnp.mean((x @ model["own"][0]) ** 2)
