@@ -64,7 +64,7 @@ def test_plan_cache_is_off_without_a_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "'), None])
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "', mtime=0), None])
 def test_plan_cache_replaces_a_damaged_file(tmp_path, content):
     first = planned(tmp_path)
     [file] = tmp_path.iterdir()
