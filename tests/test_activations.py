@@ -71,7 +71,7 @@ def true(form, activation, arrays, cotangent):
 @every_form
 @every_activation
 @every_dtype
-def test_values_and_gradients_are_those_of_float64(form, activation, dtype):
+def test_activations_match_float64_values_and_gradients(form, activation, dtype):
     @given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 130), st.integers(0, 9))
     @settings(deadline=None, max_examples=3, derandomize=True)
     def check(batch, rows, row, seed):
@@ -92,7 +92,7 @@ def test_values_and_gradients_are_those_of_float64(form, activation, dtype):
 @every_form
 @every_activation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_saved_are_the_arguments_alone(form, activation, dtype):
+def test_activations_save_only_their_arguments_for_backward(form, activation, dtype):
     arrays = make(form, (4, 8), dtype)
     function = functools.partial(FORMS[form][0], activation)
     saved = saved_residuals(lambda arrays: function(arrays).astype(jnp.float32).sum(), arrays)
@@ -102,7 +102,7 @@ def test_saved_are_the_arguments_alone(form, activation, dtype):
 
 @every_form
 @every_activation
-def test_they_are_derived_twice_in_either_mode(form, activation):
+def test_activations_have_second_derivatives_in_forward_and_reverse_mode(form, activation):
     with jax.enable_x64():
         arrays = make(form, (2, 3), "float64")
         ours, plain = (lambda arrays, f=f: (f(activation, arrays) ** 2).sum() for f in FORMS[form])
@@ -113,7 +113,7 @@ def test_they_are_derived_twice_in_either_mode(form, activation):
 
 @every_activation
 @every_dtype
-def test_at_infinity_and_far_out_they_are_at_their_limits(activation, dtype):
+def test_activations_reach_their_limits_at_infinity_and_large_inputs(activation, dtype):
     with jax.enable_x64(dtype == "float64"):
         largest = float(jnp.finfo(dtype).max)
         below = jnp.asarray([-np.inf, -largest, -2e4, -800], dtype)
@@ -140,7 +140,7 @@ def test_at_infinity_and_far_out_they_are_at_their_limits(activation, dtype):
     np.testing.assert_array_equal(half_slopes, slopes / 2)
 
 
-def test_what_is_no_number_stays_where_it_is():
+def test_activations_keep_nan_within_its_element():
     x = jnp.ones((3, 4)).at[1, 2].set(np.nan)
     for function in (lambda x: kernels.activate(x), lambda x: kernels.glu(x, x)):
         found = jax.value_and_grad(lambda x, f=function: (f(x), f(x))[0].sum(where=~jnp.isnan(x)))(
@@ -153,7 +153,7 @@ def test_what_is_no_number_stays_where_it_is():
 
 @every_form
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_vmap_and_scan_are_loops(form, activation):
+def test_activations_under_vmap_and_scan_match_a_loop(form, activation):
     function = functools.partial(derived, functools.partial(FORMS[form][0], activation))
     each = [make(form, (3, 5), seed=seed) for seed in range(2)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
@@ -166,7 +166,7 @@ def test_vmap_and_scan_are_loops(form, activation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [(), ("data",), ("data", "model")], ids=str)
 @pytest.mark.parametrize("checked", [False, True], ids=["unchecked", "checked"])
-def test_on_shards_it_is_as_on_one_device(form, dtype, axes, checked):
+def test_activations_on_shards_match_one_device(form, dtype, axes, checked):
     if checked and not axes:
         pytest.skip("there is no `shard_map`")
     arrays = make(form, (4, 8, 16), dtype)
@@ -205,7 +205,7 @@ def test_on_shards_it_is_as_on_one_device(form, dtype, axes, checked):
     assert found[0].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 3)
 
 
-def test_the_gradient_of_a_bias_is_rounded_once():
+def test_activation_bias_gradient_is_rounded_once_across_devices():
     """Sums over devices of what each has rounded would lose the small one."""
     mesh = sl.make_mesh("data=8")
     cotangent = jnp.asarray([[256.0]] + [[0.5]] * 7, jnp.bfloat16)
@@ -220,7 +220,7 @@ def test_the_gradient_of_a_bias_is_rounded_once():
     assert float(found[0]) == float(whole[0]) == float(jnp.bfloat16(259.5))
 
 
-def test_a_bias_that_differs_between_devices_takes_an_array_that_does_not():
+def test_activation_gradients_with_a_per_device_bias_and_replicated_input():
     mesh = sl.make_mesh("data=8")
     x, biases = make("activate", (3, 4))["x"], make("glu", (8, 4))["up"]
 
@@ -235,7 +235,7 @@ def test_a_bias_that_differs_between_devices_takes_an_array_that_does_not():
     near(jax.jit(jax.grad(total, (0, 1)))(x, biases), jax.grad(plain, (0, 1))(x, biases), 1e-5)
 
 
-def test_arrays_without_numbers_and_of_no_dims_are_taken():
+def test_activations_accept_empty_arrays_and_scalars():
     assert kernels.glu(jnp.ones((0, 3)), jnp.ones((0, 3))).shape == (0, 3)
     assert kernels.activate(jnp.float32(1), activation="relu") == 1
     gradient = jax.grad(lambda bias: kernels.activate(jnp.ones((0, 3)), bias).sum())(jnp.ones(3))
@@ -257,6 +257,6 @@ def test_arrays_without_numbers_and_of_no_dims_are_taken():
         (lambda x: kernels.activate("x"), "activate.x='x'.. takes an array of numbers"),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_activations_refuse_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.ones((2, 3)))

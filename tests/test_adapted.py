@@ -77,7 +77,7 @@ def everywhere(model, x, rng):
 @pytest.mark.parametrize(
     "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
 )
-def test_constraints_may_name_the_data_axes(options):
+def test_sharding_constraints_may_name_the_data_axes(options):
     loss = everywhere
     if options == {"manual": ()}:  # where no axis is bound
         loss = lambda model, x, rng: jnp.mean(
@@ -90,7 +90,7 @@ def test_constraints_may_name_the_data_axes(options):
     check(loss, **options)
 
 
-def test_constraints_by_a_sharding_on_the_mesh():
+def test_sharding_constraints_accept_a_named_sharding_on_the_mesh():
     mesh = STRATEGY.device_mesh  # MaxText's way
 
     def loss(model, x, rng):
@@ -103,7 +103,7 @@ def test_constraints_by_a_sharding_on_the_mesh():
     np.testing.assert_allclose(metrics["loss"], np.mean(y**2), rtol=1e-5)
 
 
-def test_constraints_reach_the_partitioner_without_the_manual_axes():
+def test_sharding_constraints_reach_the_partitioner_without_manual_axes():
     of = lambda spec: constraints(constrained_to(spec))
     assert of(P("data", None)) == of(P(None, None))
     assert of(P("data", "model")) == of(P(None, "model")) != of(P(None, None))
@@ -118,7 +118,7 @@ def logical(model, x, rng):
     return jnp.mean((y @ jnp.ones((8, 3))) ** 2)
 
 
-def test_logical_constraints_go_by_the_rules_in_force_or_by_flaxs_own():
+def test_logical_constraints_follow_flax_rules_or_else_the_rules_in_force():
     split, whole = (constraints(constrained_to(spec)) for spec in (P(None, "model"), P(None, None)))
     assert constraints(logical) == split
     with nn.logical_axis_rules((("batch", "data"), ["act_mlp", None])):
@@ -135,7 +135,7 @@ def logical_by(model, x, rules):
     return jnp.mean((y @ jnp.ones((8, 3))) ** 2)
 
 
-def test_one_step_follows_flaxs_rules_from_call_to_call():
+def test_train_step_follows_flax_rules_that_change_between_calls():
     loss = lambda model, x, rng: jnp.mean(logical_by(model, x, None) * 1.0)
     step, state = (
         sl.train_step(loss, STRATEGY),
@@ -148,7 +148,7 @@ def test_one_step_follows_flaxs_rules_from_call_to_call():
         assert step.lower(state, X).as_text() == plain
 
 
-def test_logical_constraints_under_use():
+def test_logical_constraints_follow_the_rules_of_sl_use():
     y = jnp.ones((8, 8))
     with sl.use(
         sl.AxisRules(batch="data", heads=["model", None], other=None),
@@ -161,7 +161,7 @@ def test_logical_constraints_under_use():
 
 
 @pytest.mark.parametrize("beside", ["gather_batch", "shard_map", "kernel"])
-def test_what_cannot_be_traced_beside_such_a_constraint_is_refused(beside):
+def test_sharding_constraint_with_gather_shard_map_or_kernel_is_refused(beside):
     def loss(model, x, rng):
         y = constrain(x @ model["w"], P("data", "model"))
         if beside == "gather_batch":
@@ -183,7 +183,7 @@ def test_what_cannot_be_traced_beside_such_a_constraint_is_refused(beside):
         program(loss)
 
 
-def test_a_constraint_that_fits_no_mesh_is_jaxs_own_error():
+def test_sharding_constraint_on_an_unknown_axis_raises_jax_error():
     with pytest.raises(ValueError, match="nosuch"):
         program(lambda model, x, rng: jnp.mean(constrain(x @ model["w"], P("nosuch")) ** 2))
 
@@ -206,11 +206,11 @@ TWO = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model")
     ],
     ids=["one_axis", "automatic", "two_axes", "partly_automatic"],
 )
-def test_batch_names_the_data_axes(rules, meshes, options):
+def test_axis_name_batch_stands_for_the_data_axes(rules, meshes, options):
     check(centred, rules, meshes, **options)
 
 
-def test_batch_among_other_axes_and_in_a_gather():
+def test_axis_name_batch_works_in_all_gather_and_pmax():
     def loss(model, x, rng):
         y = x @ model["w"]
         everyone = lax.all_gather(y.mean(0), "batch")
@@ -221,12 +221,12 @@ def test_batch_among_other_axes_and_in_a_gather():
     check(loss, TWO, ["pod=2,data=2,model=1"])
 
 
-def test_a_mesh_axis_of_that_name_is_itself():
+def test_axis_name_batch_means_a_mesh_axis_of_that_name():
     rules = sl.AxisRules(batch="batch", embed=None, mlp="model")
     check(centred, rules, ["batch=2,model=2"])
 
 
-def test_axes_that_cannot_be_meant_are_refused():
+def test_axis_names_that_are_unknown_or_ambiguous_are_refused():
     of = lambda axis: (
         lambda model, x, rng: jnp.mean((x @ model["w"] - lax.pmean(x.mean(), axis)) ** 2)
     )
@@ -243,7 +243,7 @@ def test_axes_that_cannot_be_meant_are_refused():
         program(lambda model, x, rng: no_such_name)  # noqa: F821
 
 
-def test_batch_norm_of_both_apis():
+def test_batch_norm_over_the_batch_axis_in_train_step_and_evaluation():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.BatchNorm(4, axis_name="batch", rngs=rngs)

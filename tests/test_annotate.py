@@ -14,7 +14,7 @@ EXPLICIT = sl.make_mesh("data=2,model=4", axis_type=AxisType.Explicit)
 X = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
 
 
-def test_shard_lays_out_under_jit_and_eagerly_and_leaves_the_value():
+def test_shard_sets_the_layout_and_keeps_values_under_jit_and_eagerly():
     with sl.use(RULES, MESH):
         for run in (jax.jit, lambda f: f):
             y = run(lambda x: sl.shard(x, "batch", "act_mlp"))(X)
@@ -22,7 +22,7 @@ def test_shard_lays_out_under_jit_and_eagerly_and_leaves_the_value():
             np.testing.assert_array_equal(y, X)
 
 
-def test_on_explicit_axes_the_same_annotation_reshards():
+def test_shard_and_replicate_reshard_on_explicit_axes():
     with sl.use(RULES, EXPLICIT):
         y = jax.jit(lambda x: sl.shard(x, "batch", "act_mlp"))(X)
         assert jax.typeof(y).sharding.spec == P("data", "model")
@@ -30,7 +30,7 @@ def test_on_explicit_axes_the_same_annotation_reshards():
         np.testing.assert_array_equal(y, X)
 
 
-def test_on_mixed_axes_each_kind_gets_its_part():
+def test_shard_lays_out_explicit_and_automatic_axes_together():
     mesh = jax.sharding.Mesh(
         MESH.devices, ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto)
     )
@@ -39,7 +39,7 @@ def test_on_mixed_axes_each_kind_gets_its_part():
         assert y.sharding.spec == P("data", "model")
 
 
-def test_split_and_replicate_mean_what_gshard_says():
+def test_split_and_replicate_follow_gshard_semantics():
     with sl.use(RULES, MESH):
         assert sl.split(X, 1, 4).sharding.spec == P(None, "model")
         assert sl.split(X, -2, 8).sharding.spec == P(("data", "model"), None)
@@ -57,7 +57,7 @@ def test_split_and_replicate_mean_what_gshard_says():
         assert sl.split(X, 0, 2, axis="model").sharding.spec == P("model", None)
 
 
-def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
+def test_shard_in_a_manual_region_drops_the_batch_axis_and_refuses_others():
     seen = []
 
     def body(x):
@@ -98,7 +98,7 @@ def test_inside_a_manual_region_the_batch_leaves_its_axis_and_others_may_not():
             )(X)
 
 
-def test_no_rules_is_an_error_and_unsharded_says_on_purpose():
+def test_annotations_without_rules_are_refused_unless_unsharded():
     for verb in (
         lambda: sl.shard(X, "batch", None),
         lambda: sl.split(X, 0, 2),
@@ -148,7 +148,7 @@ def test_remat_is_part_of_the_jit_cache_key_and_changes_the_program():
         sl.remat(jnp.sin, "half")
 
 
-def test_policies_are_said_aloud():
+def test_indivisible_policies_replicate_or_pad_with_a_warning():
     with (
         sl.use(RULES.indivisible(act_mlp="replicate"), MESH),
         pytest.warns(sl.ShardingWarning, match="`act_mlp`=6.*replicated"),
@@ -166,7 +166,7 @@ def test_policies_are_said_aloud():
         np.testing.assert_allclose(padded, np.sum(x**2), rtol=1e-6)
 
 
-def test_annotations_go_through_vmap_grad_and_scan():
+def test_annotations_work_under_vmap_grad_and_scan():
     def f(x):
         rows = jax.vmap(lambda row: sl.shard(row, "act_mlp"))(x)
         return jax.lax.scan(
@@ -179,7 +179,7 @@ def test_annotations_go_through_vmap_grad_and_scan():
         np.testing.assert_allclose(found, jax.jit(jax.grad(f))(X), rtol=1e-6)
 
 
-def test_another_mesh_of_the_same_shape_comes_into_force():
+def test_nested_use_switches_to_another_mesh_of_the_same_shape():
     rules = sl.AxisRules(batch="data")
     first, second = (
         sl.make_mesh("data=4", devices=devices)

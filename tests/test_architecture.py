@@ -115,7 +115,7 @@ def room(name):
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "__init__"])
-def test_imports_go_up(module):
+def test_imports_of_a_module_reach_only_lower_layers(module):
     here = ORDER.index(room(module))
     for line, name in imports(module):
         parts = name.split(".")
@@ -135,12 +135,12 @@ def test_imports_go_up(module):
         )
 
 
-def test_the_surface_is_reexports_alone():
+def test_package_init_only_reexports():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     assert all(isinstance(node, ast.ImportFrom) for node in tree.body[1:])
 
 
-def test_import_loads_what_annotations_need_and_no_more():
+def test_import_of_shardlib_loads_no_heavy_packages():
     heavy = ("orbax", "grain", "tensorstore", "chex", "hypothesis")
     code = f"import sys, shardlib; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
@@ -149,7 +149,7 @@ def test_import_loads_what_annotations_need_and_no_more():
     assert result.stdout.strip() == "[]"
 
 
-def test_import_sets_nothing():
+def test_import_of_shardlib_changes_no_config_or_environment():
     code = (
         "import jax; a = dict(jax.config.values); import os; e = dict(os.environ); import "
         "shardlib; print(a == dict(jax.config.values) and e == dict(os.environ))"
@@ -161,7 +161,7 @@ def test_import_sets_nothing():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_docstring_examples(module):
+def test_docstring_examples_pass(module):
     name = ".".join(["shardlib", *room(module).split(".")]).rstrip(".")
     result = doctest.testmod(
         importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE
@@ -169,7 +169,7 @@ def test_docstring_examples(module):
     assert result.failed == 0
 
 
-def test_every_public_name_is_documented_by_an_example_or_a_docstring():
+def test_public_names_all_carry_a_docstring():
     import shardlib
     import shardlib.data
     import shardlib.testing

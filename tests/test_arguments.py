@@ -38,24 +38,24 @@ def names(tmp_path_factory):
     jax.config.update("jax_traceback_filtering", before)
 
 
-def test_every_public_name_is_called_or_left_out_for_a_reason():
+def test_argument_fuzzer_covers_or_excludes_every_public_name():
     assert strangers.not_covered() == []
     assert set(NOT_CALLED) <= set(strangers.public_names())
 
 
-def test_the_calls_to_draw_from_work(names):
+def test_argument_fuzzer_base_calls_work(names):
     for call in CALLS:
         if not call.slow:
             eval(call.written({}), dict(names))
 
 
-def test_drawn_calls_work_or_say_what_they_take():
+def test_argument_fuzzer_calls_work_or_are_refused_clearly():
     found = strangers.run(900, seed=0)
     assert found.failures == () and found.ran + found.refused == found.drawn == 900
     assert found.ran > 5 and found.refused > 500
 
 
-def test_what_a_draw_comes_to(names):
+def test_argument_fuzzer_classifies_outcomes_and_is_reproducible(names):
     def broken(size):
         return {}[size]
 
@@ -90,7 +90,7 @@ def test_what_a_draw_comes_to(names):
         ),
     ],
 )
-def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
+def test_argument_fuzzer_reports_calls_that_abort_or_hang(ends, kind, code):
     lines = (
         "print('[3]', flush=True); print('[3, \"worked\", \"\"]', flush=True); print('[4]', "
         "flush=True)"
@@ -141,7 +141,7 @@ def test_a_call_that_aborts_or_hangs_is_noticed_and_named(ends, kind, code):
         (lambda: sl.init(lambda rngs: {}, None, STRATEGY), "make_model=.*called with no arguments"),
     ],
 )  # fmt: skip
-def test_each_says_what_it_takes(call, said):
+def test_wrong_arguments_are_refused_with_what_is_accepted(call, said):
     with pytest.raises(ValueError, match=said):
         call()
 
@@ -152,12 +152,12 @@ def state():
 
 @pytest.mark.parametrize("name", ["b1", "b2", "eps", "weight_decay"])
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda value: type(value).__name__)
-def test_onebit_adam_takes_numbers(name, value):
+def test_onebit_adam_refuses_hyperparameters_that_are_not_numbers(name, value):
     with pytest.raises(ValueError, match=f"onebit_adam.{name}="):
         sl.optimizers.onebit_adam(1e-3, **{name: value})
 
 
-def test_a_misspelt_keyword_of_experts_and_kernels_is_refused():
+def test_misspelt_keywords_of_experts_and_kernels_are_refused():
     """These take typed keywords, which only a type checker would look at."""
     x = jnp.ones((2, 4, 8))
     with pytest.raises(TypeError, match=r"moe\(\) .*'groop'; it takes `group`, `form`"):
@@ -173,7 +173,7 @@ def test_a_misspelt_keyword_of_experts_and_kernels_is_refused():
 @pytest.mark.parametrize(
     "value", [None, 0, 1, "true", (), np.ones(1), object()], ids=lambda value: type(value).__name__
 )
-def test_what_is_true_or_false_is_neither_a_number_nor_text(value):
+def test_boolean_options_accept_only_true_and_false(value):
     takes = "takes True or False"
     for make in (
         lambda: sl.Zero(1, strict=value),
@@ -192,7 +192,7 @@ SCHEDULES = [kind for kind in sl.pipeline.SCHEDULES.values() if isinstance(kind,
 
 @pytest.mark.parametrize("name", ["zb-v", "zb-1p", "zb-2p"])
 @pytest.mark.parametrize("value", NOT_NUMBERS, ids=lambda value: type(value).__name__)
-def test_schedules_from_costs_take_costs_and_a_limit(name, value):
+def test_pipeline_schedules_refuse_costs_and_limits_of_the_wrong_kind(name, value):
     with pytest.raises(ValueError, match="costs=.*takes `sl.pipeline.Costs`"):
         sl.pipeline.SCHEDULES[name](2, 4, costs=value)
     if value is not None:
@@ -202,7 +202,7 @@ def test_schedules_from_costs_take_costs_and_a_limit(name, value):
             sl.pipeline.Costs(send=value)
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted_and_kept_as_python_numbers():
     """And are kept as Python's own, which print and save as such."""
     loop = sl.Loop(np.int32(20), keep_every=np.uint8(200))
     assert repr(loop) == repr(sl.Loop(20, keep_every=200))
@@ -219,7 +219,7 @@ def test_numbers_of_numpy_are_numbers():
     )
 
 
-def test_a_value_in_a_message_is_short_and_can_always_be_shown():
+def test_error_messages_show_any_value_briefly():
     class Hostile:
         def __repr__(self):
             raise RuntimeError
@@ -267,12 +267,12 @@ def test_a_value_in_a_message_is_short_and_can_always_be_shown():
         (["--prompt", "a\\"], "`prompt` has a backslash that begins nothing"),
     ],
 )
-def test_fields_of_the_command_line_are_checked(options, said):
+def test_trainer_command_line_refuses_wrong_field_values(options, said):
     with pytest.raises(ValueError, match=said):
         override(tiny.run(), options)
 
 
-def test_drawn_texts_for_every_field_are_taken_or_refused():
+def test_trainer_command_line_accepts_or_refuses_random_texts():
     texts = [
         "",
         "x",
@@ -323,7 +323,7 @@ def test_drawn_texts_for_every_field_are_taken_or_refused():
     assert 200 < refused < 600
 
 
-def test_the_kernels_that_a_model_may_name_are_those_that_there_are():
+def test_gpt_kernels_option_accepts_only_existing_implementations():
     known = [one.name for one in IMPLEMENTATIONS]
     known += [f"{one.name}_simulated" for one in IMPLEMENTATIONS if one.simulates]
     for name in ("xla", *known, None):
@@ -332,7 +332,7 @@ def test_the_kernels_that_a_model_may_name_are_those_that_there_are():
         gpt.tiny(kernels="reference_simulated")
 
 
-def test_optimizers_of_runs_are_checked_where_they_are_made():
+def test_trainer_optimizer_refuses_wrong_settings_when_constructed():
     for name, value in (
         ("learning_rate", 0),
         ("b1", float("nan")),

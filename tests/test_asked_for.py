@@ -72,7 +72,7 @@ def in_a_function(block):
 @pytest.mark.parametrize(
     "more", [{}, {"accumulate": 2}, {"zero": sl.Zero(3, small=0)}, {"precision": "bf16"}], ids=str
 )
-def test_full_recomputation_needs_a_block_that_is_marked(of, more):
+def test_full_remat_without_a_marked_block_is_refused(of, more):
     cast = lambda block: lambda x, w: block(x.astype(w.dtype), w).astype(x.dtype)
     traced(of(cast(sl.remat(layer))), make(shape=(2, 8, 8)), remat="full", **more)
     with pytest.raises(
@@ -82,13 +82,13 @@ def test_full_recomputation_needs_a_block_that_is_marked(of, more):
     traced(of(cast(layer)), remat="none", **more)
 
 
-def test_a_block_that_settles_it_for_itself_is_not_marked_for_the_strategy():
+def test_full_remat_does_not_count_blocks_with_their_own_policy():
     with pytest.raises(ValueError, match="the loss calls none"):
         traced(scanned(sl.remat(layer, "none")), remat="full")
 
 
-def test_a_second_step_of_the_same_loss_sees_marks_that_were_traced_before():
-    """JAX keeps what a loop's body was traced to: a mark may be seen in what it made alone."""
+def test_full_remat_sees_marked_blocks_in_cached_traces():
+    """JAX caches the trace of a loop's body: the mark may be seen only in the cached result."""
     marked = sl.remat(layer)
     body = lambda x, w: (marked(x, w), None)
     loss = lambda model, x, rng: jnp.mean(lax.scan(body, x, model["w"])[0])
@@ -96,7 +96,7 @@ def test_a_second_step_of_the_same_loss_sees_marks_that_were_traced_before():
         traced(loss, remat="full")
 
 
-def test_modules_of_flax_are_marked_too():
+def test_full_remat_recognizes_marked_flax_modules_and_layers():
     class Model(nnx.Module):
         def __init__(self, marked):
             self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -126,7 +126,7 @@ def test_modules_of_flax_are_marked_too():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("stacked", [("nosuch",), ("layers", "nosuch"), ("embed", "nosuch")])
-def test_names_of_stacked_dims_are_names_of_the_model(stage, stacked):
+def test_zero_stacked_names_must_be_dim_names_of_the_model(stage, stacked):
     with pytest.raises(
         ValueError,
         match=r"Zero.stacked=.*no parameter has a dim of the name `nosuch`.*`embed`, `layers`",
@@ -141,13 +141,13 @@ def test_names_of_stacked_dims_are_names_of_the_model(stage, stacked):
 
 @pytest.mark.parametrize("zero", [1, 2, 3, "FULL_SHARD", sl.Zero(3, small=64)])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_zero_that_splits_nothing_says_so_with_the_sizes(zero, precision):
+def test_zero_that_splits_nothing_warns_with_the_sizes(zero, precision):
     said = r"splits nothing over `data=8`.*largest is `w` \(small: 64 elements\).*small=.*`zero=sl.Zero\(\d, small=0\)`"
     with pytest.warns(sl.ShardingWarning, match=said):
         init(zero=zero, precision=precision)
 
 
-def test_zero_whose_dims_do_not_divide_says_that():
+def test_zero_warns_when_no_dim_divides():
     with pytest.warns(
         sl.ShardingWarning,
         match=r"`w` \(no dim that is whole divides by `data=8`\). Have a dim that divides",
@@ -155,7 +155,7 @@ def test_zero_whose_dims_do_not_divide_says_that():
         init(make(shape=(2, 6, 6)), zero=sl.Zero(3, small=8))
 
 
-def test_zero_that_splits_something_or_has_one_device_says_nothing():
+def test_zero_does_not_warn_if_it_splits_or_runs_on_one_device():
     one = sl.make_mesh("data=1", devices=jax.devices()[:1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -183,7 +183,7 @@ def test_zero_that_splits_something_or_has_one_device_says_nothing():
     ],
 )
 @pytest.mark.parametrize("of", [lambda loss: loss, lambda loss: sl.weighted_mean(loss, 1)])
-def test_a_metric_has_no_name_that_the_step_or_a_record_has(name, of):
+def test_metrics_with_names_reserved_by_steps_or_records_are_refused(name, of):
     loss = lambda model, x, rng: (
         jnp.mean(x @ model["w"][0]),
         {"mine": of(jnp.mean(x)), name: of(jnp.mean(x))},
@@ -195,7 +195,7 @@ def test_a_metric_has_no_name_that_the_step_or_a_record_has(name, of):
         sl.evaluation(loss, strategy).trace(init(), X)
 
 
-def test_every_name_that_a_step_returns_is_refused():
+def test_metric_names_reserved_include_everything_a_step_returns():
     """So that one that is added to a step is added to the names."""
     strategy = sl.Strategy(mesh="data=8", rules=RULES, exchange=sl.collectives.OneBit("data"))
     state = sl.init(make(), sl.optimizers.onebit_adam(0.1, freeze=1), strategy, abstract=True)
@@ -220,13 +220,13 @@ def test_every_name_that_a_step_returns_is_refused():
     }
 
 
-def test_metrics_have_names():
+def test_metrics_with_names_that_are_not_text_are_refused():
     with pytest.raises(ValueError, match="takes a dict of metrics by name"):
         traced(lambda model, x, rng: (jnp.mean(x @ model["w"][0]), {1: jnp.mean(x)}))
 
 
 @pytest.mark.parametrize("name", ["loss", "examples_per_second", "seconds_left", "step"])
-def test_two_numbers_of_a_record_have_two_names(name):
+def test_watched_numbers_named_like_others_of_a_record_are_refused(name):
     strategy = sl.Strategy(mesh="data=8", rules=RULES)
     state = sl.init(lambda: {"w": jnp.ones((8, 8))}, optax.sgd(0.1), strategy)
     step = sl.train_step(lambda model, x, rng: jnp.mean(x @ model["w"]), strategy)
@@ -249,7 +249,7 @@ def test_two_numbers_of_a_record_have_two_names(name):
     ["fp16", "float16", "half", "f2", jnp.float16, np.float16, np.dtype("float16")],
     ids=str,
 )
-def test_float16_is_refused_until_losses_are_scaled(field, value):
+def test_precision_refuses_float16_without_loss_scaling(field, value):
     with pytest.raises(
         ValueError,
         match=rf"Precision\({field}=.*in float16 gradients below 6e-8 are zero.*scaled loss.*`bf16`",
@@ -272,18 +272,18 @@ def test_float16_is_refused_until_losses_are_scaled(field, value):
         (32, "dtype of floating-point numbers"),
     ],
 )
-def test_dtypes_that_a_step_cannot_have_are_refused_with_the_reason(field, value, said):
+def test_precision_refuses_unusable_dtypes_with_the_reason(field, value, said):
     with pytest.raises(ValueError, match=rf"Precision\({field}=.*{said}"):
         sl.Precision(**{field: value})
 
 
 @pytest.mark.parametrize("value", ["fp16", "float16"])
-def test_a_strategy_does_not_take_float16_by_name(value):
+def test_strategy_refuses_float16_precision_by_name(value):
     with pytest.raises(ValueError, match="in float16 gradients below"):
         sl.Strategy(mesh="data=8", rules=RULES, precision=value)
 
 
-def test_float64_is_taken_where_jax_has_it():
+def test_precision_accepts_float64_when_x64_is_enabled():
     with jax.enable_x64(True):
         assert sl.Precision("float64").compute == "float64"
     assert sl.Precision(jnp.bfloat16) == sl.Precision("bf16") == sl.Precision("bfloat16")

@@ -55,20 +55,20 @@ TAKEN = [
     *(f"tpu_simulated-{mask}" for mask in ("segments", "two segments", "capped")),
 )
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
-def test_attention_is_that_of_float64_for_every_mask(implementation, mask):
+def test_attention_matches_float64_for_every_mask(implementation, mask):
     check(make(256, 256), MASKS[mask], implementation)
 
 
 @pytest.mark.long
 @pytest.mark.sentinel("reference-causal window", "splash_simulated-segments")
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
-def test_attention_with_sinks_is_that_of_float64_for_every_mask(implementation, mask):
+def test_attention_with_sinks_matches_float64_for_every_mask(implementation, mask):
     check(make(256, 256, sinks=True), MASKS[mask], implementation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_of_16_bits_is_that_of_float64(implementation, dtype):
+def test_attention_in_16_bits_matches_float64(implementation, dtype):
     if implementation != "reference" and dtype == "float16":
         with pytest.raises(ValueError, match="takes float32 and bfloat16.*not float16"):
             check(make(256, 256), {"causal": True}, implementation, dtype)
@@ -79,13 +79,13 @@ def test_attention_of_16_bits_is_that_of_float64(implementation, dtype):
 @pytest.mark.long
 @pytest.mark.sentinel("80")
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
-def test_heads_of_attention_may_be_of_any_size(size):
+def test_attention_by_splash_takes_heads_of_any_size(size):
     arrays = make(128, 256, heads=2, groups=1, size=size)
     check(arrays, {"causal": True, "starts": (128, 0)}, "splash_simulated", tolerance=3e-5)
 
 
 @pytest.mark.long
-def test_attention_by_the_reference_takes_any_lengths_and_masks():
+def test_attention_by_the_reference_matches_float64_for_random_masks():
     @given(st.data())
     @settings(deadline=None, max_examples=25, derandomize=True)
     def drawn(data):
@@ -111,7 +111,7 @@ def test_attention_by_the_reference_takes_any_lengths_and_masks():
 
 
 @pytest.mark.parametrize("mask", ["causal window", "blocks", "blocks of heads"])
-def test_positions_of_attention_may_be_known_to_the_program_only(mask):
+def test_attention_takes_traced_start_positions_except_by_splash(mask):
     arrays, options = make(100, 130), MASKS[mask]
     known = attend(arrays, {**options, "starts": (37, 20)})
     traced = jax.jit(lambda first, second: attend(arrays, {**options, "starts": (first, second)}))
@@ -125,9 +125,7 @@ def test_positions_of_attention_may_be_known_to_the_program_only(mask):
 @pytest.mark.sentinel("window-starts1", "segments-starts2")
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", ["causal", "window", "segments"])
-def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_only(
-    mask, starts, monkeypatch
-):
+def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, monkeypatch):
     # Several blocks of queries and of keys, of which some are not seen.
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     arrays, options = make(256, 384), {**MASKS[mask], "implementation": "tpu_simulated"}
@@ -145,7 +143,7 @@ def test_positions_of_attention_by_the_tpu_kernels_may_be_known_to_the_program_o
 @pytest.mark.long
 @pytest.mark.sentinel("0")
 @pytest.mark.parametrize("draw", range(4))
-def test_attention_by_the_tpu_kernels_over_many_blocks_is_that_of_float64(draw, monkeypatch):
+def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     options = (
         {"causal": True, "segment_ids": (segments(384), segments(384, 1))},
@@ -159,9 +157,7 @@ def test_attention_by_the_tpu_kernels_over_many_blocks_is_that_of_float64(draw, 
 @pytest.mark.long
 @pytest.mark.sentinel("window0")
 @pytest.mark.parametrize("window", [(None, 2**31 - 2), (2**31 - 2, 0), (2**30, 2**30)])
-def test_bounds_of_a_window_as_large_as_positions_hide_nothing_from_the_tpu_kernels(
-    window, monkeypatch
-):
+def test_attention_by_tpu_kernels_takes_window_bounds_near_the_int32_limit(window, monkeypatch):
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     arrays = make(256, 256)
     traced = {"starts": (jnp.int32(0), jnp.int32(0)), "window": window}
@@ -169,7 +165,7 @@ def test_bounds_of_a_window_as_large_as_positions_hide_nothing_from_the_tpu_kern
     near(found, both_ways(attend, arrays, {**traced, "starts": (0, 0)}, COTANGENTS), 6e-6, 1)
 
 
-def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
+def test_attention_over_parts_of_the_keys_combines_by_log_sum_exp():
     arrays = make(100, 130)
 
     def combined(arrays):
@@ -192,7 +188,7 @@ def test_attention_over_parts_of_the_keys_is_combined_by_the_log_sum_exp():
 
 @pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_under_vmap_and_scan_is_a_loop(implementation):
+def test_attention_under_vmap_and_scan_matches_a_loop(implementation):
     arrays = jax.tree.map(lambda *each: np.stack(each), *(make(128, n) for n in (128, 128)))
     arrays["k"][1] *= 2
     options = {"causal": True, "implementation": implementation}
@@ -214,7 +210,7 @@ def test_attention_under_vmap_and_scan_is_a_loop(implementation):
 @pytest.mark.long("tpu_simulated-options0")
 @pytest.mark.parametrize("options", [{}, {"segment_ids": (np.zeros((2, 128), int),) * 2}])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation, options):
+def test_attention_nan_reaches_only_the_queries_that_see_it(implementation, options):
     arrays = make(128, 128)
     arrays["q"][0, 5, 1], arrays["k"][1, 100, 0] = np.nan, np.nan
     y, lse = attend(arrays, {"causal": True, "implementation": implementation} | options)
@@ -244,7 +240,7 @@ WHERE = {
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_on_shards_is_that_of_one_device(layout, where):
+def test_attention_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "reference")
 
 
@@ -252,7 +248,7 @@ def test_attention_on_shards_is_that_of_one_device(layout, where):
 @pytest.mark.sentinel("few key heads-automatic", "positions-in a step", "heads-own, checked")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_by_splash_on_shards_is_that_of_one_device(layout, where):
+def test_attention_by_splash_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "splash_simulated")
 
 
@@ -260,7 +256,7 @@ def test_attention_by_splash_on_shards_is_that_of_one_device(layout, where):
 @pytest.mark.sentinel("positions-automatic", "few key heads-own")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_by_the_tpu_kernels_on_shards_is_that_of_one_device(layout, where):
+def test_attention_by_tpu_kernels_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "tpu_simulated")
 
 
@@ -268,7 +264,7 @@ def test_attention_by_the_tpu_kernels_on_shards_is_that_of_one_device(layout, wh
 @pytest.mark.sentinel("few key heads-automatic")
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_on_shards_may_be_differentiated_by_jax(layout, where, monkeypatch):
+def test_attention_on_shards_can_be_differentiated_by_jax(layout, where, monkeypatch):
     reference = replace(_attention.IMPLEMENTATIONS[0], differentiable=True)
     monkeypatch.setattr(_attention, "IMPLEMENTATIONS", (reference,))
     check_on_shards(layout, where, "reference")
@@ -347,7 +343,7 @@ def why_not(implementation, names, automatic, checked):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_devices_exchange_for_attention_what_they_lack_and_no_more(layout):
+def test_attention_on_shards_exchanges_only_what_devices_lack(layout):
     shape, names, kv_names, groups, kinds = LAYOUTS[layout]
     mesh = sl.make_mesh(shape)
     arrays = make(64, 64, 8, groups)
@@ -375,7 +371,7 @@ def test_devices_exchange_for_attention_what_they_lack_and_no_more(layout):
     assert found == (set(kinds) or ({"all-reduce"} if layout in shared else set()))
 
 
-def test_memory_of_attention_is_linear_in_the_length(monkeypatch):
+def test_attention_memory_is_linear_in_the_sequence_length(monkeypatch):
     monkeypatch.undo()
 
     def bytes_of(length):
@@ -408,7 +404,7 @@ COMPILED += [(name, "tpu") for name in CASES if name != "blocks"]
 @pytest.mark.sentinel("causal-splash-tpu:v5e:2x2", "window, capped-tpu-tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)
 @pytest.mark.parametrize(("case", "implementation"), COMPILED)
-def test_attention_is_taken_by_the_tpu_compiler_without_its_scores(case, implementation, target):
+def test_attention_compiles_for_tpu_without_storing_its_scores(case, implementation, target):
     options, size = CASES[case]
     mesh = sl.Target(target).mesh("data=2,model=2,seq=1")
 
@@ -432,7 +428,7 @@ def test_attention_is_taken_by_the_tpu_compiler_without_its_scores(case, impleme
 @pytest.mark.sentinel("False-tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)
 @pytest.mark.parametrize("checked", [False, True])
-def test_attention_to_positions_on_other_devices_is_by_the_tpu_kernels(checked, target):
+def test_attention_over_sharded_positions_compiles_to_tpu_kernels(checked, target):
     mesh = sl.Target(target).mesh("data=1,model=1,seq=-1")
     shapes = [(2, 1024 * mesh.size, heads, 64) for heads in (4, 2, 2)]
     arrays = [
@@ -456,7 +452,7 @@ def test_attention_to_positions_on_other_devices_is_by_the_tpu_kernels(checked, 
 
 
 @pytest.mark.parametrize("target", GPUS)
-def test_the_gpu_compiler_takes_attention_by_cudnn(target):
+def test_attention_by_cudnn_compiles_for_gpu(target):
     assert on_its_own(target, attention_by_cudnn) == ["", "", "", "Backward", "Backward"]
 
 
@@ -504,7 +500,7 @@ Q = jnp.zeros((2, 128, 4, 8))
         (lambda: kernels.fixed_blocks(64, 8, local=2, summaries=3), "summaries=3"),
     ],
 )
-def test_attention_that_cannot_be_is_refused(call, message):
+def test_attention_refuses_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
 
@@ -525,14 +521,14 @@ HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
         (HALF, {"causal": True}, None),
     ],
 )
-def test_what_cudnn_cannot_attend_to_it_says(x, options, message, monkeypatch):
+def test_attention_by_cudnn_explains_what_it_cannot_do(x, options, message, monkeypatch):
     monkeypatch.setattr(_attention, "device_here", lambda: _choice.Device("gpu", "NVIDIA X"))
     (call,) = kernels.explain(functools.partial(kernels.attention, **options), x, x, x).calls
     said = dict(call.others)["cudnn"]
     assert (message or "can; neither measured nor compiled") in said
 
 
-def test_cudnn_wants_values_of_the_size_of_keys(monkeypatch):
+def test_attention_by_cudnn_needs_values_of_the_size_of_keys(monkeypatch):
     monkeypatch.setattr(_attention, "device_here", lambda: _choice.Device("gpu", "NVIDIA X"))
     (call,) = kernels.explain(kernels.attention, HALF, HALF, jnp.tile(HALF, 2)).calls
     assert "takes values of the size of keys; here 128 and 64" in dict(call.others)["cudnn"]
@@ -547,7 +543,7 @@ def test_cudnn_wants_values_of_the_size_of_keys(monkeypatch):
         (("batch", None, None, None), WHOLE, "devices would lack the key heads"),
     ],
 )
-def test_attention_refuses_layouts_in_which_a_device_lacks_something(names, kv_names, message):
+def test_attention_refuses_layouts_in_which_a_device_lacks_data(names, kv_names, message):
     with (
         sl.use(RULES, sl.make_mesh("data=2,model=2,seq=2")),
         pytest.raises(ValueError, match=message),
@@ -555,7 +551,7 @@ def test_attention_refuses_layouts_in_which_a_device_lacks_something(names, kv_n
         kernels.attention(Q, Q, Q, names=names, kv_names=kv_names)
 
 
-def test_attention_in_which_no_query_sees_a_key_is_zeros():
+def test_attention_is_zero_when_no_query_sees_a_key():
     options = {"causal": True, "window": (3, None), "starts": (500, 0)}
     check(make(128, 128), options, "reference")
     with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
@@ -564,18 +560,18 @@ def test_attention_in_which_no_query_sees_a_key_is_zeros():
 
 @pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_in_which_whole_blocks_of_queries_see_nothing(implementation):
+def test_attention_with_query_blocks_that_see_no_key_matches_float64(implementation):
     options = {"causal": True, "window": (3, None), "starts": (0, 0)}
     check(make(1152, 384, heads=2, groups=1, batch=1), options, implementation)
 
 
-def test_attention_of_nothing_is_zeros():
+def test_attention_of_empty_keys_or_queries_is_zero_or_empty():
     y, lse = kernels.attention(Q, Q[:, :0], Q[:, :0], with_lse=True)
     assert not y.any() and y.shape == Q.shape and (lse == -jnp.inf).all()
     assert kernels.attention(Q[:, :0], Q, Q).shape == (2, 0, 4, 8)
 
 
-def test_attention_without_keys_has_the_log_sum_exp_of_its_sinks():
+def test_attention_without_keys_returns_the_log_sum_exp_of_its_sinks():
     sinks = jnp.arange(4.0)
     attend_sinks = lambda sinks: kernels.attention(
         Q, Q[:, :0], Q[:, :0], sinks=sinks, with_lse=True
@@ -586,7 +582,7 @@ def test_attention_without_keys_has_the_log_sum_exp_of_its_sinks():
     np.testing.assert_array_equal(back((y, jnp.ones_like(lse)))[0], np.full(4, Q[..., 0, 0].size))
 
 
-def test_attention_to_values_without_numbers_has_a_log_sum_exp():
+def test_attention_with_values_of_size_zero_returns_log_sum_exp():
     _, wanted = kernels.attention(Q, Q, Q, with_lse=True)
     y, lse = kernels.attention(Q, Q, Q[..., :0], with_lse=True)
     assert y.shape == (2, 128, 4, 0)
@@ -599,14 +595,14 @@ def test_attention_to_values_without_numbers_has_a_log_sum_exp():
 )
 @pytest.mark.parametrize("bound", [127, 2**31 - 1, 2**31, 2**63 - 1])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_window_that_is_wider_than_the_sequence_hides_nothing(implementation, bound):
+def test_attention_window_wider_than_the_sequence_hides_nothing(implementation, bound):
     arrays = make(128, 128, batch=1)
     wanted = attend(arrays, {"implementation": implementation})
     found = attend(arrays, {"implementation": implementation, "window": bound})
     near(found, wanted, 1e-6, 1)
 
 
-def test_a_wide_window_at_positions_that_the_program_knows_hides_nothing():
+def test_attention_wide_window_at_traced_positions_hides_nothing():
     arrays = make(128, 128, batch=1)
     starts = (jnp.int32(2**30), jnp.int32(5))
     found = attend(arrays, {"starts": starts, "window": (2**40, 2**40)})
@@ -614,7 +610,7 @@ def test_a_wide_window_at_positions_that_the_program_knows_hides_nothing():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_sink_of_minus_infinity_takes_no_part(implementation):
+def test_attention_sink_of_minus_infinity_takes_no_part(implementation):
     arrays = make(128, 128, sinks=True)
     arrays["sinks"][1] = -np.inf
     ids = np.zeros((2, 128), int)
@@ -627,7 +623,7 @@ def test_a_sink_of_minus_infinity_takes_no_part(implementation):
 
 @pytest.mark.long("tpu_simulated")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key(implementation):
+def test_attention_gradients_stay_finite_with_infinite_log_sum_exp(implementation):
     arrays = make(128, 128)
     ids = np.zeros((2, 128), int)
     options = {"segment_ids": (ids - (np.arange(128) < 20), ids), "implementation": implementation}
@@ -642,7 +638,7 @@ def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key(implementation):
     assert all(np.isfinite(x).all() for x in gradients.values())
 
 
-def test_segment_ids_of_64_bits_are_compared_as_such():
+def test_attention_compares_all_bits_of_64_bit_segment_ids():
     ids = np.zeros((2, 128), np.int64)
     ids[:, 64:] = 2**32
     options = {"segment_ids": ids, "with_lse": True}
@@ -653,7 +649,7 @@ def test_segment_ids_of_64_bits_are_compared_as_such():
     near(found, kernels.attention(Q, Q, Q, segment_ids=ids // 2**32, with_lse=True), 1e-6, 1)
 
 
-def test_an_axis_of_one_device_splits_no_positions():
+def test_attention_over_an_axis_of_one_device_splits_no_positions():
     with sl.use(RULES, sl.make_mesh("data=2,model=4,seq=1")):
         call = functools.partial(kernels.attention, causal=True, names=SPLIT)
         (explained,) = kernels.explain(call, Q, Q, Q).calls
@@ -672,14 +668,14 @@ ONE_EMPTY = np.stack([np.ones((2, 2), bool), np.zeros((2, 2), bool)])
         (2, {"block_mask": kernels.BlockMask(ONE_EMPTY, 64)}),
     ],
 )
-def test_a_mask_of_which_a_head_sees_nothing_is_the_references(heads, options):
+def test_attention_mask_that_hides_every_key_of_a_head_needs_reference(heads, options):
     arrays = make(128, 128, heads=heads, groups=1)
     check(arrays, options, "reference")
     with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
         check(arrays, options, "splash_simulated")
 
 
-def test_patterns_of_blocks_are_those_of_their_papers():
+def test_attention_block_patterns_follow_their_papers():
     assert kernels.bigbird_blocks(640, 64, random=0) == kernels.longformer_blocks(640, 64)
     drawn = [kernels.bigbird_blocks(640, 64, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and hash(drawn[0]) == hash(drawn[1])
@@ -690,7 +686,7 @@ def test_patterns_of_blocks_are_those_of_their_papers():
 
 @pytest.mark.tpu_compiler
 @pytest.mark.sentinel
-def test_the_compilers_programs_choose_what_attends_on_a_tpu():
+def test_attention_kernel_choice_on_tpu_follows_compiled_programs():
     mesh = sl.Target("tpu:v5p:2x2x1").mesh("data=4")
     x = jax.ShapeDtypeStruct((4, 8192, 8, 128), "bfloat16")
     call = functools.partial(kernels.attention, names=("batch", None, None, None), causal=True)

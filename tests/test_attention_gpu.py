@@ -32,7 +32,7 @@ FEW = {"heads": 2, "groups": 1, "batch": 2}
 
 @pytest.mark.parametrize("implementation", WHERE)
 @pytest.mark.parametrize("mask", TAKEN)
-def test_attention_by_the_gpu_kernels_is_that_of_float64_for_every_mask(mask, implementation):
+def test_attention_by_gpu_kernels_matches_float64_for_every_mask(mask, implementation):
     arrays = make(256, 256, **FEW, sinks=mask in ("everything", "segments"))
     check(arrays, MASKS[mask], implementation, "bfloat16")
 
@@ -52,16 +52,14 @@ SHAPES = {
 
 @pytest.mark.parametrize("implementation", WHERE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_by_the_gpu_kernels_takes_any_lengths_and_sizes(shape, implementation):
+def test_attention_by_gpu_kernels_takes_any_lengths_and_sizes(shape, implementation):
     arrays, options = SHAPES[shape]
     check(arrays, options, implementation, "float16")
 
 
 @pytest.mark.parametrize("implementation", WHERE)
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
-def test_positions_of_attention_by_the_gpu_kernels_may_be_known_to_the_program_only(
-    starts, implementation
-):
+def test_attention_by_gpu_kernels_takes_traced_start_positions(starts, implementation):
     arrays = {name: jnp.bfloat16(x) for name, x in make(256, 384, **FEW).items()}
     options = {
         "segment_ids": (segments(256), segments(384, 1)),
@@ -76,7 +74,7 @@ def test_positions_of_attention_by_the_gpu_kernels_may_be_known_to_the_program_o
 
 
 @pytest.mark.parametrize("implementation", WHERE)
-def test_attention_by_the_gpu_kernels_under_vmap_is_a_longer_batch(implementation):
+def test_attention_by_gpu_kernels_under_vmap_matches_separate_calls(implementation):
     arrays = jax.tree.map(lambda *each: np.stack(each), *(make(64, n, **FEW) for n in (64, 64)))
     arrays = {name: jnp.bfloat16(x) for name, x in arrays.items()}
     options = {"causal": True, "implementation": implementation}
@@ -87,7 +85,7 @@ def test_attention_by_the_gpu_kernels_under_vmap_is_a_longer_batch(implementatio
 
 
 @pytest.mark.parametrize("implementation", WHERE)
-def test_a_number_that_is_none_reaches_the_queries_that_see_it(implementation):
+def test_attention_by_gpu_kernels_nan_reaches_only_queries_that_see_it(implementation):
     arrays = {name: jnp.bfloat16(x) for name, x in make(128, 128, **FEW).items()}
     arrays["q"] = arrays["q"].at[0, 5, 1].set(np.nan)
     arrays["k"] = arrays["k"].at[1, 100, 0].set(np.nan)
@@ -110,7 +108,7 @@ def seen_columns(band, span, columns):
     return seen
 
 
-def test_blocks_of_a_band_are_those_of_which_it_leaves_something():
+def test_attention_band_blocks_cover_every_visible_position():
     bound = st.none() | st.integers(0, 9)
 
     @given(bound, bound, st.integers(-25, 35), st.sampled_from([2, 4, 8]), st.data())
@@ -134,7 +132,7 @@ def test_blocks_of_a_band_are_those_of_which_it_leaves_something():
 
 
 @pytest.mark.parametrize("distance", [-(2**31) + 1, -(2**30), 0, 2**30, 2**31 - 2])
-def test_bounds_and_positions_of_a_band_may_be_as_large_as_32_bits_hold(distance):
+def test_attention_band_bounds_and_positions_may_fill_32_bits(distance):
     columns, span = Columns(64, 10, 640), Span(128, jnp.int32(distance))
     for lower in (None, 0, -(2**31) + 1):
         for upper in (None, 0, 2**31 - 1):
@@ -151,7 +149,7 @@ HOPPERS = GPUS[:2]
 
 @pytest.mark.parametrize("target", HOPPERS)
 @pytest.mark.parametrize("case", ATTENTION_ON_GPUS)
-def test_the_gpu_compiler_takes_attention_by_our_kernels_without_its_scores(case, target):
+def test_attention_by_gpu_kernels_compiles_without_storing_its_scores(case, target):
     found = on_its_own(target, attention_on_gpus, case)
     assert set(found.collectives) <= {"all-reduce"}, "gradients to keys that several devices have"
     assert found.kernels >= 3, "forward, and two backward"
@@ -159,7 +157,7 @@ def test_the_gpu_compiler_takes_attention_by_our_kernels_without_its_scores(case
 
 
 @pytest.mark.parametrize("target", GPUS[2:])
-def test_our_kernels_for_attention_are_not_for_blackwell(target):
+def test_attention_by_gpu_kernels_is_refused_on_blackwell(target):
     assert "of the generation Hopper, and this is NVIDIA B200" in on_its_own(
         target, attention_refused
     )
@@ -176,7 +174,7 @@ HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
         (HALF, {"block_mask": MASKS["blocks"]["block_mask"]}, "has no patterns of blocks"),
     ],
 )
-def test_what_the_gpu_kernels_cannot_attend_to_they_say(x, options, message, monkeypatch):
+def test_attention_by_gpu_kernels_explains_what_it_cannot_do(x, options, message, monkeypatch):
     device = _choice.Device("gpu", "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(_attention, "device_here", lambda: device)
     attention = functools.partial(kernels.attention, **options)
@@ -184,7 +182,7 @@ def test_what_the_gpu_kernels_cannot_attend_to_they_say(x, options, message, mon
     assert message in dict(call.others)["gpu"]
 
 
-def test_segment_ids_of_64_bits_are_not_for_the_gpu_kernels(monkeypatch):
+def test_attention_by_gpu_kernels_refuses_64_bit_segment_ids(monkeypatch):
     device = _choice.Device("gpu", "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(_attention, "device_here", lambda: device)
     with jax.enable_x64():

@@ -84,7 +84,7 @@ def in_its_environment(test):
 @in_its_environment
 @pytest.mark.parametrize("kind", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("mask", TAKEN)
-def test_attention_by_tokamax_is_that_of_float64(mask, kind, plain_kernels, monkeypatch):
+def test_attention_by_tokamax_matches_float64(mask, kind, plain_kernels, monkeypatch):
     trace_for(monkeypatch, kind)
     check(make(256, 256), MASKS[mask], "tokamax")
 
@@ -92,9 +92,7 @@ def test_attention_by_tokamax_is_that_of_float64(mask, kind, plain_kernels, monk
 @in_its_environment
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (40, 70)}, {"window": (None, 9)}])
-def test_positions_of_attention_by_tokamax_may_be_known_to_the_program_only(
-    mask, starts, plain_kernels
-):
+def test_attention_by_tokamax_takes_traced_start_positions(mask, starts, plain_kernels):
     arrays, options = make(128, 256), {**mask, "starts": starts}
     check(arrays, options, "tokamax")
     shape = (2, 128, 4, 8)
@@ -112,7 +110,7 @@ def test_positions_of_attention_by_tokamax_may_be_known_to_the_program_only(
 
 @in_its_environment
 @pytest.mark.parametrize("window", [(None, 2**31 - 2), (2**31 - 2, 0), (2**30, 2**30)])
-def test_bounds_as_large_as_positions_hide_nothing_from_tokamax(window, plain_kernels):
+def test_attention_by_tokamax_takes_window_bounds_near_the_int32_limit(window, plain_kernels):
     arrays = make(128, 128)
     call = functools.partial(attend, arrays)
 
@@ -125,7 +123,7 @@ def test_bounds_as_large_as_positions_hide_nothing_from_tokamax(window, plain_ke
 
 
 @in_its_environment
-def test_attention_by_tokamax_under_vmap_is_a_loop(plain_kernels):
+def test_attention_by_tokamax_under_vmap_matches_a_loop(plain_kernels):
     arrays = jax.tree.map(lambda *each: np.stack(each), *(make(128, n) for n in (128, 128)))
     arrays["k"][1] *= 2
 
@@ -139,7 +137,7 @@ def test_attention_by_tokamax_under_vmap_is_a_loop(plain_kernels):
 
 
 @in_its_environment
-def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key_by_tokamax(plain_kernels):
+def test_attention_by_tokamax_has_finite_gradients_with_infinite_lse(plain_kernels):
     arrays = make(128, 128)
 
     def loss(arrays):
@@ -160,7 +158,7 @@ def test_what_is_made_of_an_infinite_log_sum_exp_reaches_no_key_by_tokamax(plain
         (("batch", "seq", "heads", None), "data=2,model=2,seq=2"),
     ],
 )
-def test_attention_by_tokamax_on_shards_is_that_of_one_device(names, shape, where, plain_kernels):
+def test_attention_by_tokamax_on_shards_matches_one_device(names, shape, where, plain_kernels):
     arrays = make(256, 256, 8, 4)
     cotangents = np.tile(COTANGENTS[0], (1, 1, 2, 1)), np.tile(COTANGENTS[1], (1, 1, 2))
     options = {"causal": True, "window": (100, None)}
@@ -186,7 +184,7 @@ def test_attention_by_tokamax_on_shards_is_that_of_one_device(names, shape, wher
 
 @needs_tokamax
 @pytest.mark.parametrize("target", GPUS)
-def test_the_gpu_compiler_takes_attention_by_tokamax_without_its_scores(target):
+def test_attention_by_tokamax_compiles_without_storing_its_scores(target):
     for kernels_found, temporaries in on_its_own(target, attention_by_tokamax):
         assert kernels_found >= 2, "forward, and one or two backward"
         assert temporaries < 2 * 2048**2 * 2, "less than the scores of one head and sequence"
@@ -194,7 +192,7 @@ def test_the_gpu_compiler_takes_attention_by_tokamax_without_its_scores(target):
 
 @needs_tokamax
 @pytest.mark.parametrize("target", GPUS[:2])
-def test_the_compilers_programs_choose_what_attends_on_a_gpu(target):
+def test_attention_kernel_choice_on_gpu_follows_compiled_programs(target):
     assert on_its_own(target, attention_chosen) == ("cudnn", "tokamax", "tokamax")
 
 
@@ -216,7 +214,7 @@ HALF = jnp.zeros((2, 128, 4, 64), "bfloat16")
         (BLACKWELL, 64, {"with_lse": True}, "can; another was named"),
     ],
 )
-def test_what_tokamax_cannot_attend_to_it_says(kind, size, options, message, monkeypatch):
+def test_attention_by_tokamax_explains_what_it_cannot_do(kind, size, options, message, monkeypatch):
     monkeypatch.setattr(_tokamax, "_device", lambda kind: jax.devices()[0])
     trace_for(monkeypatch, kind)
     x = jnp.zeros((2, 128, 4, size), "bfloat16")
@@ -238,7 +236,7 @@ def said_of(x, options):
         (HALF, "fits its kernels to a GPU, and JAX has no NVIDIA H100X here"),
     ],
 )
-def test_arrays_and_gpus_that_tokamax_does_not_take_it_names(x, message, monkeypatch):
+def test_attention_by_tokamax_explains_which_arrays_and_gpus_it_refuses(x, message, monkeypatch):
     trace_for(monkeypatch, "NVIDIA H100X")
     assert message in said_of(x, {})
 
@@ -248,9 +246,7 @@ def test_arrays_and_gpus_that_tokamax_does_not_take_it_names(x, message, monkeyp
     ("tokamax", "jax_version"), [((0, 0, 17), (0, 11, 1)), ((0, 0, 12), (0, 12, 0)),
     ((0, 0, 15), (0, 11, 1)), ((0, 0, 15), (0, 12, 0))],
 )  # fmt: skip
-def test_attention_by_tokamax_wants_one_that_is_written_for_this_jax(
-    tokamax, jax_version, monkeypatch
-):
+def test_attention_by_tokamax_needs_the_release_for_this_jax(tokamax, jax_version, monkeypatch):
     trace_for(monkeypatch, HOPPER)
     monkeypatch.setattr(_tokamax, "version", lambda: tokamax)
     monkeypatch.setattr(jax, "__version_info__", jax_version)
@@ -260,13 +256,13 @@ def test_attention_by_tokamax_wants_one_that_is_written_for_this_jax(
 
 
 @needs_tokamax
-def test_attention_by_tokamax_wants_one_that_has_it_where_it_is_looked_for(monkeypatch):
+def test_attention_by_tokamax_needs_a_release_with_the_expected_module(monkeypatch):
     trace_for(monkeypatch, HOPPER)
     monkeypatch.setattr(_tokamax, "MODULE", "tokamax.elsewhere")
     assert "is called by `tokamax.elsewhere`, which Tokamax" in said_of(HALF, {})
 
 
-def test_attention_by_tokamax_wants_tokamax(monkeypatch):
+def test_attention_by_tokamax_needs_the_package_installed(monkeypatch):
     trace_for(monkeypatch, HOPPER)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     assert 'which is not installed: `pip install "shardlib[tokamax]"`' in said_of(HALF, {})
@@ -276,7 +272,7 @@ def test_attention_by_tokamax_wants_tokamax(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", TAKEN)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_attention_by_tokamax_on_a_gpu_is_that_of_float64(mask, dtype):
+def test_attention_by_tokamax_on_a_gpu_matches_float64(mask, dtype):
     arrays = {name: np.asarray(jnp.asarray(x, dtype), "f") for name, x in
               make(512, 512, size=64).items()}  # fmt: skip
     check(arrays, MASKS[mask], "tokamax", dtype)

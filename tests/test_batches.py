@@ -56,13 +56,13 @@ class Place:
         self.at = state["at"]
 
 
-def test_a_batch_is_split_over_the_axes_of_the_batch_and_keeps_its_values():
+def test_batches_are_split_over_the_data_axes():
     batch = next(sl.batches(numbered(1), STRATEGY))
     assert batch["x"].sharding.spec == jax.P("data") and batch["x"].shape == (8, 2)
     assert {shard.data.shape for shard in batch["x"].addressable_shards} == {(2, 2)}
 
 
-def test_the_place_is_that_after_the_last_batch_given_out_however_many_were_read_ahead():
+def test_batches_state_ignores_batches_that_were_only_read_ahead():
     source = Stateful()
     batches = sl.batches(source, STRATEGY, ahead=4)
     assert [first(next(batches)) for _ in range(3)] == [0, 1, 2]
@@ -77,7 +77,7 @@ def test_the_place_is_that_after_the_last_batch_given_out_however_many_were_read
     batches.close(), again.close()
 
 
-def test_a_source_without_a_place_is_read_again_from_its_start():
+def test_batches_restore_replays_a_source_without_state():
     batches = sl.batches(numbered(6), STRATEGY)
     next(batches), next(batches)
     again = sl.batches(numbered(6), STRATEGY)
@@ -89,21 +89,21 @@ def test_a_source_without_a_place_is_read_again_from_its_start():
         next(again)
 
 
-def test_a_source_that_ended_before_its_place_is_refused():
+def test_batches_restore_refuses_a_source_that_ends_too_early():
     batches = sl.batches(numbered(2), STRATEGY)
     batches.restore({"batches": 5, "source": None})
     with pytest.raises(ValueError, match=r"To go on after 5 batches.*ended after 2"):
         next(batches)
 
 
-def test_a_place_that_a_source_cannot_go_to_is_refused():
+def test_batches_restore_refuses_state_for_a_source_without_set_state():
     batches = sl.batches(numbered(2), STRATEGY)
     batches.restore({"batches": 1, "source": {"at": 1}})
     with pytest.raises(ValueError, match="list has no `set_state`"):
         next(batches)
 
 
-def test_a_place_kept_without_the_source_knowing_is_not_given_to_one_that_knows():
+def test_batches_restore_refuses_a_bare_count_for_a_stateful_source():
     batches = sl.batches(Stateful(), STRATEGY)
     batches.restore({"batches": 3, "source": None})
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_a_place_kept_without_the_source_knowing_is_not_given_to_one_that_knows(
         next(batches)
 
 
-def test_an_iterator_that_may_have_been_read_from_is_not_taken_for_one_at_its_start():
+def test_batches_restore_refuses_an_iterator_that_may_be_partly_read():
     used = (batch for batch in numbered(6))
     next(used)
     for source in (used, iter(numbered(6))):
@@ -126,7 +126,7 @@ def test_an_iterator_that_may_have_been_read_from_is_not_taken_for_one_at_its_st
     fresh.close()
 
 
-def test_a_place_that_json_would_change_is_refused():
+def test_batches_refuse_source_state_that_json_would_change():
     class Odd(Stateful):
         def __iter__(self):
             place = Place()
@@ -137,7 +137,7 @@ def test_a_place_that_json_would_change_is_refused():
         next(sl.batches(Odd(), STRATEGY))
 
 
-def test_a_source_may_use_its_memory_again():
+def test_batches_keep_their_values_if_the_source_reuses_memory():
     memory = np.zeros(8 * 2 * 4 + 64, np.uint8)
     start = -memory.ctypes.data % 64  # as a device may take it over without a copy
     buffer = memory[start : start + 64].view(np.float32).reshape(8, 2)
@@ -151,7 +151,7 @@ def test_a_source_may_use_its_memory_again():
     assert [first(batch) for batch in given] == list(range(20))
 
 
-def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for():
+def test_batches_raise_a_source_error_at_the_batch_that_failed():
     def broken():
         yield from numbered(2)
         raise OSError("the disk is gone")
@@ -171,7 +171,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for():
         ("data.jsonl", "`source` is an iterable of batches"),
     ],
 )
-def test_what_is_no_source_is_refused(source, message):
+def test_batches_refuse_a_source_that_is_no_iterable_of_batches(source, message):
     with pytest.raises(ValueError, match=message):
         sl.batches(source, STRATEGY)
 
@@ -183,12 +183,12 @@ def test_what_is_no_source_is_refused(source, message):
         ({"x": np.ones((8, 2)), "y": 3}, "`y` of the batch is a int"),
     ],
 )
-def test_what_is_no_batch_is_refused_by_name(batch, message):
+def test_batches_refuse_unusable_arrays_by_name(batch, message):
     with pytest.raises(ValueError, match=message):
         next(sl.batches([batch], STRATEGY))
 
 
-def test_local_rows_are_all_of_them_in_one_process_and_a_wrong_size_is_refused():
+def test_local_rows_of_one_process_are_all_and_wrong_sizes_are_refused():
     assert sl.local_rows(8, STRATEGY).tolist() == list(range(8))
     accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=3)
     with pytest.raises(

@@ -105,7 +105,7 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
         (one_left_out, "loss|gradients", "bf16"),
     ],
 )
-def test_errors_are_told_from_rounding(loss, kind, precision):
+def test_check_step_reports_errors_larger_than_rounding(loss, kind, precision):
     with pytest.raises(
         AssertionError,
         match=f"^({kind}).* of step 0 on the mesh `data=4,model=2` with accumulate=1",
@@ -116,7 +116,7 @@ def test_errors_are_told_from_rounding(loss, kind, precision):
 @pytest.mark.long
 @pytest.mark.sentinel("float32-bf16")
 @pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("bfloat16", "float32")])
-def test_rounding_is_told_from_errors(stored, precision):
+def test_check_step_accepts_rounding(stored, precision):
     of_dtype = lambda: jax.tree.map(lambda x: x.astype(stored), make())
     (found,) = check(right, of_dtype, precision=precision, accumulate=[2], zero=sl.Zero(3, small=0))
     assert found.randomness == 0
@@ -124,7 +124,7 @@ def test_rounding_is_told_from_errors(stored, precision):
 
 
 @pytest.mark.long
-def test_rounding_that_an_optimizer_makes_larger_is_told_from_errors():
+def test_check_step_accepts_rounding_amplified_by_the_optimizer():
     """Adam divides by what may be near zero: 1e-5 would not do in the second step."""
     # Plain attention rounds enough for it to show, with a batch whose gradients come near zero.
     sizes = {"width": 32, "heads": 8, "kv_heads": 8, "context": 16, "vocab": 40, "hidden": 64}
@@ -140,7 +140,7 @@ def test_rounding_that_an_optimizer_makes_larger_is_told_from_errors():
     assert 1e-5 < found.gradients < 1e-3
 
 
-def test_a_tolerance_is_taken_as_it_is():
+def test_check_step_applies_the_given_tolerance_and_refuses_bad_values():
     with pytest.raises(AssertionError, match="where 1.0e-08 is allowed"):
         check(right, precision="bf16", tolerance=1e-8, steps=1)
     for tolerance in (-1, "1e-5", float("nan"), float("inf"), True):
@@ -148,7 +148,7 @@ def test_a_tolerance_is_taken_as_it_is():
             check(right, tolerance=tolerance)
 
 
-def test_the_worst_entries_are_shown_with_their_index():
+def test_check_step_shows_the_worst_entries_with_their_index():
     def loss(model, batch, rng):
         wrong = jnp.zeros((8, 16)).at[5, 11].set(1e-3).at[2, 3].set(5e-4) * (devices() - 1)
         return right(
@@ -169,7 +169,7 @@ def test_the_worst_entries_are_shown_with_their_index():
     assert "`0/mu/up`" in others
 
 
-def test_what_comes_first_is_to_blame():
+def test_check_step_blames_the_earliest_and_largest_difference():
     """Of a loss that draws otherwise the draws; of one that is wrong in two gradients the farther
     one.
     """
@@ -195,7 +195,7 @@ def test_what_comes_first_is_to_blame():
         check(two, steps=1)
 
 
-def test_what_is_not_finite_is_no_rounding():
+def test_check_step_does_not_accept_nan_as_rounding():
     with pytest.raises(
         AssertionError, match="(?s)differs from one device by nan.*not finite either"
     ):
@@ -205,7 +205,7 @@ def test_what_is_not_finite_is_no_rounding():
 @pytest.mark.long
 @pytest.mark.sentinel("meshes1")
 @pytest.mark.parametrize("meshes", [None, ["data=4,tensor=2"]])
-def test_parameters_may_be_given_specs_over_axes_that_no_rule_names(meshes, monkeypatch):
+def test_check_step_takes_parameter_specs_on_axes_without_rules(meshes, monkeypatch):
     two = jax.devices()[:2]
     if meshes is None:
         monkeypatch.setattr(jax, "devices", lambda *_: two)
@@ -221,7 +221,7 @@ def make_plain():
     return {"up": 0.3 * normal(0, 8, 16), "down": 0.3 * normal(1, 16, 8)}
 
 
-def test_a_mesh_may_have_axes_that_only_the_model_speaks_of():
+def test_check_step_takes_mesh_axes_that_only_the_model_mentions():
     def split(model, batch, rng):
         return right(
             {**model, "up": lax.with_sharding_constraint(model["up"], P(None, "other"))}, batch, rng
@@ -237,7 +237,7 @@ def test_a_mesh_may_have_axes_that_only_the_model_speaks_of():
 
 
 @pytest.mark.long
-def test_draws_that_may_depend_on_the_mesh_are_not_compared_and_said_to_differ():
+def test_check_step_says_when_random_numbers_depend_on_the_mesh():
     make_tree = lambda: {"params": make_plain(), "key": jax.random.key(0, impl="rbg")}
 
     def noisy(model, batch, rng):
@@ -299,7 +299,7 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
 @pytest.mark.parametrize(
     ("narrow", "tied"), [("computed", True), ("computed", False), ("stored", True), ("cast", False)]
 )
-def test_gradients_of_embeddings_are_summed_in_float32(tied, narrow):
+def test_embedding_gradients_are_summed_in_float32(tied, narrow):
     """One device, which has the most tokens, is as near to float32 as many."""
     stored = jnp.bfloat16 if narrow == "stored" else jnp.float32
     rounded = lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(stored), embedding())
@@ -313,7 +313,7 @@ def test_gradients_of_embeddings_are_summed_in_float32(tied, narrow):
         assert np.abs(found - exact).max() / scale < 2**-6, (mesh, options)
 
 
-def test_lookups_are_found_wherever_they_are():
+def test_embedding_lookups_are_recognized_in_loops_branches_and_calls():
     """In loops, branches, calls and blocks that are recomputed; of tables that are made of weights,
     and of no others.
     """
@@ -373,7 +373,7 @@ def dropped(model, batch, rng):
 @pytest.mark.parametrize(
     "options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}]
 )
-def test_a_step_may_stand_in_a_function_that_is_traced(options):
+def test_train_step_works_inside_a_traced_function(options):
     strategy = dataclasses.replace(STRATEGY, **options)
     step = sl.train_step(dropped, strategy)
     state, expected = start(strategy), []
@@ -397,7 +397,7 @@ def test_a_step_may_stand_in_a_function_that_is_traced(options):
     assert jax.eval_shape(step, shapes, BATCH)[1]["loss"].shape == ()
 
 
-def test_in_a_function_that_is_traced_rules_alone_need_a_mesh_around_it():
+def test_annotations_in_a_traced_function_need_a_mesh_in_force():
     """Else `jax.jit` would run on one device what has no sharding, and ignore every annotation."""
 
     def laid_out(x):
@@ -460,7 +460,7 @@ USED = [
 
 
 @pytest.mark.parametrize("strategy", USED, ids=range(len(USED)))
-def test_a_strategy_that_was_used_is_pickled_and_copied(strategy):
+def test_strategy_can_be_pickled_and_copied_after_use(strategy):
     for name in (
         "device_mesh",
         "data_axes",
@@ -484,13 +484,13 @@ def test_a_strategy_that_was_used_is_pickled_and_copied(strategy):
     assert pickle.loads(pickle.dumps(other)) == other
 
 
-def test_a_strategy_from_a_pickle_goes_on_with_the_same_state():
+def test_strategy_from_a_pickle_works_with_an_existing_state():
     step = sl.train_step(right, pickle.loads(pickle.dumps(STRATEGY)))
     _, metrics = step(start(), BATCH)
     assert np.isfinite(metrics["loss"])
 
 
-def test_a_mesh_that_another_process_could_not_find_is_not_pickled(monkeypatch):
+def test_strategy_pickle_refuses_a_mesh_of_missing_devices(monkeypatch):
     half = sl.Strategy(mesh=sl.make_mesh("data=2,model=2", devices=jax.devices()[4:]), rules=RULES)
     written = pickle.dumps(half)
     assert [device.id for device in pickle.loads(written).device_mesh.devices.flat] == [4, 5, 6, 7]
@@ -506,7 +506,7 @@ def test_a_mesh_that_another_process_could_not_find_is_not_pickled(monkeypatch):
         pickle.dumps(half)
 
 
-# What the step says to what it cannot do.
+# What a step refuses.
 
 
 def stepped(loss, batch=BATCH, make_model=make, strategy=STRATEGY):
@@ -527,7 +527,7 @@ def telling(model, batch, rng):
 
 
 @pytest.mark.parametrize("loss", [calling_back, telling])
-def test_callbacks_beside_an_axis_that_is_not_manual_are_refused_with_the_way_out(loss):
+def test_train_step_refuses_python_callbacks_on_automatic_axes(loss):
     with pytest.raises(ValueError, match=r"calls back into Python .*`Strategy\(manual=\(\)\)`"):
         stepped(loss)
     abstract = sl.init(make, optax.sgd(0.1), STRATEGY, abstract=True)
@@ -551,7 +551,7 @@ def test_callbacks_beside_an_axis_that_is_not_manual_are_refused_with_the_way_ou
         np.zeros(16, "m8[s]"),
     ],
 )
-def test_what_no_device_holds_is_refused_in_a_batch(values):
+def test_train_step_refuses_text_objects_and_dates_in_a_batch(values):
     with pytest.raises(
         ValueError, match="`text` of the batch is an array of .*, which no device holds"
     ):
@@ -561,7 +561,7 @@ def test_what_no_device_holds_is_refused_in_a_batch(values):
 @pytest.mark.parametrize(
     "dtype", [np.bool_, np.uint8, jnp.bfloat16, jnp.float8_e4m3fn, np.complex64]
 )
-def test_any_numbers_are_taken_in_a_batch(dtype):
+def test_train_step_takes_any_numeric_dtype_in_a_batch(dtype):
     stepped(right, {**BATCH, "more": np.ones(16).astype(dtype)})
 
 
@@ -574,7 +574,7 @@ def test_any_numbers_are_taken_in_a_batch(dtype):
         lambda *, model, batch, rng: 0.0,
     ],
 )
-def test_a_loss_of_other_arguments_is_refused(loss, make_it):
+def test_train_step_refuses_a_loss_with_the_wrong_arguments(loss, make_it):
     with pytest.raises(
         ValueError, match=r"A loss takes three arguments, `loss_fn\(model, batch, rng\)`"
     ):
@@ -583,7 +583,7 @@ def test_a_loss_of_other_arguments_is_refused(loss, make_it):
     make_it(lambda model, batch, rng, more=None: 0.0, STRATEGY)
 
 
-def test_without_a_compiler_there_is_no_step():
+def test_train_step_is_refused_when_jit_is_disabled():
     state = start()
     with jax.disable_jit():
         for run in (
@@ -598,7 +598,7 @@ def test_without_a_compiler_there_is_no_step():
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{"zero": sl.Zero(3, small=0)}, {"accumulate": 2, "clip": 1.0}])
-def test_strict_promotion_is_of_the_loss(stored, options):
+def test_train_step_applies_strict_promotion_only_to_the_loss(stored, options):
     strategy = dataclasses.replace(STRATEGY, precision="bf16", **options)
     of_dtype = lambda: jax.tree.map(lambda x: x.astype(stored), make())
     with jax.numpy_dtype_promotion("strict"):
@@ -616,14 +616,14 @@ def test_strict_promotion_is_of_the_loss(stored, options):
 
 @pytest.mark.parametrize("field", ["compute", "accumulate", "reduce"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
-def test_a_step_neither_computes_nor_sums_in_few_bits(field, dtype):
+def test_precision_refuses_dtypes_of_8_bits_or_fewer(field, dtype):
     with pytest.raises(
         ValueError, match=rf"`Precision\({field}='{dtype}'\)` takes .*8 bits and fewer take scales"
     ):
         sl.Precision(**{field: dtype})
 
 
-def test_an_optimizer_moves_no_parameters_of_few_bits():
+def test_trainable_parameters_of_8_bits_are_refused_unless_frozen():
     few = lambda: {**make_plain(), "scale": jnp.ones(8, jnp.float8_e4m3fn)}
     with pytest.raises(
         ValueError, match=r"`scale` is float8_e4m3fn.*`Strategy\(frozen=\('scale',\)\)`"

@@ -121,7 +121,7 @@ def no_failed_read_is_left():
 @pytest.mark.long
 @pytest.mark.sentinel("stage 1")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_bit_comes_back_onto_any_mesh_and_stage(saved, name):
+def test_checkpoints_restore_every_bit_onto_any_mesh_and_zero_stage(saved, name):
     like = start(STRATEGIES[name], abstract=True)
     with sl.Checkpoints(saved[0]) as checkpoints:
         assert checkpoints.latest() == 3 and checkpoints.steps() == (2, 3)
@@ -140,7 +140,7 @@ def test_every_bit_comes_back_onto_any_mesh_and_stage(saved, name):
     assert int(state.step) == 4 and np.isfinite(metrics["loss"])
 
 
-def test_the_newest_and_every_so_manieth_are_kept(tmp_path):
+def test_checkpoints_keep_the_newest_and_every_nth(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(lambda: {"w": jnp.ones(8)}, optax.sgd(0.1), strategy)
     step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), strategy)
@@ -153,7 +153,7 @@ def test_the_newest_and_every_so_manieth_are_kept(tmp_path):
 
 
 @pytest.mark.long
-def test_leaves_of_every_dtype_and_without_elements_come_back(tmp_path):
+def test_checkpoints_restore_every_dtype_and_empty_arrays(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     dtypes = (
         "float32",
@@ -177,7 +177,7 @@ def test_leaves_of_every_dtype_and_without_elements_come_back(tmp_path):
     assert jax.tree.map(lambda x: x.dtype, again) == jax.tree.map(lambda x: x.dtype, state)
 
 
-def test_a_digest_sees_every_change_and_no_mesh():
+def test_checkpoint_digest_sees_every_change_and_ignores_the_mesh():
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     on = {
         spec: jax.device_put(x, jax.NamedSharding(sl.make_mesh("data=4,model=2"), jax.P(*spec)))
@@ -238,7 +238,7 @@ def restored_from(folder):
         (Path.unlink, about, "what it says of itself is not what was written"),
     ],
 )
-def test_of_a_damaged_checkpoint_the_one_before_is_used_and_that_is_said(
+def test_checkpoints_fall_back_from_a_damaged_checkpoint_with_a_warning(
     saved, folder, damage, where, said
 ):
     for path in where(folder):
@@ -251,7 +251,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used_and_that_is_said(
     )
 
 
-def test_a_bit_that_nobody_else_guards_is_missed_by_its_digest(tmp_path):
+def test_checkpoint_digest_catches_a_bit_flip_in_array_data(tmp_path):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(
         lambda: {"w": jax.random.normal(jax.random.key(0), (64, 4096)), "b": jnp.ones(3)},
@@ -272,7 +272,7 @@ def test_a_bit_that_nobody_else_guards_is_missed_by_its_digest(tmp_path):
 
 
 @pytest.mark.long
-def test_where_no_checkpoint_is_good_each_is_named(folder):
+def test_checkpoints_name_each_failure_when_none_is_usable(folder):
     for path in (*data(folder, 2), *data(folder, 3)):
         cut(path)
     with (
@@ -283,14 +283,14 @@ def test_where_no_checkpoint_is_good_each_is_named(folder):
     assert (folder / "3").exists(), "nothing is put aside where nothing is used"
 
 
-def test_a_checkpoint_half_written_is_none(folder):
+def test_checkpoints_ignore_a_half_written_checkpoint(folder):
     (folder / "3" / "commit_success.txt").unlink(missing_ok=True)
     (folder / "3").rename(folder / "3.orbax-checkpoint-tmp")
     restored, steps = restored_from(folder)
     assert restored.step == 2 and steps == (2,)
 
 
-def test_a_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
+def test_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
     with sl.Checkpoints(saved[0]) as checkpoints:
         wider = start(
             STRATEGIES["stage 1"],
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_another_model_names_each_leaf_that_differs(saved):
 
 
 @pytest.mark.long
-def test_a_disk_without_room_is_seen_before_anything_is_written(
+def test_checkpoint_save_on_a_full_disk_is_refused_before_writing(
     saved, folder, monkeypatch, trained
 ):
     usage = shutil.disk_usage(folder)
@@ -356,7 +356,7 @@ with sl.Checkpoints(sys.argv[1]) as checkpoints:
 """
 
 
-def test_a_save_that_fails_half_way_leaves_the_last_good_one(tmp_path):
+def test_checkpoint_save_that_fails_half_way_keeps_the_last_good(tmp_path):
     # In a process of its own, for what Orbax's threads leave behind when they fail.
     run = subprocess.run(
         [sys.executable, "-c", "import jax" + FAILS_HALF_WAY, str(tmp_path)],
@@ -373,7 +373,7 @@ def test_a_save_that_fails_half_way_leaves_the_last_good_one(tmp_path):
     assert (kept, then) == ("KEPT (0,)", "THEN (0, 1)")
 
 
-# Who else is at work in the folder, and what else is in it
+# A folder whose lock is lost, and stray files in it
 
 
 def small_state(value=1.0):
@@ -396,7 +396,7 @@ def lose_at_commit(monkeypatch, lock):
     monkeypatch.setattr(_lock.Claim, "check", lost)
 
 
-def test_a_checkpoint_is_not_named_once_the_folder_is_lost(tmp_path, monkeypatch):
+def test_checkpoint_is_not_committed_after_the_folder_lock_is_lost(tmp_path, monkeypatch):
     lose_at_commit(monkeypatch, tmp_path / "occupied.json")
     with (
         pytest.raises(_lock.TakenError, match="writes nothing more"),
@@ -412,7 +412,7 @@ def test_a_checkpoint_is_not_named_once_the_folder_is_lost(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("what", ["delete", "save", "put aside"])
-def test_nothing_is_deleted_begun_or_renamed_once_the_folder_is_lost(tmp_path, what):
+def test_checkpoints_change_nothing_after_the_folder_lock_is_lost(tmp_path, what):
     folder = tmp_path / "checkpoints"
     with (
         pytest.raises(_lock.TakenError),
@@ -433,7 +433,7 @@ def test_nothing_is_deleted_begun_or_renamed_once_the_folder_is_lost(tmp_path, w
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
-def test_what_only_looks_deletes_nothing(tmp_path):
+def test_checkpoints_opened_only_for_reading_delete_nothing(tmp_path):
     with sl.Checkpoints(tmp_path) as checkpoints:
         for value in (1, 2, 3):
             checkpoints.save(small_state(value))
@@ -444,7 +444,7 @@ def test_what_only_looks_deletes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("stray", ["symlink to a folder", "symlink to nothing", "file", "folder"])
-def test_a_stray_with_the_name_of_something_unfinished_blocks_no_save(tmp_path, stray):
+def test_checkpoint_save_works_despite_strays_named_like_unfinished_saves(tmp_path, stray):
     folder, outside = tmp_path / "checkpoints", tmp_path / "outside"
     folder.mkdir(), outside.mkdir()
     (outside / "precious").write_text("")
@@ -462,7 +462,7 @@ def test_a_stray_with_the_name_of_something_unfinished_blocks_no_save(tmp_path, 
     assert (outside / "precious").exists() and [path.name for path in folder.iterdir()] == ["1"]
 
 
-def test_what_cannot_be_cleared_is_said_and_blocks_no_save(tmp_path, monkeypatch):
+def test_checkpoint_save_warns_about_leftovers_it_cannot_delete(tmp_path, monkeypatch):
     (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
 
     def refusing(path, ignore_errors=False):
@@ -482,7 +482,7 @@ def test_what_cannot_be_cleared_is_said_and_blocks_no_save(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("how", "named"), [("renamed", 9), ("copied", 9), ("linked", 9), ("renamed", 1)]
 )
-def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how, named):
+def test_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how, named):
     with sl.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(small_state(2))
     place = {
@@ -507,7 +507,7 @@ def test_a_checkpoint_under_the_number_of_another_step_is_refused(tmp_path, how,
 
 
 @pytest.mark.long
-def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed_or_harmless(tmp_path, failing_reads):
+def test_checkpoint_bit_flip_in_any_file_is_noticed_or_harmless(tmp_path, failing_reads):
     good, damaged = tmp_path / "good", tmp_path / "damaged"
     with sl.Checkpoints(good) as checkpoints:
         for value in (1, 2):
@@ -614,7 +614,7 @@ def as_an_ordinary_user():
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
-def test_whatever_fails_a_process_ends_and_what_may_be_good_is_not_touched(tmp_path):
+def test_checkpoint_failures_end_the_process_and_keep_good_checkpoints(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", FAILS_IN_MANY_WAYS, str(tmp_path)],
         capture_output=True, text=True, preexec_fn=as_an_ordinary_user, timeout=400, check=False,
@@ -638,7 +638,7 @@ def test_whatever_fails_a_process_ends_and_what_may_be_good_is_not_touched(tmp_p
     assert run.stderr.rstrip().splitlines()[-1].startswith("OSError: "), run.stderr
 
 
-def test_wrong_arguments_are_refused(tmp_path):
+def test_checkpoints_refuse_wrong_arguments(tmp_path):
     for wrong in ({"keep": 0}, {"keep_every": 0}, {"keep": None}):
         with pytest.raises(ValueError, match="a whole number, at least 1"):
             sl.Checkpoints(tmp_path, **wrong)
@@ -653,7 +653,7 @@ def test_wrong_arguments_are_refused(tmp_path):
         none.restore(like)
 
 
-def test_what_it_says_of_itself_is_readable_by_people(saved):
+def test_checkpoint_metadata_is_human_readable_json(saved):
     content = json.loads(json.loads((saved[0] / "3" / "about" / "metadata").read_text())["content"])
     assert content["leaves"]["params/blocks/mlp/up/kernel"]["names"] == "('layers', 'mlp', 'embed')"
     assert content["strategy"]["mesh"] == "'data=2,model=4'"

@@ -94,7 +94,9 @@ def shift(x, axes, size):
         (lambda x: shift(x, ("a", "b"), 4), "collective-permute", ("a", "b"), 4, BYTES),
     ],
 )
-def test_one_collective(mesh, f, kind, axes, group_size, result_bytes):
+def test_collectives_report_kind_axes_and_bytes_of_each_operation(
+    mesh, f, kind, axes, group_size, result_bytes
+):
     [found] = manual(f, mesh)
     assert (found.kind, found.axes, found.group_size) == (kind, axes, group_size)
     assert (found.operand_bytes, found.result_bytes) == (BYTES, result_bytes)
@@ -107,19 +109,19 @@ def test_one_collective(mesh, f, kind, axes, group_size, result_bytes):
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+", found.sources[0])
 
 
-def test_mesh_in_another_device_order():
+def test_collectives_name_axes_of_a_mesh_in_another_device_order():
     devices = np.array(jax.devices()).reshape(2, 2, 2).transpose(2, 0, 1)
     [found] = manual(lambda x: jax.lax.psum(x, ("a", "c")), Mesh(devices, ("a", "b", "c")))
     assert found.axes == ("a", "c")
 
 
-def test_axes_of_size_one_are_not_named():
+def test_collectives_do_not_name_axes_of_size_one():
     mesh = mesh_of("cpu", a=2, b=1, c=4)
     assert manual(lambda x: jax.lax.psum(x, "b"), mesh) == ()
     assert [found.axes for found in manual(lambda x: jax.lax.psum(x, ("a", "b")), mesh)] == [("a",)]
 
 
-def test_without_a_mesh_there_are_no_axes():
+def test_collectives_without_a_mesh_name_no_axes():
     mesh = mesh_of("cpu", a=2, b=2, c=2)
     mapped = jax.shard_map(
         lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False
@@ -133,7 +135,7 @@ def test_without_a_mesh_there_are_no_axes():
     )
 
 
-def test_scan(mesh):
+def test_collectives_in_a_scan_count_every_iteration(mesh):
     def body(x, _):
         gathered = jnp.tanh(jax.lax.all_gather(x, "b", tiled=True))
         return jax.lax.psum_scatter(gathered, "b", tiled=True), None
@@ -143,7 +145,7 @@ def test_scan(mesh):
     assert [one.times for one in found] == [5, 5]
 
 
-def test_nested_scans(mesh):
+def test_collectives_in_nested_scans_count_every_iteration(mesh):
     def inner(x, _):
         return jnp.tanh(jax.lax.psum(x, ("a", "b"))), None
 
@@ -160,7 +162,7 @@ def test_nested_scans(mesh):
     }
 
 
-def test_loop_with_another_start_and_step(mesh):
+def test_collectives_in_a_loop_with_any_start_and_step_are_counted(mesh):
     def body(carry):
         i, x = carry
         return i - 3, jnp.tanh(jax.lax.psum(x, "a"))
@@ -171,7 +173,7 @@ def test_loop_with_another_start_and_step(mesh):
     assert (found.times, found.times_known) == (4, True)  # 11, 8, 5, 2
 
 
-def test_loops_of_unknown_length_count_once(mesh):
+def test_collectives_in_loops_of_unknown_length_count_once(mesh):
     def until_small(x):
         return jax.lax.while_loop(
             lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(jax.lax.psum(x, "a")), x
@@ -190,7 +192,7 @@ def test_loops_of_unknown_length_count_once(mesh):
         assert "unknown" in summary([found])
 
 
-def test_every_branch_of_a_conditional_counts(mesh):
+def test_collectives_in_every_branch_of_a_conditional_count(mesh):
     def choose(x, which):
         branches = [
             lambda x: jax.lax.psum(x, "a"),
@@ -207,7 +209,7 @@ def test_every_branch_of_a_conditional_counts(mesh):
     assert all(one.conditional for one in found)
 
 
-def test_combined_all_reduces(mesh):
+def test_collectives_list_all_operands_of_combined_all_reduces(mesh):
     found = manual(
         lambda x, y: jax.lax.psum(x, "b") + jnp.sum(jax.lax.psum(y[:100], "b")), mesh, arguments=2
     )
@@ -217,7 +219,7 @@ def test_combined_all_reduces(mesh):
         assert [sorted(one.shapes) for one in found] == [[(100, BLOCK[1]), BLOCK]]
 
 
-def test_automatic_partitioner(mesh):
+def test_collectives_of_the_automatic_partitioner_are_recognized(mesh):
     def product(w, x):
         return jnp.matmul(x, w, precision="highest")
 
@@ -236,7 +238,7 @@ def test_automatic_partitioner(mesh):
 
 
 @pytest.mark.tpu_compiler
-def test_asynchronous_and_fused_on_tpu():
+def test_collectives_compiled_asynchronous_or_fused_on_tpu_are_recognized():
     """Gathers that overlap with products, and scatters fused from an all-reduce of rows padded to
     whole tiles.
     """
@@ -280,7 +282,7 @@ def test_asynchronous_and_fused_on_tpu():
 
 @pytest.mark.sentinel
 @pytest.mark.tpu_compiler
-def test_between_slices_of_tpus():
+def test_collectives_compiled_between_tpu_slices_are_recognized():
     mesh = mesh_of("v5e:2x2", slices=2, slice=2, data=4)
 
     def found(f):
@@ -340,7 +342,7 @@ def text_of(*entry, computations="", result="f32[64,512]{1,0}"):
         ("mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'y'}", ("a", "b")),
     ],
 )
-def test_spellings_of_groups(groups, axes):
+def test_collectives_read_every_notation_of_replica_groups(groups, axes):
     mesh = mesh_of("cpu", a=2, b=2, c=2)
     attributes = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
     [found] = collectives(
@@ -350,7 +352,7 @@ def test_spellings_of_groups(groups, axes):
     assert axes is None or found.group_size == 2 ** len(axes)
 
 
-def test_devices_alone_and_permutes():
+def test_collectives_skip_groups_of_one_device_and_read_permutes():
     alone = (
         "%a = f32[64,512]{1,0} all-reduce(%p), channel_id=1, "
         "replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"
@@ -419,7 +421,7 @@ GPU = [
 
 
 @pytest.mark.parametrize("start, done, expected", GPU, ids=[expected.kind for *_, expected in GPU])
-def test_started_on_gpu(start, done, expected):
+def test_collectives_started_asynchronously_on_gpu_are_recognized(start, done, expected):
     operands = ("%q = f32[256,128]{1,0} parameter(1)", "%i = s64[2]{0} parameter(2)")
     [found] = collectives(text_of(*operands, start, done), mesh_of("cpu", a=2, b=2, c=2))
     assert found.op_name == (re.findall(r'op_name="(.*)"', done) or [""])[0]
@@ -462,7 +464,7 @@ PRODUCT = """
         (["%l = (s32[], f32[64,512], f32[512,512]) while(%t), condition=%body, body=%body"], True),
     ],
 )
-def test_what_is_computed_between_start_and_end(between, expected):
+def test_collectives_overlap_only_with_products_between_start_and_done(between, expected):
     start, done, _ = GPU[1]
     after = "%n = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     state = "%t = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) tuple(%w, %p, %w)"
@@ -504,7 +506,9 @@ replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(f)/all_gather"
     ],
 )
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_wrapped_in_a_computation(start, update, done, overlapped):
+def test_collectives_wrapped_in_an_async_computation_are_recognized(
+    start, update, done, overlapped
+):
     started = (
         "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, "
         "(s32[8192]{0:T(1024)}))"
@@ -564,7 +568,7 @@ replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%region_0.0.clon
 
 
 @pytest.mark.parametrize("woven", [False, True])
-def test_fused_on_tpu(woven):
+def test_collectives_fused_on_tpu_are_read_from_program_text(woven):
     computations = CHAIN
     if woven:
         product = (
@@ -597,7 +601,7 @@ def test_fused_on_tpu(woven):
     )
 
 
-def test_between_slices_without_a_mesh():
+def test_collectives_between_slices_are_read_without_a_mesh():
     attributes = 'frontend_attributes={_xla_host_transfer_rendezvous="psum.7_0",_xla_megascale_target="{1,2}x{0:3}"'
     attributes += ',_xla_megascale_transfer_type="ALL_REDUCE"}'
     send = (
@@ -610,12 +614,12 @@ def test_between_slices_without_a_mesh():
     assert found == Collective("all-reduce", ("f32",), ((64, 512),), 131072, 131072, None, 2)
 
 
-def test_what_is_no_program():
+def test_collectives_refuse_text_that_is_no_program():
     with pytest.raises(ValueError, match="as_text"):
         collectives("no program")
 
 
-def test_summary_adds_up_alike_and_sorts_by_bytes():
+def test_collectives_summary_merges_equal_entries_and_sorts_by_bytes():
     gather = Collective("all-gather", ("bf16",), ((512,),), 1024, 4096, ("data",), 4, times=6)
     reduce = Collective(
         "all-reduce", ("f32",), ((2**20,),), 2**22, 2**22, None, 8, conditional=True

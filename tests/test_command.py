@@ -71,7 +71,7 @@ def plan(make_step, *options):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, check=False)
 
 
-def test_a_report(steps):
+def test_plan_command_prints_a_report(steps):
     result = plan(f"{steps}:good", "--target", "cpu:8", "--mesh", "data=8")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("good on cpu:8: 8 devices") and "noise" not in result.stdout
@@ -87,7 +87,7 @@ def test_a_report(steps):
         ("gives_a_run", ["--mesh", "data=8"], "data=8"),
     ],
 )
-def test_what_knows_its_own_mesh_is_planned(steps, name, options, mesh):
+def test_plan_command_plans_a_run_with_its_own_mesh(steps, name, options, mesh):
     result = plan(f"{steps}:{name}", "--target", "cpu:8", "--json", *options)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
@@ -95,7 +95,7 @@ def test_what_knows_its_own_mesh_is_planned(steps, name, options, mesh):
 
 
 @pytest.mark.long
-def test_a_run_of_the_trainer_is_planned(tmp_path):
+def test_plan_command_plans_a_trainer_config(tmp_path):
     own = tmp_path / "small.py"
     own.write_text(SMALL_RUN)
     result = plan(own, "--target", "cpu:8")
@@ -120,7 +120,7 @@ def run():
 
 
 @pytest.mark.long
-def test_json(steps):
+def test_plan_command_prints_json(steps):
     result = plan(f"{steps}:good", "--target", "cpu:4", "--json")
     found = json.loads(result.stdout)
     assert (
@@ -158,7 +158,7 @@ def test_json(steps):
         ("dying", ["--target", "cpu:8"], "died (signal SIGABRT). Its last words:"),
     ],
 )
-def test_mistakes_are_one_message(steps, function, options, message):
+def test_plan_command_reports_a_mistake_as_one_message(steps, function, options, message):
     result = plan(f"{steps}:{function}", *options)
     assert result.returncode == 2 and result.stdout == ""
     said = result.stderr.removeprefix(f"compiling for {options[1]} ...\n")
@@ -175,7 +175,7 @@ def test_mistakes_are_one_message(steps, function, options, message):
 
 
 @pytest.mark.long
-def test_no_function_and_no_file(steps):
+def test_plan_command_names_missing_functions_and_files(steps):
     cases = [
         ("nowhere.py:make", "no file `nowhere.py`"),
         ("nowhere.py", "no file `nowhere.py`"),
@@ -188,7 +188,7 @@ def test_no_function_and_no_file(steps):
 
 
 @pytest.mark.tpu_compiler
-def test_the_examples_for_a_tpu():
+def test_plan_command_on_the_gpt_example_agrees_with_the_tpu_compiler():
     result = plan(
         "examples/gpt.py:gpt2_124m", "--target", "tpu:v5e:2x4", "--mesh", "data=2,model=4", "--json"
     )

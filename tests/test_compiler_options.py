@@ -52,7 +52,7 @@ def hidden_shares(strategy):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v5p:2x2x2", "tpu:v6e:2x4"])
-def test_sparse_cores_send_beside_products(target):
+def test_compiler_options_overlap_collectives_by_sparse_cores(target):
     strategy = strategy_on(target)
     assert set(compiler_options(strategy).known) == {
         f"{PREFIX}_reduce_scatter",
@@ -67,7 +67,7 @@ def test_sparse_cores_send_beside_products(target):
 
 
 @pytest.mark.tpu_compiler
-def test_nothing_is_sent_beside_products_where_it_is_not_asked_for():
+def test_compiler_options_are_empty_without_hide_collectives():
     strategy = strategy_on("tpu:v5p:2x2x2", hide_collectives=False)
     assert compiler_options(strategy).known == {}
     assert hidden_shares(strategy)["reduce-scatter"] == 0
@@ -75,12 +75,12 @@ def test_nothing_is_sent_beside_products_where_it_is_not_asked_for():
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v5e:2x4", "tpu:v4:2x2x2", "cpu:8"])
-def test_machines_without_such_cores_get_no_options(target):
+def test_compiler_options_are_empty_on_devices_without_sparse_cores(target):
     assert compiler_options(strategy_on(target)).known == {}
 
 
 @pytest.mark.tpu_compiler
-def test_an_option_that_the_compiler_does_not_know_is_left_out_with_a_remark(monkeypatch):
+def test_compiler_options_that_are_unknown_are_left_out_with_a_remark(monkeypatch):
     monkeypatch.setattr(_compiler_options, "_BY_SPARSE_CORES", ("reduce_scatter", "everything"))
     step, state, batch = step_of(strategy_on("tpu:v5p:2x2x2"))
     plan = sl.plan(step, state, batch)
@@ -99,7 +99,7 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out_with_a_remark(mon
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("variable", ["LIBTPU_INIT_ARGS", "XLA_FLAGS"])
-def test_options_that_the_user_has_set_are_left_to_the_user(monkeypatch, variable):
+def test_compiler_options_set_by_the_user_are_not_overridden(monkeypatch, variable):
     monkeypatch.setenv(variable, f"--some=1 --{PREFIX}_all_gather=false")
     known = compiler_options(strategy_on("tpu:v5p:2x2x2")).known
     assert f"{PREFIX}_all_gather" not in known
@@ -107,7 +107,7 @@ def test_options_that_the_user_has_set_are_left_to_the_user(monkeypatch, variabl
 
 
 @pytest.mark.gpu_compiler
-def test_gpus_do_not_join_the_buckets_of_an_exchange(monkeypatch):
+def test_compiler_options_on_gpu_keep_exchange_buckets_separate(monkeypatch):
     strategy = strategy_on("gpu:h200:1x1x8", zero=2, exchange=sl.Exact(bucket_bytes=2**20))
     names = [f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_reduce", "reduce_scatter")]
     assert compiler_options(strategy).known == dict(zip(names, [2**20, 2**17], strict=True))
@@ -116,12 +116,12 @@ def test_gpus_do_not_join_the_buckets_of_an_exchange(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_hiding_is_asked_for_by_true_or_false(value):
+def test_hide_collectives_option_takes_only_true_or_false(value):
     with pytest.raises(ValueError, match=r"Strategy\(hide_collectives=.*True or False"):
         sl.Strategy(mesh="data=1", rules=sl.rules.data, hide_collectives=value)
 
 
-def test_a_step_of_simulated_devices_is_the_same_with_and_without():
+def test_hide_collectives_option_does_not_change_the_loss_on_cpu():
     losses = []
     for hide in (True, np.False_):
         strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, hide_collectives=hide)

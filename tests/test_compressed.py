@@ -41,7 +41,7 @@ def on(mesh, function, *specs, out=WHOLE):
     scale=st.sampled_from([1e-20, 1, 1e20]),
 )
 @settings(deadline=None, max_examples=4)
-def test_a_code_is_as_long_as_it_says_and_comes_back_as_near_as_it_can(codec, shape, seed, scale):
+def test_codecs_encode_to_the_stated_size_with_bounded_error(codec, shape, seed, scale):
     rows = normal(*shape, seed=seed) * np.float32(scale)
     code, decoded = codec.encode(jnp.asarray(rows))
     assert code.dtype == jnp.uint8 and code.shape == (shape[0], codec.size(shape[1]))
@@ -70,7 +70,7 @@ def test_a_code_is_as_long_as_it_says_and_comes_back_as_near_as_it_can(codec, sh
         ).all()
 
 
-def test_eight_signs_are_a_byte():
+def test_sign_codec_packs_eight_signs_into_a_byte():
     rows = normal(3, 800)
     code = np.asarray(Signs().encode(jnp.asarray(rows)).code)
     assert code.shape == (3, 104)
@@ -83,7 +83,7 @@ def test_eight_signs_are_a_byte():
     np.testing.assert_array_equal(bits, rows >= 0)
 
 
-def test_what_is_not_alive_counts_for_no_scale():
+def test_codecs_leave_masked_elements_out_of_scales():
     rows, alive = jnp.array([[4.0, 7.0, -2.0, 9.0]]), jnp.array([[True, False, True, False]])
     assert Signs().decode(Signs().encode(rows, alive).code, 4)[0, ::2].tolist() == [3.0, -3.0]
     assert Signs().decode(Signs().encode(rows, jnp.zeros((1, 4), bool)).code, 4).tolist() == [
@@ -97,7 +97,7 @@ def test_what_is_not_alive_counts_for_no_scale():
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_comes_back_so_in_its_row(codec, bad):
+def test_codecs_keep_nonfinite_values_within_their_row(codec, bad):
     rows = normal(2, 40)
     rows[1, 3] = bad
     found = np.asarray(codec.decode(codec.encode(jnp.asarray(rows)).code, 40))
@@ -131,7 +131,7 @@ def reference(arrays, errors, codec, shared=1):
     ("axis", "shared"),
     [("a", ()), (("a", "b"), ()), (("b", "a"), ()), ("b", ("a",)), ("a", ("b", "c"))],
 )
-def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared):
+def test_compressed_mean_follows_the_algorithm_and_carries_its_errors(codec, axis, shared):
     mesh = sl.make_mesh("a=2,b=4" if "c" not in shared else "a=2,b=2,c=2")
     axes = (axis,) if isinstance(axis, str) else axis
     workers, k = (int(np.prod([mesh.shape[a] for a in of])) for of in (axes, shared))
@@ -170,7 +170,7 @@ def test_a_mean_is_what_the_algorithm_says_and_owes_the_rest(codec, axis, shared
 
 
 @pytest.mark.parametrize("shared", [(), ("data",)])
-def test_a_worker_alone_loses_nothing_and_pays_what_it_owed(shared):
+def test_compressed_mean_of_one_worker_is_exact_and_adds_past_errors(shared):
     mesh, x = sl.make_mesh("pod=1,data=8"), normal(45)
 
     def twice(x):
@@ -184,7 +184,7 @@ def test_a_worker_alone_loses_nothing_and_pays_what_it_owed(shared):
     assert sl.collectives.pmean_bytes(64, 1, Signs()) == 0
 
 
-def test_a_mean_without_errors_loses_what_it_leaves_out_and_keeps_dtypes():
+def test_compressed_mean_without_error_feedback_keeps_dtypes():
     mesh = sl.make_mesh("data=8")
     arrays = {"a": normal(8, 33), "b": normal(8, 4, 3).astype(jnp.bfloat16)}
 
@@ -200,7 +200,7 @@ def test_a_mean_without_errors_loses_what_it_leaves_out_and_keeps_dtypes():
 
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("axis", ["a", ("a", "b")])
-def test_gathers_and_scatters_are_their_exact_kin_about_and_in_derivative(axis, dim):
+def test_compressed_gathers_and_scatters_are_close_with_exact_gradients(axis, dim):
     mesh, spec = sl.make_mesh("a=4,b=2"), (P(axis), P(None, axis))[dim]
     x, codec = normal(16, 24), Integers(8, block=4)
     whole = on(mesh, lambda x: sl.collectives.all_gather(x, axis, codec, dim), spec)
@@ -229,7 +229,7 @@ def test_gathers_and_scatters_are_their_exact_kin_about_and_in_derivative(axis, 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("codec", [Signs(), Integers(8), Integers(4)], ids=repr)
-def test_what_is_sent_is_what_the_formulas_say(platform, codec):
+def test_compressed_collectives_send_the_bytes_of_the_formulas(platform, codec):
     mesh, elements = mesh_on(platform, "pod=4,data=2"), 4096
     c = sl.collectives
     both = ("pod", "data")
@@ -296,11 +296,11 @@ def test_what_is_sent_is_what_the_formulas_say(platform, codec):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_compressed_collectives_refuse_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_break_even_without_the_memorys_bandwidth_prints():
+def test_break_even_prints_without_a_memory_bandwidth():
     pays = sl.break_even(parameters=350e6, workers=2, bandwidth=1.25e9)
     assert str(pays).endswith("times as fast, and faster whatever the network")

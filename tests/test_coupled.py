@@ -172,7 +172,7 @@ def whole(loss):
 
 
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
-def test_a_mean_over_examples_is_not_warned_of_and_equals_one_device(loss):
+def test_uncoupled_loss_is_not_warned_about_and_matches_one_device(loss):
     for strategy in (
         DATA,
         sl.Strategy(mesh="data=4,fsdp=2", rules=sl.rules.data | sl.rules.fsdp, accumulate=2),
@@ -185,7 +185,7 @@ def test_a_mean_over_examples_is_not_warned_of_and_equals_one_device(loss):
 
 
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
-def test_what_couples_examples_is_warned_of_with_its_line(loss):
+def test_coupled_loss_is_warned_about_with_its_line(loss):
     (said,) = traced(loss)
     lines, start = inspect.getsourcelines(loss)
     assert any(f"{__file__}:{line}" in said for line in range(start, start + len(lines)))
@@ -195,7 +195,7 @@ def test_what_couples_examples_is_warned_of_with_its_line(loss):
 
 @pytest.mark.long("differences of pairs")
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
-def test_what_is_warned_of_is_another_loss_and_right_without_manual_axes(loss):
+def test_coupled_loss_is_wrong_with_manual_axes_and_right_without(loss):
     alone = sl.Strategy(mesh="data=8", rules=sl.rules.data, manual=())
     assert not traced(loss, alone)
     expected = {name: np.squeeze(value) for name, value in whole(loss).items()}
@@ -217,7 +217,7 @@ def test_what_is_warned_of_is_another_loss_and_right_without_manual_axes(loss):
     )
 
 
-def test_one_example_to_a_device_and_microbatches_are_no_different():
+def test_coupling_warnings_work_for_single_examples_and_microbatches():
     for strategy in (DATA, sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)):
         assert not traced(MEANS["a mean"], strategy, ROWS[:8])
         assert not traced(MEANS["flattened"], strategy, ROWS[:8])

@@ -95,7 +95,7 @@ def tokens_of(*lengths, vocab=1000):
 # Formats
 
 
-def test_text_files_are_documents(tmp_path):
+def test_corpus_reads_text_files_as_documents(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXTS[0].encode())
     (tmp_path / "b" / "c.md").write_bytes(TEXTS[2].encode())
@@ -115,7 +115,7 @@ def test_text_files_are_documents(tmp_path):
     assert read(tmp_path / "a.txt.gz")[0] == [TEXTS[1]]
 
 
-def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
+def test_corpus_splits_a_text_file_at_separators(tmp_path, monkeypatch):
     path = tmp_path / "stories.txt"
     path.write_text(
         "\n" + "\n<|endoftext|>\n".join(["one\nline", "", *TEXTS[:2]]) + "\n<|endoftext|>\n"
@@ -136,7 +136,7 @@ def test_a_text_file_of_many_documents(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"])
-def test_json_lines(tmp_path, suffix):
+def test_corpus_reads_json_lines(tmp_path, suffix):
     content = (
         b"\xef\xbb\xbf"
         + jsonl(TEXTS).replace(b"\n", b"\r\n", 1)
@@ -155,7 +155,7 @@ def test_json_lines(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary", "dictionary"])
-def test_parquet(tmp_path, kind):
+def test_corpus_reads_parquet(tmp_path, kind):
     of_type = (
         pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
     )
@@ -170,14 +170,14 @@ def test_parquet(tmp_path, kind):
     assert read(tmp_path / "t.parquet", field="body")[0] == TEXTS * 200
 
 
-def test_array_records(tmp_path):
+def test_corpus_reads_array_records(tmp_path):
     write_records(tmp_path / "a.array_record", [text.encode() for text in TEXTS * 100])
     assert read(tmp_path / "a.array_record")[0] == TEXTS * 100
     write_records(tmp_path / "b.arrayrecord", jsonl(TEXTS, "body").splitlines())
     assert read(tmp_path / "b.arrayrecord", field="body")[0] == TEXTS
 
 
-def test_python_is_there():
+def test_corpus_named_python_reads_the_standard_library():
     corpus = Corpus("python")
     sources = find_files(corpus)
     names = {source.path.name for source in sources}
@@ -205,12 +205,12 @@ def test_python_is_there():
         (dict(files="a", held_out=float("nan")), "at least 0, below 1"),
     ],
 )
-def test_choices_are_checked(choices, message):
+def test_corpus_refuses_wrong_options(choices, message):
     with pytest.raises(ValueError, match=message):
         Corpus(**choices)
 
 
-def test_missing_files_are_named(tmp_path):
+def test_corpus_names_missing_files(tmp_path):
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
     with pytest.raises(
         ValueError, match=r"no file or folder `.*corpus.json` .*; did you mean 'corpus.jsonl'"
@@ -231,7 +231,7 @@ def test_missing_files_are_named(tmp_path):
         read(tmp_path / "x" / "a.bin")
 
 
-def test_choices_that_no_file_heeds(tmp_path):
+def test_corpus_refuses_options_that_no_file_uses(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     (tmp_path / "a.txt").write_text(TEXTS[0])
     with pytest.raises(
@@ -256,7 +256,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20])
-def test_bad_lines(tmp_path, line):
+def test_corpus_names_or_skips_bad_json_lines(tmp_path, line):
     path = tmp_path / "lines.jsonl"
     path.write_bytes(jsonl(["first"]) + line + b"\n" + jsonl(["third"]) + line)
     with pytest.raises(
@@ -269,13 +269,13 @@ def test_bad_lines(tmp_path, line):
     assert (skipped.file, skipped.count) == (str(path), 2) and skipped.first.startswith("line 2: ")
 
 
-def test_bad_text(tmp_path):
+def test_corpus_refuses_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\xc3")
     with pytest.raises(ValueError, match=r"a.txt`, line 2: not UTF-8 \(byte 0xc3: unexpected end"):
         read(tmp_path / "a.txt")
 
 
-def test_bad_parquet(tmp_path):
+def test_corpus_names_or_skips_bad_parquet(tmp_path):
     path = tmp_path / "t.parquet"
     raw = pa.array([b"fine", b"\xff", None, b"too"], pa.binary())
     column = pa.StringArray.from_buffers(4, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0])
@@ -301,7 +301,7 @@ def test_bad_parquet(tmp_path):
         read(path)
 
 
-def test_bad_array_records(tmp_path):
+def test_corpus_names_or_skips_bad_array_records(tmp_path):
     path = tmp_path / "a.array_record"
     write_records(path, [b"fine", b"\xff", b"too"])
     with pytest.raises(ValueError, match=r"a.array_record`, record 1: not UTF-8"):
@@ -324,7 +324,7 @@ def test_bad_array_records(tmp_path):
     )
 
 
-def test_compressed_files_that_end_early(tmp_path):
+def test_corpus_refuses_truncated_compressed_files(tmp_path):
     content = jsonl([os.urandom(100).hex() for _ in range(500)])
     for suffix, packed in (
         (".gz", gzip.compress(content)),
@@ -339,7 +339,7 @@ def test_compressed_files_that_end_early(tmp_path):
             read(path)
 
 
-def test_empty_files_are_named(tmp_path):
+def test_corpus_names_empty_files(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n")
     with pytest.raises(ValueError, match=r"a.jsonl` is empty: it has no line"):
         read(tmp_path / "a.jsonl")
@@ -351,7 +351,7 @@ def test_empty_files_are_named(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_corpus_names_a_missing_package(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
@@ -384,7 +384,7 @@ def bpe(tmp_path_factory):
     return path
 
 
-def test_hugging_face_tokenizers(bpe, monkeypatch):
+def test_tokenizer_from_hugging_face_round_trips_text(bpe, monkeypatch):
     tokenizer = load_tokenizer(str(bpe))
     assert (tokenizer.vocab, tokenizer.end) == (300, 1)
     assert tokenizer.vocab == load_tokenizer(str(bpe.parent)).vocab
@@ -399,14 +399,14 @@ def test_hugging_face_tokenizers(bpe, monkeypatch):
     assert load_tokenizer(str(bpe), "<s>").end == 0
 
 
-def test_bytes():
+def test_tokenizer_of_bytes_round_trips_text():
     tokenizer = load_tokenizer()
     encoded = tokenizer.encode_batch(TEXTS)
     assert [tokenizer.decode(ids) for ids in encoded] == TEXTS
     assert [bytes(ids.tolist()) for ids in encoded] == [text.encode() for text in TEXTS]
 
 
-def test_tokenizers_that_are_none(tmp_path, bpe):
+def test_tokenizer_loading_refuses_missing_or_unusable_files(tmp_path, bpe):
     with pytest.raises(ValueError, match="There is no tokenizer at `gpt2`"):
         load_tokenizer("gpt2")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -432,7 +432,7 @@ def test_tokenizers_that_are_none(tmp_path, bpe):
 CODE = "def be(self):\n    if not self:\n        return ['</s>', {k}]\n\n"
 
 
-def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
+def test_tokenizer_is_learned_from_a_corpus_and_kept_with_its_tokens(tmp_path, monkeypatch):
     path = tmp_path / "code.jsonl"
     path.write_bytes(jsonl([CODE.format(k=k) * 3 for k in range(300)]))
     corpus = Corpus(path, tokenizer="bpe:330", held_out=0.2)
@@ -465,7 +465,7 @@ def test_a_tokenizer_is_learned_and_kept_with_the_store(tmp_path, monkeypatch):
     ] * (sampled.learned_documents)
 
 
-def test_a_learned_tokenizer_that_is_lost_is_learned_again(tmp_path, capsys):
+def test_tokenizer_that_was_learned_and_lost_is_learned_again(tmp_path, capsys):
     (tmp_path / "a.txt").write_text(CODE * 20)
     corpus = Corpus(tmp_path / "a.txt", tokenizer="bpe:1000", held_out=0)
     prepared = prepare(corpus, tmp_path)
@@ -502,7 +502,7 @@ def documents_of(tokens, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
-def test_a_store_holds_every_document_once(tmp_path, lines, bpe, name):
+def test_token_cache_holds_every_document_once(tmp_path, lines, bpe, name):
     corpus = Corpus(lines, tokenizer="bytes" if name == "bytes" else bpe, held_out=0.1)
     prepared = prepare(corpus, tmp_path / "cache")
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
@@ -527,7 +527,7 @@ def test_a_store_holds_every_document_once(tmp_path, lines, bpe, name):
     assert kept == [text for text in held_out if text in set(texts[1000:2000])]
 
 
-def test_it_is_described(tmp_path, capsys):
+def test_token_cache_description_lists_counts_and_skipped_records(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["abc", "", "defgh"]) + b"{\n")
     prepared = prepare(Corpus(tmp_path / "a.jsonl", bad="skip", held_out=0), tmp_path / "cache")
     lines = str(prepared).splitlines()
@@ -547,7 +547,7 @@ def test_it_is_described(tmp_path, capsys):
     assert str(prepare(prepared.corpus, tmp_path / "cache")) == str(prepared)
 
 
-def test_what_a_folder_has_besides_is_told(tmp_path):
+def test_token_cache_description_lists_files_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.json").write_text("{}")
     (tmp_path / "_SUCCESS").touch()
@@ -556,7 +556,7 @@ def test_what_a_folder_has_besides_is_told(tmp_path):
     assert str(prepared).endswith("files left out that end in .json, _SUCCESS")
 
 
-def test_long_work_says_how_far_it_is(tmp_path, lines, monkeypatch, capsys):
+def test_token_cache_build_shows_its_progress(tmp_path, lines, monkeypatch, capsys):
     monkeypatch.setattr("shardlib.data._progress._QUIET_SECONDS", 0)
     prepare(Corpus(lines), tmp_path / "cache")
     assert capsys.readouterr().err.startswith("shardlib.data: reading lines.jsonl (")
@@ -566,7 +566,9 @@ def test_long_work_says_how_far_it_is(tmp_path, lines, monkeypatch, capsys):
     assert "░" in drawn and "% of" in drawn and drawn.endswith("\r\x1b[K")
 
 
-def test_a_store_is_made_once(tmp_path, lines, builds, bpe, monkeypatch):
+def test_token_cache_is_built_once_per_corpus_and_options(
+    tmp_path, lines, builds, bpe, monkeypatch
+):
     cache, corpus = tmp_path / "cache", Corpus(lines)
     first, second = prepare(corpus, cache), prepare(corpus, cache)
     assert (
@@ -597,7 +599,9 @@ def test_a_store_is_made_once(tmp_path, lines, builds, bpe, monkeypatch):
     ("name", "size"),
     [("train.ids", 1000), ("held_out.ends", 8), ("meta.json", 30), ("train.ends", None)],
 )
-def test_a_damaged_store_is_made_anew(tmp_path, lines, builds, capsys, name, size):
+def test_token_cache_with_truncated_or_missing_files_is_rebuilt(
+    tmp_path, lines, builds, capsys, name, size
+):
     corpus = Corpus(lines)
     whole = prepare(corpus, tmp_path)
     if size is None:
@@ -610,7 +614,7 @@ def test_a_damaged_store_is_made_anew(tmp_path, lines, builds, capsys, name, siz
     assert {path.name for path in tmp_path.iterdir()} == {"lines.jsonl", whole.folder.name}
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
+def test_token_cache_build_on_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
     def full(file, array):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -622,14 +626,14 @@ def test_a_full_disk_leaves_nothing(tmp_path, lines, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_folders_that_cannot_be_made(tmp_path, lines):
+def test_token_cache_folder_that_cannot_be_created_is_refused(tmp_path, lines):
     with pytest.raises(ValueError, match="cannot be made .*name another"):
         prepare(Corpus(lines), lines / "cache")
     with pytest.raises(ValueError, match="`prepare` takes a `Corpus`"):
         prepare("lines.jsonl")
 
 
-def test_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
+def test_token_cache_build_refuses_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
     write = build_room._write
     monkeypatch.setattr(
         build_room, "_write", lambda *args: (write(*args), os.utime(lines, ns=(1, 1)))
@@ -638,7 +642,7 @@ def test_a_file_that_changes_meanwhile(tmp_path, lines, monkeypatch):
         prepare(Corpus(lines), tmp_path / "cache")
 
 
-def test_nothing_left_to_train_on(tmp_path):
+def test_token_cache_with_all_documents_held_out_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("of one document all is held out")
     with pytest.raises(
         ValueError, match="leaves nothing to train on: of 1 documents all are held out"
@@ -696,7 +700,7 @@ def until(condition):
 
 
 @pytest.mark.long
-def test_of_several_processes_one_builds(tmp_path, lines):
+def test_token_cache_is_built_by_only_one_of_several_processes(tmp_path, lines):
     cache, count = tmp_path / "cache", tmp_path / "count"
     processes = [start(lines, cache, count, 3) for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
@@ -707,7 +711,7 @@ def test_of_several_processes_one_builds(tmp_path, lines):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_builder_that_is_killed(tmp_path, lines, capsys):
+def test_token_cache_is_taken_over_from_a_killed_builder(tmp_path, lines, capsys):
     cache, count = tmp_path / "cache", tmp_path / "count"
     process = start(lines, cache, count, 2)
     until(count.exists)
@@ -719,7 +723,9 @@ def test_a_builder_that_is_killed(tmp_path, lines, capsys):
     assert [path.name for path in cache.iterdir()] == [prepared.folder.name]
 
 
-def test_a_builder_on_another_machine_that_is_silent(tmp_path, lines, capsys, monkeypatch):
+def test_token_cache_is_taken_over_from_a_silent_builder_elsewhere(
+    tmp_path, lines, capsys, monkeypatch
+):
     monkeypatch.setattr(claim_room, "_DEAD_SECONDS", 0.5)
     corpus = Corpus(lines)
     folder = tmp_path / "cache" / store_room._key(corpus, find_files(corpus))
@@ -736,7 +742,9 @@ def test_a_builder_on_another_machine_that_is_silent(tmp_path, lines, capsys, mo
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_a_builder_that_was_only_slow(tmp_path, lines, builds, monkeypatch):
+def test_token_cache_of_a_slow_builder_that_was_overtaken_is_shared(
+    tmp_path, lines, builds, monkeypatch
+):
     """It was taken for dead: the other's store stands, and both are given it."""
     corpus, build, nested = Corpus(lines), store_room.build, []
 
@@ -774,7 +782,7 @@ lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(1, 50))
-def test_windows_are_the_documents_one_after_the_other(lengths, length):
+def test_sequences_cut_consecutive_windows_from_the_documents(lengths, length):
     tokens = tokens_of(*lengths)
     if len(tokens) <= length:
         with pytest.raises(ValueError, match=r"needs \d+ tokens for one example, and there are"):
@@ -795,7 +803,7 @@ def test_windows_are_the_documents_one_after_the_other(lengths, length):
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(1, 50))
-def test_whole_documents_are_packed_as_they_fit(lengths, length):
+def test_sequences_pack_whole_documents_in_order(lengths, length):
     """Against the obvious: take documents in order, begin a new example where the next does not
     fit.
     """
@@ -824,7 +832,7 @@ def test_whole_documents_are_packed_as_they_fit(lengths, length):
     assert examples["mask"].sum() == len(tokens) - len(lengths)
 
 
-def test_every_epoch_is_another_permutation():
+def test_sequences_shuffle_every_epoch_differently():
     tokens = tokens_of(*[7] * 40)
     orders = {}
     for seed in (0, 1):
@@ -839,7 +847,7 @@ def test_every_epoch_is_another_permutation():
     assert in_order._indices(np.arange(2 * count)).tolist() == [*range(count), *range(count)]
 
 
-def test_the_order_is_forever():
+def test_sequences_order_never_changes_between_versions():
     """A run that goes on with another version of grain, or of this, must find its place."""
     assert (
         Sequences(tokens_of(*[7] * 10), 5, batch=1, seed=3)._indices(np.arange(20)).tolist()
@@ -863,7 +871,7 @@ def batch_of(readers, steps):
 
 
 @pytest.mark.parametrize("documents", ["cut", "whole"])
-def test_shares_make_the_batch(documents):
+def test_sequences_shares_of_processes_make_up_the_batch(documents):
     sequences = Sequences(tokens_of(*range(3, 60)), 16, batch=8, seed=5, documents=documents)
     steps = 2 * len(sequences) // 8 + 1  # past two epochs
     reader = sequences.local()
@@ -889,7 +897,7 @@ def test_shares_make_the_batch(documents):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 9), st.integers(1, 8), st.data())
-def test_a_run_goes_on_where_it_was(batch, steps, other_batch, data):
+def test_sequences_resume_from_a_saved_state_at_any_batch_size(batch, steps, other_batch, data):
     tokens = tokens_of(*range(3, 40))
     first = Sequences(tokens, 16, batch=batch, seed=1)
     rows = data.draw(st.lists(st.integers(0, batch - 1), max_size=4).map(np.array).filter(len))
@@ -912,7 +920,7 @@ def test_a_run_goes_on_where_it_was(batch, steps, other_batch, data):
     other.close()
 
 
-def test_a_place_in_other_data_is_refused():
+def test_sequences_refuse_a_saved_state_of_other_data():
     sequences = Sequences(tokens_of(*[9] * 20), 8, batch=2)
     state = sequences.local().get_state()
     for other in (dataclasses.replace(sequences, seed=1), dataclasses.replace(sequences, length=4),
@@ -934,7 +942,7 @@ def test_a_place_in_other_data_is_refused():
 
 @pytest.mark.parametrize("documents", ["cut", "whole"])
 @pytest.mark.parametrize("seed", [None, 2])
-def test_once_is_every_example_once(documents, seed):
+def test_sequences_once_yields_every_example_exactly_once(documents, seed):
     sequences = Sequences(tokens_of(*range(3, 30)), 16, batch=8, seed=seed, documents=documents)
     batches = list(sequences.once())
     assert len(batches) == sequences.steps and len(sequences) % 8
@@ -956,7 +964,7 @@ def test_once_is_every_example_once(documents, seed):
     assert batch["mask"].sum() == joined["mask"].sum()
 
 
-def test_sequences_are_checked(tmp_path):
+def test_sequences_refuse_wrong_arguments(tmp_path):
     tokens = tokens_of(*[10] * 10)
     for change, message in [
         (dict(length=0), r"length=0\)` must be a whole number from 1 up"),
@@ -989,7 +997,7 @@ def test_sequences_are_checked(tmp_path):
         Sequences(tokens, 9, batch=2).local(threads=-1)
 
 
-def test_errors_while_reading_ahead_arrive(tmp_path, monkeypatch):
+def test_sequences_raise_errors_from_reading_ahead(tmp_path, monkeypatch):
     reader = Sequences(tokens_of(*[10] * 10), 9, batch=2).local()
 
     def broken(*_):
@@ -1001,13 +1009,13 @@ def test_errors_while_reading_ahead_arrive(tmp_path, monkeypatch):
     reader.close()
 
 
-def test_bits_per_byte():
+def test_bits_per_byte_follow_from_the_loss_and_the_text_size():
     assert Tokens(np.zeros(10, np.uint16), np.array([10]), 257, 256, bytes=5).bits_per_byte(
         np.log(2)
     ) == pytest.approx(2)
 
 
-def test_packages_are_loaded_where_they_are_needed():
+def test_data_package_loads_grain_and_pyarrow_only_when_needed():
     code = (
         "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in "
         "sys.modules)"
@@ -1062,7 +1070,7 @@ def flip(path, bit):
 
 
 @pytest.mark.parametrize("name", STORE)
-def test_every_flipped_bit_is_noticed(learned, name):
+def test_token_cache_notices_every_bit_flip(learned, name):
     assert sorted(path.name for path in learned.folder.iterdir()) == STORE
     path, generator = learned.folder / name, np.random.default_rng(STORE.index(name))
     whole, expected = path.read_bytes(), all_of(learned)
@@ -1088,7 +1096,7 @@ def test_every_flipped_bit_is_noticed(learned, name):
 
 @pytest.mark.parametrize("name", STORE)
 @pytest.mark.parametrize("damage", ["flipped", "longer", "shorter", "zeros", "swapped", "gone"])
-def test_what_is_damaged_is_made_again(learned, name, damage, builds, capsys):
+def test_token_cache_damaged_in_any_way_is_rebuilt(learned, name, damage, builds, capsys):
     path, content = learned.folder / name, (learned.folder / name).read_bytes()
     half, expected = len(content) // 2, all_of(learned)
     damaged = {
@@ -1110,7 +1118,7 @@ def test_what_is_damaged_is_made_again(learned, name, damage, builds, capsys):
     assert [one.name for one in learned.folder.parent.iterdir()] == [learned.folder.name]
 
 
-def test_a_block_is_checked_once_and_others_stay_readable(learned, monkeypatch, builds):
+def test_token_cache_checks_each_block_once_and_keeps_others_readable(learned, monkeypatch, builds):
     expected, read, pread = np.asarray(learned.train.ids).tolist(), [], os.pread
     monkeypatch.setattr(
         os, "pread", lambda file, size, at: (read.append(at), pread(file, size, at))[1]
@@ -1148,7 +1156,7 @@ def test_a_block_is_checked_once_and_others_stay_readable(learned, monkeypatch, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.sampled_from(["<u2", "<u4", "<i8"]), st.data())
-def test_a_checked_array_is_indexed_as_arrays_are(size, dtype, data):
+def test_checked_array_is_indexed_like_a_numpy_array(size, dtype, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks_room, "BLOCK_BYTES", 16)
         truth = np.arange(size, dtype=dtype) * 3
@@ -1194,7 +1202,7 @@ def test_a_checked_array_is_indexed_as_arrays_are(size, dtype, data):
                 array[wrong]
 
 
-def test_damage_arrives_from_threads_and_in_other_processes(learned):
+def test_token_cache_damage_is_raised_from_threads_and_after_pickling(learned):
     flip(learned.folder / "train.ids", 8 * 700)
     train = prepare(learned.corpus, learned.folder.parent).train
     for tokens in (train, pickle.loads(pickle.dumps(train))):
@@ -1205,7 +1213,7 @@ def test_damage_arrives_from_threads_and_in_other_processes(learned):
         reader.close()
 
 
-def test_threads_read_what_is_there(learned):
+def test_token_cache_reads_from_many_threads_are_right(learned):
     expected = np.asarray(learned.train.ids)
     for _ in range(5):
         ids = prepare(learned.corpus, learned.folder.parent).train.ids
@@ -1218,14 +1226,14 @@ def test_threads_read_what_is_there(learned):
             assert rows.tolist() == [expected[start : start + 99].tolist() for start in some]
 
 
-def test_where_no_mark_can_be_left_the_folder_is_to_be_deleted(learned, monkeypatch):
+def test_token_cache_damage_that_cannot_be_marked_asks_to_delete_it(learned, monkeypatch):
     flip(learned.folder / "train.ids", 0)
     monkeypatch.setattr(blocks_room, "SUSPECT", "no/such/folder")
     with pytest.raises(ValueError, match=rf"Delete `{learned.folder}` and run again"):
         np.asarray(prepare(learned.corpus, learned.folder.parent).train.ids)
 
 
-def test_a_disk_that_cannot_be_read_is_named(learned, monkeypatch):
+def test_token_cache_names_the_file_of_a_disk_read_error(learned, monkeypatch):
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -1237,7 +1245,7 @@ def test_a_disk_that_cannot_be_read_is_named(learned, monkeypatch):
         ids[:3]
 
 
-def test_an_old_store_without_digests_is_made_again(learned, builds):
+def test_token_cache_without_digests_is_rebuilt(learned, builds):
     for path in learned.folder.glob("*sums"):
         path.unlink()
     assert (
@@ -1247,9 +1255,7 @@ def test_an_old_store_without_digests_is_made_again(learned, builds):
     assert len(builds) == 1
 
 
-def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(
-    tmp_path, bpe, lines, monkeypatch
-):
+def test_token_cache_refuses_a_tokenizer_file_that_changed(tmp_path, bpe, lines, monkeypatch):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(bpe.read_bytes())
     prepared = prepare(Corpus(lines, tokenizer=file), tmp_path / "cache")
@@ -1271,7 +1277,7 @@ def test_a_tokenizer_that_changed_is_not_taken_for_what_made_the_tokens(
         prepare(dataclasses.replace(prepared.corpus, held_out=0.5), tmp_path / "cache")
 
 
-def test_what_is_planted_in_the_cache_is_not_followed(learned, tmp_path, builds, capsys):
+def test_token_cache_does_not_follow_planted_links_and_pipes(learned, tmp_path, builds, capsys):
     cache, folder = learned.folder.parent, learned.folder
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -1316,7 +1322,7 @@ def test_what_is_planted_in_the_cache_is_not_followed(learned, tmp_path, builds,
 
 @pytest.mark.parametrize("documents", ["cut", "whole"])
 @pytest.mark.parametrize("wrong", [10, 40_000, -1])
-def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
+def test_sequences_refuse_ids_beyond_the_vocabulary(documents, wrong):
     ids = np.array([1, 2, 3, 0] * 8, np.int32)
     tokens = Tokens(ids, np.arange(4, 33, 4), vocab=10, end=0, bytes=24)
     sequences = Sequences(tokens, 4, batch=2, seed=None, documents=documents)
@@ -1331,7 +1337,9 @@ def test_ids_beyond_the_vocabulary_are_refused(documents, wrong):
         list(sequences.once())
 
 
-def test_a_tokenizer_that_contradicts_itself_makes_no_store(tmp_path, lines, bpe, monkeypatch):
+def test_token_cache_refuses_a_tokenizer_with_ids_beyond_its_vocabulary(
+    tmp_path, lines, bpe, monkeypatch
+):
     made = tokens_room.make_tokenizer
     monkeypatch.setattr(
         tokens_room, "make_tokenizer", lambda *args: dataclasses.replace(made(*args), vocab=100)
@@ -1341,7 +1349,7 @@ def test_a_tokenizer_that_contradicts_itself_makes_no_store(tmp_path, lines, bpe
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_model_has_an_embedding_for_every_id():
+def test_tokens_check_that_the_model_embeds_every_id():
     tokens = tokens_of(4, 4, vocab=300)
     for enough in (300, 512, np.int64(301)):
         tokens.check_vocab(enough)
@@ -1353,7 +1361,7 @@ def test_a_model_has_an_embedding_for_every_id():
             tokens.check_vocab(few)
 
 
-def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens(tmp_path):
+def test_trainer_refuses_too_few_embeddings_and_prompts_without_tokens(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["bad", "cab"]))
     file = save_tokenizer(tmp_path / "tokenizer.json", bpe_of())
     prepared = prepare(Corpus(tmp_path / "a.jsonl", tokenizer=file, held_out=0), tmp_path / "cache")
@@ -1398,7 +1406,7 @@ def test_the_trainer_refuses_ids_without_an_embedding_and_prompts_without_tokens
         (dict(fingerprint=None), r"fingerprint=None\)` is a text"),
     ],
 )
-def test_tokens_are_checked(change, message):
+def test_tokens_refuse_wrong_arguments(change, message):
     given = {
         "ids": np.array([1, 2, 3, 0]),
         "ends": np.array([4]),
@@ -1482,7 +1490,7 @@ def lacking_tokenizers():
         ("pieces", "cannot encode the texts: .*unk_id"),
     ],
 )
-def test_characters_that_a_tokenizer_lacks_are_refused(tmp_path, name, message):
+def test_tokenizer_that_lacks_characters_of_the_text_is_refused(tmp_path, name, message):
     model, parts = lacking_tokenizers()[name]
     file = save_tokenizer(tmp_path / "tokenizer.json", model, **parts)
     (tmp_path / "a.jsonl").write_bytes(
@@ -1498,7 +1506,7 @@ def test_characters_that_a_tokenizer_lacks_are_refused(tmp_path, name, message):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_token_for_what_is_unknown(tmp_path):
+def test_tokenizer_unknown_token_stands_for_missing_characters(tmp_path):
     from tokenizers import models, pre_tokenizers
 
     corpus = Corpus(tmp_path / "a.jsonl", tokenizer=tmp_path / "tokenizer.json", held_out=0)
@@ -1540,7 +1548,7 @@ def test_a_token_for_what_is_unknown(tmp_path):
             dataclasses.replace(corpus, tokenizer=tokenizer, unknown="<unk>")
 
 
-def test_tokenizers_that_lack_nothing_take_any_text(tmp_path, bpe):
+def test_tokenizer_with_full_coverage_takes_any_text(tmp_path, bpe):
     from tokenizers import normalizers, pre_tokenizers
 
     fallback = {**LETTERS, **{f"<0x{byte:02X}>": 10 + byte for byte in range(256)}}
@@ -1568,7 +1576,7 @@ def test_tokenizers_that_lack_nothing_take_any_text(tmp_path, bpe):
 
 
 @pytest.mark.parametrize("run", ["letters", "spaces", "newlines", "marks", "digits", "accents"])
-def test_a_run_without_end_is_cut_before_it_is_learned_from(run):
+def test_tokenizer_learning_cuts_endless_runs_of_characters(run):
     unit = {
         "letters": "ab",
         "spaces": " ",
@@ -1585,7 +1593,7 @@ def test_a_run_without_end_is_cut_before_it_is_learned_from(run):
     assert learn_tokenizer(300, [text]).to_str() == inner.to_str()
 
 
-def test_ordinary_words_are_learned_whole():
+def test_tokenizer_learning_keeps_ordinary_words_whole():
     inner = learn_tokenizer(
         400,
         [CODE.format(k=k) for k in range(99)]
@@ -1622,7 +1630,7 @@ def test_ordinary_words_are_learned_whole():
         (Path(), None),
     ],
 )
-def test_files_that_are_none(tmp_path, files, message):
+def test_corpus_refuses_files_that_are_no_paths(tmp_path, files, message):
     if message is None:
         assert Corpus(files).files == "."  # said, the current folder is read
         return
@@ -1630,7 +1638,7 @@ def test_files_that_are_none(tmp_path, files, message):
         Corpus(files)
 
 
-def test_files_are_listed_once(tmp_path):
+def test_corpus_refuses_a_file_that_is_listed_twice(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
     (tmp_path / "in").mkdir()
@@ -1644,7 +1652,7 @@ def test_files_are_listed_once(tmp_path):
     )
 
 
-def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+def test_corpus_names_folders_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     (tmp_path / "a.txt").write_text("one")
     scan = os.scandir
@@ -1668,7 +1676,7 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["text", "jsonl", "parquet", "arrayrecord"])
-def test_pipes_and_devices_are_refused(tmp_path, format):
+def test_corpus_refuses_pipes_devices_and_sockets(tmp_path, format):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as listening:
@@ -1684,7 +1692,7 @@ def test_pipes_and_devices_are_refused(tmp_path, format):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".txt.gz"])
-def test_a_file_that_grows_as_it_is_read_has_an_end(tmp_path, suffix):
+def test_corpus_refuses_a_file_that_grows_while_it_is_read(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     content = b"".join(jsonl([f"line {k}"]) for k in range(3000))
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
@@ -1701,7 +1709,7 @@ def test_a_file_that_grows_as_it_is_read_has_an_end(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
-def test_documents_are_bounded(tmp_path, monkeypatch, block):
+def test_corpus_limits_the_size_of_a_document(tmp_path, monkeypatch, block):
     monkeypatch.setattr(documents_room, "_DOCUMENT_BYTES", 100)
     monkeypatch.setattr(documents_room, "_BLOCK", block)
     long = "y" * 300
@@ -1726,7 +1734,7 @@ def test_documents_are_bounded(tmp_path, monkeypatch, block):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrayrecord"])
-def test_damaged_files_of_records_are_named(tmp_path, kind):
+def test_corpus_names_damaged_parquet_and_array_record_files(tmp_path, kind):
     """Any flipped bit is an error that names the file, or changes nothing, where the format has
     digests.
     """
@@ -1792,7 +1800,7 @@ ANY = [
 ]  # fmt: skip
 
 
-def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monkeypatch):
+def test_data_functions_accept_or_refuse_arguments_of_any_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["To be", "or not"] * 30))
     corpus = Corpus("a.jsonl", held_out=0.2)
@@ -1857,7 +1865,7 @@ def test_arguments_of_any_kind_are_taken_or_refused_in_our_words(tmp_path, monke
     assert foreign == [] and refused > 1500
 
 
-def test_a_measure_of_no_text_is_refused():
+def test_bits_per_byte_of_an_empty_text_is_refused():
     empty = Tokens(np.empty(0, np.uint16), np.empty(0, np.int64), 257, 256, bytes=0)
     with pytest.raises(
         ValueError, match=r"Tokens\(0 of 0 documents, vocab=257\) are of a text of 0 bytes"

@@ -72,7 +72,7 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=called
 )
-def test_the_blocks_of_a_page_run_and_print_what_is_shown(page, elsewhere, capsys):
+def test_docs_code_blocks_run_and_print_what_is_shown(page, elsewhere, capsys):
     if page == FIRST_RUN:
         take_the_first_run(elsewhere)
     namespace = {}
@@ -98,7 +98,7 @@ def take_the_first_run(folder):
 
 
 @pytest.mark.parametrize("page", [ROOT / "examples" / "train_lm.py", *PAGES, *LAUNCH], ids=called)
-def test_every_command_is_one_that_its_program_takes(page, elsewhere):
+def test_docs_commands_are_accepted_by_their_programs(page, elsewhere):
     for block in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.DOTALL):
         Path(block[1]).write_text(block[0])
     written = Path("runs/tiny/run.json")  # by the first of them
@@ -122,7 +122,7 @@ def test_every_command_is_one_that_its_program_takes(page, elsewhere):
         parser().parse_args(["pipeline", *arguments])
 
 
-def test_every_extra_that_is_to_be_installed_exists():
+def test_docs_install_commands_name_existing_extras():
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
         for extras in re.findall(
@@ -131,7 +131,7 @@ def test_every_extra_that_is_to_be_installed_exists():
             assert set(extras.split(",")) <= set(known), f"{called(page)}: [{extras}]"
 
 
-def test_first_pages_install_jax_for_accelerators():
+def test_docs_first_pages_install_jax_for_accelerators():
     """JAX alone comes for the CPU, and a run on it would look like one on the accelerator."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -142,7 +142,7 @@ def test_first_pages_install_jax_for_accelerators():
             assert f"[train,{extra}]" in page.read_text(), called(page)
 
 
-def test_the_first_pages_lead_to_every_page():
+def test_docs_first_pages_link_to_every_page():
     pages = {called(page).removeprefix("docs/") for page in PAGES[1:]} - {"index.md"}
     for first, prefix in ((ROOT / "README.md", "docs/"), (ROOT / "docs" / "index.md", "")):
         linked = set(re.findall(rf"\]\({prefix}([\w/-]+\.md)\)", first.read_text()))
@@ -150,7 +150,7 @@ def test_the_first_pages_lead_to_every_page():
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=called)
-def test_pictures_are_readable_in_the_dark(picture):
+def test_docs_pictures_are_readable_in_dark_mode(picture):
     """Each has the colours of both; what stands on the paper has one for each, and no paper is left
     white.
     """
@@ -164,7 +164,7 @@ def test_pictures_are_readable_in_the_dark(picture):
         assert f'[stroke="{colour}"]' in DARK
 
 
-def test_examples_of_the_reference_are_code():
+def test_docs_reference_examples_are_rendered_as_code():
     """Markdown takes `>>>` for three quotes within each other, and runs the lines of an example
     together.
     """
@@ -185,19 +185,19 @@ def test_examples_of_the_reference_are_code():
     assert examples > 50
 
 
-def test_links_lead_somewhere():
+def test_docs_links_lead_to_existing_files():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{called(page)} links to {target}"
 
 
-def test_every_page_is_in_the_navigation():
+def test_docs_navigation_lists_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
         assert f" {page.relative_to(ROOT / 'docs')}\n" in navigation
 
 
-def test_the_reference_lists_every_public_name():
+def test_docs_reference_lists_every_public_name():
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"

@@ -62,7 +62,7 @@ def check(make_model, loss, batch, rules, draw):
 @pytest.mark.long
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_an_mlp_under_any_rules(data):
+def test_mlp_under_random_rules_matches_one_device(data):
     draw = data.draw
     mlp = draw(
         st.sampled_from([None, "model", "other", ["model", None], ["other", "model", None]]), "mlp"
@@ -100,7 +100,7 @@ PRESETS = {
 @pytest.mark.long
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_decoder_under_any_preset(data):
+def test_decoder_under_random_presets_matches_one_device(data):
     draw = data.draw
     config = gpt.tiny(
         layers=2, width=32, heads=8, context=SEQ, vocab=40, hidden=64,

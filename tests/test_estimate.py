@@ -21,7 +21,7 @@ GPT1 = gpt.gpt1().decoder
 
 
 @pytest.mark.parametrize("make", [gpt.gpt1, gpt.gpt2, gpt.gpt2_xl, gpt.llama2_7b, gpt.llama3_8b])
-def test_parameters_are_those_of_the_model(make):
+def test_estimate_counts_the_parameters_of_the_model(make):
     config = make()
     model = nnx.eval_shape(lambda: _unsharded(config))
     assert config.decoder.parameters == sum(
@@ -34,7 +34,7 @@ def _unsharded(config):
         return gpt.GPT(config, rngs=nnx.Rngs(0))
 
 
-def test_the_worked_example_of_every_tutorial():
+def test_estimate_reproduces_the_gpt1_worked_example():
     """GPT-1 with an untied head: 147,674,112 parameters, 349,175,808 bytes of activations per
     sequence in 16 bits.
     """
@@ -51,7 +51,7 @@ def test_the_worked_example_of_every_tutorial():
     )
 
 
-def test_zero_is_the_papers():
+def test_zero_bytes_match_the_paper():
     """Figure 1: 7.5 billion parameters on 64 devices."""
     found = [sl.zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9 for stage in range(4)]
     assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
@@ -59,7 +59,7 @@ def test_zero_is_the_papers():
         sl.zero_bytes(1, stage=4)
 
 
-def test_megatron_is_the_papers():
+def test_megatron_activation_bytes_match_the_paper():
     """Table 2 of 2205.05198, per layer, in units of s b h."""
     one = sl.planning.Decoder(layers=1, width=1024, heads=16, sequence=2048, vocab=1)
     unit, scores = 2048 * 1024, 5 * 16 * 2048 / 1024
@@ -77,7 +77,7 @@ def test_megatron_is_the_papers():
 
 
 @pytest.mark.parametrize("recompute", ("none", "selective", "full"))
-def test_estimate_grows_by_as_much_with_each_layer_from_the_first_on(recompute):
+def test_estimate_grows_equally_with_each_layer(recompute):
     """Embedding, last norm and head are outside the layers, however few layers there are."""
     kept = []
     for layers in (1, 2, 3):
@@ -86,7 +86,7 @@ def test_estimate_grows_by_as_much_with_each_layer_from_the_first_on(recompute):
     assert kept[1] - kept[0] == kept[2] - kept[1]
 
 
-def test_what_is_split_is_divided():
+def test_estimate_divides_memory_that_is_sharded():
     whole = sl.estimate(GPT1, examples=2).kinds
     sharded = sl.estimate(GPT1, examples=2, parallelism=Parallelism(data=8, zero=3)).kinds
     for kind in ("parameters", "optimizer state", "gradients"):
@@ -121,7 +121,7 @@ def test_what_is_split_is_divided():
     )
 
 
-def test_modules_have_their_flops_and_shapes():
+def test_estimate_gives_flops_and_shapes_of_modules():
     found = {module.name: module for module in GPT1.modules(examples=3)}
     assert found["head"].flops == 2 * 3 * 512 * 768 * 40_512 and found["head"].output == (
         3,
@@ -148,7 +148,7 @@ README_COMPILED = {
 README_COMPILED_TOTAL = 7_451_458_150
 
 
-def test_the_readmes_example_is_within_what_the_docs_say(monkeypatch):
+def test_estimate_of_the_readme_example_is_within_the_documented_error(monkeypatch):
     """The estimate that `examples/gpt.py` makes for it, from the same arguments; only the machine
     is left out.
     """
@@ -172,7 +172,7 @@ def test_the_readmes_example_is_within_what_the_docs_say(monkeypatch):
 ROWS = ("parameters, state, gradients, activations", "total at the peak")
 
 
-def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequence():
+def test_estimate_counts_gathered_norm_outputs_in_sequence_parallelism():
     decoder = gpt.llama2_7b().decoder
     stream = 2 * decoder.sequence * decoder.width * 2  # of two examples in 16 bits
     for recompute, gathered in (("none", 2 * decoder.layers + 1), ("full", 1)):
@@ -192,14 +192,14 @@ def test_what_norms_hand_on_is_gathered_where_the_stream_is_split_along_the_sequ
         assert split.kinds["activations"] == kept + rest
 
 
-def test_unknown_optimizers_are_named():
+def test_estimate_refuses_unknown_optimizers():
     with pytest.raises(ValueError, match="takes one of 'sgd'"):
         sl.estimate(GPT1, examples=1, optimizer="sdg")
 
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_estimate_is_near_the_compiled_program(remat):
+def test_estimate_is_close_to_the_compiled_program(remat):
     """GPT-1's worked example, compiled for one TPU: what tutorials say, what ZeRO says, what is."""
     target = sl.Target("tpu:v5e:1x1")
     config = gpt.gpt1(dtype="bfloat16")

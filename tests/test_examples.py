@@ -25,7 +25,7 @@ def shown_by(*command):
 
 
 @pytest.mark.long
-def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample(capsys):
+def test_quickstart_prints_mesh_parameters_falling_loss_and_a_sample(capsys):
     quickstart.main(steps=30)
     shown = capsys.readouterr().out
     assert "data=2,model=4 on 8 cpu devices" in shown
@@ -40,7 +40,7 @@ def test_quickstart_shows_mesh_parameters_falling_loss_another_mesh_and_a_sample
 
 
 @pytest.mark.long
-def test_experts_beside_a_dense_model_and_the_picture_of_their_load(tmp_path):
+def test_experts_example_compares_a_dense_model_and_draws_the_load(tmp_path):
     shown = shown_by(
         "examples/experts.py", "--steps", "10", "--picture", str(tmp_path / "load.svg")
     )
@@ -51,7 +51,7 @@ def test_experts_beside_a_dense_model_and_the_picture_of_their_load(tmp_path):
 
 
 @pytest.mark.long
-def test_a_small_gshard_begins_to_translate():
+def test_translate_example_prints_accuracy_and_sample_translations():
     shown = shown_by("examples/translate.py", "--steps", "10")
     assert (
         re.search(r"\d+ of 128 sentences it has never seen are right", shown)

@@ -71,7 +71,7 @@ def algorithm_1(gates, capacity, drawn):
 @pytest.mark.long("0.25-scatter")
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
-def test_top2_is_algorithm_1(form, capacity):
+def test_top2_router_follows_gshard_algorithm_1(form, capacity):
     router, tokens, experts = Top2(capacity), 24, 5
     given, drawn = (
         logits(3, tokens, experts),
@@ -114,7 +114,7 @@ def run(router, given, *, key=None, real=None, group=None, form="scatter"):
         )
 
 
-def test_losses_by_hand():
+def test_router_losses_match_a_plain_numpy_calculation():
     given = logits(2, 16, 4)
     _, told = run(Top2(), given)
     by_hand = [algorithm_1(softmax(g), 8, np.zeros(16))[1] for g in given]
@@ -147,7 +147,7 @@ def test_losses_by_hand():
     )
 
 
-def test_switch_weighs_by_the_probability_among_all():
+def test_switch_router_weighs_by_the_probability_among_all_experts():
     given = logits(2, 6, 4)
     y, told = run(Switch(capacity=None), given)
     best = given.argmax(-1)
@@ -156,7 +156,7 @@ def test_switch_weighs_by_the_probability_among_all():
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_top_k_without_a_limit_is_the_weighted_sum(renormalize):
+def test_top_k_router_without_a_limit_is_the_weighted_sum(renormalize):
     given = logits(2, 6, 4)
     y, _ = run(TopK(3, renormalize=renormalize), given)
     weight = np.where(given <= np.sort(given)[..., :1], 0, softmax(given))
@@ -164,7 +164,7 @@ def test_top_k_without_a_limit_is_the_weighted_sum(renormalize):
     np.testing.assert_allclose(y[..., -1], (weight * np.arange(1, 5)).sum(-1), rtol=1e-5)
 
 
-def test_who_finds_a_place():
+def test_experts_at_capacity_drop_later_tokens():
     """Every token wants expert 0: the first four have it, the others nothing but what they
     bring.
     """
@@ -176,7 +176,7 @@ def test_who_finds_a_place():
     assert told.load.total.tolist() == [32, 0, 0, 0]
 
 
-def test_the_second_expert_is_taken_as_often_as_it_weighs():
+def test_top2_router_takes_the_second_expert_in_proportion_to_its_weight():
     """Of weight w it is taken for numbers below 2 w; without a key always."""
     given = np.broadcast_to(np.log(np.array([0.75, 0.25, 1e-9, 1e-9], np.float32)), (64, 32, 4))
     taken = [
@@ -186,7 +186,7 @@ def test_the_second_expert_is_taken_as_often_as_it_weighs():
     assert 0.45 < taken[0].mean() < 0.55 and taken[1].all()
 
 
-def test_jitter_moves_what_the_gate_sees_and_nothing_else():
+def test_router_jitter_changes_the_output_only_if_positive_and_with_a_key():
     given = logits(4, 16, 4)
     still, told = run(Switch(jitter=0.5, capacity=None), given)
     moved, other = run(Switch(jitter=0.5, capacity=None), given, key=jax.random.key(0))
@@ -198,7 +198,7 @@ def test_jitter_moves_what_the_gate_sees_and_nothing_else():
 
 
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
-def test_padding_goes_nowhere_and_counts_for_nothing(form):
+def test_experts_ignore_padding(form):
     given, real = logits(2, 12, 4), np.arange(12) < np.array([[6], [12]])
     given[0, 7] = np.nan
     y, told = run(Top2(), given, real=jnp.asarray(real), form=form, group=6)
@@ -221,7 +221,7 @@ def test_padding_goes_nowhere_and_counts_for_nothing(form):
 @pytest.mark.long
 @pytest.mark.sentinel("Top2(capacity=0.5, jitter=0.0)")
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
-def test_both_forms_are_equal(router):
+def test_dispatch_forms_give_equal_values_and_gradients(router):
     """Values, and gradients to tokens, gate and experts."""
     key = jax.random.key(3)
     x, gate = jax.random.normal(key, (4, 16, 6)), jax.random.normal(key, (6, 5))
@@ -251,7 +251,7 @@ def test_both_forms_are_equal(router):
 @pytest.mark.long
 @pytest.mark.sentinel("300")
 @pytest.mark.parametrize("count", [3, 300, 768])
-def test_logits_of_any_number_of_experts(count):
+def test_router_logits_and_top_k_are_right_for_any_number_of_experts(count):
     """Of many a few columns at a time; and the choice among equals is the first, as a sort has
     it.
     """
@@ -273,11 +273,11 @@ def test_logits_of_any_number_of_experts(count):
     np.testing.assert_array_equal(slope(_largest), slope(jax.lax.top_k))
 
 
-def test_places_are_rounded_up_and_not_for_a_float():
+def test_expert_capacity_is_rounded_up_but_not_for_float_error():
     assert [places(Switch(capacity=c), 100, 10) for c in (1.1, 1.11, 0.07, 1)] == [11, 12, 1, 10]
 
 
-def test_one_expert_may_have_every_token():
+def test_experts_without_a_capacity_limit_take_every_token():
     """`capacity=None` holds them all, wherever they go."""
     given = np.zeros((2, 8, 3), np.float32)
     given[..., 1] = 9
@@ -348,7 +348,7 @@ PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 @pytest.mark.long
 @pytest.mark.sentinel("3-with tensor, automatic")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
-def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
+def test_experts_on_every_mesh_match_one_device(on_one_device, number, mesh):
     router, form = PAIRS[number % 3]
     state = check_mesh(on_one_device, mesh, replace(CONFIG, router=router, form=form))
     up, rules = state.params["blocks"]["expert"]["mlp"]["up"], MESHES[mesh][1]
@@ -360,7 +360,7 @@ def test_every_mesh_is_as_one_device(on_one_device, number, mesh):
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_beside_experts(on_one_device, stage):
+def test_experts_with_zero_match_one_device(on_one_device, stage):
     """Weights that are no experts' are split over the same axis; experts are already."""
     zero = sl.Zero(stage, small=1)
     state = check_mesh(
@@ -372,7 +372,7 @@ def test_zero_beside_experts(on_one_device, stage):
 
 
 @pytest.mark.long
-def test_microbatches():
+def test_experts_with_microbatches_match_the_whole_batch():
     """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of
     the balance.
     """
@@ -430,7 +430,7 @@ class Beyond(TopK):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )  # fmt: skip
-def test_what_the_layer_refuses(changes, said):
+def test_moe_layer_refuses_wrong_arguments(changes, said):
     with pytest.raises(ValueError, match=said):
         layer(**changes)
 
@@ -446,12 +446,12 @@ def test_what_the_layer_refuses(changes, said):
         (lambda: decoder.tiny(experts=1), "2 experts, and there are"),
     ],
 )
-def test_values_that_are_refused(make, said):
+def test_moe_settings_out_of_range_are_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
 
 
-def test_under_jit_what_is_wrong_becomes_nan():
+def test_moe_layer_under_jit_turns_errors_into_nan():
     """Where an error is no longer possible: the loop counts the step as not finite, and the metric
     says why.
     """
@@ -463,7 +463,7 @@ def test_under_jit_what_is_wrong_becomes_nan():
 
 
 @pytest.mark.parametrize("experts", [4, 12])
-def test_experts_that_the_axis_does_not_divide(experts):
+def test_experts_not_divisible_by_the_mesh_axis_are_refused(experts):
     with pytest.raises(
         ValueError,
         match=rf"`experts`={experts}, of .*`data=8` does not divide {experts}.*multiple of 8",
@@ -480,7 +480,7 @@ def test_experts_that_the_axis_does_not_divide(experts):
         ("data=2,expert=4", BOTH | sl.AxisRules(experts=("data", "expert")), ("expert",)),
     ],
 )  # fmt: skip
-def test_experts_over_axes_of_which_the_step_has_some_are_refused(mesh, rules, manual):
+def test_experts_over_partly_manual_axes_are_refused(mesh, rules, manual):
     strategy = sl.Strategy(mesh=mesh, rules=rules, manual=manual)
     state = sl.init(
         lambda: decoder.MoE(CONFIG, rngs=nnx.Rngs(0)), OPTIMIZER, strategy, abstract=True
@@ -493,7 +493,7 @@ def test_experts_over_axes_of_which_the_step_has_some_are_refused(mesh, rules, m
     )
 
 
-def test_weights_that_are_not_split_are_refused():
+def test_expert_weights_that_are_not_sharded_are_refused():
     """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a
     layer without it.
     """
@@ -528,7 +528,7 @@ def test_weights_that_are_not_split_are_refused():
     trace(whole, replace(automatic, rules=sl.rules.experts | sl.AxisRules(experts=None)))
 
 
-def test_weights_that_are_not_split_are_refused_by_every_step():
+def test_expert_weights_that_are_not_sharded_are_refused_by_every_step():
     """Also where the layer is inside a `jax.jit`, which is not traced again where nothing has
     changed.
     """
@@ -546,7 +546,7 @@ def test_weights_that_are_not_split_are_refused_by_every_step():
             step.trace(state, jnp.ones((8, 2, 4)))
 
 
-def test_a_linen_module_may_have_such_a_layer():
+def test_experts_work_in_a_linen_module():
     """Its boxes name the experts, and the step's form is as one device's."""
 
     class Layer(nn.Module):
@@ -594,7 +594,7 @@ MACHINES = [
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
-def test_programs_have_the_papers_collectives(machine, manual, form):
+def test_experts_compile_to_the_collectives_of_the_paper(machine, manual, form):
     """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and
     each weight's sum.
     """
@@ -623,7 +623,7 @@ def test_programs_have_the_papers_collectives(machine, manual, form):
     assert 4 * (dense + twice) <= summed < 4.01 * (dense + twice)
 
 
-def test_parameters_of_published_models():
+def test_moe_presets_have_the_published_parameter_counts():
     def count(make):
         with sl.unsharded():
             return sum(
@@ -643,7 +643,7 @@ def test_parameters_of_published_models():
 # Translation
 
 
-def test_padding_changes_no_translation():
+def test_translation_is_unchanged_by_padding():
     config = translation.tiny(width=16, heads=2, context=12, vocab=32, hidden=24, router=TopK(2))
     with sl.unsharded():
         model = translation.Translation(config, rngs=nnx.Rngs(0))
@@ -666,7 +666,7 @@ def test_padding_changes_no_translation():
 
 
 @pytest.mark.long
-def test_translation_on_eight_devices_is_as_on_one():
+def test_translation_on_eight_devices_matches_one_device():
     config = translation.tiny(width=16, heads=2, context=8, vocab=32, hidden=24)
     random = np.random.default_rng(0)
     batch = {
@@ -691,7 +691,7 @@ def test_translation_on_eight_devices_is_as_on_one():
     )
 
 
-# Optimizers that see one at a time
+# Optimizers that update each layer and expert by itself
 
 
 @pytest.mark.long
@@ -699,7 +699,7 @@ def test_translation_on_eight_devices_is_as_on_one():
 @pytest.mark.parametrize(
     "optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"]
 )
-def test_each_member_of_a_stack_as_if_alone(optimizer):
+def test_per_layer_and_expert_optimizer_updates_each_member_separately(optimizer):
     random = np.random.default_rng(0)
     # Whose longest dim, that of the experts, Adafactor would factor over.
     shape = (2, 256, 130, 128)
@@ -717,7 +717,7 @@ def test_each_member_of_a_stack_as_if_alone(optimizer):
         sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 5).init(params)
 
 
-def test_its_state_is_sharded_like_the_experts():
+def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
     optimizer = sl.optimizers.per_layer_and_expert(
         optax.adafactor(0.1, min_dim_size_to_factor=8), decoder.stacked
@@ -736,7 +736,7 @@ def test_its_state_is_sharded_like_the_experts():
 @pytest.mark.long
 @pytest.mark.sentinel("models.moe-MoE")
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
-def test_a_fused_loss_is_the_same_loss(model, kind):
+def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 9))
     batch = {"tokens": tokens} if kind == "MoE" else {"source": tokens, "target": tokens}
 

@@ -98,7 +98,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_records_are_those_of_the_steps_and_the_evaluations(undisturbed):
+def test_fit_records_match_a_plain_loop_of_steps_and_evaluations(undisturbed):
     _, _, records = undisturbed
     logged = [record for record in records if "loss" in record]
     assert [record["step"] for record in logged] == [2, 4, 6, 8, 10, 12]
@@ -138,7 +138,7 @@ class Source(list):
 @pytest.mark.long
 @pytest.mark.sentinel("8", "11")
 @pytest.mark.parametrize("count", [5, 8, 11])
-def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path, count):
+def test_fit_resumes_a_lost_run_to_the_identical_result(undisturbed, tmp_path, count):
     source = Source(text(), count)
     with pytest.raises(LostError):
         fit(tmp_path, source)
@@ -157,7 +157,7 @@ def test_a_run_that_was_lost_goes_on_to_the_very_same_end(undisturbed, tmp_path,
 @pytest.mark.long
 @pytest.mark.sentinel("data=8")
 @pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
-def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
+def test_fit_resumes_on_another_mesh_and_zero_stage(undisturbed, tmp_path, other):
     rules = sl.rules.data | (sl.rules.tensor if "model" in other else sl.AxisRules())
     strategy = sl.Strategy(mesh=other, rules=rules, zero=sl.Zero(3, small=0))
     fit(tmp_path, loop=dataclasses.replace(LOOP, steps=4), evaluate=None)
@@ -170,7 +170,7 @@ def test_a_run_goes_on_on_another_mesh_and_stage(undisturbed, tmp_path, other):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
-def test_sigterm_saves_and_returns_and_the_run_goes_on(undisturbed, tmp_path):
+def test_fit_saves_on_sigterm_and_resumes(undisturbed, tmp_path):
     def interrupted(batches):
         for number, batch in enumerate(batches):
             if number == 5:
@@ -190,7 +190,7 @@ def test_sigterm_saves_and_returns_and_the_run_goes_on(undisturbed, tmp_path):
     assert bits(state) == undisturbed[1]
 
 
-def test_a_finished_run_says_so(undisturbed):
+def test_fit_says_that_a_finished_run_is_finished(undisturbed):
     state, records = fit(undisturbed[0])
     assert bits(state) == undisturbed[1]
     assert records[-1] == {"step": 12, "note": "the run has taken its 12 steps already"}
@@ -198,7 +198,7 @@ def test_a_finished_run_says_so(undisturbed):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
-def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
+def test_fit_reports_nonfinite_steps_and_ends_after_a_streak(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
         return sl.weighted_mean(
@@ -233,14 +233,12 @@ def test_steps_that_are_not_finite_are_counted_named_and_end_the_run(tmp_path):
     )
 
 
-def test_data_that_ends_is_told_with_the_way_out():
+def test_fit_refuses_data_that_ends_early_with_a_suggestion():
     with pytest.raises(ValueError, match=r"The data ended after 3 of 12 steps.*`Loop\(steps=3\)`"):
         fit(None, text(3))
 
 
-def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(
-    undisturbed, tmp_path, monkeypatch
-):
+def test_fit_skips_a_checkpoint_while_the_disk_is_full(undisturbed, tmp_path, monkeypatch):
     import shutil
 
     usage, asked = shutil.disk_usage(tmp_path), []
@@ -262,7 +260,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_run(
         assert checkpoints.steps() == (8, 12)
 
 
-def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, tmp_path):
+def test_fit_fills_an_abstract_state_from_a_checkpoint_or_refuses(undisturbed, tmp_path):
     state = sl.fit(
         STEP,
         start(abstract=True),
@@ -282,7 +280,7 @@ def test_an_abstract_state_is_filled_from_a_checkpoint_or_refused(undisturbed, t
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
-def test_parameters_that_are_not_finite_replace_no_checkpoint(tmp_path):
+def test_fit_never_saves_nonfinite_parameters(tmp_path):
     def poisoned(model, batch, rng):
         mean = gpt.loss(model, batch, rng)
         return sl.weighted_mean(
@@ -350,13 +348,13 @@ def saved_steps(folder):
     )
 
 
-def test_by_default_one_bad_batch_poisons_nothing(tmp_path):
+def test_fit_skips_a_nonfinite_batch_by_default(tmp_path):
     assert sl.Strategy(mesh="data=8", rules=sl.rules.data) == line_fit("skip").strategy
     state, _, failure = short_fit(tmp_path, rows(9, bad=[5]))
     assert failure is None and np.isfinite(state.params["w"]).all() and int(state.nonfinite) == 1
 
 
-def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
+def test_fit_locates_nonfinite_values_down_to_the_example(tmp_path):
     _, records, _ = short_fit(tmp_path, rows(4, bad=[2]))
     (told,) = (record["note"] for record in records if "at least" in record.get("note", ""))
     assert (
@@ -373,7 +371,7 @@ def test_what_was_not_finite_is_told_down_to_the_example(tmp_path):
 
 @pytest.mark.parametrize("mesh", ["data=4,model=2", "model=2,data=4"])
 @pytest.mark.parametrize("example", [0, 3, 9, 14])
-def test_a_loss_that_is_not_finite_for_a_batch_that_is_names_device_and_microbatch(mesh, example):
+def test_fit_names_device_and_microbatch_of_a_nonfinite_loss(mesh, example):
     strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, accumulate=2)
     step, records = (
         sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x) * model["w"]), strategy),
@@ -405,7 +403,7 @@ def test_a_loss_that_is_not_finite_for_a_batch_that_is_names_device_and_microbat
     )
 
 
-def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
+def test_fit_reports_a_nonfinite_gradient_of_a_finite_loss():
     strategy, records = line_fit("skip").strategy, []
     step = sl.train_step(lambda model, x, rng: jnp.mean(jnp.sqrt(x @ model["w"])), strategy)
     state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, strategy)
@@ -417,7 +415,7 @@ def test_a_gradient_that_is_not_finite_of_a_loss_that_is_says_so():
     )
 
 
-def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):
+def test_fit_saves_nothing_in_a_nonfinite_streak_and_catches_up_after(tmp_path):
     _, records, failure = short_fit(tmp_path, rows(12, bad=[4, 5, 6, 8]))
     assert failure is None and saved_steps(tmp_path) == [2, 7, 9, 10, 12]
     assert [record["step"] for record in records if "not saved" in record.get("note", "")] == [4, 8]
@@ -426,9 +424,7 @@ def test_in_a_streak_nothing_is_saved_and_after_it_what_is_owed(tmp_path):
 @pytest.mark.parametrize(
     ("nonfinite", "bad"), [("skip", [12]), ("skip", [10, 11, 12]), ("count", [12]), ("count", [9])]
 )
-def test_a_run_that_ends_with_gradients_that_are_not_finite_does_not_end_well(
-    tmp_path, nonfinite, bad
-):
+def test_fit_that_ends_with_nonfinite_gradients_fails(tmp_path, nonfinite, bad):
     _, _, failure = short_fit(tmp_path, rows(12, bad), nonfinite)
     assert "The run ended badly" in failure and "They are not saved" in failure
     last = max(step for step in (2, 4, 6, 8, 10) if step < bad[0])
@@ -440,7 +436,7 @@ def test_a_run_that_ends_with_gradients_that_are_not_finite_does_not_end_well(
         assert failure is None and int(state.step) == 13 and saved_steps(tmp_path)[-1] == 13
 
 
-def test_a_streak_ends_a_run_that_is_told_to_stop_without_a_checkpoint_of_it(tmp_path):
+def test_fit_stopped_in_a_nonfinite_streak_saves_no_checkpoint_of_it(tmp_path):
     def stopping():
         for number, batch in enumerate(rows(12, bad=[5, 6, 7, 8, 9])):
             if number == 8:
@@ -457,7 +453,7 @@ def test_a_streak_ends_a_run_that_is_told_to_stop_without_a_checkpoint_of_it(tmp
     assert "asked to end" in records[-1]["note"] and "is saved" not in records[-1]["note"]
 
 
-def test_after_two_attempts_that_end_alike_the_checkpoint_before_is_tried(tmp_path, capsys):
+def test_fit_goes_back_a_checkpoint_after_two_identical_failures(tmp_path, capsys):
     bad = rows(20, bad=range(7, 21))
     for attempt in range(3):  # the first from nothing, two from step 6
         _, records, failure = short_fit(tmp_path, bad, nonfinite=3)
@@ -471,7 +467,7 @@ def test_after_two_attempts_that_end_alike_the_checkpoint_before_is_tried(tmp_pa
     assert {4, 6, 20} <= set(saved_steps(tmp_path))
 
 
-def test_an_attempt_that_came_further_is_not_held_against_the_checkpoint_it_left(tmp_path):
+def test_fit_keeps_checkpoints_while_each_attempt_gets_further(tmp_path):
     for start in (7, 9, 11):  # each fails, and later than the one before
         short_fit(tmp_path, rows(20, bad=range(start, 21)), nonfinite=2)
     _, records, _ = short_fit(tmp_path, rows(20))
@@ -479,7 +475,7 @@ def test_an_attempt_that_came_further_is_not_held_against_the_checkpoint_it_left
     assert not list((tmp_path / "checkpoints").glob("abandoned*"))
 
 
-def test_failures_that_are_damaged_are_left_out_of_account(tmp_path, capfd):
+def test_fit_ignores_a_damaged_failure_count(tmp_path, capfd):
     _folder.add_failure(tmp_path, 6)
     _folder.add_failure(tmp_path, 6)
     path = tmp_path / "failures.json"
@@ -493,7 +489,7 @@ def test_failures_that_are_damaged_are_left_out_of_account(tmp_path, capfd):
         assert "cannot be used" in capfd.readouterr().err
 
 
-def test_an_evaluation_that_fails_costs_no_step(tmp_path):
+def test_fit_saves_its_steps_when_an_evaluation_fails(tmp_path):
     def failing(state):
         raise RuntimeError("no such file")
 
@@ -507,7 +503,7 @@ def test_an_evaluation_that_fails_costs_no_step(tmp_path):
         assert checkpoints.latest() == 12
 
 
-def test_a_record_that_cannot_be_written_costs_no_run(capsys):
+def test_fit_continues_when_a_record_cannot_be_written(capsys):
     def full(record):
         raise OSError(28, "No space left on device")
 
@@ -518,7 +514,7 @@ def test_a_record_that_cannot_be_written_costs_no_run(capsys):
     )
 
 
-def test_a_given_state_is_kept_where_the_checkpoint_is_of_another_model(undisturbed):
+def test_fit_keeps_the_given_state_if_the_checkpoint_does_not_match(undisturbed):
     wider = dataclasses.replace(CONFIG, width=32)
     other = sl.init(lambda: gpt.GPT(wider, rngs=nnx.Rngs(0)), OPTIMIZER, STRATEGY)
     with pytest.raises(ValueError, match="another model or optimizer"):
@@ -526,7 +522,7 @@ def test_a_given_state_is_kept_where_the_checkpoint_is_of_another_model(undistur
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(other))
 
 
-def test_batches_of_ones_own_are_gone_on_with():
+def test_fit_leaves_given_batches_at_the_next_unread_batch():
     seen = []
 
     def noting():
@@ -551,13 +547,13 @@ def test_batches_of_ones_own_are_gone_on_with():
         ({"folder": "runs/lr[1]"}, "would be taken for a pattern"),
     ],
 )
-def test_what_could_only_fail_later_is_refused_at_once(options, message, tmp_path, monkeypatch):
+def test_fit_refuses_unusable_folders_and_metadata_at_once(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         sl.fit(STEP, start(abstract=True), text(), LOOP, **options)
 
 
-def test_what_is_watched_is_that_of_the_step_before_it_is_taken(tmp_path):
+def test_fit_reads_watched_numbers_before_each_step(tmp_path):
     _, records = fit(
         None,
         loop=dataclasses.replace(LOOP, steps=2, log_every=1),
@@ -567,7 +563,7 @@ def test_what_is_watched_is_that_of_the_step_before_it_is_taken(tmp_path):
     assert [record["rate"] for record in records if "rate" in record] == [0.0, 10.0]
 
 
-def test_some_steps_are_profiled(tmp_path):
+def test_fit_profiles_the_chosen_steps(tmp_path):
     fit(tmp_path, loop=dataclasses.replace(LOOP, steps=3, profile=(2, 1)), evaluate=None)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     with pytest.raises(ValueError, match="needs a folder for what it writes"):
@@ -584,12 +580,12 @@ def test_some_steps_are_profiled(tmp_path):
         ("nonfinite", True),
     ],
 )
-def test_a_loop_that_makes_no_sense_is_refused(field, value):
+def test_loop_refuses_wrong_settings(field, value):
     with pytest.raises(ValueError, match=rf"`Loop\({field}="):
         dataclasses.replace(LOOP, **{field: value})
 
 
-def test_what_is_no_step_state_or_loop_is_refused_by_name():
+def test_fit_refuses_a_wrong_step_or_loop_by_name():
     with pytest.raises(ValueError, match="`loop` is int"):
         sl.fit(STEP, start(abstract=True), text(), 12)
     with pytest.raises(ValueError, match="`step` is function"):
@@ -609,7 +605,7 @@ def test_what_is_no_step_state_or_loop_is_refused_by_name():
         ("data=2,model=4", {"zero": sl.Zero(3, small=0), "precision": "bf16"}),
     ],
 )
-def test_an_evaluation_is_the_loss_of_all_batches_as_one_device_has_it(mesh, options):
+def test_evaluation_loss_over_all_batches_matches_one_device(mesh, options):
     rules = sl.rules.data | (sl.rules.tensor if "model" in mesh else sl.AxisRules())
     strategy = sl.Strategy(mesh=mesh, rules=rules, **options)
     batches = text(3, seed=2)
@@ -625,14 +621,14 @@ def test_an_evaluation_is_the_loss_of_all_batches_as_one_device_has_it(mesh, opt
     assert found == pytest.approx(expected, rel=1e-2 if "precision" in options else 1e-5)
 
 
-def test_an_evaluation_changes_no_state():
+def test_evaluation_changes_no_state():
     state = start()
     before = bits(state)
     MEASURE(state, text(1))
     assert bits(state) == before
 
 
-def test_an_evaluation_of_nothing_is_refused():
+def test_evaluation_without_batches_is_refused():
     with pytest.raises(ValueError, match="no batch to evaluate on"):
         MEASURE(start(), [])
 
@@ -640,7 +636,7 @@ def test_an_evaluation_of_nothing_is_refused():
 # Where records go.
 
 
-def test_lines_of_json_survive_a_line_that_was_cut_and_steps_taken_again(tmp_path):
+def test_json_lines_survive_a_cut_line_and_repeated_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = sl.JsonLines(path)
     for step in (2, 4, 6):
@@ -659,7 +655,7 @@ def test_lines_of_json_survive_a_line_that_was_cut_and_steps_taken_again(tmp_pat
 
 
 @pytest.mark.parametrize("half", [b'{"step": 4, "lo', b"\xff\xfe", b'{"step": "4"}', b"[]"])
-def test_a_record_that_was_half_written_is_not_glued_to_the_next(tmp_path, capsys, half):
+def test_json_lines_do_not_join_a_half_written_record_to_the_next(tmp_path, capsys, half):
     path = tmp_path / "metrics.jsonl"
     sink = sl.JsonLines(path)
     sink({"step": 2, "loss": 2.0})
@@ -674,7 +670,7 @@ def test_a_record_that_was_half_written_is_not_glued_to_the_next(tmp_path, capsy
     assert "line 2 of" in (said := capsys.readouterr().err) and "is no record" in said
 
 
-def test_a_flipped_bit_of_the_records_is_said(tmp_path, capsys):
+def test_json_lines_report_every_bit_flip(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     for step in range(10, 60, 10):
         sl.JsonLines(path)({"step": step, "loss": 0.5})
@@ -688,7 +684,7 @@ def test_a_flipped_bit_of_the_records_is_said(tmp_path, capsys):
     assert capsys.readouterr().err == "" and path.read_bytes().startswith(content)
 
 
-def test_a_damaged_record_is_left_out_and_a_foreign_one_is_kept(tmp_path, capsys):
+def test_json_lines_drop_damaged_records_and_keep_foreign_records(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     for step in (2, 4):
         sl.JsonLines(path)({"step": step, "loss": 0.5})
@@ -704,7 +700,7 @@ def test_a_damaged_record_is_left_out_and_a_foreign_one_is_kept(tmp_path, capsys
         sl.JsonLines(path)({"step": 10, "crc32": "00000000"})
 
 
-def test_the_metrics_of_a_run_in_parts_are_those_of_one(undisturbed, tmp_path):
+def test_fit_metrics_of_a_run_in_parts_equal_an_uninterrupted_run(undisturbed, tmp_path):
     lines = {}
     for name, parts in {"whole": [12], "parts": [6, 12]}.items():
         for steps in parts:
@@ -721,7 +717,7 @@ def test_the_metrics_of_a_run_in_parts_are_those_of_one(undisturbed, tmp_path):
     assert lines["whole"] == lines["parts"] and len(lines["whole"]) == 6
 
 
-def test_tensorboard_gets_a_curve_of_each_number(tmp_path):
+def test_tensorboard_sink_writes_numbers_and_notes(tmp_path):
     pytest.importorskip("tensorboardX")
     sink = sl.TensorBoard(tmp_path)
     sink({"step": 1, "note": "hello"})
@@ -773,7 +769,7 @@ class Step:
 
 @pytest.mark.parametrize("each", [1, 3, 7])
 @pytest.mark.parametrize("ahead", [False, True], ids=["blocking", "ahead"])
-def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
+def test_speed_is_right_from_the_first_record(monkeypatch, each, ahead):
     """Ten seconds to compile, then two a step, counted `each` at a time; whether a call returns
     before its step has ended.
     """
@@ -797,7 +793,7 @@ def test_the_speed_is_right_from_the_first_record_on(monkeypatch, each, ahead):
     )
 
 
-def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
+def test_speed_ignores_steps_whose_end_was_not_observed(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     speed = Speed("tokens", None, STRATEGY)
@@ -811,7 +807,7 @@ def test_steps_that_ended_before_anybody_looked_are_no_speed(monkeypatch):
     assert speed.read(2) == {"tokens_per_second": 50.0, "seconds_left": 2.0}
 
 
-def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypatch):
+def test_speed_leaves_out_the_first_step_and_pauses_and_reports_mfu(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 100.0, 101.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     speed = Speed("tokens", 10.0, STRATEGY)
@@ -831,7 +827,7 @@ def test_speed_leaves_out_the_first_step_and_pauses_and_knows_the_peak(monkeypat
 
 
 @pytest.mark.long
-def test_fewer_steps_than_were_taken(tmp_path):
+def test_fit_refuses_fewer_steps_than_already_taken(tmp_path):
     fit(tmp_path, evaluate=None)
     with pytest.raises(
         ValueError, match=r"has taken 12 steps already, more than `Loop\(steps=8\)`"
@@ -842,7 +838,7 @@ def test_fewer_steps_than_were_taken(tmp_path):
 # One run at a time
 
 
-def test_a_folder_in_which_a_run_is_under_way(tmp_path, monkeypatch):
+def test_fit_refuses_a_folder_with_a_run_in_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "BEAT_SECONDS", 0.1)
     with _lock.hold(tmp_path / "occupied.json"):
         with pytest.raises(
@@ -854,7 +850,7 @@ def test_a_folder_in_which_a_run_is_under_way(tmp_path, monkeypatch):
         )
 
 
-def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):
+def test_fit_takes_over_the_folder_of_a_killed_run(tmp_path, monkeypatch, capfd):
     gone = subprocess.Popen(["true"])
     gone.wait()
     lock = tmp_path / "occupied.json"
@@ -867,13 +863,13 @@ def test_what_a_killed_run_left_is_taken_away(tmp_path, monkeypatch, capfd):
         assert ("still at work" in capfd.readouterr().err) == waits
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_fit_refuses_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written to"):
         fit(tmp_path / "file" / "run")
 
 
-def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(tmp_path):
+def test_fit_stops_writing_after_it_loses_its_folder(tmp_path):
     others = tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp"
 
     def taken():
@@ -909,7 +905,7 @@ def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(tmp_path):
     )
 
 
-def test_a_run_that_is_there_and_does_nothing_is_not_taken_over(tmp_path, monkeypatch):
+def test_fit_does_not_take_over_a_run_that_is_alive_but_silent(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "_DEAD_SECONDS", 0.5)
     holder = _lock._sealed({**_lock._this_process(), "nonce": "aa"})
     (tmp_path / "occupied.json").write_text(holder)
@@ -920,7 +916,7 @@ def test_a_run_that_is_there_and_does_nothing_is_not_taken_over(tmp_path, monkey
     assert (tmp_path / "occupied.json").read_text() == holder
 
 
-def test_a_large_number_of_64_bits_in_a_batch_is_finite():
+def test_nonfinite_check_accepts_large_float64_values():
     rows = np.array([[1.0], [1e300], [np.inf]])
     assert _nonfinite._first_nonfinite_row(rows) == 2
     assert _nonfinite._first_nonfinite_row(rows[:2]) is None

@@ -36,7 +36,7 @@ def params_specs(make_model, strategy=STRATEGY, **kwargs):
     return sl.specs(state).params
 
 
-def test_named_nnx_modules_build_with_and_without_a_mesh():
+def test_nnx_modules_with_names_build_with_and_without_a_mesh():
     assert Block(nnx.Rngs(0)).linear.kernel.out_sharding == ("embed", "mlp")
     assert params_specs(lambda: Block(nnx.Rngs(0)))["linear"] == {
         "kernel": P(None, "model"),
@@ -44,12 +44,12 @@ def test_named_nnx_modules_build_with_and_without_a_mesh():
     }
 
 
-def test_stacked_layers_keep_names_in_line():
+def test_nnx_stacked_layers_keep_names_aligned_with_dims():
     specs = params_specs(lambda: stacked(nnx.Rngs(0), ("embed", "mlp")))
     assert specs["linear"]["kernel"] == P(None, None, "model")
 
 
-def test_stacking_without_naming_the_new_dim_is_an_error_that_says_how():
+def test_nnx_stacking_without_a_name_for_the_new_dim_is_refused():
     unnamed = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Block(rngs), in_axes=0, out_axes=0))
     with pytest.raises(
         ValueError,
@@ -58,7 +58,7 @@ def test_stacking_without_naming_the_new_dim_is_an_error_that_says_how():
         params_specs(lambda: unnamed(nnx.Rngs(0)))
 
 
-def test_models_that_already_carry_names_or_specs():
+def test_nnx_partitioning_names_and_specs_are_respected():
     with_flax = nnx.with_partitioning(LECUN, ("embed", "mlp"))
     literal = nnx.with_partitioning(LECUN, P("model", None))
     specs = params_specs(
@@ -71,7 +71,7 @@ def test_models_that_already_carry_names_or_specs():
     assert specs["layers"][1]["kernel"] == P("model", None)
 
 
-def test_unknown_names_are_all_listed_with_their_parameters():
+def test_dim_names_without_rules_are_all_listed_with_their_parameters():
     rules = sl.AxisRules(batch="data")
     with pytest.raises(
         ValueError,
@@ -86,7 +86,7 @@ def test_unknown_names_are_all_listed_with_their_parameters():
         )
 
 
-def test_annotate_names_what_cannot_be_edited():
+def test_annotate_adds_names_to_library_modules():
     def make():
         model = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
         return sl.annotate(
@@ -120,7 +120,7 @@ def test_annotate_names_what_cannot_be_edited():
         ),
     ],
 )
-def test_patterns_that_match_nothing_disagree_or_do_not_fit_are_refused(names, message):
+def test_annotate_refuses_patterns_that_match_nothing_conflict_or_misfit(names, message):
     with pytest.raises(ValueError, match=message):
         sl.annotate(Plain(), names)
 
@@ -141,7 +141,7 @@ class LinenMLP(nn.Module):
         return nn.Dense(4, kernel_init=nn.with_partitioning(init, ("model", None)))(x)
 
 
-def test_linen_boxes_give_their_names_and_batch_stats_are_not_parameters():
+def test_linen_boxes_give_names_and_batch_stats_are_not_parameters():
     parts, names = take_apart(jax.eval_shape(make_linen))
     assert names["params/Dense_0/kernel"] == ("embed", "mlp")
     assert names["params/Dense_1/kernel"] == P("model", None)
@@ -156,7 +156,7 @@ def make_linen():
     return LinenMLP().init(jax.random.key(0), jnp.ones((2, 8)))
 
 
-def test_trainable_can_be_chosen():
+def test_trainable_parameters_can_be_chosen():
     is_up = lambda path, leaf: path == "up"
     state = sl.init(
         lambda: {"up": jnp.ones(4), "down": jnp.ones(4)}, optax.sgd(0.1), STRATEGY, trainable=is_up
@@ -174,7 +174,7 @@ def test_trainable_can_be_chosen():
     assert list(kernels.params["linear"]) == ["kernel"]
 
 
-def test_specs_of_a_model_serve_a_plain_jit():
+def test_specs_of_a_model_work_with_plain_jit():
     model = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     specs = sl.specs(model, RULES, STRATEGY.device_mesh)
     assert specs == {"linear": {"kernel": P(None, "model"), "bias": P()}}
@@ -187,7 +187,7 @@ def test_specs_of_a_model_serve_a_plain_jit():
         sl.specs(model)
 
 
-def test_a_model_born_sharded_equals_one_born_whole():
+def test_init_of_a_sharded_model_equals_the_unsharded_model():
     state = sl.init(lambda: stacked(nnx.Rngs(0), ("embed", "mlp")), optax.adam(1e-3), STRATEGY)
     whole = nnx.to_pure_dict(
         nnx.state(jax.jit(lambda: nnx.state(stacked(nnx.Rngs(0), ("embed", "mlp")), nnx.Param))())
@@ -198,7 +198,7 @@ def test_a_model_born_sharded_equals_one_born_whole():
     assert state.opt_state[0].mu["linear"]["kernel"].sharding == kernel.sharding
 
 
-def test_policies_for_parameters():
+def test_indivisible_parameters_are_refused_or_replicated_never_padded():
     make = lambda: sl.annotate({"w": jnp.ones((8, 6))}, {"w": ("embed", "mlp")})
     with pytest.raises(
         ValueError, match="dim 1, `mlp`=6, of `w` of shape .8, 6.: `model=4` does not divide 6"
@@ -214,7 +214,7 @@ def test_policies_for_parameters():
         params_specs(make, sl.Strategy(mesh="data=2,model=4", rules=RULES.indivisible(mlp="pad")))
 
 
-def test_describe_says_which_candidate_won():
+def test_describe_says_which_rule_candidate_was_chosen():
     rules = sl.AxisRules(batch="data", heads=["model", "data", None])
     make = lambda: sl.annotate({"w": jnp.ones(6), "v": jnp.ones(5)}, {"[wv]": ("heads",)})
     description = sl.describe(sl.init(make, None, sl.Strategy(mesh="data=2,model=4", rules=rules)))
@@ -223,7 +223,7 @@ def test_describe_says_which_candidate_won():
     assert remarks["v"] == "`heads`: replicated (candidates: model, data, replicated)"
 
 
-def test_modules_inside_a_plain_tree_are_refused():
+def test_init_refuses_modules_inside_a_plain_tree():
     linear = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     strategy = sl.Strategy(mesh="data=8", rules=sl.AxisRules(batch="data"))
     for make, where in (
@@ -238,7 +238,7 @@ def test_modules_inside_a_plain_tree_are_refused():
     )
 
 
-def test_attributes_that_cannot_be_part_of_a_definition_are_named():
+def test_init_names_module_attributes_that_must_be_nnx_data():
     class Model(nnx.Module):
         def __init__(self, table):
             self.linear, self.table = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), table()
@@ -251,7 +251,7 @@ def test_attributes_that_cannot_be_part_of_a_definition_are_named():
     np.testing.assert_array_equal(state.rest["table"], np.arange(8.0))
 
 
-def test_names_are_checked_where_they_are_given():
+def test_dim_names_are_checked_where_they_are_given():
     with pytest.raises(ValueError, match="takes the names one by one"):
         sl.logical(nnx.initializers.ones, ("embed", "mlp"))
     with pytest.raises(ValueError, match="`w` has None"):
@@ -292,7 +292,7 @@ def nnx_attention(init, rngs):
 @pytest.mark.parametrize(
     "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
 )
-def test_dims_without_a_name_are_whole_in_nnx(of):
+def test_nnx_dims_without_a_name_are_not_sharded(of):
     make = lambda: nnx_attention(of(LECUN, "embed", "kv"), nnx.Rngs(0))
     specs = params_specs(make, ON_TWO)
     assert specs["query"]["kernel"] == P("model", None, None)
@@ -309,7 +309,7 @@ def test_dims_without_a_name_are_whole_in_nnx(of):
         sl.specs(made, ATTENTION, ON_TWO.device_mesh)
 
 
-def test_dims_without_a_name_are_whole_in_linen():
+def test_linen_dims_without_a_name_are_not_sharded():
     specs = params_specs(lambda: linen_attention(("embed", "kv")), ON_TWO)["params"]
     assert specs["query"]["kernel"] == P("model", None, None)
     specs = params_specs(lambda: linen_attention(("embed", "heads", "kv")), ON_TWO)["params"]
@@ -319,7 +319,7 @@ def test_dims_without_a_name_are_whole_in_linen():
 @pytest.mark.parametrize(
     "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
 )
-def test_stacked_attention_needs_the_name_of_the_new_dim(of):
+def test_nnx_stacked_attention_needs_a_name_for_the_new_dim(of):
     """Lost when the axis has no name, and then one dim off: google/flax#5112."""
     build = lambda rngs: nnx_attention(of(LECUN, "embed", "kv"), rngs)
     stack = lambda **how: nnx.split_rngs(splits=3)(nnx.vmap(build, **how))(nnx.Rngs(0))
@@ -350,7 +350,7 @@ def linen_dense(**options):
     return nn.Dense(8, kernel_init=kernel_init, **options)
 
 
-def test_linen_stacks_keep_names_in_line_or_refuse():
+def test_linen_stacks_keep_names_aligned_or_are_refused():
     """google/flax#3870: without a name for the new axis, Flax itself refuses."""
     rng, x = jax.random.split(jax.random.key(0), 3), jnp.ones((3, 1, 8))
     lifted = lambda **how: nn.vmap(
@@ -401,7 +401,7 @@ def test_nnx_modules_inside_linen_keep_their_names():
         params_specs(lambda: Twice().init(jax.random.key(0), x))
 
 
-def test_more_names_than_dims_are_refused():
+def test_parameters_with_more_names_than_dims_are_refused():
     of_nnx = lambda: nnx.Linear(
         8, 8, kernel_init=sl.logical(LECUN, "embed", "mlp", None), rngs=nnx.Rngs(0)
     )
@@ -437,7 +437,7 @@ OWN = (("ffn", "model"),)
     "make",
     [linear_with(("embed", "ffn"), sharding_rules=OWN), linen_with(("embed", "ffn"), rules=OWN)],
 )
-def test_rules_of_a_variables_own_are_kept_or_refused(make):
+def test_variable_sharding_rules_are_kept_and_conflicts_refused(make):
     assert params_specs(make)["kernel"] == P(None, "model")
     same = sl.Strategy(mesh="data=2,model=4", rules=RULES | sl.AxisRules(ffn="model"))
     assert params_specs(make, same)["kernel"] == P(None, "model")
@@ -449,7 +449,7 @@ def test_rules_of_a_variables_own_are_kept_or_refused(make):
             params_specs(make, another)
 
 
-def test_rules_of_variables_that_disagree_or_name_no_axis_are_refused():
+def test_variable_sharding_rules_that_disagree_or_name_no_axis_are_refused():
     make = lambda *own: nnx.Sequential(
         *(linear_with(("embed", "ffn"), sharding_rules=(("ffn", axis),))() for axis in own)
     )
@@ -465,7 +465,7 @@ def test_rules_of_variables_that_disagree_or_name_no_axis_are_refused():
         params_specs(lambda: make("nosuch"))
 
 
-def test_the_mesh_of_a_variable_is_the_strategys():
+def test_variable_mesh_must_be_the_mesh_of_the_strategy():
     """google/flax#5105: variables of several meshes."""
     mesh, other = STRATEGY.device_mesh, sl.make_mesh("data=4,model=2")
     assert params_specs(linear_with((None, "model"), mesh=mesh))["kernel"] == P(None, "model")
@@ -478,7 +478,7 @@ def test_the_mesh_of_a_variable_is_the_strategys():
     assert params_specs(linear_with(sharding))["kernel"] == P(None, "model")
 
 
-def test_names_that_are_mesh_axes_are_these():
+def test_dim_names_that_are_mesh_axes_mean_those_axes():
     for make in (linear_with((None, "model")), linen_with((None, "model"))):
         assert params_specs(make)["kernel"] == P(None, "model")
     mixed = sl.init(linear_with(("embed", "model")), optax.adam(0.1), STRATEGY)
@@ -494,7 +494,7 @@ def test_names_that_are_mesh_axes_are_these():
 @pytest.mark.parametrize(
     "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
 )
-def test_models_built_under_rules_are_born_as_these_say(of):
+def test_nnx_models_built_under_rules_are_created_sharded(of):
     build = lambda: nnx.Linear(8, 8, kernel_init=of(LECUN, "embed", "mlp"), rngs=nnx.Rngs(0))
     with sl.use(RULES, STRATEGY.device_mesh):
         model = build()
@@ -524,7 +524,7 @@ def test_models_built_under_rules_are_born_as_these_say(of):
         )
 
 
-def test_specs_of_an_nnx_state_fit_it():
+def test_specs_of_an_nnx_state_match_its_structure():
     model = Block(nnx.Rngs(0))
     graph, state = nnx.split(model)
     specs = sl.specs(state, RULES, STRATEGY.device_mesh)
@@ -541,7 +541,7 @@ def test_specs_of_an_nnx_state_fit_it():
         sl.specs(state, sl.AxisRules(batch="data"), STRATEGY.device_mesh)
 
 
-def test_a_model_without_arrays_is_said_to_have_none():
+def test_init_refuses_a_model_without_trainable_arrays():
     with pytest.raises(
         ValueError, match="nothing to move.* `make_model` returned a model without arrays"
     ):

@@ -60,12 +60,12 @@ MESHES = ["data=2,fsdp=1,model=2", "data=1,fsdp=2,model=2", "data=2,fsdp=2,model
     ("make", "loss"), [(gemma, nnx_loss), (lm1b_linen, linen_loss), (lm1b_nnx, nnx_loss)],
     ids=["gemma", "lm1b_linen", "lm1b_nnx"],
 )  # fmt: skip
-def test_language_models_equal_one_device(make, loss):
+def test_flax_language_models_match_one_device(make, loss):
     check_step(make, SGD, loss, TOKENS, RULES, meshes=MESHES, steps=1, zero=ZERO)
 
 
 @pytest.mark.long
-def test_gemma_by_its_own_specs_and_constraints():
+def test_flax_gemma_with_its_own_specs_and_constraints_matches_one_device():
     rules = sl.AxisRules(batch="fsdp", act_embed="tp")
     make = lambda: examples.Gemma(examples.FSDP_TP, nnx.Rngs(0))
     check_step(make, SGD, nnx_loss, TOKENS, rules, meshes=["fsdp=2,tp=2"], steps=1, manual=())
@@ -73,7 +73,7 @@ def test_gemma_by_its_own_specs_and_constraints():
         sl.init(make, SGD, sl.Strategy(mesh="fsdp=4,tp=2", rules=rules), abstract=True)
 
 
-def test_resnet_equals_one_device():
+def test_flax_resnet_matches_one_device():
     make = lambda: examples.ResNet().init(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
     rules = sl.AxisRules(batch=("pod", "data"))
     check_step(
@@ -88,7 +88,7 @@ def test_resnet_equals_one_device():
     )
 
 
-def test_the_layouts_that_the_examples_ask_for():
+def test_flax_examples_are_laid_out_by_their_names():
     P = jax.sharding.PartitionSpec
     strategy = sl.Strategy(mesh="data=2,fsdp=2,model=2", rules=RULES)
     of = lambda make: sl.specs(sl.init(make, None, strategy, abstract=True)).params

@@ -187,13 +187,13 @@ def reference_mlp(config, params, x):
     ],
     ids=["gpt1", "gpt1_published", "gpt2", "gpt2_xl", "llama2_7b", "llama3_8b"],
 )
-def test_presets_have_as_many_parameters_as_the_papers_say(config, count):
+def test_gpt_presets_have_the_published_parameter_counts(config, count):
     model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) == count
 
 
 @every_variant
-def test_logits_equal_the_definitions(config):
+def test_gpt_logits_match_a_numpy_reference(config):
     model, tokens = make(config), tokens_of(config)
     with sl.unsharded():
         logits = call(model, tokens)
@@ -203,7 +203,7 @@ def test_logits_equal_the_definitions(config):
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_a_token_changes_nothing_before_it(config):
+def test_gpt_token_changes_no_logits_before_it(config):
     model, tokens = make(config), tokens_of(config)
     changed = tokens.copy()
     changed[:, 9] = (changed[:, 9] + 1) % config.vocab
@@ -213,7 +213,7 @@ def test_a_token_changes_nothing_before_it(config):
     assert (before[:, 9:] != after[:, 9:]).any((0, 2)).all()
 
 
-def test_a_segment_is_as_if_it_were_alone():
+def test_gpt_packed_segments_do_not_affect_each_other():
     # Whose positions are relative, so that it matters not where a segment begins.
     config = replace(LLAMA, context=12)
     model, tokens = make(config), np.arange(24).reshape(2, 12) % config.vocab
@@ -234,7 +234,7 @@ def model_without_segments(model, tokens):
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_attention_by_plain_xla_is_a_name_one_can_ask_for(config):
+def test_gpt_attention_by_xla_matches_the_default(config):
     tokens = tokens_of(config)
     with sl.unsharded():
         plain, default = (
@@ -245,7 +245,7 @@ def test_attention_by_plain_xla_is_a_name_one_can_ask_for(config):
 
 @pytest.mark.parametrize("name", ["cudnn", "tokamax"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_attention_by_a_kernel_for_gpus_is_refused_on_a_cpu(dtype, name):
+def test_gpt_attention_by_a_gpu_kernel_is_refused_on_cpu(dtype, name):
     config = replace(SMALL, attention=name, dtype=dtype)
     refusal = f"`{name}` is a kernel for GPUs, and this is traced for cpu"
     with sl.unsharded(), pytest.raises(ValueError, match=refusal):
@@ -254,7 +254,7 @@ def test_attention_by_a_kernel_for_gpus_is_refused_on_a_cpu(dtype, name):
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_attention_by_cudnn_is_two_calls_without_a_mask(config):
+def test_gpt_attention_by_cudnn_compiles_to_two_calls_without_a_mask(config):
     config = replace(config, attention="cudnn", head_dim=16, dtype=jnp.bfloat16)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 17), "int32")}
 
@@ -275,7 +275,7 @@ def test_attention_by_cudnn_is_two_calls_without_a_mask(config):
         lowered(replace(config, dtype=jnp.float32), "data=8", sl.rules.data)
 
 
-def test_the_flops_of_training_are_six_a_weight_and_what_attention_takes():
+def test_gpt_training_flops_are_six_per_weight_plus_attention():
     config = gpt.gpt2(vocab_multiple=128)
     weights = 12 * 12 * 768**2 + config.dims["vocab"] * 768
     assert config.training_flops_per_token == pytest.approx(
@@ -283,7 +283,7 @@ def test_the_flops_of_training_are_six_a_weight_and_what_attention_takes():
     )
 
 
-def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
+def test_gpt_padded_vocabulary_rows_get_no_probability_or_gradient():
     config = VARIANTS["padded"]
     model, batch = make(config), {"tokens": tokens_of(config, length=17)}
     assert model.embedding.shape[0] == 40
@@ -297,13 +297,13 @@ def test_rows_beyond_the_vocabulary_get_no_probability_and_no_gradient():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_model_may_be_closed_over(remat):
+def test_gpt_model_may_be_captured_by_a_traced_function(remat):
     model, tokens = make(SMALL), tokens_of(SMALL)
     with sl.use(RULES["tensor"], MESH, remat=remat):
         assert jax.eval_shape(lambda tokens: model(tokens), tokens).shape == (4, 16, 40)
 
 
-def test_a_token_that_is_no_row_is_nan():
+def test_gpt_token_outside_the_vocabulary_gives_nan():
     model, tokens = make(SMALL), tokens_of(SMALL)
     tokens[0, 3] = 40
     with sl.unsharded():
@@ -311,7 +311,7 @@ def test_a_token_that_is_no_row_is_nan():
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_scanned_blocks_equal_a_loop_over_layers(config):
+def test_gpt_scanned_blocks_equal_a_loop_over_layers(config):
     model, tokens = make(replace(config, layers=3)), tokens_of(config)
     structure, params = nnx.split(model.blocks)
     with sl.unsharded():
@@ -329,7 +329,7 @@ def test_scanned_blocks_equal_a_loop_over_layers(config):
 
 
 @pytest.mark.parametrize("config", [SMALL, VARIANTS["padded"]], ids=["gpt2", "padded"])
-def test_loss_equals_optax(config):
+def test_gpt_loss_equals_optax(config):
     model, tokens = make(config), tokens_of(config, length=17)
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
     with sl.unsharded():
@@ -344,7 +344,7 @@ def test_loss_equals_optax(config):
     assert (whole.weight, masked.weight) == (64, mask.sum())
 
 
-def test_loss_is_float32_where_the_model_is_bfloat16():
+def test_gpt_loss_is_float32_for_a_bfloat16_model():
     model, batch = make(replace(SMALL, dtype=jnp.bfloat16)), {"tokens": tokens_of(SMALL, length=17)}
     with sl.unsharded():
         assert jax.eval_shape(model, batch["tokens"][:, :-1]).dtype == jnp.bfloat16
@@ -354,7 +354,7 @@ def test_loss_is_float32_where_the_model_is_bfloat16():
 
 
 @pytest.mark.long
-def test_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
+def test_gpt_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
     config = replace(SMALL, dropout=0.5)
     model, tokens, key = make(config), tokens_of(config), jax.random.key(0)
     with sl.unsharded():
@@ -372,7 +372,7 @@ def test_dropout_acts_until_eval_and_costs_nothing_at_rate_zero():
         np.testing.assert_array_equal(call(model, tokens), plain)
 
 
-def test_dropout_draws_anew_in_every_layer_and_place(monkeypatch):
+def test_gpt_dropout_draws_a_new_mask_in_every_layer_and_place(monkeypatch):
     keys = []
 
     def watch(key, p, shape, **_):
@@ -387,7 +387,7 @@ def test_dropout_draws_anew_in_every_layer_and_place(monkeypatch):
     assert len(set(keys)) == len(keys) == 1 + 2 * 3
 
 
-def test_generate_continues_the_prompt():
+def test_gpt_generate_continues_the_prompt():
     config = replace(SMALL, dropout=0.1)
     model, prompt = make(config), tokens_of(config, rows=2, length=5)
     with sl.unsharded():
@@ -403,7 +403,7 @@ def test_generate_continues_the_prompt():
     np.testing.assert_array_equal(shorter, tokens[:, :8])
 
 
-# What is wrong with a configuration is said.
+# Wrong configurations and inputs.
 
 
 @pytest.mark.parametrize(
@@ -422,13 +422,13 @@ def test_generate_continues_the_prompt():
         ({"dropout": 1.0}, "`GPTConfig(dropout=1.0)`"),
     ],
 )
-def test_wrong_configurations_are_refused(changes, message):
+def test_gpt_config_refuses_wrong_values(changes, message):
     with pytest.raises(ValueError) as caught:
         replace(SMALL, **changes)
     assert message in str(caught.value)
 
 
-def test_a_sequence_longer_than_the_context_is_refused():
+def test_gpt_sequence_longer_than_the_context_is_refused():
     with (
         sl.unsharded(),
         pytest.raises(ValueError, match=r"17 tokens does not fit `GPTConfig\(context=16\)`"),
@@ -459,7 +459,7 @@ def value_and_grad(structure, params, batch):
     ],
     ids=["gpt2", "post_norm_rotary", "norms by the reference", "simulated kernels"],
 )
-def test_loss_and_gradients_on_a_mesh_equal_those_without(config, kernels):
+def test_gpt_loss_and_gradients_on_a_mesh_match_the_unsharded_model(config, kernels):
     mask = np.random.default_rng(2).integers(0, 2, (4, 16))
     batch, model, mesh = {"tokens": tokens_of(config, length=17), "mask": mask}, make(config), MESH
     structure, params = abstract(config)[0], nnx.to_pure_dict(nnx.state(model))
@@ -480,7 +480,7 @@ def test_loss_and_gradients_on_a_mesh_equal_those_without(config, kernels):
 
 
 @every_variant
-def test_every_dim_has_a_known_name_and_tensor_rules_split_every_matrix(config):
+def test_gpt_dims_are_all_named_and_tensor_rules_split_every_matrix(config):
     model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         names = variable.get_metadata()["out_sharding"]
@@ -493,7 +493,7 @@ def test_every_dim_has_a_known_name_and_tensor_rules_split_every_matrix(config):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_program_does_not_grow_with_depth(remat):
+def test_gpt_program_does_not_grow_with_depth(remat):
     def lines(layers):
         config = replace(LLAMA, layers=layers, dropout=0.1)
         (structure, params), batch = abstract(config), {"tokens": tokens_of(config, length=17)}
@@ -549,7 +549,7 @@ def compiled_collectives(config, rules, kind):
 
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler)])
-def test_tensor_parallelism_is_megatrons(preset, kind):
+def test_gpt_tensor_parallelism_uses_the_collectives_of_megatron(preset, kind):
     """Two all-reduces per layer and direction; one each for the embedding and the head; three
     numbers per token.
     """
@@ -567,7 +567,7 @@ def test_tensor_parallelism_is_megatrons(preset, kind):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
-def test_sequence_parallelism_is_megatrons(preset):
+def test_gpt_sequence_parallelism_uses_the_collectives_of_megatron(preset):
     """Each of those all-reduces is a reduce-scatter where it was, and an all-gather on the way
     back.
     """

@@ -1,4 +1,4 @@
-"""The head and its cross-entropy in one: what it alone has; the rest is in the suite of all ops."""
+"""`linear_cross_entropy`, the head and its loss fused: only what test_kernels.py does not cover."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("simulators")
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
-def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypatch):
+def test_linear_cross_entropy_on_a_mesh_equals_one_device(over, implementation, where, monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _reference
 
     monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)  # chunks of 128 rows, and a rest
@@ -66,7 +66,9 @@ def test_a_head_over_devices_is_as_on_one(over, implementation, where, monkeypat
 @pytest.mark.long("100-1-float32", "300-1-float32", "300-2-float32", "700-1-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])
-def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
+def test_linear_cross_entropy_tpu_kernel_is_exact_over_several_blocks(
+    rows, cores, dtype, monkeypatch
+):
     """One block of rows, two, and three, for three and four blocks of the vocabulary, by one core
     and by two.
     """
@@ -87,7 +89,7 @@ def test_blocks_of_the_gradient_come_and_go(rows, cores, dtype, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_part_of_the_vocabulary_that_counts_for_nothing_counts_for_nothing(monkeypatch):
+def test_linear_cross_entropy_ignores_a_vocabulary_shard_of_padding(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _reference
 
     monkeypatch.setattr(_reference, "CHUNK_BYTES", 1)
@@ -110,7 +112,7 @@ def true_of(arrays, found, options):
 
 @pytest.mark.parametrize("implementation", ["reference", "kernel"])
 @pytest.mark.parametrize("target", TPUS + GPUS)
-def test_a_head_has_no_logits_in_memory(target, implementation):
+def test_linear_cross_entropy_keeps_no_logits_in_memory(target, implementation):
     rows, vocab, width = 8192, 64_000, 256
     if implementation == "kernel":
         implementation = target[:3]
@@ -135,7 +137,7 @@ def of_head_in_chunks(target, implementation, *shape):
     jax.__version_info__ < (0, 12),
     reason="JAX 0.12 simulates matrix units of GPUs; 0.11 wants every warpgroup to wait for all barriers",
 )
-def test_tiles_of_both_generations_of_gpus(generation, monkeypatch):
+def test_linear_cross_entropy_gpu_kernel_on_hopper_and_blackwell_tiles(generation, monkeypatch):
     """More steps than are on their way at once, tiles and chunks of the vocabulary that are not
     full, two warpgroups' rows.
     """
@@ -153,13 +155,13 @@ def test_tiles_of_both_generations_of_gpus(generation, monkeypatch):
         near(found, true_of(arrays, found, options), 2e-6 if dtype == "float32" else 2**-7)
 
 
-def test_a_target_that_is_no_token_makes_its_loss_nan():
+def test_linear_cross_entropy_is_nan_for_a_target_outside_the_vocabulary():
     X = jnp.zeros((8, 128))
     losses = kernels.linear_cross_entropy(X[:3], X, jnp.array([7, 8, -1]))
     assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
 
 
-def test_targets_of_few_bits_are_as_any():
+def test_linear_cross_entropy_takes_uint8_targets():
     x, kernel = jnp.eye(4, 8), jnp.arange(2400.0).reshape(300, 8)
     whole = kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255]))
     np.testing.assert_array_equal(
@@ -167,7 +169,7 @@ def test_targets_of_few_bits_are_as_any():
     )
 
 
-def test_products_of_float32_are_no_less_exact_than_was_asked():
+def test_linear_cross_entropy_gpu_kernel_refuses_highest_precision():
     x = jnp.zeros((8, 128))
     with (
         jax.default_matmul_precision("highest"),
@@ -179,7 +181,7 @@ def test_products_of_float32_are_no_less_exact_than_was_asked():
         kernels.linear_cross_entropy(x, x, jnp.zeros(8, int), implementation="gpu_simulated")
 
 
-def test_backward_is_the_references_where_fast_memory_is_small(monkeypatch):
+def test_linear_cross_entropy_is_exact_when_backward_exceeds_fast_memory(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _tpu
 
     monkeypatch.setattr(

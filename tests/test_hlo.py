@@ -1,4 +1,4 @@
-"""Programs read from their text: the spellings of operands, and whose line it was."""
+"""Compiled programs parsed from HLO text: operands, source lines, bytes sent and trip counts."""
 
 import pytest
 
@@ -52,7 +52,7 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("frames", FRAMES)
-def test_parts_of_tuples_and_lines_of_users(frames):
+def test_hlo_parser_reads_tuple_operands_and_the_users_source_line(frames):
     text = HEAD.format(package=PACKAGE, frames=FRAMES[frames]) + BODY
     program = Program(text)
     assert program.computations["main"]["p#1#0"].result == "f32[8,2]{1,0}"
@@ -86,7 +86,7 @@ def test_parts_of_tuples_and_lines_of_users(frames):
         ([], ""),
     ],
 )
-def test_whose_line(stack, line):
+def test_hlo_source_line_is_the_responsible_frame_of_the_stack(stack, line):
     assert _line_of_user([(place.rpartition(":")[0], place) for place in stack]) == line
 
 
@@ -102,12 +102,12 @@ def test_whose_line(stack, line):
         ("collective-broadcast", 800, 800, 800),
     ],
 )
-def test_bytes_that_a_device_sends(kind, operand, result, sent):
+def test_collective_bytes_sent_per_device(kind, operand, result, sent):
     one = Collective(kind, ("f32",), ((operand // 4,),), operand, result, ("data",), 8, times=3)
     assert one.sent_bytes == sent and one.total_bytes == 3 * sent
 
 
-def test_a_loop_whose_counter_waits_for_other_work():
+def test_hlo_loop_trip_count_ignores_control_dependencies():
     """Control dependencies stand behind the operands, and are none of them."""
     program = Program(
         """

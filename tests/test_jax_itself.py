@@ -14,7 +14,7 @@ import shardlib as sl
 @pytest.mark.xfail(
     strict=True, reason="XLA's partitioner slices an operand in the wrong order of devices"
 )
-def test_a_product_of_two_matrices_on_three_axes():
+def test_plain_jax_matmul_on_three_mesh_axes():
     mesh = sl.make_mesh("a=2,b=2,c=2")
     left, right = np.arange(128.0).reshape(8, 16) % 7, np.arange(128.0).reshape(16, 8) % 5
     to = [NamedSharding(mesh, spec) for spec in (P("b", "c"), P("c", "b"), P("c", ("a", "b")))]
@@ -25,7 +25,7 @@ def test_a_product_of_two_matrices_on_three_axes():
 @pytest.mark.xfail(
     strict=True, reason="XLA's partitioner slices an operand in the wrong order of devices"
 )
-def test_the_gradient_of_a_weight_split_over_all_axes():
+def test_plain_jax_gradient_of_a_weight_split_over_all_mesh_axes():
     mesh = sl.make_mesh("model=2,fsdp=2,data=2")
     random = np.random.default_rng(0)
     weight, x = random.normal(size=(16, 8)).astype("f"), random.normal(size=(8, 4, 16)).astype("f")

@@ -1,4 +1,4 @@
-"""One suite over every op and every implementation; what the head alone has is in test_head.py."""
+"""One suite over every op and every implementation; more of the head's is in test_head.py."""
 
 import functools
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("simulators")
 @pytest.mark.long("float32-softmax-reference", "float32-norm-reference", "float32-head-reference")
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_values_and_gradients_are_those_of_float64(op, implementation, dtype):
+def test_kernels_match_float64_values_and_gradients(op, implementation, dtype):
     if implementation == "tpu_simulated" and dtype == "float16":
         pytest.skip("refused, as is tested below")
 
@@ -84,7 +84,7 @@ LENGTHS = [
 @pytest.mark.parametrize(
     ("implementation", "row"), [on_gpu(*one) if one[0] == "gpu" else one for one in LENGTHS]
 )
-def test_a_row_may_be_of_any_length(op, implementation, row):
+def test_kernels_accept_rows_of_any_length(op, implementation, row):
     shapes = {
         "softmax": {"x": (2, 3, row), "where": (1, 3, row)},
         "norm": {"x": (2, 3, row), "scale": (row,), "bias": (row,)},
@@ -100,7 +100,7 @@ def test_a_row_may_be_of_any_length(op, implementation, row):
 
 @every_op
 @pytest.mark.parametrize("implementation", ["tpu_simulated", "gpu_simulated", on_gpu("gpu")])
-def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
+def test_kernels_propagate_nan_and_inf_like_the_reference(op, implementation):
     x = np.array(np.random.default_rng(0).normal(size=(5, 130)), np.float32)
     x[1, 3], x[2, 129], x[3, 5], x[4, :] = np.nan, np.inf, -np.inf, -np.inf
     found, wanted = (
@@ -120,7 +120,7 @@ def test_what_is_no_number_passes_as_in_the_reference(op, implementation):
     "head-tpu_simulated",
 )
 @every
-def test_vmap_and_scan_are_loops(op, implementation):
+def test_kernels_under_vmap_and_scan_equal_a_loop(op, implementation):
     shapes = {
         "softmax": {"x": (2, 3, 3, 130), "where": (2, 3, 1, 130)},
         "norm": {"x": (2, 3, 3, 130), "scale": (2, 130)},
@@ -149,7 +149,7 @@ NAMES = [
 @pytest.mark.parametrize("names", NAMES, ids=["heads", "sequence", "row"])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])
-def test_on_shards_it_is_as_on_one_device(op, names, implementation, where):
+def test_kernels_on_sharded_arrays_equal_one_device(op, names, implementation, where):
     shapes = {
         "softmax": {"x": (2, 4, 8, 64), "where": (2, 1, 8, 64)},
         "norm": {"x": (2, 4, 8, 64), "scale": (64,)},
@@ -224,7 +224,7 @@ def cases(targets, *of):
 @pytest.mark.parametrize(
     ("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS)
 )
-def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
+def test_kernels_compile_and_read_and_write_each_byte_once(target, op, case):
     found = on_its_own(target, of_case, op, case)
     assert set(found.kinds) <= {"all-reduce"}, "gradients of what rows share, and nothing else"
     x, mask = found.sizes["x"], found.sizes.get("where", 0)
@@ -237,20 +237,20 @@ def test_the_real_compiler_takes_it_and_no_byte_moves_twice(target, op, case):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", [TPUS[1], *GPUS[1:]])
-def test_the_real_compiler_takes_it_in_a_checked_shard_map(target, op):
+def test_kernels_compile_inside_a_checked_shard_map(target, op):
     assert set(on_its_own(target, in_a_checked_shard_map, op)) <= {"all-reduce"}
 
 
 @needs_tokamax
 @pytest.mark.parametrize("target", GPUS[1:])
-def test_the_real_compiler_takes_tokamax_where_its_gpu_is(target):
+def test_tokamax_norm_compiles_for_gpus(target):
     assert set(on_its_own(target, of_tokamax)) <= {"all-reduce"}
 
 
 @needs_tokamax
 @pytest.mark.gpu_compiler  # whose environment has it
 @pytest.mark.parametrize("centred", [True, False])
-def test_what_tokamax_is_asked_for_is_the_same_norm(centred, monkeypatch):
+def test_tokamax_norm_equals_the_reference_forward_and_backward(centred, monkeypatch):
     import tokamax
 
     from shardlib.kernels._norm import _reference, _tokamax
@@ -351,12 +351,12 @@ X, T = jnp.zeros((8, 128)), jnp.zeros(8, int)
         ),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_kernels_refuse_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_names_that_cannot_be_are_refused():
+def test_kernels_refuse_invalid_dimension_names():
     with sl.use(RULES, sl.make_mesh("data=2,model=4")):
         with pytest.raises(ValueError, match="has 2 dims and was given 1 names"):
             kernels.softmax(X, names=("batch",))
@@ -376,7 +376,7 @@ def test_names_that_cannot_be_are_refused():
         )(X)
 
 
-def test_rows_may_be_split_over_manual_axes_that_are_not_first_in_their_rule():
+def test_kernels_accept_a_manual_axis_that_is_not_first_in_its_rule():
     rules, mesh = sl.AxisRules(batch=("pod", "data")), sl.make_mesh("pod=2,data=4")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), "float32")
     head, targets = jnp.eye(8), jnp.arange(16) % 8
@@ -411,7 +411,7 @@ def test_rows_may_be_split_over_manual_axes_that_are_not_first_in_their_rule():
     ],
     ids=str,
 )
-def test_a_step_takes_them_by_configuration(changes):
+def test_kernels_in_a_train_step_equal_the_plain_step(changes):
     def after(**changes):
         config = gpt.tiny(
             width=16,
@@ -436,7 +436,7 @@ def test_a_step_takes_them_by_configuration(changes):
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_a_step_with_all_of_them():
+def test_kernels_of_gpus_in_a_train_step_equal_the_plain_step():
     def after(**changes):
         config = gpt.tiny(
             width=128, head_dim=64, heads=2, vocab=300, norm="rms", dtype=jnp.bfloat16, **changes
@@ -454,7 +454,7 @@ def test_a_gpu_takes_a_step_with_all_of_them():
         np.testing.assert_allclose(one, other, rtol=0, atol=2**-7 * np.abs(other).max())
 
 
-def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
+def test_kernels_explain_says_which_runs_and_why_the_others_do_not(monkeypatch):
     def model(x):
         return jax.jit(kernels.rms_norm)(kernels.softmax(x, names=("batch", None)))
 
@@ -469,7 +469,7 @@ def test_explain_says_what_would_run_and_why_not_the_others(monkeypatch):
 
 
 @pytest.mark.tpu_compiler
-def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypatch):
+def test_kernel_choice_for_an_absent_tpu_is_the_fastest_measured(monkeypatch):
     from shardlib.kernels import _choice
 
     mesh = sl.Target("tpu:v5e:2x2").mesh("data=2,model=2")
@@ -503,7 +503,7 @@ def test_the_fastest_measured_is_what_runs_and_a_machine_may_be_absent(monkeypat
         assert kernels.explain(kernels.softmax, x).calls[0].runs == "reference"
 
 
-def test_where_no_clock_has_spoken_the_compilers_programs_choose(monkeypatch):
+def test_kernel_choice_without_measurements_compares_compiled_programs(monkeypatch):
     from shardlib.kernels import _choice, _softmax
 
     monkeypatch.setattr(_softmax, "device_here", lambda: _choice.Device("tpu", "TPU vX"))
@@ -528,7 +528,7 @@ def test_where_no_clock_has_spoken_the_compilers_programs_choose(monkeypatch):
     assert named.decided_by == "name" and dict(named.others)["tpu"] == "can; another was named"
 
 
-def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
+def test_kernel_library_that_is_missing_is_named_with_its_pip_extra(monkeypatch):
     from shardlib.kernels import _choice, _norm
 
     monkeypatch.setattr(_norm, "device_here", lambda: _choice.Device("gpu", "NVIDIA H200"))
@@ -540,7 +540,7 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
         kernels.layer_norm(X, implementation="tokamax")
 
 
-def test_a_race_in_a_kernel_would_be_found(capsys):
+def test_kernel_simulator_detects_a_race(capsys):
     def reads_before_it_is_there(x_ref, y_ref, scratch, semaphore):
         copy = pltpu.make_async_copy(x_ref, scratch, semaphore)
         copy.start()
@@ -574,7 +574,7 @@ def squared_sums(x, scale):
 
 
 @pytest.mark.parametrize("manual", [(), ("data",), ("data", "model")], ids=str)
-def test_a_function_of_others_runs_on_each_devices_shard(manual):
+def test_on_shards_runs_a_custom_function_on_each_devices_shard(manual):
     arrays = make({"x": (4, 8, 16), "scale": (8, 16)}, "float32")
     x, scale = arrays["x"], arrays["scale"]
     mesh = sl.make_mesh("data=2,model=4")
@@ -617,7 +617,7 @@ def test_a_function_of_others_runs_on_each_devices_shard(manual):
         ([None], ROWS, "a tuple of names"),
     ],
 )
-def test_names_for_a_function_of_others_are_checked(in_names, out_names, message):
+def test_on_shards_refuses_invalid_dimension_names(in_names, out_names, message):
     x = jnp.ones((4, 8, 16))
     several = isinstance(out_names, list)
     with sl.use(RULES, sl.make_mesh("data=2,model=4")), pytest.raises(ValueError, match=message):

@@ -1,5 +1,5 @@
-"""`python -m shardlib.launch`: what it forwards, whom it names, how it ends. The scripts of the
-first tests know no JAX.
+"""`python -m shardlib.launch`: the output it forwards, the failed process it names, how it ends.
+The scripts of the first tests do not import JAX.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(capsys, *argv):
     return code, capsys.readouterr()
 
 
-def test_output_is_forwarded_line_by_line(tmp_path, capsys):
+def test_launch_forwards_output_line_by_line(tmp_path, capsys):
     text = r"""
 print("hello from", me)
 sys.stderr.write("\r10%\r20%\n\nbar done\r\nno end of line")
@@ -72,7 +72,7 @@ sys.stderr.write("\r10%\r20%\n\nbar done\r\nno end of line")
     assert lines == ["[1] 10%", "[1] 20%", "[1] ", "[1] bar done", "[1] no end of line"]
 
 
-def test_who_died_is_named_with_its_traceback_and_the_rest_ended(tmp_path, capsys):
+def test_launch_names_the_dead_process_with_traceback_and_ends_the_rest(tmp_path, capsys):
     text = """
 if me == "0":
     time.sleep(1000)
@@ -100,7 +100,7 @@ except ValueError as error:
 
 
 @pytest.mark.long
-def test_a_killed_process_is_named_and_what_ignores_the_request_to_end_is_killed(tmp_path, capsys):
+def test_launch_names_a_killed_process_and_kills_those_ignoring_sigterm(tmp_path, capsys):
     text = """
 signal.signal(signal.SIGTERM, lambda *_: print("not now"))
 if me == "1":
@@ -169,7 +169,7 @@ open(sys.argv[1] + me, "w").close()
          "abort('1', 'said')", {"1": False}, "2"),
     ],
 )  # fmt: skip
-def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
+def test_launch_names_the_silent_process_not_those_that_aborted_for_it(
     text, named, ended_because, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(launch, "_SECONDS_OF_GRACE", 0.2)
@@ -196,7 +196,7 @@ def test_who_was_silent_is_named_instead_of_who_ended_because_of_it(
     )
 
 
-def test_who_died_is_named_though_another_was_stopped(tmp_path, capsys, monkeypatch):
+def test_launch_names_the_dead_process_while_another_is_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launch, "_SECONDS_OF_GRACE", 0.2)
     text = """
 if me == "0":
@@ -225,7 +225,7 @@ time.sleep(1000)
     sys.platform != "linux", reason="whether a process is stopped is read from /proc"
 )
 @pytest.mark.parametrize("stopped, how", [(0, "environment"), (1, "argument")])
-def test_of_processes_that_train_the_one_that_was_stopped_is_named(stopped, how, tmp_path):
+def test_launch_names_the_stopped_process_of_a_training_run(stopped, how, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(f"""
 import os, signal, time
@@ -265,7 +265,7 @@ time.sleep(90)  # longer than the tests wait, and shorter than the default would
     assert f"Process {1 - stopped} was killed by SIGABRT because of that" in said
 
 
-def test_the_environment():
+def test_launch_sets_the_environment_of_each_process():
     arguments = argparse.Namespace(n=4, devices=2, gpus=None)
     given = {
         "XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=8 --b",
@@ -298,13 +298,13 @@ def test_the_environment():
         (["-n", "2", "--", __file__], f"write `-- python {__file__} ...`"),
     ],
 )
-def test_mistakes_have_a_way_out(argv, message, capsys):
+def test_launch_explains_command_line_mistakes(argv, message, capsys):
     with pytest.raises(SystemExit) as error:
         launch.main(argv)
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_two_processes_train_and_sigterm_to_the_launcher_stops_both_after_the_same_step(tmp_path):
+def test_launch_sigterm_stops_both_processes_after_the_same_step(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
     command = [
@@ -342,12 +342,12 @@ def test_two_processes_train_and_sigterm_to_the_launcher_stops_both_after_the_sa
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
-def test_shell_files_are_shell(path):
+def test_launch_shell_examples_parse(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.name)
-def test_job_files_start_the_example(path):
+def test_launch_job_examples_agree_on_process_count_and_coordinator(path):
     job = yaml.safe_load(path.read_text())
     ((name, spec),) = [
         (one["name"], one["template"]["spec"]) for one in job["spec"]["replicatedJobs"]
@@ -362,7 +362,7 @@ def test_job_files_start_the_example(path):
         assert environment["SHARDLIB_COORDINATOR"].startswith(f"{job_name}-{name}-0-0.{job_name}:")
 
 
-def test_every_launch_file_runs_a_configuration_that_exists():
+def test_launch_examples_run_existing_configurations():
     for path in LAUNCH.iterdir():
         (configuration,) = set(re.findall(r"python examples/train_lm\.py (\w+)", path.read_text()))
         assert (ROOT / "examples" / "configs" / f"{configuration}.py").exists()
@@ -371,7 +371,7 @@ def test_every_launch_file_runs_a_configuration_that_exists():
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel is asked, which elsewhere has no such call"
 )
-def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
+def test_launch_processes_end_when_the_launcher_is_killed(tmp_path):
     command = script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(1000)\n")
     launcher = subprocess.Popen(
         [sys.executable, "-m", "shardlib.launch", "-n", "2", "--", *command],

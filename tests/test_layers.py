@@ -1,4 +1,4 @@
-"""A list of layers as one that loops: alone, under a strategy, in a pipeline."""
+"""`sl.Layers`, a list of layers as one loop: by itself, under a strategy and in a pipeline."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("f")
 @pytest.mark.long
 @pytest.mark.sentinel("0.5")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_it_is_its_layers_one_after_the_other(dropout):
+def test_layers_equal_applying_each_layer_in_turn(dropout):
     layers, expected = sl.Layers(blocks(dropout=dropout)), jnp.asarray(X)
     for block in blocks(dropout=dropout):
         expected = block(expected, 0.1)
@@ -107,14 +107,14 @@ def assert_alike(found, expected):
 
 
 @pytest.mark.long
-def test_a_pipeline_of_a_list_of_layers_steps_as_the_list_does():
+def test_layers_in_a_pipeline_step_like_a_plain_list():
     listed, _ = stepped(Listed, ALONE)
     found, _ = stepped(Model, STAGES)
     assert_alike(found["stacked"], jax.tree.map(lambda *leaves: np.stack(leaves), *listed.values()))
 
 
 @pytest.mark.long
-def test_layers_with_streams_of_their_own_draw_the_same_in_a_pipeline():
+def test_layers_with_dropout_draw_the_same_in_a_pipeline():
     make, stages = lambda: Model(0.5), replace(STAGES, pipeline=sl.pipeline.ZBV(2, 4))
     assert_alike(stepped(make, stages, 2), stepped(make, ALONE, 2))
 
@@ -128,7 +128,7 @@ class Laid(nnx.Module):
         )
 
 
-def test_what_cannot_be_one_loop_is_refused():
+def test_layers_that_cannot_be_stacked_are_refused():
     first, *_ = blocks()
     for layers, words in [
         ([], ["at least one"]),

@@ -1,4 +1,4 @@
-"""Locks: whose they are, who is dead, and that who lost one writes nothing more."""
+"""Locks: whether their holder is alive, and that a run which lost its lock writes nothing more."""
 
 import json
 import os
@@ -43,7 +43,7 @@ ELSEWHERE = {
 
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("where", ["here", *ELSEWHERE])
-def test_a_number_that_no_process_has_says_something_on_the_same_machine_alone(lock, where):
+def test_lock_of_an_ended_process_is_dead_only_on_the_same_machine(lock, where):
     holder = {
         **_lock._this_process(),
         "process": ended(),
@@ -55,7 +55,7 @@ def test_a_number_that_no_process_has_says_something_on_the_same_machine_alone(l
 
 
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
-def test_a_number_that_another_process_has_now_is_no_sign_of_life(lock):
+def test_lock_is_dead_when_its_process_id_was_reused(lock):
     holder = {**_lock._this_process(), "nonce": "aa"}
     lock.write_text(_lock._sealed({**holder, "started": "1"}))
     assert Other(lock).look(patience=60) == "dead"
@@ -64,7 +64,7 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life(lock):
 
 
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
-def test_a_process_that_ended_and_was_not_asked_for_is_dead(lock):
+def test_lock_of_a_zombie_process_is_dead(lock):
     process = subprocess.Popen(["sleep", "60"])
     holder = {
         **_lock._this_process(),
@@ -96,7 +96,7 @@ with _lock.hold(Path(sys.argv[1])) as claim:
 
 
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
-def test_a_process_that_was_stopped_is_not_taken_for_dead_and_learns_of_its_loss(lock):
+def test_lock_of_a_stopped_process_is_stalled_and_its_loss_is_reported(lock):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(lock)],
@@ -118,7 +118,7 @@ def test_a_process_that_was_stopped_is_not_taken_for_dead_and_learns_of_its_loss
         claim.check()  # what the other did at its end has changed nothing
 
 
-def test_time_in_which_the_watcher_slept_as_well_is_no_silence(lock, monkeypatch):
+def test_lock_watcher_does_not_count_time_it_slept_itself(lock, monkeypatch):
     lock.write_text("")
     other, now = Other(lock), time.monotonic()
     assert other.look(patience=20) == "unknown"
@@ -127,7 +127,7 @@ def test_time_in_which_the_watcher_slept_as_well_is_no_silence(lock, monkeypatch
 
 
 @pytest.mark.parametrize("change", ["gone", "another's", "damaged", "empty"])
-def test_who_lost_a_lock_is_told(lock, change):
+def test_lock_holder_detects_the_loss_of_its_lock(lock, change):
     with hold(lock) as claim:
         claim.check()
         assert not claim.seen_taken
@@ -153,7 +153,7 @@ def test_who_lost_a_lock_is_told(lock, change):
     assert lock.exists() == (change != "gone"), "what is another's is not taken away"
 
 
-def test_every_flipped_bit_of_a_lock_is_seen(lock):
+def test_lock_file_with_a_flipped_bit_in_any_byte_names_no_holder(lock):
     lock.write_text(_lock._sealed({**_lock._this_process(), "nonce": "aa"}))
     content = lock.read_bytes()
     for byte in range(len(content)):
@@ -162,7 +162,7 @@ def test_every_flipped_bit_of_a_lock_is_seen(lock):
         lock.write_bytes(content)
 
 
-def test_a_lock_that_was_made_anew_or_has_beaten_is_not_taken_away(lock):
+def test_lock_that_was_renewed_or_touched_is_not_taken_away(lock):
     lock.write_text("left behind")
     first, second = Other(lock), Other(lock)
     first.look(60), second.look(60)
@@ -177,7 +177,7 @@ def test_a_lock_that_was_made_anew_or_has_beaten_is_not_taken_away(lock):
     assert [path.name for path in lock.parent.iterdir()] == [lock.name]
 
 
-def test_two_that_look_at_once_do_not_both_take_it(lock, monkeypatch):
+def test_lock_taken_meanwhile_by_a_faster_process_is_left_in_place(lock, monkeypatch):
     """Between the look and the renaming another was faster, and holds a lock of its own."""
     lock.write_text("left behind")
     slow = Other(lock)
@@ -198,7 +198,7 @@ def test_two_that_look_at_once_do_not_both_take_it(lock, monkeypatch):
     ]
 
 
-def test_a_full_disk_leaves_no_empty_lock(lock, monkeypatch):
+def test_lock_on_a_full_disk_leaves_no_file_behind(lock, monkeypatch):
     real = Path.open
 
     class Full:
@@ -245,7 +245,7 @@ sl.fit(step, state, batches(), sl.Loop(steps=10_000, log_every=1, save_every=5),
 
 
 @pytest.mark.long
-def test_of_several_processes_all_end_when_the_folder_is_lost(tmp_path):
+def test_lock_loss_ends_all_processes_of_a_run(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(TWO_PROCESSES)
     launch = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--"]

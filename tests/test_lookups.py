@@ -1,5 +1,5 @@
-"""Lookups by index beside three and four axes: they run, equal one device, and compile for machines
-that are not there.
+"""Lookups by index on three and four mesh axes: they run, equal one device, and compile for absent
+machines.
 
 XLA's partitioner aborts the process on lookups in a manual region that leaves several axes
 automatic, so each of these tests ended its whole process before lookups were rewritten.
@@ -161,7 +161,7 @@ SEVERAL = {
 @pytest.mark.sentinel("scatters-data=2,fsdp=2,model=2", "within-model=2,fsdp=2,data=2")
 @pytest.mark.parametrize("mesh", [THREE, "model=2,fsdp=2,data=2"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
+def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):
     testing.check_step(
         make, optax.adam(0.1), loss, IDS, PRESETS, meshes=[mesh], zero=sl.Zero(3, small=16)
     )
@@ -170,7 +170,7 @@ def test_every_lookup_beside_three_axes_equals_one_device(loss, mesh):
 @pytest.mark.long
 @pytest.mark.sentinel("presets", "table over both")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
-def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mesh, options):
+def test_lookups_of_a_language_model_equal_one_device_under_all_rules(rules, mesh, options):
     if "zero" in options:
         options = {**options, "zero": sl.Zero(options["zero"], small=16)}
     counts = [options.pop("accumulate", 1)]
@@ -186,7 +186,7 @@ def test_a_language_model_under_rules_of_every_kind_equals_one_device(rules, mes
     )
 
 
-def test_an_evaluation_beside_three_axes_equals_one_device():
+def test_lookups_in_evaluation_on_three_mesh_axes_equal_one_device():
     strategy = sl.Strategy(mesh=THREE, rules=PRESETS, zero=sl.Zero(3, small=16))
     state = sl.init(make, optax.sgd(0.1), strategy)
     found = sl.evaluation(language_model, strategy)(state, [IDS])["loss"]
@@ -197,7 +197,7 @@ def test_an_evaluation_beside_three_axes_equals_one_device():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_gradients_of_rows_are_added_up_in_float32_beside_three_axes():
+def test_lookup_gradients_accumulate_in_float32_on_three_mesh_axes():
     """In bfloat16 a sum of 1,024 ones stands still at 256."""
     same = np.zeros((64, 16), np.int32)
 
@@ -241,7 +241,7 @@ TOKENS = {
     ],
     ids=["stage 3", "sequence", "pipeline"],
 )
-def test_the_gpt_beside_three_axes_equals_one_device(mesh, rules, options):
+def test_gpt_on_three_mesh_axes_equals_one_device(mesh, rules, options):
     counts = [options.pop("accumulate", 1)]
     testing.check_step(
         gpt_model(fused_loss=counts == [2]),
@@ -257,7 +257,7 @@ def test_the_gpt_beside_three_axes_equals_one_device(mesh, rules, options):
 
 
 @pytest.mark.long
-def test_experts_beside_three_axes_equal_one_device():
+def test_experts_on_three_mesh_axes_equal_one_device():
     config = moe.tiny(layers=1, every=1, width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4)
     rules = PRESETS | sl.rules.experts | sl.AxisRules(batch=("data", "fsdp"))
     testing.check_step(
@@ -294,7 +294,7 @@ def on_four_axes():
     print("four axes are equal to one device")
 
 
-def test_four_axes_equal_one_device():
+def test_lookups_on_four_mesh_axes_equal_one_device():
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     ran = subprocess.run(
         [sys.executable, "-c", "import test_lookups; test_lookups.on_four_axes()"],

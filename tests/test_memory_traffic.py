@@ -1,4 +1,4 @@
-"""What compiled programs read and write, where one can say it without them."""
+"""Bytes that compiled programs read and write, against programs simple enough to count by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ def moved(function, *sizes, platform="cpu", donate=()):
     return testing.memory_traffic(jax.jit(function, donate_argnums=donate).lower(*arrays).compile())
 
 
-def test_what_is_elementwise_is_read_once_and_written_once():
+def test_memory_traffic_of_elementwise_code_reads_and_writes_once():
     found = moved(lambda x, y: jnp.tanh(x) * y + x, FLOATS, FLOATS)
     assert (found.read, found.written, found.total) == (2 * BYTES, BYTES, 3 * BYTES)
     assert str(found) == "reads 8.0 MiB, writes 4.0 MiB"
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_memory_traffic_counts_every_iteration_of_a_loop():
     def of(steps):
         return moved(
             lambda x: jax.lax.fori_loop(0, steps, lambda _, x: jnp.sin(x), x), FLOATS
@@ -34,13 +34,13 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert of(6) - of(4) == pytest.approx(2 * 2 * BYTES, rel=1e-4)  # and its counter
 
 
-def test_a_slice_counts_by_its_size_and_an_update_by_what_is_new():
+def test_memory_traffic_counts_only_the_sliced_or_updated_part():
     assert moved(lambda x: jax.lax.dynamic_slice_in_dim(x, 5, 256) * 2, FLOATS).total <= 4 * 256 * 4
     update = lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part * 2, 5, 0)
     assert moved(update, FLOATS, 256, donate=0).total <= 8 * 256 * 4
 
 
-def test_of_branches_the_dearest_counts():
+def test_memory_traffic_counts_the_most_expensive_branch():
     def function(x, y):
         return jax.lax.cond(y[0] > 0, lambda x: jnp.sin(x) + 1, lambda x: x * 0 + 1, x)
 
@@ -48,12 +48,12 @@ def test_of_branches_the_dearest_counts():
 
 
 @pytest.mark.tpu_compiler
-def test_what_a_tpu_keeps_in_fast_memory_moves_nothing():
+def test_memory_traffic_excludes_fast_memory_of_a_tpu():
     found = moved(lambda x: jnp.cumsum(x * 2).reshape(-1, 8).sum(1), 2**14, platform="v5e:2x2")
     assert found.read <= 1.1 * 4 * 2**14 and found.written <= 1.1 * 4 * 2**11
 
 
-def test_a_loop_that_never_runs_moves_nothing_of_its_body():
+def test_memory_traffic_excludes_a_loop_that_never_runs():
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, 6, lambda _, x: jnp.sin(x), x))
     compiled = loop.lower(jax.ShapeDtypeStruct((FLOATS,), "float32")).compile()
     text = compiled.as_text()

@@ -1,5 +1,5 @@
-"""Meshes: what is read, what is refused, and where devices end up, on simulated devices and on
-absent TPUs.
+"""Meshes: how they are written, what is refused, and where devices end up, simulated or of absent
+TPUs.
 """
 
 import doctest
@@ -30,7 +30,7 @@ def refuses(*parts):
     return pytest.raises(ValueError, match=".*".join(map(re.escape, parts)))
 
 
-def test_docstrings():
+def test_mesh_docstring_examples():
     results = doctest.testmod(mesh_module)
     assert results.attempted >= 9
     assert results.failed == 0
@@ -48,7 +48,7 @@ def test_docstrings():
         ({"model": np.int64(4), "data": 2}, {"model": 4, "data": 2}),
     ],
 )
-def test_parse_axes(text, axes):
+def test_parse_axes_reads_text_and_mappings(text, axes):
     parsed = parse_axes(text)
     assert list(parsed.items()) == list(axes.items())
     assert all(type(size) is int for size in parsed.values())
@@ -71,7 +71,7 @@ def test_parse_axes(text, axes):
         ({"data 1": 2}, ["a word", "'data 1'"]),
     ],
 )
-def test_parse_axes_refuses(text, parts):
+def test_parse_axes_refuses_malformed_axes(text, parts):
     with refuses(*parts):
         parse_axes(text)
 
@@ -81,7 +81,7 @@ def test_parse_axes_refuses(text, parts):
         st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), st.integers(1, 10**6), max_size=5
     )
 )
-def test_parse_axes_reads_what_is_written(axes):
+def test_parse_axes_reads_back_any_formatted_axes(axes):
     text = ",".join(f"{name}={size}" for name, size in axes.items())
     assert list(parse_axes(text).items()) == list(axes.items())
     assert parse_axes(axes) == axes
@@ -101,19 +101,19 @@ def test_parse_axes_reads_what_is_written(axes):
         ("data=2", {"model": -1}),
     ],
 )
-def test_spellings_of_one_mesh(shape, axes):
+def test_make_mesh_accepts_every_spelling_of_the_same_mesh(shape, axes):
     mesh = make_mesh(shape, **axes)
     assert format_mesh(mesh) == "data=2,model=4"
     assert (ids(mesh) == np.arange(8).reshape(2, 4)).all()
 
 
-def test_axes_are_automatic_unless_asked():
+def test_mesh_axes_are_automatic_by_default():
     assert make_mesh("data=2,model=4").axis_types == (AxisType.Auto, AxisType.Auto)
     explicit = make_mesh("data=2,model=4", dcn="data", axis_type=AxisType.Explicit)
     assert explicit.axis_types == (AxisType.Explicit, AxisType.Explicit)
 
 
-def test_chosen_devices_in_their_order():
+def test_make_mesh_keeps_the_order_of_given_devices():
     devices = jax.devices()[4:6] + jax.devices()[:2]
     assert ids(make_mesh("data=2,model=2", devices=devices)).tolist() == [[4, 5], [0, 1]]
     assert ids(make_mesh("data=-1", devices=np.array(devices).reshape(2, 2))).tolist() == [
@@ -137,7 +137,7 @@ def hybrid_meshes(draw):
 
 @given(hybrid_meshes())
 @settings(max_examples=60, deadline=None)
-def test_blocks_of_simulated_devices_stand_for_slices(case):
+def test_dcn_mesh_treats_blocks_of_simulated_devices_as_slices(case):
     sizes, outer = case
     mesh = make_mesh(sizes, dcn=outer)
     assert dict(mesh.shape) == sizes
@@ -167,7 +167,7 @@ def test_blocks_of_simulated_devices_stand_for_slices(case):
         ("a=4,b=2", "a=2,b", "a=4,b=2", [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ],
 )
-def test_hybrid_order(shape, dcn, spelt, expected):
+def test_dcn_mesh_device_order(shape, dcn, spelt, expected):
     mesh = make_mesh(shape, dcn=dcn)
     assert format_mesh(mesh) == spelt
     assert ids(mesh).tolist() == expected
@@ -209,7 +209,7 @@ def test_hybrid_order(shape, dcn, spelt, expected):
         ("data=2,model=4", {"dcn": "data/2"}, ["`name=size`", "`data/2`"]),
     ],
 )
-def test_make_mesh_refuses(shape, options, parts):
+def test_make_mesh_refuses_invalid_arguments(shape, options, parts):
     with refuses(*parts):
         make_mesh(shape, **options)
 
@@ -246,14 +246,14 @@ CPUS_BY_PROCESS = stand_ins("cpu", processes=[0, 0, 1, 1])
 @pytest.mark.parametrize(
     ("shape", "dcn", "slow"), [("a=2,b=2", "a", ("a",)), ("a=2,b=2", "b", ("b",))]
 )
-def test_slices_before_processes(devices, order, shape, dcn, slow):
+def test_dcn_axes_cross_slices_or_else_processes(devices, order, shape, dcn, slow):
     mesh = make_mesh(shape, dcn=dcn, devices=[devices[k] for k in order])
     assert slow_axes(mesh) == slow
     for row in ids(mesh).T if slow == ("a",) else ids(mesh):
         assert sorted(np.array(row) // 2) == [0, 1]
 
 
-def test_one_process_of_gpus_is_one_slice():
+def test_mesh_treats_gpus_of_one_process_as_a_single_slice():
     devices = stand_ins("gpu", processes=[0, 0, 0, 0])
     assert slow_axes(make_mesh("data=4", devices=devices)) == ()
     with refuses("number of processes, 1", "Leave `dcn` out"):
@@ -269,14 +269,14 @@ def test_one_process_of_gpus_is_one_slice():
         ("data=4", "data", ["number of slices, 2", "`data=4`, which is 4", '`dcn="data=2"`']),
     ],
 )
-def test_several_slices_are_never_guessed(shape, dcn, parts):
+def test_make_mesh_requires_a_correct_dcn_for_several_slices(shape, dcn, parts):
     with refuses(*parts):
         make_mesh(shape, dcn=dcn, devices=GPUS_BY_SLICE)
 
 
 @given(hybrid_meshes())
 @settings(max_examples=60, deadline=None)
-def test_the_proposed_dcn_is_accepted(case):
+def test_make_mesh_accepts_the_dcn_that_its_error_proposes(case):
     sizes, outer = case
     count = math.prod(outer.values())
     devices = stand_ins("gpu", processes=range(8), slices=[k * count // 8 for k in range(8)])
@@ -289,13 +289,13 @@ def test_the_proposed_dcn_is_accepted(case):
     assert slow_axes(make_mesh(sizes, dcn=proposed, devices=devices))
 
 
-def test_slices_of_unequal_size_are_refused():
+def test_make_mesh_refuses_slices_of_unequal_size():
     uneven = stand_ins("gpu", processes=range(10), slices=[0] * 4 + [1] * 6)
     with refuses("equally many devices of each", "4, 6"):
         make_mesh("a=10", dcn="a=2", devices=uneven)
 
 
-def test_picture_of_several_slices():
+def test_describe_mesh_draws_several_slices():
     picture = describe_mesh(make_mesh("data=2,model=2", dcn="data", devices=GPUS_BY_SLICE))
     assert picture.splitlines() == [
         "data=2,model=2 on 4 NVIDIA H200 devices in 2 slices",
@@ -317,7 +317,7 @@ def test_picture_of_several_slices():
     assert across.splitlines()[-3:] == ["┌─────╥─────┐", "│ 0 1 ║ 2 3 │", "└─────╨─────┘"]
 
 
-def test_picture_of_one_slice_names_no_network():
+def test_describe_mesh_of_a_single_slice_names_no_network():
     for shape in ["data=8", "data=2,one=1,model=4"]:
         picture = describe_mesh(make_mesh(shape))
         assert picture.startswith(f"{shape} on 8 cpu devices\n")
@@ -346,7 +346,7 @@ def slices_of(mesh):
         ("data=-1,model=4", {"model": 2}, {"model": 2}),
     ],
 )
-def test_only_dcn_axes_leave_the_slice(topology, shape, dcn, slow):
+def test_dcn_axes_are_the_only_axes_that_cross_tpu_slices(topology, shape, dcn, slow):
     mesh = make_mesh(shape, dcn=dcn, devices=devices_of(topology, num_slices=2))
     assert (
         mesh.devices.size == len(set(mesh.devices.flat)) == len(devices_of(topology, num_slices=2))
@@ -363,7 +363,7 @@ def test_only_dcn_axes_leave_the_slice(topology, shape, dcn, slow):
 
 
 @pytest.mark.tpu_compiler
-def test_networks_of_tpus_are_never_guessed():
+def test_make_mesh_requires_dcn_only_for_several_tpu_slices():
     with refuses("told by `dcn`", "2 slices", '`dcn="data=2"`'):
         make_mesh("data=8,model=4", devices=devices_of("v5e:4x4", num_slices=2))
     with refuses("number of slices, 1", "`data=2`", "Leave `dcn` out"):
@@ -382,7 +382,7 @@ SINGLE_SLICES = {
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("topology", SINGLE_SLICES)
-def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
+def test_mesh_neighbours_are_neighbours_on_the_tpu_torus(topology):
     shape, options = SINGLE_SLICES[topology]
     devices = devices_of(topology, **options)
     mesh = make_mesh(shape, devices=devices)
@@ -402,7 +402,7 @@ def test_neighbours_on_the_mesh_are_neighbours_on_the_torus(topology):
     ("topology", "shape"),
     [("v5e:4x4", "a=2,b=8"), ("v6e:16x16", "a=64,b=4"), ("v5p:4x4x4", "a=8,b=8")],
 )
-def test_axes_that_share_a_dimension_of_the_torus(topology, shape):
+def test_mesh_axes_may_share_a_torus_dimension_unless_disallowed(topology, shape):
     mesh = make_mesh(shape, devices=devices_of(topology))
     plan = mesh_utils.create_device_mesh(
         mesh.devices.shape, devices_of(topology), allow_split_physical_axes=True
@@ -416,7 +416,7 @@ def test_axes_that_share_a_dimension_of_the_torus(topology, shape):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("shape", ["a=640,b=14", "a=14,b=640"])
-def test_sizes_that_some_versions_of_jax_cannot_split(shape):
+def test_make_mesh_places_awkward_sizes_on_a_torus_or_refuses_them(shape):
     devices = devices_of("v5p:16x20x28")
     try:
         mesh = make_mesh(shape, devices=devices)
@@ -427,7 +427,7 @@ def test_sizes_that_some_versions_of_jax_cannot_split(shape):
 
 
 @pytest.mark.tpu_compiler
-def test_devices_that_are_no_torus_are_refused():
+def test_make_mesh_refuses_tpus_that_form_no_torus():
     with refuses(
         "`data=32`", "32 TPU v4 devices", "one device per chip", '`chip_config_name="megacore"`'
     ):
@@ -437,7 +437,7 @@ def test_devices_that_are_no_torus_are_refused():
 
 
 @pytest.mark.tpu_compiler
-def test_description_of_tpus():
+def test_describe_mesh_of_tpus_shows_torus_and_slices():
     large = describe_mesh(make_mesh("data=8,model=32", devices=devices_of("v5e:16x16")))
     assert large.splitlines()[0] == "data=8,model=32 on 256 TPU v5 lite devices"
     assert [line.split()[:2] for line in large.splitlines()[3:]] == [["data", "8"], ["model", "32"]]

@@ -1,5 +1,5 @@
-"""1-bit Adam, and other optimizers under compressed exchanges: nothing is lost but for a while,
-wherever it lies.
+"""1-bit Adam, and other optimizers under compressed exchanges: errors are kept and sent later, on
+any mesh.
 """
 
 import functools
@@ -104,7 +104,7 @@ STRATEGIES = {
 @pytest.mark.long
 @pytest.mark.sentinel("one pod")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
+def test_onebit_adam_equals_adam_until_the_freeze_then_keeps_errors(name):
     strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
     optimizer, expected = adam(2), two_steps_of_adam(strategy.clip)
     state, metrics = run(optimizer, 2, strategy)
@@ -151,7 +151,7 @@ def test_until_the_freeze_it_is_adam_and_then_owes_what_it_does_not_send(name):
         )
 
 
-def test_what_is_summed_exactly_stays_adams():
+def test_onebit_adam_leaves_exact_parameters_to_plain_adam():
     strategy = sl.Strategy(
         rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*"))
     )
@@ -177,7 +177,7 @@ def test_what_is_summed_exactly_stays_adams():
 
 
 @pytest.mark.parametrize(("rises", "frozen"), [(0, 50), (60, 70)])
-def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises(rises, frozen):
+def test_onebit_adam_freezes_when_variance_and_learning_rate_settle(rises, frozen):
     rate = optax.linear_schedule(1e-3, 2e-3, rises) if rises else 1e-3
     optimizer, gradient = onebit_adam(rate, freeze="auto", b2=0.9), {"w": jnp.arange(1.0, 9)}
     update = jax.jit(
@@ -196,7 +196,7 @@ def test_the_variance_freezes_once_it_has_settled_and_the_rate_no_longer_rises(r
 
 
 @pytest.mark.parametrize("size", [2000, 300_000])
-def test_a_norm_is_told_from_few_sums(size):
+def test_onebit_sketch_estimates_the_gradient_norm(size):
     random = np.random.default_rng(0)
     a_column = np.where(np.arange(size) % 512 == 7, 1, 1e-3)
     for scale in (1.0, random.normal(size=size) ** 4, a_column):
@@ -206,7 +206,7 @@ def test_a_norm_is_told_from_few_sums(size):
         )
 
 
-def test_errors_are_not_poisoned():
+def test_onebit_errors_survive_a_nonfinite_gradient():
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
     step = sl.train_step(loss, strategy)
     state, _ = run(adam(1), 2, strategy)
@@ -245,7 +245,7 @@ def strategy_of_three(clip=None):
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_the_first_parameter_whose_gradient_is_not_finite_is_named(clip):
+def test_onebit_step_reports_the_first_nonfinite_parameter(clip):
     strategy = strategy_of_three(clip)
     state = sl.init(three_vectors, adam(1), strategy)
     step = sl.train_step(three_products, strategy)
@@ -261,7 +261,7 @@ def test_the_first_parameter_whose_gradient_is_not_finite_is_named(clip):
     assert told == [(0, -1), (1, 2), (1, 1), (1, -1)]
 
 
-def test_a_compressed_step_where_numbers_have_64_bits_by_default():
+def test_onebit_step_gradient_norm_is_the_same_with_x64_enabled():
     def norms():
         strategy = strategy_of_three(clip=1.0)
         state = sl.init(three_vectors, adam(1), strategy)
@@ -282,7 +282,7 @@ def test_a_compressed_step_where_numbers_have_64_bits_by_default():
     ("exchange", "optimizer"),
     [(OneBit("data"), optax.sgd(0.1)), (OneBit("data", feedback=False), optax.sign_sgd(0.1))],
 )
-def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, optimizer):
+def test_onebit_exchange_matches_numpy_error_feedback_and_majority_vote(exchange, optimizer):
     """Worker by worker, in numpy; the bias has five elements on eight workers, of which three serve
     none.
     """
@@ -312,7 +312,7 @@ def test_sgd_with_error_compensation_and_the_majority_vote_of_signs(exchange, op
 
 
 @pytest.mark.long
-def test_it_goes_on_bit_for_bit_and_for_other_workers_as_much_is_owed(tmp_path):
+def test_onebit_checkpoint_resumes_exactly_and_keeps_errors_on_any_mesh(tmp_path):
     common = dict(rules=RULES, exchange=OneBit("pod"), zero=sl.Zero(1, small=0))
     eight = sl.Strategy(mesh="pod=4,data=2,model=1", **common)
     state, _ = run(adam(2), 4, eight)
@@ -355,7 +355,7 @@ PLATFORMS = [
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_between_pods_there_are_bits_alone(platform):
+def test_onebit_exchange_sends_only_codes_between_pods(platform):
     """Compiled: what crosses, of a step that compresses, is bytes of codes, and a few numbers."""
     width, hidden = 256, 1024
     make = lambda: sl.annotate(
@@ -460,12 +460,12 @@ def with_exchange(exchange, optimizer=None, **options):
         (lambda: adam(0.5, steps=10).for_run(20), "steps=10.* says another length.*20 steps"),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_onebit_refuses_invalid_settings(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_what_overflows_as_a_code_is_not_finite():
+def test_onebit_step_reports_overflowing_codes_as_nonfinite():
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", scale="rms"))
     state, _ = run(adam(1), 2, strategy)
     before = jax.device_get((state.params, state.errors))
@@ -476,7 +476,7 @@ def test_what_overflows_as_a_code_is_not_finite():
 
 
 @pytest.mark.long
-def test_a_run_says_how_long_it_is(tmp_path):
+def test_onebit_adam_learns_the_run_length_from_fit(tmp_path):
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
     step, records = sl.train_step(loss, strategy), []
     source = (batch(seed) for seed in range(10))

@@ -41,7 +41,7 @@ UNEVEN = Costs(forward=3, backward=4, weights=1.5)
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 @pytest.mark.parametrize("schedule", [GPipe, OneFOneB, Eager1F1B, Interleaved, ZBH1, ZBH2])
-def test_the_closed_formulas_of_the_papers(schedule, stages, microbatches):
+def test_pipeline_schedules_match_the_papers_closed_formulas(schedule, stages, microbatches):
     rule = schedule(stages, microbatches)
     if schedule is ZBH2 and microbatches < 2 * stages - 1:
         pytest.skip("its formula is that of at least 2 S - 1 microbatches")
@@ -51,14 +51,14 @@ def test_the_closed_formulas_of_the_papers(schedule, stages, microbatches):
         assert timeline.live == tuple(rule.live(stage) for stage in range(stages))
 
 
-def test_one_microbatch_is_naive_model_parallelism():
+def test_pipeline_with_one_microbatch_is_naive_model_parallelism():
     timeline = simulate(GPipe(4, 1).table())
     starts = sorted((timeline.start[op], timeline.end[op]) for op in timeline.start)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32])
-def test_v_schedules_hold_half_and_a_third_of_the_memory(stages):
+def test_pipeline_v_schedules_hold_a_half_and_a_third_of_the_memory(stages):
     half, least = VHalf(stages, 3 * stages), VMin(stages, 3 * stages)
     for rule, held in ((half, stages // 2 + 1), (least, stages / 3 + (1.5 if stages > 1 else 2))):
         timeline = simulate(rule.table())
@@ -70,7 +70,7 @@ def test_v_schedules_hold_half_and_a_third_of_the_memory(stages):
 
 @pytest.mark.long("32x128")
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]}x{row[1]}")
-def test_the_published_shares_of_bubbles(row):
+def test_pipeline_bubbles_match_the_published_shares(row):
     columns = {name: (found, share) for name, found, share in published(row)}
     # 1F1B-I was measured with stages of unequal layers, of which the paper gives no figures.
     found, share = columns.pop("interleaved")
@@ -81,7 +81,7 @@ def test_the_published_shares_of_bubbles(row):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 16])
-def test_zb_v_never_waits_and_dualpipe_v_half_as_long_as_a_forward_pass(stages):
+def test_pipeline_zbv_and_dualpipe_v_match_their_gap_and_memory_formulas(stages):
     for times in (1, 2, 3):
         rule = ZBV(stages, times * stages)
         timeline = simulate(rule.table())
@@ -102,7 +102,7 @@ def test_zb_v_never_waits_and_dualpipe_v_half_as_long_as_a_forward_pass(stages):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_pictures_and_numbers_from_the_command_line(name, tmp_path, capsys):
+def test_pipeline_command_draws_each_schedule_and_prints_its_numbers(name, tmp_path, capsys):
     picture = tmp_path / "out.svg"
     assert (
         main(
@@ -128,7 +128,7 @@ def test_pictures_and_numbers_from_the_command_line(name, tmp_path, capsys):
     assert len(titles) == len(set(titles)) == sum(map(len, table.orders))
 
 
-def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
+def test_pipeline_command_compares_schedules_and_reads_tables(tmp_path, capsys):
     assert main(["pipeline", "--stages", "8", "--microbatches", "8"]) == 0
     shown = capsys.readouterr().out
     assert (
@@ -161,7 +161,7 @@ def test_the_command_line_compares_and_takes_tables(tmp_path, capsys):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_schedule_is_whole_and_packs_into_ticks(data):
+def test_pipeline_schedules_are_complete_and_pack_into_ticks(data):
     schedule = data.draw(
         st.sampled_from([GPipe, OneFOneB, Eager1F1B, ZBH1, ZBH2, VMin, VHalf, ZBV, ZeroBubble])
     )
@@ -191,7 +191,7 @@ def test_any_schedule_is_whole_and_packs_into_ticks(data):
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 16), (4, 8), (8, 32)])
-def test_ticks(stages, microbatches):
+def test_pipeline_tick_counts_match_their_closed_formulas(stages, microbatches):
     """A forward and a backward pass in each: M + 2 (S - 1) of them, in which the lockstep is as
     long as free stages take.
     """
@@ -203,7 +203,7 @@ def test_ticks(stages, microbatches):
     assert len(one.rows) == 2 * (microbatches + stages - 1)
 
 
-def test_costs_of_each_part():
+def test_pipeline_costs_may_differ_by_part():
     table = Interleaved(2, 4, 2).table()
     even = simulate(table, Costs(2, 4, 2))
     assert simulate(table, Costs((1,) * 4, (2,) * 4, (1,) * 4)).end == even.end
@@ -242,12 +242,12 @@ def test_costs_of_each_part():
         ("", None, "at least one stage"),
     ],
 )
-def test_tables_that_are_refused(text, placement, said):
+def test_pipeline_tables_that_are_malformed_are_refused(text, placement, said):
     with pytest.raises(ValueError, match=said):
         Table.parse(text, placement)
 
 
-def test_a_table_that_comes_to_a_halt_names_stage_and_op():
+def test_pipeline_table_that_deadlocks_is_refused_with_stage_and_op():
     with pytest.raises(
         ValueError, match=r"Stage 1 does `B0@1`, its op 0, before `F0@1`, which that needs"
     ):
@@ -299,13 +299,13 @@ def test_a_table_that_comes_to_a_halt_names_stage_and_op():
         (lambda: OneFOneB(4, 8).gap(Costs((1, 2), 1, 1)), "stages that are all alike"),
     ],
 )
-def test_numbers_that_are_refused(make, said):
+def test_pipeline_refuses_invalid_arguments(make, said):
     with pytest.raises(ValueError, match=said):
         make()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_numbers_that_no_pipeline_has_are_refused_before_anything_is_listed(name, capsys):
+def test_pipeline_refuses_absurd_stage_and_microbatch_counts(name, capsys):
     huge = 10**30
     for stages, microbatches, said in [
         (
@@ -329,7 +329,7 @@ def test_numbers_that_no_pipeline_has_are_refused_before_anything_is_listed(name
         assert "shardlib pipeline: `" in capsys.readouterr().err
 
 
-def test_the_comparison_of_all_schedules_refuses_such_numbers_too(capsys):
+def test_pipeline_command_and_tables_refuse_huge_numbers(capsys):
     assert main(["pipeline", "--microbatches", str(10**30)]) == 2
     assert "microbatches=1000" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"chunks=10+\)` takes a number of parts on each stage"):
@@ -340,7 +340,7 @@ def test_the_comparison_of_all_schedules_refuses_such_numbers_too(capsys):
         assert len(str(refused.value)) < 400
 
 
-def test_tables_are_made_without_jax():
+def test_pipeline_tables_import_without_jax():
     """The files import nothing but each other and the standard library."""
     code = (
         "import sys, types; package = types.ModuleType('shardlib'); package.__path__ = "

@@ -1,5 +1,5 @@
-"""Pipelines run: every schedule against one stage, in the step, in evaluation, in checkpoints; what
-is refused; programs.
+"""Pipelines that run: every schedule against one stage, in the step, evaluation and checkpoints;
+what is refused; the compiled programs.
 """
 
 import math
@@ -129,12 +129,12 @@ def alone():
 )
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
 @pytest.mark.parametrize("mesh", ["stage=4,data=1,model=2", "stage=2,data=2,model=2"])
-def test_every_schedule_makes_the_step_of_one_stage(schedule, mesh, alone):
+def test_pipelined_step_equals_one_stage_under_every_schedule(schedule, mesh, alone):
     stages = 4 if "stage=4" in mesh else 2
     assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule(stages, 8))), alone)
 
 
-def test_the_microbatch_whose_loss_is_not_finite_is_numbered():
+def test_pipelined_step_numbers_the_microbatch_with_a_nonfinite_loss():
     strategy = sl.Strategy(
         mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.OneFOneB(2, 8)
     )
@@ -144,7 +144,7 @@ def test_the_microbatch_whose_loss_is_not_finite_is_numbered():
     assert (metrics["nonfinite_losses"], metrics["nonfinite_microbatch"]) == (1, 8 + 5)
 
 
-def test_eight_stages_and_one_alone(alone):
+def test_pipelined_step_on_eight_stages_and_on_a_single_stage(alone):
     assert_alike(
         stepped(
             sl.Strategy(
@@ -169,7 +169,7 @@ def test_eight_stages_and_one_alone(alone):
     ],
     ids=str,
 )
-def test_stages_that_keep_what_is_sent_to_them_alone(schedule, alone):
+def test_pipelined_step_with_stage_remat_equals_one_stage(schedule, alone):
     mesh = "stage=2,data=2,model=2"
     assert_alike(
         stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule, remat="stage")), alone
@@ -258,7 +258,7 @@ def both_alone():
     ],
     ids=str,
 )
-def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
+def test_pipelined_encoder_decoder_equals_one_stage(schedule, remat, both_alone):
     strategy = sl.Strategy(
         mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule, remat=remat
     )
@@ -266,7 +266,7 @@ def test_an_encoder_and_a_decoder(schedule, remat, both_alone):
 
 
 @pytest.mark.long
-def test_the_layers_of_an_encoder_and_a_decoder_are_laid_out_by_stages():
+def test_pipelined_encoder_decoder_layers_are_stored_by_stage():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=pipeline.ZBV(2, 4))
     state, other = (
@@ -285,7 +285,7 @@ def test_the_layers_of_an_encoder_and_a_decoder_are_laid_out_by_stages():
         np.testing.assert_array_equal(state.model[one]["up"], other.model[one]["up"])
 
 
-def test_a_table_written_by_hand(alone):
+def test_pipelined_step_with_a_custom_table_equals_one_stage(alone):
     first = "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"
     second = " ".join(f"F{k} B{k}" for k in range(8))
     schedule = pipeline.Custom(pipeline.Table.parse(f"{first}\n{second}"))
@@ -294,7 +294,7 @@ def test_a_table_written_by_hand(alone):
     )
 
 
-def test_the_oracle_holds_a_pipeline_to_one_device():
+def test_pipelined_step_passes_check_step_against_one_device():
     given = {name: x[:16] for name, x in batch().items()}
     options = {"pipeline": pipeline.ZBV(2, 4), "remat": "stage"}
     (found,) = sl.testing.check_step(
@@ -320,7 +320,7 @@ TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
         (pipeline.ZBH1, {}, {"remat": "full", "clip": 0.1, "frozen": ("positions",)}),
     ],
 )
-def test_gpt_with_dropout_zero_and_recomputed_blocks(schedule, changes, options):
+def test_pipelined_gpt_with_dropout_zero_or_remat_equals_one_stage(schedule, changes, options):
     config = replace(CONFIG, **changes)
     make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
     expected = stepped(
@@ -357,13 +357,13 @@ def make_experts():
 @pytest.mark.parametrize(
     "schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__
 )
-def test_experts_over_the_data_in_stages(schedule, experts_alone):
+def test_pipelined_experts_over_the_data_axis_equal_one_stage(schedule, experts_alone):
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=EXPERTS, pipeline=schedule(2, 4))
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
 
 
 @pytest.mark.long
-def test_gshards_translation_in_stages():
+def test_pipelined_gshard_translation_equals_one_stage():
     random = np.random.default_rng(0)
     given = {
         "source": random.integers(1, 64, (8, 8)),
@@ -386,7 +386,7 @@ def test_gshards_translation_in_stages():
 
 
 @pytest.mark.long
-def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
+def test_pipelined_bf16_error_is_at_most_twice_that_on_one_stage(alone):
     two = sl.Strategy(
         mesh="stage=2,data=2,model=2",
         rules=RULES,
@@ -409,7 +409,7 @@ def test_bf16_is_as_near_to_float32_as_it_is_on_one_stage(alone):
 @pytest.mark.parametrize(
     "schedule", [pipeline.OneFOneB(2, 4), pipeline.Interleaved(2, 4), pipeline.VHalf(2, 4)], ids=str
 )
-def test_layers_are_laid_out_by_stages_and_read_as_the_model_has_them(schedule, tmp_path):
+def test_pipelined_layers_are_stored_by_stage_and_read_in_model_order(schedule, tmp_path):
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
     strategy = sl.Strategy(mesh="stage=2,data=2,model=2", rules=RULES, pipeline=schedule)
     state, other = sl.init(make, optax.adam(0.1), strategy), sl.init(make, optax.adam(0.1), alone)
@@ -460,7 +460,7 @@ def loss_of_squares(model, x, rng):
 
 
 @pytest.mark.long
-def test_moments_factored_over_squares_follow_their_layers():
+def test_pipelined_adafactor_moments_of_square_weights_follow_their_layers():
     x = np.random.default_rng(0).normal(size=(16, 16)).astype("f")
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=16)
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=4)
@@ -487,7 +487,7 @@ def test_moments_factored_over_squares_follow_their_layers():
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
-def test_buffers_hold_what_the_schedule_promises(schedule, stages):
+def test_pipeline_buffers_hold_no_more_than_the_schedule_promises(schedule, stages):
     made = schedule(stages, 3 * stages)
     found = program_of(made)
     timeline = pipeline.simulate(found.table)
@@ -502,7 +502,7 @@ def test_buffers_hold_what_the_schedule_promises(schedule, stages):
     assert sum(found.rows[kind].sum() for kind in "FBW") == sum(map(len, found.table.orders))
 
 
-def test_what_is_sent_goes_to_neighbours_alone():
+def test_pipeline_sends_go_only_to_neighbouring_stages():
     far = lambda schedule: {kind: sorted(of) for kind, of in program_of(schedule).channels.items()}
     assert far(pipeline.OneFOneB(4, 8)) == {"F": [1], "B": [-1]}
     assert far(pipeline.VHalf(4, 8)) == {"F": [-1, 0, 1], "B": [-1, 0, 1]}
@@ -512,7 +512,7 @@ def test_what_is_sent_goes_to_neighbours_alone():
     assert far(pipeline.OneFOneB(2, 8)) == {"F": [1], "B": [-1]}
 
 
-def test_slots_are_read_after_they_are_written_and_before_they_are_again():
+def test_pipeline_slots_are_read_before_they_are_overwritten():
     """Played through: every pass finds in its slots what was meant for it."""
     for schedule in (s(4, 8) for s in ALL):
         made = program(pipeline.pack(schedule.table(), schedule.paired))
@@ -581,7 +581,7 @@ def lowered(platform, microbatches, schedule=pipeline.OneFOneB):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_one_loop_a_permute_each_way_and_memory_flat_in_the_microbatches(platform):
+def test_pipelined_step_compiles_to_one_permute_each_way_and_flat_memory(platform):
     memory = {}
     for microbatches in (8, 32):
         mesh, step = lowered(platform, microbatches)
@@ -637,7 +637,7 @@ def strategy(**changes):
         ({"pipeline": 4}, ["takes a schedule"]),
     ],
 )
-def test_strategies_that_cannot_be(changes, words):
+def test_pipeline_strategies_that_are_invalid_are_refused(changes, words):
     with pytest.raises(ValueError) as error:
         strategy(**changes)
     assert all(word in str(error.value) for word in words), error.value
@@ -656,7 +656,7 @@ class Wrong:
         return self.written
 
 
-def test_schedules_that_are_not_what_they_say():
+def test_pipeline_schedules_that_are_inconsistent_are_refused():
     few, forward = pipeline.OneFOneB(2, 4).table(), pipeline.Table.parse("F0 F1\nF0 F1")
     uneven = pipeline.Table.parse("F0@0 F0@2 B0@2 B0@0\nF0 B0", placement=(0, 1, 0))
     for schedule, words in [
@@ -671,7 +671,7 @@ def test_schedules_that_are_not_what_they_say():
         assert all(word in str(error.value) for word in words), error.value
 
 
-def test_a_state_in_the_order_of_another_schedule():
+def test_pipelined_state_in_the_order_of_another_schedule_is_refused():
     state = sl.init(make, optax.sgd(0.1), strategy(pipeline=pipeline.Interleaved(2, 8)))
     for other in (pipeline.OneFOneB(2, 8), pipeline.ZBV(2, 8)):
         with pytest.raises(ValueError, match="Interleaved.*in the order of that"):
@@ -684,7 +684,7 @@ def test_a_state_in_the_order_of_another_schedule():
     )
 
 
-def test_layers_that_do_not_split_over_the_parts():
+def test_pipelined_layers_that_do_not_divide_into_parts_are_refused():
     with pytest.raises(
         ValueError, match="stacks 6 layers.*4 parts.*2 on each stage.*multiple of 4"
     ):
@@ -701,7 +701,7 @@ def refused(loss, words, make=make, given=None, **changes):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_batches_that_do_not_split_into_the_microbatches():
+def test_pipelined_batch_that_does_not_divide_is_refused():
     refused(loss, ["batch of 24", "`microbatches=8`", "multiple of 16"], given=batch(24))
 
 
@@ -719,7 +719,7 @@ def stack_of(model):
 
 
 @pytest.mark.long
-def test_losses_that_cannot_be_cut():
+def test_pipelined_losses_that_cannot_be_cut_into_stages_are_refused():
     refused(
         lambda model, batch, rng: jnp.mean((batch["x"] @ model["up"][0]) ** 2),
         ["no `jax.lax.scan`", "`up`"],
@@ -764,7 +764,7 @@ def test_losses_that_cannot_be_cut():
     refused(prints, ["debug", "test_pipelined.py", "Take it out"])
 
 
-def test_layers_that_change_what_they_hand_on():
+def test_pipelined_layers_that_change_the_carry_are_refused():
     def wider(model, batch, rng):
         return over_layers(model, batch, lambda x, w: (x @ w["up"], None), stack_of(model))
 
@@ -772,7 +772,7 @@ def test_layers_that_change_what_they_hand_on():
         stepped(strategy(), make, wider)
 
 
-def test_a_shift_along_a_split_dim_is_refused_before_it_hangs():
+def test_pipelined_shift_along_a_sharded_dim_is_refused():
     def shifted(model, batch, rng):
         def layer(x, w):
             h = sl.shard(x @ w["up"], "batch", "act_mlp")
@@ -785,7 +785,7 @@ def test_a_shift_along_a_split_dim_is_refused_before_it_hangs():
         sl.evaluation(shifted, strategy())(sl.init(make, None, strategy()), [batch()])
 
 
-def test_state_that_changes_with_the_microbatches():
+def test_pipelined_model_state_that_changes_is_refused():
     class Model(nnx.Module):
         def __init__(self):
             stacked = {nnx.PARTITION_NAME: "layers"}

@@ -76,7 +76,7 @@ def on_cpu():
     return sl.plan(*layers_step("data=8"), "cpu:8")
 
 
-def test_arguments_are_known_exactly(on_cpu):
+def test_plan_knows_the_memory_of_arguments_exactly(on_cpu):
     kinds = on_cpu.memory.kinds
     assert kinds["parameters"] == LAYERS * MATRIX
     assert kinds["optimizer state"] == 2 * LAYERS * MATRIX + 4  # and the count
@@ -85,7 +85,7 @@ def test_arguments_are_known_exactly(on_cpu):
     assert on_cpu.memory.aliased_bytes >= 3 * LAYERS * MATRIX
 
 
-def test_the_heap_is_known_by_kind(on_cpu):
+def test_plan_attributes_the_heap_by_kind(on_cpu):
     kinds, most = on_cpu.memory.kinds, on_cpu.memory.most
     # Forward, each layer keeps its input and the derivative of the sine.
     assert most["activations"] == pytest.approx(2 * LAYERS * ROWS * WIDTH * 4, rel=0.01)
@@ -100,7 +100,7 @@ def test_the_heap_is_known_by_kind(on_cpu):
 @pytest.mark.sentinel("1-none-cpu:8")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
-def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
+def test_plan_memory_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
     if target.startswith("tpu") and accumulate == 1:
         pytest.skip("a minute's compilation: microbatches and recomputation are the harder case")
     mesh = sl.Target(target).mesh("data=2,model=4")
@@ -142,7 +142,7 @@ def test_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("step", HAND_WRITTEN, ids=lambda step: step.name)
-def test_steps_by_hand_send_what_theory_says(target, step):
+def test_plan_of_handwritten_steps_sends_the_bytes_of_theory(target, step):
     """The benchmark holds all to theory at sizes that fill memory; here those that every compiler
     compiles at once.
     """
@@ -164,7 +164,7 @@ def test_steps_by_hand_send_what_theory_says(target, step):
 
 
 @pytest.mark.tpu_compiler
-def test_between_slices_is_slow_and_its_gradients_are_known():
+def test_plan_marks_collectives_between_slices_as_slow():
     target = "tpu:v5e:2x2:slices=2"
     step = layers_step(sl.Target(target).mesh("pod=2,data=4", dcn="pod"))[0]
     rules = sl.rules.data | sl.AxisRules(batch=("pod", "data"))
@@ -183,7 +183,7 @@ def test_between_slices_is_slow_and_its_gradients_are_known():
     assert "slow" in str(found) and "on the slow network: pod" in str(found)
 
 
-def test_collectives_name_the_users_line(on_cpu):
+def test_plan_collectives_name_the_users_source_line(on_cpu):
     [exchange] = on_cpu.collectives
     # The step's own: no line of a user's asks for it.
     assert any("_exact.py" in line for line in exchange.sources)
@@ -196,10 +196,8 @@ def test_collectives_name_the_users_line(on_cpu):
     assert lines and all("models/gpt.py" in line for line in lines)
 
 
-def test_a_step_is_laid_out_on_another_machine():
-    """A step for the devices at hand, planned for others with the same axes; its state may be
-    real.
-    """
+def test_plan_keeps_a_real_state_and_refuses_another_device_count():
+    """The state may hold real arrays; they are not donated."""
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(lambda: {"w": jnp.zeros((LAYERS, WIDTH, WIDTH))}, optax.adam(1e-3), strategy)
     step = sl.train_step(loss_of_layers, strategy)
@@ -213,7 +211,7 @@ def test_a_step_is_laid_out_on_another_machine():
 
 @pytest.mark.sentinel
 @pytest.mark.tpu_compiler
-def test_a_step_for_the_devices_at_hand_is_planned_for_a_tpu():
+def test_plan_of_a_step_for_local_devices_may_target_a_tpu():
     step, state, batch = layers_step("data=8")
     found = sl.plan(step, state, batch, "tpu:v5e:2x4")
     assert found.chip.name == "v5e" and found.fits and found.devices == 8
@@ -221,7 +219,7 @@ def test_a_step_for_the_devices_at_hand_is_planned_for_a_tpu():
     assert sum(one.operand_bytes for one in found.collectives) == LAYERS * MATRIX + 16
 
 
-def test_layouts_that_the_partitioner_gave_up_on_are_remarked():
+def test_plan_remarks_on_arrays_the_partitioner_gathers_whole():
     mesh = sl.Target("cpu:8").mesh("a=2,b=2,c=2")
     lay_out = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
@@ -240,7 +238,7 @@ def test_layouts_that_the_partitioner_gave_up_on_are_remarked():
     assert "what the compiler remarked" in str(found)
 
 
-def test_plain_functions_are_planned():
+def test_plan_accepts_plain_jitted_functions():
     mesh = sl.Target("cpu:8").mesh("data=8")
     replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     state = {"params": jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32", sharding=replicated)}
@@ -276,7 +274,7 @@ def plain(f, rows=ROWS, **state):
     return sl.plan(jax.jit(f), state, batch, "cpu:8")
 
 
-def test_without_a_derivative_there_are_no_gradients():
+def test_plan_of_an_evaluation_counts_no_gradients():
     def evaluate(state, x):
         def layer(x, w):
             return jnp.tanh(jnp.sort(x, axis=-1) @ w), None
@@ -292,7 +290,7 @@ def test_without_a_derivative_there_are_no_gradients():
     assert found.kinds["temporaries"] >= ROWS * WIDTH * 4
 
 
-def test_what_comes_before_the_loss_is_no_gradient():
+def test_plan_counts_nothing_before_the_loss_as_gradients():
     def step(state, x):
         x = jnp.sort(x, axis=0)  # of the whole batch
         return {
@@ -303,7 +301,7 @@ def test_what_comes_before_the_loss_is_no_gradient():
     assert 0 < found.most["gradients"] <= 2 * MATRIX + 1024
 
 
-def test_arguments_are_told_apart_by_their_place():
+def test_plan_distinguishes_state_from_batch_by_argument_position():
     # Of whose state nothing is used, and whose batch has names like a state's.
     def step(state, batch):
         return state["opt_state"], jnp.sin(batch["params"]), batch["opt_state"]
@@ -321,7 +319,7 @@ def test_arguments_are_told_apart_by_their_place():
     )
 
 
-def test_optimizers_with_branches():
+def test_plan_attributes_memory_of_optimizers_with_branches():
     """A conditional whose branches take different operands, each of which is one branch's alone."""
     step, state, batch = layers_step("data=8")
     optimizer = optax.apply_if_finite(optax.adam(1e-3), 3)
@@ -333,7 +331,7 @@ def test_optimizers_with_branches():
     assert LAYERS * MATRIX <= found.most["gradients"] <= 2.1 * LAYERS * MATRIX
 
 
-def test_plans_in_threads_leave_standard_error_alone(capfd):
+def test_plan_in_threads_keeps_standard_error_intact(capfd):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(
             pool.map(
@@ -347,7 +345,7 @@ def test_plans_in_threads_leave_standard_error_alone(capfd):
     assert capfd.readouterr().err == "still here"
 
 
-def test_a_program_in_jaxs_cache_is_compiled_all_the_same(tmp_path):
+def test_plan_is_the_same_for_a_program_in_jaxs_compilation_cache(tmp_path):
     before = {name: jax.config.values[name] for name in CACHE}
     for name, value in CACHE.items():
         jax.config.update(name, value if value is not None else str(tmp_path))
@@ -369,7 +367,7 @@ CACHE = {
 }
 
 
-def test_values_that_a_plan_does_not_have():
+def test_plan_refuses_steps_that_need_concrete_values():
     def choosing(model, x, rng):
         return jnp.mean(x @ model["w"][0]) if jnp.sum(x) > 0 else 0.0
 
@@ -403,7 +401,7 @@ def test_values_that_a_plan_does_not_have():
 
 
 @pytest.mark.tpu_compiler
-def test_what_does_not_fit_is_a_finished_report():
+def test_plan_that_does_not_fit_is_a_complete_report():
     target = sl.Target("tpu:v5e:1x1")
     strategy = sl.Strategy(mesh=target.mesh("data=1"), rules=sl.rules.data)
     state = sl.init(
@@ -430,7 +428,7 @@ def test_what_does_not_fit_is_a_finished_report():
 
 
 @pytest.mark.tpu_compiler
-def test_a_program_that_the_compiler_refuses():
+def test_plan_raises_when_the_compiler_refuses_the_program():
     """A kernel that wants more of the chip's own memory than there is: no plan, and no question of
     fitting.
     """
@@ -451,7 +449,7 @@ def test_a_program_that_the_compiler_refuses():
 
 
 @pytest.mark.tpu_compiler
-def test_what_the_compiler_says_is_told_in_its_words(monkeypatch):
+def test_plan_quotes_the_compilers_refusal_and_the_users_line(monkeypatch):
     """XLA's own fusion that wants more of the chip's memory than there is: which, how much, the
     limit, and the line.
     """
@@ -482,7 +480,7 @@ def test_what_the_compiler_says_is_told_in_its_words(monkeypatch):
         ("Ran out: one\ntwo", "Ran out: one\ntwo"),
     ],
 )
-def test_a_compilers_words_are_cleaned(error, words):
+def test_plan_shortens_and_cleans_compiler_errors(error, words):
     assert _words(error) == words
     long = _words(error + "\n" + "buffer " * 10_000)
     assert (
@@ -516,14 +514,14 @@ def advised(target_mesh="data=8", **options):
           "pipeline": sl.pipeline.GPipe(2, 4)}, set()),
     ],
 )  # fmt: skip
-def test_advice_is_of_what_is_not_done_already_and_can_be(options, stages):
+def test_plan_advice_proposes_only_what_is_possible_and_not_yet_done(options, stages):
     text = advised(**options)
     assert {int(stage) for stage in re.findall(r"zero=(\d)", text)} == stages
     assert ("splits them already" in text) == bool(options.get("zero"))
     assert ("accumulate=" in text) == ("pipeline" not in options)
 
 
-def test_a_plan_is_a_value_that_prints(on_cpu):
+def test_plan_is_frozen_and_converts_to_text_and_json(on_cpu):
     with pytest.raises(dataclasses.FrozenInstanceError):
         on_cpu.name = "other"
     text = str(on_cpu)
@@ -542,7 +540,7 @@ def test_a_plan_is_a_value_that_prints(on_cpu):
     ]
 
 
-def test_failed_assertions_show_the_difference(on_cpu):
+def test_plan_assertions_show_the_difference_on_failure(on_cpu):
     with pytest.raises(AssertionError) as failure:
         testing.assert_collectives(on_cpu, sends={("all-gather", "data"): 8})
     text = str(failure.value)
@@ -559,7 +557,7 @@ def test_failed_assertions_show_the_difference(on_cpu):
 
 
 @pytest.mark.tpu_compiler
-def test_host_memory_is_a_line_of_its_own():
+def test_plan_counts_offloaded_arrays_as_host_memory():
     """What is offloaded lies in the host's memory, and is counted there."""
     target = sl.Target("tpu:v5e:1x1")
     mesh = target.mesh("data=1")

@@ -1,4 +1,4 @@
-"""Plans whose compiler has been asked before: what is kept of its answer, and when it is asked anew."""
+"""The cache of plans: what is kept of a compilation, and when a step is compiled anew."""
 
 import argparse
 import gzip
@@ -37,7 +37,7 @@ def same(plan, other):
     return told[0] == told[1]
 
 
-def test_a_step_is_compiled_once_for_all_its_plans(tmp_path, monkeypatch):
+def test_plan_cache_compiles_a_step_only_once(tmp_path, monkeypatch):
     first = planned(tmp_path)
     assert not first.compiled_before
     monkeypatch.setattr(_compile, "_write", None)  # no compiler can be asked
@@ -48,7 +48,7 @@ def test_a_step_is_compiled_once_for_all_its_plans(tmp_path, monkeypatch):
     assert "by an earlier plan" in str(second) and "by an earlier plan" not in str(first)
 
 
-def test_another_program_and_another_flag_are_compiled(tmp_path, monkeypatch):
+def test_plan_cache_recompiles_for_another_program_or_flag(tmp_path, monkeypatch):
     planned(tmp_path)
     assert not planned(tmp_path, rows=16).compiled_before
     assert not planned(tmp_path, rate=0.2).compiled_before
@@ -57,15 +57,15 @@ def test_another_program_and_another_flag_are_compiled(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+def test_plan_cache_is_off_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
         assert not planned().compiled_before
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "'), None])
-def test_a_damaged_file_is_made_again(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "', mtime=0), None])
+def test_plan_cache_replaces_a_damaged_file(tmp_path, content):
     first = planned(tmp_path)
     [file] = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -76,18 +76,18 @@ def test_a_damaged_file_is_made_again(tmp_path, content):
     assert planned(tmp_path).compiled_before
 
 
-def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path):
+def test_plan_cache_tolerates_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     assert not planned(tmp_path / "file" / "plans").compiled_before
 
 
-def test_a_folder_is_a_path():
+def test_plan_cache_refuses_a_folder_that_is_not_a_path():
     with pytest.raises(ValueError, match=r"plan\(cache=3\).*a folder"):
         planned(3)
 
 
 @pytest.mark.long
-def test_the_command_keeps_what_the_compiler_says(tmp_path):
+def test_plan_command_reuses_its_cache(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import jax, jax.numpy as jnp, optax, shardlib as sl\n"
         "def make(mesh):\n"
@@ -110,7 +110,7 @@ def test_the_command_keeps_what_the_compiler_says(tmp_path):
     assert "by an earlier plan" in report("--cache", "kept")
 
 
-def test_the_command_keeps_nothing_where_it_is_told_so(monkeypatch, tmp_path):
+def test_plan_command_chooses_the_cache_folder_from_its_options(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()
     _command.add_command(parser.add_subparsers())
@@ -123,6 +123,6 @@ def test_the_command_keeps_nothing_where_it_is_told_so(monkeypatch, tmp_path):
     assert _command._cache(parser.parse_args([*given, "--no-cache"]), step) is None
 
 
-def test_what_a_foreign_function_compiles_to_is_not_kept(tmp_path):
+def test_plan_cache_refuses_functions_that_are_not_a_step(tmp_path):
     with pytest.raises(ValueError, match=r"plan\(cache=...\).*leave `cache` out"):
         sl.plan(jax.jit(lambda state, x: x), {}, jnp.ones(3), cache=tmp_path)

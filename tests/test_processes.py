@@ -91,7 +91,7 @@ def launch(tmp_path, count, text):
         (POD, None),  # a notebook
     ],
 )
-def test_who_is_alone_and_who_is_not(environment, how):
+def test_distributed_setup_is_detected_from_the_environment(environment, how):
     assert how_to_join(environment) == how
 
 
@@ -108,7 +108,7 @@ TOLD = {"SHARDLIB_PROCESSES": "2", "SHARDLIB_PROCESS": "0"}
         ("node1:29555", "[::]:29555"),
     ],
 )
-def test_the_coordinator_listens_on_the_address_given_unless_another_is_said(address, bind):
+def test_coordinator_binds_its_address_unless_a_bind_address_is_set(address, bind):
     environment = (
         TOLD
         | {"SHARDLIB_COORDINATOR": address}
@@ -126,7 +126,7 @@ def test_the_coordinator_listens_on_the_address_given_unless_another_is_said(add
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", ":29555", "host:", "host:x", "host:0", "host:65536", "host:-1", "::1:29555", "host:99999999"]
 )  # fmt: skip
-def test_an_address_is_a_host_and_a_port(variable, address):
+def test_coordinator_address_must_be_a_host_and_a_port(variable, address):
     with pytest.raises(ValueError, match=f"`{variable}={re.escape(address)}`: a host and a port"):
         how_to_join(TOLD | {"SHARDLIB_COORDINATOR": "host:1"} | {variable: address})
 
@@ -148,14 +148,14 @@ def listen(monkeypatch, coordinator):
     initialize_distributed()
 
 
-def test_an_address_of_another_machine_is_refused(monkeypatch):
+def test_coordinator_address_of_another_machine_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"cannot listen on `192\.0\.2\.1:29555`.*JAX_COORDINATOR_BIND_ADDRESS"
     ):
         listen(monkeypatch, "192.0.2.1:29555")
 
 
-def test_a_port_that_is_taken_is_refused(monkeypatch):
+def test_coordinator_port_in_use_is_refused(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -166,7 +166,7 @@ def test_a_port_that_is_taken_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("addresses", [("127.0.1.1",), ("127.0.0.1", "127.0.1.1")])
-def test_a_name_that_only_this_machine_reaches_is_refused(addresses, monkeypatch):
+def test_coordinator_name_that_resolves_to_loopback_is_refused(addresses, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", names(*addresses))
     with pytest.raises(
         ValueError, match=r"`node1` is .*127\.0\.1\.1 on this machine .* write `localhost:29555`"
@@ -174,7 +174,7 @@ def test_a_name_that_only_this_machine_reaches_is_refused(addresses, monkeypatch
         listen(monkeypatch, "node1:29555")
 
 
-def test_a_name_that_nobody_knows_is_refused(monkeypatch):
+def test_coordinator_name_that_does_not_resolve_is_refused(monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -204,7 +204,7 @@ def listening(port):
 @pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="the kernel's table of sockets is read"
 )
-def test_what_the_coordinator_listens_on():
+def test_coordinator_listens_only_on_the_given_host():
     cases = {
         "127.0.0.1": {"127.0.0.1"},
         "localhost": {"127.0.0.1", "::1"},
@@ -247,7 +247,9 @@ def test_what_the_coordinator_listens_on():
         (1_000_000, {}, 1_000_000),
     ],
 )
-def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds, monkeypatch):
+def test_heartbeat_timeout_is_taken_from_the_argument_or_environment(
+    argument, environment, seconds, monkeypatch
+):
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: given.update(how))
     monkeypatch.setattr(_processes, "_leave_when_failing", lambda: None)
@@ -267,7 +269,7 @@ def test_how_long_a_silent_process_is_waited_for(argument, environment, seconds,
         initialize_distributed(heartbeat_timeout=seconds + 1 if seconds < 1_000_000 else 5)
 
 
-def test_the_default_is_that_of_jax():
+def test_heartbeat_timeout_defaults_to_that_of_jax():
     default = (
         inspect.signature(jax.distributed.initialize)
         .parameters["heartbeat_timeout_seconds"]
@@ -282,7 +284,7 @@ def test_the_default_is_that_of_jax():
 @pytest.mark.parametrize(
     "seconds", [0, 1, -5, 1_000_001, 2**40, 30.0, "30", True, float("nan"), None]
 )
-def test_a_timeout_is_a_number_of_seconds(seconds, monkeypatch):
+def test_heartbeat_timeout_refuses_invalid_seconds(seconds, monkeypatch):
     if seconds is not None:
         with pytest.raises(
             ValueError,
@@ -311,13 +313,13 @@ def test_a_timeout_is_a_number_of_seconds(seconds, monkeypatch):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "pip install mpi4py"),
     ],
 )
-def test_what_is_missing_is_named(environment, message, monkeypatch):
+def test_distributed_setup_names_missing_variables_and_packages(environment, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         how_to_join(environment)
 
 
-def test_joined_too_late(monkeypatch):
+def test_initialize_distributed_after_jax_started_is_refused(monkeypatch):
     jax.devices()
     for name, value in {"COORDINATOR": "localhost:1", "PROCESSES": "2", "PROCESS": "0"}.items():
         monkeypatch.setenv(f"SHARDLIB_{name}", value)
@@ -327,7 +329,7 @@ def test_joined_too_late(monkeypatch):
         initialize_distributed()
 
 
-def test_alone():
+def test_single_process_run_agrees_with_itself_and_catches_sigterm():
     initialize_distributed()
     require_agreement({"configuration": "anything"})
     before = signal.getsignal(signal.SIGTERM)
@@ -338,7 +340,7 @@ def test_alone():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_off_the_main_thread_nothing_is_caught():
+def test_catch_termination_does_nothing_off_the_main_thread():
     before, found = signal.getsignal(signal.SIGTERM), []
 
     def work():
@@ -351,7 +353,7 @@ def test_off_the_main_thread_nothing_is_caught():
     assert found == [before, False]
 
 
-def test_a_disagreement_is_described_in_bounds():
+def test_disagreement_of_many_processes_is_described_briefly():
     usual = {"a": "same", "b": "\n".join(map(str, range(1000)))}
     others = [([k], usual | {"b": f"{k}\n" * 1000}) for k in range(3)]
     told = describe_disagreement([(range(10, 500), usual), *others], unheard=[*range(3, 10)])
@@ -361,7 +363,7 @@ def test_a_disagreement_is_described_in_bounds():
 
 
 @pytest.mark.long
-def test_the_odd_one_of_three_is_named_on_all(tmp_path):
+def test_disagreement_names_the_odd_process_of_three_on_every_process(tmp_path):
     code, out, shown = launch(
         tmp_path,
         3,
@@ -393,7 +395,7 @@ require_agreement({"configuration": "the same", "batch": f"tokens: int32[8, {64 
 
 
 @pytest.mark.long
-def test_one_is_asked_to_stop_and_both_do_then_one_fails_while_the_other_waits_for_it(tmp_path):
+def test_termination_of_one_process_stops_both_and_so_does_a_failure(tmp_path):
     code, out, error = launch(
         tmp_path,
         2,
@@ -426,7 +428,7 @@ process_allgather(np.ones(1))
     assert error.endswith("RuntimeError: the checkpoint is full\n")
 
 
-def test_processes_of_unequal_size_are_named(tmp_path):
+def test_processes_with_unequal_device_counts_are_named(tmp_path):
     code, _, error = launch(
         tmp_path,
         3,

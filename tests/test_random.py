@@ -37,20 +37,20 @@ def both(f, rows, start, stride):
         lambda key, n: jnp.full(n, jax.random.bits(key)),
     ],
 )
-def test_examples_draw_the_same_wherever_they_are(draw, part):
+def test_row_keys_draw_the_same_for_an_example_on_any_device(draw, part):
     whole, here = both(draw, *part)
     np.testing.assert_array_equal(whole, here)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part[0] != 2])
-def test_what_has_no_row_per_example_is_the_same_everywhere(part):
+def test_row_keys_draw_shared_values_the_same_on_every_device(part):
     # `permutation` splits its key in two: with two rows that would be taken for one key per example
     # (see the module).
     whole, here = both(lambda key, n: jax.random.permutation(key, 5)[None].repeat(n, 0), *part)
     np.testing.assert_array_equal(whole, here)
 
 
-def test_different_examples_streams_and_splits_draw_differently():
+def test_row_keys_draw_differently_by_example_stream_and_split():
     key = row_keys(KEY, 4, 0, 1)
     draws = [
         jax.random.normal(k, (4,))
@@ -67,13 +67,13 @@ def test_different_examples_streams_and_splits_draw_differently():
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 6))
-def test_bits_look_uniform(seed, start):
+def test_row_keys_draw_uniform_numbers(seed, start):
     bits = jax.random.uniform(row_keys(jax.random.key(seed), 64, start, 3), (64, 64))
     assert abs(float(bits.mean()) - 0.5) < 0.03  # 6 standard deviations
     assert abs(float(jnp.corrcoef(bits[0], bits[1])[0, 1])) < 0.7
 
 
-def test_any_shape_of_keys_and_back():
+def test_row_keys_of_any_shape_convert_back_to_plain_keys():
     for base in (KEY, jax.random.split(KEY, 3)):
         keys = row_keys(base, 4, 2, 1)
         assert is_row_key(keys)
@@ -87,7 +87,7 @@ def test_any_shape_of_keys_and_back():
     assert jax.random.split(row_keys(KEY, 4, 0, 1), (2, 3)).shape == (2, 3)
 
 
-def test_row_keys_go_through_scan_checkpoint_and_grad():
+def test_row_keys_work_inside_scan_checkpoint_and_grad():
     def noisy(x, key):
         return jnp.sum(x * jax.random.normal(key, (4,)))
 
@@ -101,7 +101,7 @@ def test_row_keys_go_through_scan_checkpoint_and_grad():
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
-def test_keys_whose_numbers_depend_on_the_mesh_are_refused():
+def test_row_keys_of_mesh_dependent_generators_are_refused():
     with pytest.raises(ValueError, match="implementation `rbg` draws otherwise.*threefry2x32"):
         row_keys(jax.random.key(0, impl="rbg"), 4, 0, 1)
     with pytest.raises(ValueError, match="`Strategy\\(draws='per_mesh'\\)` takes one of"):
@@ -132,7 +132,7 @@ def drawn(draw, make_key, **options):
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_draws_that_may_depend_on_the_mesh_still_differ_between_examples(impl):
+def test_draws_by_mesh_still_differ_between_examples(impl):
     state, metrics = drawn(
         jax.random.uniform, lambda: jax.random.key(0, impl=impl), draws="by_mesh"
     )
@@ -144,7 +144,7 @@ def test_draws_that_may_depend_on_the_mesh_still_differ_between_examples(impl):
     )
 
 
-def test_the_key_of_a_step_is_of_the_default_implementation_where_draws_may_depend_on_the_mesh():
+def test_draws_by_mesh_use_the_default_key_implementation():
     with jax.default_prng_impl("rbg"):
         of = lambda draws: drawn(jax.random.uniform, lambda: KEY, draws=draws)[0].key
         assert [str(jax.random.key_impl(of(draws))) for draws in ("same", "by_mesh")] == [
@@ -178,14 +178,14 @@ def bernoulli(key, shape):
         ),
     ],
 )
-def test_raw_keys_of_the_model_which_would_draw_alike_on_every_device_are_refused(draw):
+def test_raw_model_keys_that_would_repeat_draws_on_devices_are_refused(draw):
     with pytest.raises(
         ValueError, match="draws with old-style raw keys of the model, `key`.*wrap_key_data"
     ):
         drawn(draw, lambda: jax.random.PRNGKey(0))
 
 
-def test_raw_keys_are_taken_where_they_draw_for_the_whole_batch_or_not_at_all():
+def test_raw_model_keys_are_accepted_for_whole_batches_or_without_draws():
     drawn(bernoulli, lambda: jax.random.PRNGKey(0), manual=())
     drawn(bernoulli, lambda: jax.random.wrap_key_data(jax.random.PRNGKey(0)))
     counts = lambda key, shape: (

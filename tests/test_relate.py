@@ -1,5 +1,5 @@
-"""What each leaf of an optimizer's state follows: by hand for some, and for every optimizer that
-optax has.
+"""Which parameter each leaf of an optimizer's state follows: by hand for some optimizers, and for
+all of optax.
 """
 
 import inspect
@@ -120,7 +120,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_a_matrix_and_a_vector(case):
+def test_optimizer_state_relations_for_a_matrix_and_a_vector(case):
     optimizer, expected = CASES[case]
     assert kinds(optimizer, PARAMS) == expected
 
@@ -148,7 +148,7 @@ UNCLEAR = ("ambiguous", "w", (None,))
         (1, 16): UNFACTORED,
     }.items(),
 )
-def test_factored_moments(shape, expected):
+def test_optimizer_state_relations_of_factored_moments(shape, expected):
     found = kinds(optax.scale_by_factored_rms(), shapes(w=shape))
     assert found == {
         "count": "scalar",
@@ -156,7 +156,7 @@ def test_factored_moments(shape, expected):
     }
 
 
-def test_a_path_that_ends_as_another_does():
+def test_optimizer_state_relations_keep_apart_paths_with_equal_endings():
     params = {
         "w": jnp.ones((4, 4)),
         "a": {"w": jnp.ones((4, 4))},
@@ -168,7 +168,7 @@ def test_a_path_that_ends_as_another_does():
     } == {f"{of}/{path}": path for of in ("mu", "nu") for path in ("w", "a/w", "b/a/w")}
 
 
-def test_names_mean_nothing():
+def test_optimizer_state_relations_do_not_depend_on_names():
     """A state whose paths say the contrary of what it is."""
     params = shapes(w=(4, 8), b=(4, 8))
     found = relate(
@@ -179,7 +179,7 @@ def test_names_mean_nothing():
     assert found["x"] == Relation("none", None, (None, None), "follows no parameter")
 
 
-def test_a_model_that_is_one_array():
+def test_optimizer_state_relations_of_a_single_array_model():
     assert kinds(optax.scale_by_adam(), jnp.ones((4, 4))) == {
         "count": "scalar",
         "mu": same("", 2),
@@ -187,7 +187,7 @@ def test_a_model_that_is_one_array():
     }
 
 
-def test_no_parameters_and_scalars_and_dims_of_one_and_none():
+def test_optimizer_state_relations_of_empty_models_and_tiny_shapes():
     assert kinds(optax.scale_by_adam(), {}) == {"count": "scalar"}
     assert kinds(optax.trace(0.9), shapes(s=(), one=(1,), ones=(1, 1), empty=(0, 3))) == {
         "trace/s": "scalar",
@@ -198,7 +198,7 @@ def test_no_parameters_and_scalars_and_dims_of_one_and_none():
     assert set(kinds(optax.trace(0.9), shapes(s=())).values()) == {"scalar"}
 
 
-def test_the_fast_of_two_copies():
+def test_optimizer_state_relations_of_lookahead_follow_the_fast_copy():
     params = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
     found = kinds(optax.lookahead(optax.trace(0.9), 2, 0.5), params)
     assert found == {
@@ -208,7 +208,7 @@ def test_the_fast_of_two_copies():
     }
 
 
-def test_preconditioners_keys_and_what_is_longer():
+def test_optimizer_state_relations_of_preconditioners_and_random_keys():
     def init(params):
         n, m = params["w"].shape
         return {
@@ -234,7 +234,7 @@ def test_preconditioners_keys_and_what_is_longer():
 
 
 @pytest.mark.parametrize("multiple", [8, 3])
-def test_an_init_that_takes_some_shapes_alone(multiple):
+def test_optimizer_state_relations_when_init_accepts_only_some_shapes(multiple):
     def init(params):
         if any(size % multiple for p in params.values() for size in p.shape):
             raise ValueError("no")
@@ -247,7 +247,7 @@ def test_an_init_that_takes_some_shapes_alone(multiple):
     }
 
 
-def test_an_init_that_takes_one_shape_alone():
+def test_optimizer_state_relations_are_ambiguous_for_a_fixed_shape_init():
     def init(params):
         assert params["w"].shape == (8, 16)
         return optax.scale_by_adam().init(params)
@@ -260,7 +260,7 @@ def test_an_init_that_takes_one_shape_alone():
         relate(init, shapes(w=(8, 17)))
 
 
-def test_a_state_of_other_leaves_from_some_size_on():
+def test_optimizer_state_relations_when_leaves_depend_on_size():
     params = shapes(big=(64, 64), less=(63, 64))
     large = optax.masked(
         optax.trace(0.9), lambda tree: jax.tree.map(lambda p: p.shape[0] >= 64, tree)
@@ -269,7 +269,7 @@ def test_a_state_of_other_leaves_from_some_size_on():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
-def test_dtypes_are_kept(dtype):
+def test_optimizer_state_relations_probe_with_the_parameter_dtype(dtype):
     seen = []
 
     def init(params):
@@ -285,7 +285,7 @@ def test_dtypes_are_kept(dtype):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 40])
-def test_any_number_of_parameters(count):
+def test_optimizer_state_relations_take_few_probes_for_many_parameters(count):
     params = {f"{i}": jax.ShapeDtypeStruct((4, 4), jnp.float32) for i in range(count)}
     asked = []
 
@@ -419,7 +419,7 @@ def updated(optimizer, params, gradients, state, value):
     return optimizer.update(gradients, state, params, **more)
 
 
-def test_every_public_optimizer_is_found():
+def test_optax_public_optimizers_are_all_collected():
     assert len(public_optimizers()) >= 120
     said = {
         name
@@ -434,7 +434,7 @@ EVERY = shapes(w=(256, 128), square=(16, 16), b=(24,), s=())
 
 
 @pytest.mark.parametrize("name", public_optimizers())
-def test_every_relation_holds(name):
+def test_optimizer_state_relations_hold_for_every_optax_optimizer(name):
     init = public_optimizers()[name].init
     state = dict(named_leaves(jax.eval_shape(init, EVERY)))
     relations = relate(init, EVERY)
@@ -458,7 +458,7 @@ def test_every_relation_holds(name):
 
 
 @pytest.mark.parametrize("name", public_optimizers())
-def test_what_steps_and_what_does_not(name):
+def test_optax_optimizers_take_a_step_unless_listed_as_untrainable(name):
     optimizer = public_optimizers()[name]
     params = {path: p for path, p in EVERY.items() if p.shape or name not in NO_SCALARS}
 
@@ -481,7 +481,7 @@ def test_what_steps_and_what_does_not(name):
 @pytest.mark.parametrize(
     "name", ["adam", "adamw", "lamb", "adamax", "contrib.adopt", "contrib.schedule_free_adamw"]
 )
-def test_every_moment_is_found(name):
+def test_optimizer_state_relations_find_every_moment(name):
     found = relate(
         public_optimizers()[name].init, {path: p for path, p in EVERY.items() if path != "s"}
     )

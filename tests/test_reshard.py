@@ -101,13 +101,13 @@ def check_pair(mesh, source, to, shape):
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
-def test_every_pair_of_layouts(source):
+def test_reshard_between_every_pair_of_layouts(source):
     for to in LAYOUTS:
         check_pair(MESH, source, to, (8, 8))
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
-def test_gradient_of_every_pair(source):
+def test_reshard_gradient_between_every_pair_of_layouts(source):
     x, weights = numbers(8, 8), [numbers(8, 8) * (k + 1) for k in range(len(LAYOUTS))]
 
     @jax.jit
@@ -157,7 +157,7 @@ THEORY = {
 
 
 @pytest.mark.parametrize("case", THEORY)
-def test_one_collective_where_one_is_enough(case):
+def test_reshard_uses_a_single_collective_where_possible(case):
     source, to, kind, axes, elements = THEORY[case]
     found = collectives(compiled(MESH, source, to, (8, 8)), MESH)
     assert [(one.kind, one.axes, received(one) / 4) for one in found] == (
@@ -165,7 +165,7 @@ def test_one_collective_where_one_is_enough(case):
     )
 
 
-def test_never_more_bytes_than_the_partitioner():
+def test_reshard_never_moves_more_bytes_than_the_partitioner():
     struct = jax.ShapeDtypeStruct((8, 8), np.float32)
     less = 0
     for source, to in itertools.product(LAYOUTS, repeat=2):
@@ -183,7 +183,7 @@ def test_never_more_bytes_than_the_partitioner():
 
 
 @pytest.mark.parametrize("ndim", [2, 3])
-def test_three_axes(ndim):
+def test_reshard_on_three_mesh_axes(ndim):
     sizes = {"x": 2, "y": 2, "z": 2}
     mesh, pairs = mesh_of(sizes), list(itertools.product(layouts("xyz", ndim), repeat=2))
     for source, to in random.Random(ndim).sample(pairs, 20):
@@ -200,7 +200,7 @@ def test_three_axes(ndim):
     ],
     ids=str,
 )
-def test_sizes_that_do_not_match(sizes, shape):
+def test_reshard_with_awkward_dim_and_axis_sizes(sizes, shape):
     """Dims that no further axis divides, axes of which neither divides the other, an axis of one
     device.
     """
@@ -223,7 +223,7 @@ def test_sizes_that_do_not_match(sizes, shape):
     [({"x": 2, "y": 4}, 2), ({"x": 2, "y": 2, "z": 2}, 3), ({"x": 2, "y": 4, "z": 2}, 2)],
     ids=str,
 )
-def test_nothing_is_larger_than_before_or_after(sizes, ndim):
+def test_reshard_intermediates_are_no_larger_than_source_or_target(sizes, ndim):
     pairs = list(itertools.product(layouts("".join(sizes), ndim), repeat=2))
     for source, to in random.Random(0).sample(pairs, 100):
         steps = plan(source, to, sizes, (16,) * ndim)
@@ -239,7 +239,7 @@ def split(layout):
 
 
 @pytest.mark.long
-def test_every_process_plans_alike():
+def test_reshard_plan_is_the_same_in_every_process():
     """Processes hash strings differently, and must run the same collectives."""
     program = textwrap.dedent("""
         from jax.sharding import PartitionSpec as P
@@ -284,7 +284,7 @@ def factors(mesh, axes):
 
 
 @pytest.mark.parametrize("case", PARTIAL)
-def test_partial_sums(case):
+def test_reshard_of_partial_sums(case):
     to, axes, expected = PARTIAL[case]
     (a, b), shardings = factors(EXPLICIT, axes)
     with jax.set_mesh(EXPLICIT):
@@ -302,7 +302,7 @@ def test_partial_sums(case):
 
 
 @pytest.mark.parametrize("case", PARTIAL)
-def test_gradients_of_partial_sums(case):
+def test_reshard_gradients_of_partial_sums(case):
     to, axes, _ = PARTIAL[case]
     (a, b), shardings = factors(EXPLICIT, axes)
     weight = numbers(8, 8)
@@ -323,7 +323,7 @@ def test_gradients_of_partial_sums(case):
     assert {one.kind for one in collectives(program, EXPLICIT)} <= {"all-gather"}
 
 
-def test_eager_partial_sum():
+def test_reshard_of_an_eager_partial_sum():
     (a, b), shardings = factors(EXPLICIT, {"y"})
     with jax.set_mesh(EXPLICIT):
         partial = jnp.einsum(
@@ -337,7 +337,7 @@ def test_eager_partial_sum():
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["automatic", "explicit"])
-def test_a_concrete_array_knows_its_layout(mesh):
+def test_reshard_reads_the_layout_of_a_concrete_array(mesh):
     x = jax.device_put(numbers(8, 8), NamedSharding(mesh, P("x", "y")))
     y = reshard(x, P("y", "x"))
     np.testing.assert_array_equal(y, x)
@@ -347,7 +347,7 @@ def test_a_concrete_array_knows_its_layout(mesh):
     )
 
 
-def test_explicit_types_know_their_layout():
+def test_reshard_reads_the_layout_of_explicit_types():
     def loss(x):
         y = reshard(x, P(None, "x"))
         assert jax.typeof(y).sharding.spec == P(None, "x")
@@ -359,7 +359,7 @@ def test_explicit_types_know_their_layout():
     np.testing.assert_array_equal(gradient, 2 * numbers(8, 8))
 
 
-def test_without_a_source_it_is_a_constraint():
+def test_reshard_without_a_source_is_a_sharding_constraint():
     with jax.set_mesh(MESH):
         x = jax.device_put(numbers(8, 8), P("x", "y"))
         jaxpr = jax.make_jaxpr(lambda x: reshard(x, P("y")))(x)
@@ -369,14 +369,14 @@ def test_without_a_source_it_is_a_constraint():
         )
 
 
-def test_source_is_where_the_array_is_put_first():
+def test_reshard_source_constrains_the_array_first():
     struct = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(MESH, P("x")))
     with jax.set_mesh(MESH):
         program = jax.jit(lambda x: reshard(x, P("y"), source=P())).lower(struct).compile()
     assert traffic(program, MESH) == [("all-gather", 32)]
 
 
-def test_inside_a_shard_map_over_other_axes():
+def test_reshard_inside_a_shard_map_over_other_axes():
     def body(rows):
         return reshard(reshard(rows, P("y"), source=P(None, "y")) ** 2, P(None, "y"), source=P("y"))
 
@@ -395,7 +395,7 @@ def test_inside_a_shard_map_over_other_axes():
     ]
 
 
-def test_under_the_transformations_of_jax():
+def test_reshard_under_vmap_scan_checkpoint_and_second_derivatives():
     def there(x):
         return reshard(x, P("y"), source=P("x"))
 
@@ -421,14 +421,14 @@ def test_under_the_transformations_of_jax():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16", "float8_e4m3fn"])
-def test_any_dtype(dtype):
+def test_reshard_of_any_dtype(dtype):
     x = jax.device_put(jnp.arange(64).reshape(8, 8).astype(dtype), NamedSharding(MESH, P("x", "y")))
     y = reshard(x, P(("y", "x")))
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
 
 
-def test_integers_beside_what_is_differentiated():
+def test_reshard_of_integers_in_a_differentiated_function():
     def loss(weights, indices):
         return jnp.sum(weights[reshard(indices, P("y"), source=P("x"))])
 
@@ -462,7 +462,7 @@ def accelerators(request):
 
 
 @pytest.mark.parametrize("case", ACCELERATED)
-def test_on_accelerators(case, accelerators):
+def test_reshard_compiled_for_accelerators_uses_the_planned_collectives(case, accelerators):
     source, to, expected = ACCELERATED[case]
     mesh, shape = mesh_of(SIZES, devices=accelerators), (1024, 1024)
     found = traffic(compiled(mesh, source, to, shape), mesh)
@@ -471,7 +471,7 @@ def test_on_accelerators(case, accelerators):
 
 
 @pytest.mark.parametrize("case", PARTIAL)
-def test_partial_sums_on_accelerators(case, accelerators):
+def test_reshard_of_partial_sums_compiled_for_accelerators(case, accelerators):
     to, axes, expected = PARTIAL[case]
     mesh = mesh_of(SIZES, AxisType.Explicit, accelerators)
     structs = [
@@ -505,19 +505,19 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
+def test_reshard_refuses_invalid_layouts(case):
     arguments, message = ERRORS[case]
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=message):
         jax.jit(lambda x: reshard(x, **arguments))(np.zeros((2, 8)))
 
 
-def test_a_source_that_is_not_where_the_array_is():
+def test_reshard_refuses_a_source_that_contradicts_the_array():
     x = jax.device_put(numbers(8, 8), NamedSharding(MESH, P("x")))
     with pytest.raises(ValueError, match=r"laid out as .*Leave `source` out"):
         reshard(x, P(), source=P("y"))
 
 
-def test_no_mesh():
+def test_reshard_without_a_mesh_is_refused():
     with pytest.raises(ValueError, match="no mesh in scope"):
         jax.jit(lambda x: reshard(x, P("x"), source=P()))(numbers(8))
 
@@ -529,7 +529,7 @@ def test_no_mesh():
         ({"x", "y"}, P(), "manual over every axis"),
     ],
 )
-def test_manual_axes(manual, to, message):
+def test_reshard_over_manual_axes_is_refused(manual, to, message):
     body = jax.shard_map(
         lambda x: reshard(x, to, source=P()), in_specs=P("x"), out_specs=P("x"), axis_names=manual
     )

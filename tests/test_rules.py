@@ -18,14 +18,14 @@ def spec(rules, names, shape, **kwargs):
     return resolve(rules, MESH, names, shape, **kwargs).spec
 
 
-def test_a_name_becomes_its_axis_and_a_tuple_splits_over_both():
+def test_rules_map_a_name_to_its_axis_or_split_it_over_a_tuple():
     rules = sl.AxisRules(batch=("data", "model"), embed=None, mlp="model")
     assert spec(rules, ("batch", "embed"), (8, 4)) == P(("data", "model"), None)
     assert spec(rules, ("embed", "mlp"), (4, 8)) == P(None, "model")
     assert spec(rules, (None, P.UNCONSTRAINED), (4, 8)) == P(None, P.UNCONSTRAINED)
 
 
-def test_the_first_candidate_that_is_free_and_divides_wins():
+def test_rules_pick_the_first_candidate_that_is_free_and_divides():
     rules = sl.AxisRules(a=["model", "data", None], b=["model", "data"])
     assert spec(rules, ("a",), (8,)) == P("model")
     assert spec(rules, ("a",), (6,)) == P("data")
@@ -46,7 +46,7 @@ def test_rules_are_immutable_ordered_hashable_and_survive_pickling():
     assert eval(repr(rules), {"AxisRules": sl.AxisRules}) == rules
 
 
-def test_union_right_wins_and_a_known_name_yields_to_a_rule_on_either_side():
+def test_rules_union_prefers_the_right_and_any_rule_over_a_known_name():
     known = sl.AxisRules.knowing("mlp")
     assert (known | sl.AxisRules(mlp="model"))["mlp"] == ("model",)
     assert (sl.AxisRules(mlp="model") | known)["mlp"] == ("model",)
@@ -55,11 +55,11 @@ def test_union_right_wins_and_a_known_name_yields_to_a_rule_on_either_side():
 
 @pytest.mark.parametrize("left", [sl.rules.data, sl.rules.fsdp])
 @pytest.mark.parametrize("right", [sl.rules.tensor, sl.rules.tensor_sequence])
-def test_presets_unite_in_either_order(left, right):
+def test_rules_presets_combine_in_either_order(left, right):
     assert dict(left | right) == dict(right | left)
 
 
-def test_manual_axes_leave_the_batch_and_nothing_else():
+def test_rules_drop_manual_axes_only_from_the_batch():
     rules = sl.AxisRules(batch=("data", "model"), experts="data")
     assert spec(rules, ("batch",), (4,), manual=frozenset({"data"})) == P("model")
     with pytest.raises(ValueError, match="`experts`=8.*`data`, which is manual"):
@@ -70,7 +70,7 @@ def test_manual_axes_leave_the_batch_and_nothing_else():
     ("policy", "expected", "padded"),
     [("replicate", P(None), 6), ("drop", P("data"), 6), ("pad", P(("data", "model")), 8)],
 )
-def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
+def test_indivisible_policies_apply_and_report_what_they_did(policy, expected, padded):
     rules = sl.AxisRules(a=("data", "model")).indivisible(a=policy)
     found = resolve(rules, MESH, ("a",), (6,), what="w")
     assert (found.spec, found.padded_shape) == (expected, (padded,))
@@ -104,18 +104,18 @@ def test_policies_do_what_they_say_and_say_it(policy, expected, padded):
         (dict(a="model"), (3,), (8,), "was given the name 3"),
     ],
 )
-def test_errors_name_the_array_the_name_the_axis_and_the_sizes(rules, names, shape, message):
+def test_rules_errors_name_the_array_dimension_axis_and_sizes(rules, names, shape, message):
     with pytest.raises(ValueError, match=message):
         resolve(sl.AxisRules(**rules), MESH, names, shape, what="w")
 
 
 @pytest.mark.parametrize("value", [3, ("data", 1), ("data", "data"), [], [["data"]]])
-def test_malformed_rules_are_refused(value):
+def test_rules_that_are_malformed_are_refused(value):
     with pytest.raises(ValueError, match="rule for `a`"):
         sl.AxisRules(a=value)
 
 
-def test_policies_are_refused_for_unknown_names_and_unknown_policies():
+def test_indivisible_policies_refuse_unknown_names_and_policies():
     with pytest.raises(ValueError, match="Unknown name `b`"):
         sl.AxisRules(a=None).indivisible(b="pad")
     with pytest.raises(ValueError, match="indivisible.policy='shrug'.. takes one of 'error'"):
@@ -131,7 +131,7 @@ def test_policies_are_refused_for_unknown_names_and_unknown_policies():
         (P(None, "data"), (8,), "1 dims and was given"),
     ],
 )
-def test_literal_specs_are_held_to_the_same_rules(literal, shape, message):
+def test_literal_specs_that_do_not_fit_are_refused(literal, shape, message):
     with pytest.raises(ValueError, match=message):
         check_spec(MESH, literal, shape)
 
@@ -146,7 +146,7 @@ axes = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "dat
         max_size=3,
     )
 )
-def test_any_resolution_is_a_valid_spec_that_comes_from_the_candidates(dims):
+def test_rules_resolve_to_a_valid_spec_from_the_candidates(dims):
     rules = sl.AxisRules({f"n{i}": candidates for i, (candidates, _) in enumerate(dims)})
     shape = tuple(size for _, size in dims)
     try:

@@ -65,7 +65,7 @@ def run(make_model, loss_fn, strategy=STRATEGY, batch=BATCH, optimizer=None, ste
 @pytest.mark.long
 @pytest.mark.sentinel("plain_loss")
 @pytest.mark.parametrize("loss_fn", [masked_loss, plain_loss])
-def test_the_step_equals_one_device(loss_fn):
+def test_train_step_equals_one_device(loss_fn):
     options = (
         {"accumulate": [2]}
         if loss_fn is masked_loss
@@ -75,7 +75,7 @@ def test_the_step_equals_one_device(loss_fn):
 
 
 @pytest.mark.long
-def test_stock_dropout_is_the_same_on_every_mesh_and_accumulation():
+def test_dropout_is_the_same_on_every_mesh_and_accumulation():
     compared = testing.check_step(
         make(dropout=0.5), optax.sgd(0.1), masked_loss, BATCH, RULES, accumulate=(1, 2), steps=3
     )
@@ -107,7 +107,7 @@ def test_dropout_differs_between_examples_and_steps():
     assert len(set(drawn)) == 3
 
 
-def test_a_psum_inside_the_loss_is_exact():
+def test_psum_inside_the_loss_is_exact():
     def by_global_count(model, batch, rng):
         """Divides by the number of tokens everywhere, itself: every device returns the loss of the
         whole batch.
@@ -129,7 +129,7 @@ def test_a_psum_inside_the_loss_is_exact():
     chex.assert_trees_all_close(ours.params, theirs.params, rtol=1e-5, atol=1e-7)
 
 
-def test_user_code_with_an_unvarying_carry_is_accepted():
+def test_train_step_accepts_a_scan_with_an_unvarying_carry():
     def loss(model, batch, rng):
         total, _ = lax.scan(
             lambda c, row: (c + jnp.sum(model(row[None]) ** 2), None), jnp.zeros(()), batch["x"]
@@ -142,7 +142,7 @@ def test_user_code_with_an_unvarying_carry_is_accepted():
 
 
 @pytest.mark.long
-def test_a_contrastive_loss_sees_the_whole_batch():
+def test_gather_batch_gives_a_contrastive_loss_the_whole_batch():
     def loss(model, batch, rng):
         ours = model(batch["x"]).reshape(batch["x"].shape[0], -1)
         everyone = sl.gather_batch(ours)
@@ -163,7 +163,7 @@ def test_a_contrastive_loss_sees_the_whole_batch():
 
 
 @pytest.mark.long
-def test_a_statistic_of_the_whole_batch_is_not_a_mean_of_means():
+def test_batch_mean_is_over_the_whole_batch():
     def loss(model, batch, rng):
         y = model(batch["x"])
         return jnp.sum(sl.batch_mean(y, (0, 1)) ** 2) + sl.batch_mean(jnp.mean(y**2, (1, 2)))
@@ -179,7 +179,7 @@ class WithNorm(nnx.Module):
         return self.norm(self.mlp(x))
 
 
-def test_batch_norm_needs_the_data_axes_and_says_so():
+def test_batch_norm_requires_the_data_axes_and_sees_the_whole_batch():
     with pytest.raises(
         ValueError, match="from the examples at hand: `norm/mean`, `norm/var`.*axis_name"
     ):
@@ -203,7 +203,7 @@ def test_batch_norm_needs_the_data_axes_and_says_so():
     assert float(jnp.abs(split.rest["norm"]["mean"]).max()) > 0
 
 
-def test_linen_state_is_kept_when_the_loss_writes_it_back():
+def test_linen_batch_stats_are_kept_when_the_loss_writes_them_back():
     module = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False, axis_name="data")])
     plain = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
 
@@ -218,7 +218,7 @@ def test_linen_state_is_kept_when_the_loss_writes_it_back():
 
 
 @pytest.mark.long
-def test_any_tree_is_a_model_and_an_optimizer_sees_global_arrays():
+def test_optimizer_of_a_plain_tree_model_sees_global_arrays():
     """Clipping, Muon-like and factored optimizers would be silently wrong on shards."""
 
     def make_tree():
@@ -260,7 +260,7 @@ def test_fsdp_by_annotation_leaves_its_axis_to_the_partitioner():
     assert state.params["up"]["kernel"].sharding.spec == P("fsdp", None)
 
 
-def test_a_parameter_split_over_a_data_axis_is_not_reduced_over_it():
+def test_gradient_of_a_parameter_split_over_data_stays_local():
     """One weight per device, as with experts: the loss uses the local one, and its gradient stays
     local.
     """
@@ -281,7 +281,7 @@ def test_a_parameter_split_over_a_data_axis_is_not_reduced_over_it():
     assert state.params["own"].sharding.spec == P("data", None)
 
 
-def test_a_plain_jit_with_annotations_alone_is_the_same_step():
+def test_train_step_equals_a_plain_jit_with_annotations():
     optimizer = optax.adamw(1e-2)
     state = sl.init(make(), optimizer, sl.Strategy(mesh="data=4,model=2", rules=RULES))
     definition = state.layout.definition
@@ -305,14 +305,14 @@ def test_a_plain_jit_with_annotations_alone_is_the_same_step():
     chex.assert_trees_all_close(params, expected.params, rtol=1e-5, atol=1e-6)
 
 
-def test_rules_that_lay_activations_out_otherwise_do_not_change_the_loss():
+def test_loss_does_not_depend_on_the_layout_rules():
     others = (RULES, RULES | sl.AxisRules(act_mlp=None), RULES | sl.AxisRules(mlp=None))
     strategies = [sl.Strategy(mesh="data=2,model=4", rules=rules) for rules in others]
     losses = [float(run(make(), masked_loss, strategy)[1]["loss"]) for strategy in strategies]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
-def test_the_state_is_a_fixed_point_exists_once_and_the_step_is_traced_once():
+def test_train_step_keeps_layouts_donates_state_and_traces_once():
     loss = testing.count_traces(masked_loss)
     state = sl.init(make(dropout=0.1), optax.adamw(1e-2), STRATEGY)
     step = sl.train_step(loss, STRATEGY)
@@ -328,7 +328,7 @@ def test_the_state_is_a_fixed_point_exists_once_and_the_step_is_traced_once():
 
 
 @pytest.mark.long
-def test_metrics_are_means_over_everything():
+def test_metrics_are_means_over_the_whole_batch():
     def loss(model, batch, rng):
         count = batch["mask"].sum()
         return masked_loss(model, batch, rng), {
@@ -358,7 +358,7 @@ def both_means(model, batch, rng):
     }
 
 
-def test_a_sum_of_means_counts_each_by_its_own_weight():
+def test_weighted_means_add_up_each_with_its_own_weight():
     testing.check_step(make(), optax.sgd(0.1), both_means, BATCH, RULES, meshes=["data=4,model=2"])
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
     _, metrics = run(make(), both_means, strategy)
@@ -374,7 +374,7 @@ def test_a_sum_of_means_counts_each_by_its_own_weight():
         run(make(), lambda model, batch, rng: both_means(model, batch, rng)[1]["by place"])
 
 
-def test_a_batch_of_which_nothing_counts_changes_nothing():
+def test_fully_masked_batch_changes_no_parameters():
     state, metrics = run(
         make(), masked_loss, batch={**BATCH, "mask": np.zeros((16, 3), np.float32)}
     )
@@ -383,7 +383,7 @@ def test_a_batch_of_which_nothing_counts_changes_nothing():
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected.params))
 
 
-def test_low_precision_gradients_are_summed_in_float32():
+def test_gradients_in_bfloat16_accumulate_in_float32():
     """In bfloat16 a sum of 64 would have stopped growing by its last bits."""
     mesh = sl.make_mesh("data=1", devices=jax.devices()[:1])
     strategy = sl.Strategy(mesh=mesh, rules=sl.AxisRules(batch="data"), accumulate=64)
@@ -397,7 +397,7 @@ def test_low_precision_gradients_are_summed_in_float32():
     assert state.params["w"].dtype == jnp.bfloat16
 
 
-def test_steps_may_be_compiled_into_a_larger_program():
+def test_train_step_may_be_called_inside_a_larger_jit():
     strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES)
     state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
     with strategy.scope():
@@ -420,7 +420,7 @@ def test_unused_rules_are_reported():
     )
 
 
-def test_rules_used_inside_a_jit_of_the_users_are_known_to_every_step():
+def test_unused_rules_see_through_a_jit_inside_the_loss():
     inner = jax.jit(lambda graph, values, x: nnx.merge(graph, values)(x), static_argnums=0)
 
     def loss(model, batch, rng):
@@ -434,7 +434,7 @@ def test_rules_used_inside_a_jit_of_the_users_are_known_to_every_step():
         assert step.unused_rules == ("heads",)
 
 
-def test_strategies_are_values():
+def test_strategy_compares_hashes_and_round_trips_its_repr():
     again = sl.Strategy(mesh="data=4,model=2", rules=RULES, accumulate=2)
     assert (again, hash(again)) == (STRATEGY, hash(STRATEGY))
     assert (
@@ -472,13 +472,13 @@ def test_strategies_are_values():
         ),
     ],
 )
-def test_strategies_that_cannot_be_are_refused(arguments, message):
+def test_strategy_refuses_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         sl.Strategy(**arguments)
 
 
 @pytest.mark.parametrize("mesh", ["data=4,model=1", "data=16,model=1"])
-def test_a_mesh_of_other_size_than_the_devices_is_refused(mesh):
+def test_init_refuses_a_mesh_of_another_device_count(mesh):
     with pytest.raises(ValueError, match="devices"):
         sl.init(make(), None, sl.Strategy(mesh=mesh, rules=RULES))
 
@@ -495,7 +495,7 @@ def test_a_mesh_of_other_size_than_the_devices_is_refused(mesh):
         ({}, "holds no arrays"),
     ],
 )
-def test_batches_that_do_not_split_are_refused(batch, message):
+def test_train_step_refuses_batches_that_do_not_split(batch, message):
     with pytest.raises(ValueError, match=message):
         run(make(), masked_loss, batch=batch)
 
@@ -513,12 +513,12 @@ def test_batches_that_do_not_split_are_refused(batch, message):
         (lambda x: (jnp.sum(x), {"loss": jnp.sum(x)}), "metric `loss` is the step's own"),
     ],
 )
-def test_losses_that_return_something_else_are_refused(out, message):
+def test_loss_functions_with_invalid_results_are_refused(out, message):
     with pytest.raises(ValueError, match=message):
         run(make(), lambda model, batch, rng: out(model(batch["x"])))
 
 
-def test_a_loss_that_changes_the_structure_of_the_state_is_refused():
+def test_loss_that_changes_the_structure_of_the_state_is_refused():
     def loss(model, batch, rng):
         model.sow = nnx.Intermediate(jnp.ones(3))
         return plain_loss(model, batch, rng)
@@ -529,7 +529,7 @@ def test_a_loss_that_changes_the_structure_of_the_state_is_refused():
         run(make(), loss)
 
 
-def test_a_state_of_another_strategy_or_without_optimizer_is_refused():
+def test_train_step_refuses_a_state_of_another_strategy_or_no_optimizer():
     state = sl.init(make(), optax.sgd(0.1), sl.Strategy(mesh="data=8,model=1", rules=RULES))
     with pytest.raises(ValueError, match="state was made for .*data=8.*step is for .*data=4"):
         sl.train_step(plain_loss, STRATEGY)(state, BATCH)
@@ -537,7 +537,7 @@ def test_a_state_of_another_strategy_or_without_optimizer_is_refused():
         sl.train_step(plain_loss, STRATEGY)(sl.init(make(), None, STRATEGY), BATCH)
 
 
-def test_remat_changes_what_is_kept_and_nothing_else():
+def test_remat_recomputes_activations_and_keeps_the_result():
     class Rematerialized(MLP):
         def __call__(self, x):
             return sl.remat(lambda mlp, x: MLP.__call__(mlp, x), checkpoint=nnx.remat)(self, x)
@@ -564,7 +564,7 @@ class WithMemory(nnx.Module):
         return self.mlp(x)
 
 
-def test_state_drawn_for_the_examples_of_one_device_is_refused_and_other_draws_are_kept():
+def test_model_state_drawn_per_example_is_refused_and_shared_draws_kept():
     def loss(model, batch, rng):
         model.seen[...] = model.seen[...] + jax.random.uniform(rng, model.seen.shape)
         return plain_loss(model, batch, rng)
@@ -595,7 +595,7 @@ class InHalf(sl.Exchange):
 
 
 @pytest.mark.long
-def test_an_exchange_of_ones_own_averages_what_it_takes():
+def test_custom_exchange_averages_gradients_in_its_own_dtype():
     meshes = ["data=4,model=2", "data=2,model=4"]
     testing.check_step(
         make(),
@@ -615,13 +615,13 @@ def test_an_exchange_of_ones_own_averages_what_it_takes():
     assert sums > 0
 
 
-def test_an_exchange_that_would_never_run_is_refused():
+def test_custom_exchange_that_would_never_run_is_refused():
     with pytest.raises(ValueError, match="InHalf.* would never run"):
         sl.Strategy(mesh="data=8,model=1", rules=RULES, manual=(), exchange=InHalf())
 
 
 @pytest.mark.long
-def test_complex_parameters_move_as_without_the_library():
+def test_complex_parameters_train_like_plain_jax():
     def make_tree():
         return {"w": jnp.ones((8, 4)) * (1 + 1j)}
 
@@ -638,7 +638,7 @@ def test_complex_parameters_move_as_without_the_library():
         run(make_tree, lambda model, batch, rng: jnp.sum(model["w"]))
 
 
-def test_parameters_over_a_manual_axis_are_refused_unless_that_is_meant():
+def test_parameters_split_over_a_data_axis_are_refused_by_default():
     make_tree = lambda: sl.annotate({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, {"b": P("data")})
     loss = lambda model, batch, rng: jnp.mean((batch["x"] @ model["w"] + model["b"]) ** 2)
     with pytest.raises(ValueError, match=r"`b` is laid out as P\('data',\).*manual=\('data',\)"):
@@ -648,7 +648,7 @@ def test_parameters_over_a_manual_axis_are_refused_unless_that_is_meant():
     )
 
 
-def test_state_made_of_a_parameter_that_differs_is_refused():
+def test_model_state_that_differs_between_devices_is_refused():
     rules = sl.AxisRules(batch="data", experts="data")
     strategy = sl.Strategy(mesh="data=8", rules=rules, manual=("data",))
     make_tree = lambda: {
@@ -667,14 +667,14 @@ def test_state_made_of_a_parameter_that_differs_is_refused():
 
 
 @pytest.mark.long
-def test_optimizers_that_ask_for_the_loss_are_given_it():
+def test_optimizers_that_need_the_loss_value_receive_it():
     optimizer = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau())
     testing.check_step(make(), optimizer, masked_loss, BATCH, RULES, meshes=["data=4,model=2"])
     _, metrics = run(make(), masked_loss, optimizer=optax.polyak_sgd())
     assert np.isfinite(metrics["loss"])
 
 
-def test_weak_types_do_not_trace_a_step_twice():
+def test_train_step_with_weak_types_is_traced_once():
     loss = testing.count_traces(lambda model, batch, rng: jnp.mean((batch["x"] * model["s"]) ** 2))
     state, step = (
         sl.init(lambda: {"s": jnp.asarray(2.0)}, optax.sgd(0.1), STRATEGY),
@@ -686,14 +686,14 @@ def test_weak_types_do_not_trace_a_step_twice():
     assert loss.count == traces
 
 
-def test_a_state_that_was_donated_is_refused():
+def test_train_step_refuses_a_donated_state():
     state, step = sl.init(make(), optax.sgd(0.1), STRATEGY), sl.train_step(masked_loss, STRATEGY)
     step(state, BATCH)
     with pytest.raises(ValueError, match="has been through a step already"):
         step(state, BATCH)
 
 
-def test_an_array_made_outside_is_laid_out_under_a_strategy():
+def test_strategy_scope_shards_arrays_made_outside_it():
     state = sl.init(make(), None, STRATEGY)
     x = jnp.asarray(BATCH["x"])
     with STRATEGY.scope():
@@ -703,7 +703,7 @@ def test_an_array_made_outside_is_laid_out_under_a_strategy():
         np.testing.assert_allclose(found, MLP(nnx.Rngs(0))(x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_strategy_may_come_into_force_again_inside_its_step_but_no_other():
+def test_strategy_scope_nests_only_within_the_same_strategy():
     def loss(model, batch, rng):
         with STRATEGY.scope():
             return masked_loss(model, batch, rng)
@@ -721,7 +721,7 @@ def test_a_strategy_may_come_into_force_again_inside_its_step_but_no_other():
         jax.jit(step)(state, BATCH)
 
 
-def test_the_whole_batch_needs_rules_to_know_it():
+def test_batch_mean_without_rules_is_refused():
     def loss(model, batch, rng):
         with sl.unsharded():
             return jnp.sum(sl.batch_mean(batch["x"], (0, 1)))
@@ -779,12 +779,12 @@ def test_the_whole_batch_needs_rules_to_know_it():
         ),
     ],
 )
-def test_what_newcomers_get_wrong_is_told_plainly(call, message):
+def test_public_functions_explain_common_mistakes(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_check_step_compares_the_state_that_is_not_trained():
+def test_check_step_compares_untrained_state():
     def loss(model, batch, rng):
         axes = ("data",) if jax.sharding.get_abstract_mesh().manual_axes else ()
         model["sum"] = lax.psum(jnp.mean(batch["x"]), axes)  # a sum where the mean was meant
@@ -795,7 +795,7 @@ def test_check_step_compares_the_state_that_is_not_trained():
         testing.check_step(make_tree, optax.sgd(0.1), loss, BATCH, RULES, meshes=["data=4,model=2"])
 
 
-def test_describe_names_axes_that_nothing_uses():
+def test_describe_names_idle_mesh_axes():
     strategy = sl.Strategy(
         mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None, mlp=None)
     )
@@ -804,7 +804,7 @@ def test_describe_names_axes_that_nothing_uses():
     assert "along which devices repeat work: model" in str(described)
 
 
-def test_blocks_may_be_marked_where_they_are_defined():
+def test_remat_works_as_a_decorator():
     @sl.remat
     def block(x, w):
         return jnp.tanh(x @ w)

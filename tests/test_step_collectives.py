@@ -134,7 +134,7 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
 @pytest.mark.sentinel("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_exchange_happens_once_and_moves_no_weight_over_the_tensor_axis(platform, accumulate):
+def test_gradient_exchange_runs_once_and_sends_no_weight_over_tensor_axis(platform, accumulate):
     mesh = mesh_on(platform, "data=2,model=4")
     state, found = compile_step(mesh, TENSOR, accumulate=accumulate)
     over_data = [one for one in found if "data" in one.axes]
@@ -149,14 +149,14 @@ def test_the_exchange_happens_once_and_moves_no_weight_over_the_tensor_axis(plat
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_data_parallelism_is_one_exchange(platform):
+def test_data_parallelism_only_all_reduces_the_gradients_once(platform):
     state, found = compile_step(mesh_on(platform, "data=8"), sl.rules.data)
     assert {(one.kind, one.axes, one.times) for one in found} == {("all-reduce", ("data",), 1)}
     assert sum(one.operand_bytes for one in found) == parameter_bytes(state) + SUMS_BYTES
 
 
 @pytest.mark.tpu_compiler
-def test_fsdp_by_annotation_gathers_each_layer_and_scatters_its_gradient():
+def test_fsdp_by_annotation_gathers_each_layer_at_most_twice():
     state, found = compile_step(mesh_on("v5e:2x4", "data=1,fsdp=8"), sl.rules.fsdp)
     in_layers = [one for one in found if one.times > 1]
     assert in_layers, testing.summary(found)
@@ -167,7 +167,7 @@ def test_fsdp_by_annotation_gathers_each_layer_and_scatters_its_gradient():
 
 
 @pytest.mark.tpu_compiler
-def test_memory_holds_parameters_and_optimizer_state_once():
+def test_train_step_memory_holds_parameters_and_optimizer_state_once():
     mesh = mesh_on("v5e:2x4", "data=2,model=4")
     strategy = sl.Strategy(mesh=mesh, rules=TENSOR, accumulate=4, remat="full")
     config = gpt.tiny(layers=8, width=1024, heads=8, context=128, vocab=1024)
@@ -188,7 +188,7 @@ def test_memory_holds_parameters_and_optimizer_state_once():
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_gathering_the_batch_moves_only_this_devices_shard(platform):
+def test_gather_batch_moves_only_each_devices_shard(platform):
     """With a tensor axis, a gather over `data` of what `model` splits must not gather over `model`
     first.
     """

@@ -1,6 +1,4 @@
-"""Weights in the form they are stored in, whole where they are used, whatever a loss does with
-them.
-"""
+"""Weights that ZeRO stores split are gathered where they are used, whatever a loss does."""
 
 from functools import cache, partial
 
@@ -220,7 +218,7 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use", USES)
-def test_weights_are_whole_where_they_are_used(use, zero, accumulate, overlap):
+def test_zero_weights_are_whole_wherever_a_loss_uses_them(use, zero, accumulate, overlap):
     (ours, found), (theirs, expected) = gradients(zero, accumulate, overlap), gradients(*ALONE)
     for name in (use, "itself"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
@@ -235,7 +233,7 @@ def test_weights_are_whole_where_they_are_used(use, zero, accumulate, overlap):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_state_made_of_a_weight_and_complex_weights_are_as_on_one_device(stage):
+def test_zero_with_complex_weights_and_derived_state_equals_one_device(stage):
     def loss(model, x, rng):
         w = model["params"]["w"]
         model["average"] = 0.9 * model["average"] + 0.1 * w
@@ -251,8 +249,8 @@ def test_state_made_of_a_weight_and_complex_weights_are_as_on_one_device(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_state_that_a_layer_counts_is_the_same_everywhere(stage):
-    """As the streams of NNX's dropout do."""
+def test_zero_keeps_a_counter_that_layers_increment_in_a_scan(stage):
+    """NNX's dropout counts like this in its random streams."""
 
     def loss(model, x, rng):
         body = lambda carry, w: ((dense(carry[0], w), carry[1] + 1), None)
@@ -265,7 +263,7 @@ def test_state_that_a_layer_counts_is_the_same_everywhere(stage):
     assert int(state.rest["count"]) == 3
 
 
-def test_a_weight_without_derivative_may_be_used_in_a_loop_of_unknown_length():
+def test_zero_weight_without_gradient_works_in_a_while_loop():
     def loss(model, x, rng):
         in_, start = lax.stop_gradient(model["in"]), (0, jnp.ones(16))
         step = lambda carry: (carry[0] + 1, jnp.tanh(in_ @ (in_.T @ carry[1])))
@@ -280,7 +278,7 @@ def lowered(make, loss, zero, width):
     return sl.train_step(loss, plan).lower(state, jax.ShapeDtypeStruct((8, width), "float32"))
 
 
-def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
+def test_zero_stage_3_holds_one_layer_of_weights_and_stage_2_all():
     depth, width = 8, 256
     make = lambda: sl.annotate(
         {"w": jnp.zeros((depth, width, width))}, {"w": ("layers", "embed", "mlp")}
@@ -302,8 +300,8 @@ def test_stage_3_holds_a_layer_of_weights_and_stage_2_all_of_them():
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_marked_block_is_one_region_unless_a_loop_within_takes_a_stack_layer_by_layer(turned):
-    """A loop over a stack that is turned does not: it needs the whole stack."""
+def test_zero3_layer_is_one_region_unless_a_loop_scans_its_stack(turned):
+    """A loop over a transposed stack leaves one region: it needs the whole stack."""
     make = lambda: sl.annotate(
         {"a": jnp.zeros((16, 16)), "w": jnp.zeros((3, 16, 16))},
         {"a": ("embed", "mlp"), "w": ("layers", "embed", "mlp")},
@@ -332,7 +330,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("how", LAYERS)
-def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
+def test_zero3_layer_is_gathered_once_forward_and_once_backward(how):
     mark, zero = LAYERS[how]
     block = lambda x, w: dense(dense(dense(x, w), w), w)
 
@@ -350,7 +348,7 @@ def test_a_layer_that_is_known_is_gathered_once_forward_and_once_backward(how):
     assert gathers(partial(loss, mark=lambda block: block), FULL) > 8
 
 
-def test_a_weight_that_all_layers_of_a_loop_share_is_gathered_once_before_it():
+def test_zero_weight_shared_by_all_layers_is_gathered_once():
     make = lambda: sl.annotate(
         {"w": jnp.zeros((5, 16, 16)), "shared": jnp.zeros((16, 16))},
         {"w": ("layers", "embed", "mlp"), "shared": ("embed", "mlp")},
@@ -364,7 +362,7 @@ def test_a_weight_that_all_layers_of_a_loop_share_is_gathered_once_before_it():
     assert lowered(make, loss, FULL, 16).as_text().count("stablehlo.all_gather") == 3
 
 
-def test_what_a_marked_layer_makes_of_a_weight_is_not_kept_for_its_backward_pass():
+def test_zero3_layer_keeps_no_derived_weight_for_backward():
     make = lambda: {"layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))]}
     block = sl.zero3_layer(lambda x, w: jax.jit(lambda x, w: dense(x, w.T))(x, w))
 
@@ -381,8 +379,8 @@ def converted(tree):
     return jax.tree.map(lambda w: w.astype("bfloat16"), tree)
 
 
-def test_a_cast_within_the_layer_before_leaves_no_whole_weight_behind():
-    """The program is the same wherever the cast of another layer's weight is written, and how."""
+def test_zero3_program_is_the_same_wherever_weights_are_cast():
+    """Even where the next layer's weights are cast within this layer, or in a jit."""
     make = lambda: {"layers": [{"a": jnp.zeros((16, 16)), "b": jnp.zeros((16, 16))}] * 2}
 
     def loss(model, x, rng, cast, early):
@@ -403,8 +401,8 @@ def test_a_cast_within_the_layer_before_leaves_no_whole_weight_behind():
     assert len(programs) == 1
 
 
-def test_layers_whose_weights_one_jit_casts_are_a_region_each():
-    """And so are those that one loop takes within a marked block."""
+def test_zero3_program_is_the_same_when_a_jit_casts_several_layers():
+    """Also when the layers are a stack that a loop takes within a marked block."""
     make = lambda: {
         "layers": [jnp.zeros((16, 16)), jnp.zeros((16, 16))],
         "stack": sl.annotate(jnp.zeros((3, 16, 16)), {"": ("layers", "embed", "mlp")}),
@@ -424,7 +422,7 @@ def test_layers_whose_weights_one_jit_casts_are_a_region_each():
     assert in_jit == plain
 
 
-def test_of_a_stack_that_a_jit_casts_each_gradient_is_reduced_in_its_iteration():
+def test_zero_stage_2_program_is_the_same_when_a_jit_casts_the_stack():
     make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
 
     def loss(model, x, rng, cast):
@@ -438,7 +436,7 @@ def test_of_a_stack_that_a_jit_casts_each_gradient_is_reduced_in_its_iteration()
     assert in_jit == plain
 
 
-def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
+def test_layer_stack_gathers_only_the_layer_that_is_read():
     make = lambda: sl.annotate({"w": jnp.zeros((4, 16, 16))}, {"w": ("layers", "embed", "mlp")})
 
     def loss(model, x, rng):
@@ -452,7 +450,7 @@ def test_of_a_stack_a_number_of_a_layer_gathers_that_one():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_what_all_layers_share_is_kept_once_for_backward(remat):
+def test_zero_saves_values_shared_by_all_layers_once_for_backward(remat):
     config = gpt.tiny(layers=5, context=48, positions="rotary")
     strategy = sl.Strategy(
         mesh="data=8", rules=sl.rules.data, zero=sl.Zero(3, small=0), remat=remat
@@ -504,7 +502,7 @@ def ancestors(jaxpr, equation):
     return found
 
 
-def test_a_weight_is_not_gathered_again_before_forward_is_done_with_it():
+def test_zero_regathers_weights_for_backward_only_after_forward():
     """The cotangent of a loss is known from the start: alone, it would let the gather begin."""
     run = sl.Strategy(mesh=sl.make_mesh("data=8"), rules=sl.rules.data, zero=sl.Zero(3, small=0))
     make = lambda: {"first": jnp.ones((64, 64)), "last": jnp.ones((64, 64))}

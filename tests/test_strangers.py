@@ -1,5 +1,5 @@
-"""`benchmarks.strangers` sees what it is there to see: each kind of end of a case, and a result
-that is off.
+"""`benchmarks.strangers`, random uses of the library, detects each kind of outcome of a case, and a
+wrong result.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ serve(lambda seed, number: {ENDS}[number], attempt)
 
 
 @pytest.mark.long
-def test_every_end_of_a_case_is_counted_and_the_cases_after_it_run(tmp_path):
+def test_strangers_benchmark_counts_every_outcome_and_continues(tmp_path):
     (tmp_path / "part.py").write_text(PART)
     environment = _strangers.fast_compiles(1)
     environment["PYTHONPATH"] += f":{tmp_path}"
@@ -54,7 +54,7 @@ def said(outcome):
     return "".join(outcome.failures).partition(": ")[2].partition(": ")[2].partition(": ")[2]
 
 
-def test_a_part_that_cannot_start_is_no_outcome(tmp_path):
+def test_strangers_benchmark_exits_when_a_part_cannot_start(tmp_path):
     (tmp_path / "part.py").write_text("raise KeyError('before any case')")
     environment = _strangers.fast_compiles(1)
     environment["PYTHONPATH"] += f":{tmp_path}"
@@ -63,14 +63,14 @@ def test_a_part_that_cannot_start_is_no_outcome(tmp_path):
 
 
 @pytest.mark.parametrize("part", [_strangers_meshes, _strangers_flips, _strangers_kills])
-def test_a_case_is_drawn_again_from_its_seed_and_number(part):
+def test_strangers_cases_are_reproducible_from_seed_and_number(part):
     first = [part.draw(5, number) for number in range(40)]
     random.random()
     assert [part.draw(5, number) for number in reversed(range(40))] == first[::-1]
     assert len(set(first)) > 35 and part.draw(6, 39) != first[39]
 
 
-def test_meshes_of_one_to_four_axes_all_presets_and_all_models_are_drawn():
+def test_strangers_cases_cover_all_mesh_ranks_presets_and_models():
     cases = [_strangers_meshes.draw(0, number) for number in range(500)]
     assert {case.mesh.count("=") for case in cases} == {1, 2, 3, 4}
     assert {case.model for case in cases} == set(_strangers_meshes.BY_NAME)
@@ -85,7 +85,7 @@ def test_meshes_of_one_to_four_axes_all_presets_and_all_models_are_drawn():
 CASE = Case("tied", 32, "data=2,model=2", "data | tensor", zero=2, accumulate=2, manual=True)
 
 
-def test_a_step_on_a_mesh_is_held_to_one_device(monkeypatch):
+def test_strangers_mesh_case_detects_a_deviation_from_one_device(monkeypatch):
     assert _strangers_meshes.attempt(CASE) == ""
     expected = _strangers_meshes.reference("tied", 32)
     told, after = expected
@@ -97,7 +97,7 @@ def test_a_step_on_a_mesh_is_held_to_one_device(monkeypatch):
     assert _strangers_meshes.attempt(CASE).startswith("`up` is off by 0.001")
 
 
-def test_what_plain_jax_gives_too_is_the_compilers(monkeypatch):
+def test_strangers_blame_the_compiler_when_plain_jax_deviates_too(monkeypatch):
     case = dataclasses.replace(CASE, zero=0, manual=False)
     expected = _strangers_meshes.reference("tied", 32)
     moved = expected._replace(params={**expected.params, "up": expected.params["up"] + 1e-3})
@@ -108,7 +108,7 @@ def test_what_plain_jax_gives_too_is_the_compilers(monkeypatch):
     assert _strangers.judged(lambda: _strangers_meshes.attempt(case))[0] == "silent"
 
 
-def test_the_bit_of_a_case_is_flipped_and_no_other(tmp_path):
+def test_strangers_flip_changes_exactly_one_bit(tmp_path):
     folder = tmp_path / "tokens" / "key"
     folder.mkdir(parents=True)
     (folder / "held_out.ids").write_bytes(bytes(5))
@@ -122,7 +122,7 @@ def test_the_bit_of_a_case_is_flipped_and_no_other(tmp_path):
         assert ("held_out.ids" if place < 0.25 else "train.ids") in said_of
 
 
-def test_two_runs_that_write_in_turns_are_seen(tmp_path):
+def test_strangers_detect_two_runs_writing_in_turns(tmp_path):
     def write(*writers):
         lines = (
             json.dumps({"step": k, "writer": writer, "loss": 1.0, "grad_norm": 1.0})
@@ -138,7 +138,7 @@ def test_two_runs_that_write_in_turns_are_seen(tmp_path):
     assert len(_strangers_kills.numbers(tmp_path)) == 5  # with the half line, without the note
 
 
-def test_a_message_for_users_is_told_from_other_errors():
+def test_strangers_distinguish_refusals_from_raw_errors():
     assert _strangers.judged(lambda: make_mesh("data=0"))[0] == "refused"
     # A ValueError too, and not the library's.
     assert _strangers.judged(lambda: json.loads("{"))[0] == "raw_errors"
@@ -152,7 +152,7 @@ def test_a_message_for_users_is_told_from_other_errors():
 
 
 @pytest.mark.parametrize("failing", [*_strangers.FAILURES, "nothing", "too few"])
-def test_the_exit_code_says_whether_all_is_well(failing, monkeypatch, capsys):
+def test_strangers_exit_code_is_1_on_any_failure(failing, monkeypatch, capsys):
     class Part:
         @staticmethod
         def run(count, seed):
@@ -181,6 +181,6 @@ def test_the_exit_code_says_whether_all_is_well(failing, monkeypatch, capsys):
         assert told[failing] == told[f"meshes_{failing}"] == 1 and "what was seen" in shown
 
 
-def test_docstring_examples():
+def test_strangers_docstring_examples():
     for module in (_strangers, _strangers_meshes):
         assert doctest.testmod(module).failed == 0

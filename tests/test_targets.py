@@ -1,4 +1,4 @@
-"""Machines by name: what is a machine, what is not, and what its devices are."""
+"""Targets, machines by name: which names are valid, and what their devices are."""
 
 import math
 import os
@@ -27,7 +27,7 @@ GPUS = [
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("text, size", TPUS)
-def test_tpus(text, size):
+def test_tpu_targets_list_the_right_devices(text, size):
     target = sl.Target(text)
     assert target.size == size == len(target.devices)
     assert {device.device_kind for device in target.devices} == {target.chip.kind}
@@ -36,7 +36,7 @@ def test_tpus(text, size):
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("text", GPUS)
-def test_gpus(text):
+def test_gpu_targets_list_the_right_devices(text):
     target = sl.Target(text)
     assert target.size == len(target.devices)
     assert target.devices[0].device_kind == target.chip.kind
@@ -87,13 +87,13 @@ def test_gpus(text):
         ("v5p-" + "9" * 5000, "no target"),
     ],
 )
-def test_no_machines(text, message):
+def test_target_names_that_are_invalid_are_refused(text, message):
     with pytest.raises(ValueError, match=message) as refused:
         sl.Target(text)
     assert len(str(refused.value)) < 700
 
 
-def test_a_mesh_that_does_not_fit():
+def test_target_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"`data=2,model=2` is 4 devices, and `cpu:8` has 8"):
         sl.Target("cpu:8").mesh("data=2,model=2")
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_a_mesh_that_does_not_fit():
 @pytest.mark.parametrize(
     "size, said", [(10**30, "has 31 digits"), ("9" * 5000, "has 5,000 digits")]
 )
-def test_meshes_that_nobody_has(size, said):
+def test_target_mesh_of_absurd_size_is_refused(size, said):
     with pytest.raises(ValueError, match=said) as refused:
         sl.Target("cpu:8").mesh(f"data={size}")
     assert len(str(refused.value)) < 400
@@ -113,7 +113,7 @@ def test_meshes_that_nobody_has(size, said):
         sl.make_mesh(f"data={size}")
 
 
-def test_targets_are_values():
+def test_targets_compare_hash_and_print():
     assert sl.Target("cpu:8") == sl.Target("cpu:8") and hash(sl.Target("cpu:8")) == hash(
         sl.Target("cpu:8")
     )
@@ -121,7 +121,7 @@ def test_targets_are_values():
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_datasheets_are_plausible(name):
+def test_chip_datasheets_are_plausible(name):
     chip = CHIPS[name]
     if name != "cpu":
         assert (
@@ -136,7 +136,7 @@ def test_datasheets_are_plausible(name):
         assert math.isfinite(chip.hbm_bandwidth)
 
 
-def test_a_compiler_that_is_missing_is_named_with_the_command(monkeypatch):
+def test_target_compiler_that_is_missing_is_named_with_its_pip_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for text, extra in (("tpu:v5e:4x4", "tpu-plan"), ("gpu:h200:1x1x8", "gpu-plan")):
         with pytest.raises(ModuleNotFoundError, match=rf'pip install "shardlib\[{extra}\]"'):
@@ -145,7 +145,7 @@ def test_a_compiler_that_is_missing_is_named_with_the_command(monkeypatch):
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("text", ["tpu:v5e:2x2", "cpu:1"])
-def test_a_script_that_only_plans_prints_nothing_of_its_own(text, tmp_path):
+def test_target_in_a_planning_script_prints_no_compiler_noise(text, tmp_path):
     """Nobody has told JAX to use the CPU: it looks for TPUs, and libtpu says at length that there
     are none.
     """
@@ -167,7 +167,7 @@ def test_a_script_that_only_plans_prints_nothing_of_its_own(text, tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
-def test_compilers_are_run_quietly_and_leave_nothing(capfd, monkeypatch):
+def test_quietly_captures_compiler_output_and_restores_the_environment(capfd, monkeypatch):
     monkeypatch.delenv("TPU_LOG_DIR")
     before = dict(os.environ)
     with quietly() as noise:

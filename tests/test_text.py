@@ -1,4 +1,4 @@
-"""What is printed for people fits into their terminal, 80 columns wide or narrower, and is whole
+"""Printed descriptions fit the terminal, 80 columns wide or narrower, and are not shortened
 elsewhere.
 """
 
@@ -48,7 +48,7 @@ def plan(state):
     )
 
 
-def test_a_description(state, width):
+def test_describe_fits_the_terminal_width(state, width):
     found = sl.describe(state)
     text = str(found)
     assert widest(text) <= width
@@ -58,7 +58,7 @@ def test_a_description(state, width):
             assert word in text
 
 
-def test_a_plan_and_its_estimate(plan, monkeypatch):
+def test_plan_and_estimate_fit_80_columns(plan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(plan)
     assert widest(text) <= 80 and widest(str(plan.estimate)) <= 80
@@ -72,14 +72,14 @@ def test_a_plan_and_its_estimate(plan, monkeypatch):
         assert words in text
 
 
-def test_elsewhere_nothing_is_shortened(plan, state, monkeypatch):
+def test_text_is_not_shortened_without_a_terminal_width(plan, state, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert "…" not in str(sl.describe(state)) and widest(str(sl.describe(state))) > 80
     assert widest(str(plan)) > 80
 
 
 @pytest.mark.parametrize("columns", [120, 80, 40, 12])
-def test_the_bar_of_the_data_stays_in_its_line(monkeypatch, columns):
+def test_progress_bar_stays_within_its_line(monkeypatch, columns):
     terminal, now = io.StringIO(), iter(range(0, 100, 10))
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -92,7 +92,7 @@ def test_the_bar_of_the_data_stays_in_its_line(monkeypatch, columns):
     assert columns < 120 or ("░" in lines[1] and lines[1].endswith("s left"))
 
 
-def test_a_width_is_that_of_the_environment_or_of_a_terminal(monkeypatch, tmp_path):
+def test_terminal_width_is_read_from_the_environment_or_terminal(monkeypatch, tmp_path):
     for said, width in [("80", 80), ("0", None), ("wide", None), ("9" * 5000, None), ("", None)]:
         monkeypatch.setenv("COLUMNS", said)
         assert terminal_width(io.StringIO()) == width
@@ -100,7 +100,7 @@ def test_a_width_is_that_of_the_environment_or_of_a_terminal(monkeypatch, tmp_pa
         assert terminal_width(file) is None
 
 
-def test_tables_lose_the_middles_of_words_then_columns():
+def test_text_tables_shorten_words_and_then_drop_columns():
     rows = [("path", "dtype", "bytes", "why"), ("a" * 30, "float32", "1,024", "b" * 30)]
     assert widest(table(rows, width=80, shorten=(0, 3))) == len("a" * 30) + 2 + 7 + 2 + 5 + 2 + 30
     for width in (70, 60, 50, 46):
@@ -113,7 +113,7 @@ def test_tables_lose_the_middles_of_words_then_columns():
     assert wrapped("one two three " * 9, 40, "- ", "  ").splitlines()[1].startswith("  ")
 
 
-def test_an_array_of_nothing_is_described(width):
+def test_describe_of_a_tiny_model_fits_the_terminal_width(width):
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     state = sl.init(lambda: {"w": jnp.zeros(8)}, optax.sgd(0.1), strategy, abstract=True)
     assert widest(str(sl.describe(state))) <= width

@@ -1,4 +1,4 @@
-"""Axes that lie along several dims of a TPU's torus: found, and gathered and scattered over."""
+"""Mesh axes that span several dims of a TPU's torus: detected, and gathered and scattered over."""
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,20 @@ P = jax.P
         ("tpu:v5e:4x4:slices=2", "data=32", {}),
     ],
 )
-def test_axes_along_several_dims_of_a_torus_are_found(target, shape, expected):
+def test_torus_dims_are_detected_for_axes_spanning_several_dims(target, shape, expected):
     dcn = "data=2" if "slices" in target else ""
     assert dict(torus_dims(sl.Target(target).mesh(shape, dcn=dcn))) == expected
 
 
 @pytest.mark.gpu_compiler
-def test_gpus_have_no_torus():
+def test_torus_dims_of_gpus_are_empty():
     mesh = sl.Target("gpu:h100:1x1x4").mesh("data=2,model=2")
     assert torus_dims(mesh) == ()
     assert "torus" not in sl.describe_mesh(mesh)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2), (8,), (2, 1, 4)])
-def test_groups_of_devices_on_a_torus_differ_in_one_digit(sizes):
+def test_torus_groups_differ_in_only_one_coordinate(sizes):
     index = np.arange(8).reshape(sizes)
     for digit in range(len(sizes)):
         expected = np.moveaxis(index, digit, -1).reshape(-1, sizes[digit])
@@ -66,7 +66,7 @@ TORI = [(2, 2, 2), (2, 4), (4, 2), (2, 2, 2, 1)]
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", TORI)
-def test_gathers_and_scatters_over_a_torus_are_those_over_the_axis(sizes, dim, monkeypatch):
+def test_torus_gather_and_scatter_equal_those_over_the_whole_axis(sizes, dim, monkeypatch):
     put_on_torus(monkeypatch, *sizes)
     x = np.random.default_rng(0).normal(size=(16, 24)).astype("f")
     split = P(*[None] * dim, "data")
@@ -102,7 +102,7 @@ def loss(model, x, rng):
 
 @pytest.mark.parametrize("shape", ["data=8", "data=4,model=2"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_over_a_torus_is_that_of_one_device(stage, shape, monkeypatch):
+def test_torus_train_step_equals_one_device(stage, shape, monkeypatch):
     mlp = "model" if "model" in shape else None
     rules = sl.AxisRules(batch="data", embed=None, mlp=mlp, layers=None)
     batch = np.random.default_rng(1).normal(size=(16, WIDTH)).astype("f")
@@ -135,7 +135,7 @@ COMPILED = [
 
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(("target", "shape"), COMPILED)
-def test_tpus_send_over_a_torus_what_theory_says(target, shape):
+def test_torus_collectives_on_tpus_send_the_bytes_of_theory(target, shape):
     mesh = sl.Target(target).mesh(shape)
     count, size = mesh.shape["data"], 2**26
     both = lambda x: sum_scatter(gather_along(x, 0, "data") * 2, 0, ("data",))

@@ -1,4 +1,4 @@
-"""What the trainer adds to a step, in programs of the compilers of machines that are not there."""
+"""What the trainer adds to a step, in programs compiled for absent machines."""
 
 import jax
 import optax
@@ -34,7 +34,7 @@ def abstract(platform, shape, **options):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_evaluation_gathers_what_is_split_once_and_sums_nothing_but_the_loss(platform, stage):
+def test_evaluation_gathers_split_weights_once_and_reduces_only_the_loss(platform, stage):
     strategy, state = abstract(platform, "data=8,model=1", zero=sl.Zero(stage, small=0))
     found = sl.plan(sl.evaluation(gpt.loss, strategy), state, BATCH)
     split = [
@@ -69,7 +69,7 @@ def test_an_evaluation_gathers_what_is_split_once_and_sums_nothing_but_the_loss(
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_digest_move_a_number_for_each_array_and_gather_none(platform):
+def test_checkpoint_digests_reduce_a_number_per_array_and_gather_none(platform):
     strategy, state = abstract(platform, "data=4,model=2", zero=sl.Zero(3, small=0))
     arrays = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     compiled = compile_for(strategy.device_mesh, _digests.lower(arrays))
@@ -89,7 +89,7 @@ def test_digest_move_a_number_for_each_array_and_gather_none(platform):
 
 @pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_segments_add_no_collective_to_a_step(platform):
+def test_packed_segments_add_no_collective_to_a_step(platform):
     strategy, state = abstract(platform, "data=4,model=2")
     step = sl.train_step(gpt.loss, strategy)
     sends = []

@@ -1,5 +1,5 @@
-"""`train_lm.py` as a user starts it: its command line, in several processes, killed, and taken up
-by another number.
+"""`train_lm.py` as a user starts it: its command line, several processes, and resuming after a kill
+on another number of them.
 """
 
 import dataclasses
@@ -159,7 +159,7 @@ def last_digests(folder):
 
 
 @pytest.mark.long
-def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
+def test_train_lm_in_two_processes_logs_metrics_and_prints_a_sample(undisturbed):
     folder, output = undisturbed
     assert (
         "data=4 on 4 cpu devices" in output
@@ -176,9 +176,7 @@ def test_two_processes_train_say_what_they_do_and_write_a_sample(undisturbed):
 
 
 @pytest.mark.long
-def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(
-    undisturbed, texts, slow_trainer, tmp_path
-):
+def test_train_lm_resumes_bit_for_bit_after_a_kill(undisturbed, texts, slow_trainer, tmp_path):
     killed = run(command(texts, tmp_path, script=slow_trainer), processes=2, devices=4)
     for _ in killed.stdout:
         if any(path.name.isdecimal() for path in (tmp_path / "checkpoints").glob("*")):
@@ -193,9 +191,7 @@ def test_killed_and_taken_up_it_ends_bit_for_bit_the_same(
 
 
 @pytest.mark.long
-def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(
-    undisturbed, texts, slow_trainer, tmp_path
-):
+def test_train_lm_resumes_on_another_mesh_after_sigterm(undisturbed, texts, slow_trainer, tmp_path):
     options = ("--loop.save_every", "12")
     told = run(command(texts, tmp_path, *options, script=slow_trainer), processes=2, devices=4)
     seen = ""
@@ -228,7 +224,7 @@ def test_one_process_on_another_mesh_goes_on_where_two_were_told_to_stop(
     assert {r["step"] for r in metrics(tmp_path) if "loss" not in r} == {6, 12} - {stopped}
 
 
-def test_a_process_with_another_configuration_is_named_before_the_first_step(texts, tmp_path):
+def test_train_lm_names_a_process_with_another_configuration(texts, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(
         f"import os, sys, runpy\nsys.path.insert(0, {str(ROOT)!r})\nodd = "
@@ -247,7 +243,7 @@ def test_a_process_with_another_configuration_is_named_before_the_first_step(tex
 
 
 @pytest.mark.long
-def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
+def test_checkpoint_folder_not_shared_by_all_processes_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nimport shardlib as sl\nsl.initialize_distributed()\n"
@@ -265,8 +261,8 @@ def test_a_folder_that_one_process_does_not_see_is_refused_on_all(tmp_path):
 
 
 @pytest.mark.long
-def test_run_json_starts_the_same_run_again_bit_for_bit(undisturbed, texts, tmp_path):
-    """Not a field is given but for where it goes."""
+def test_run_json_repeats_a_run_bit_for_bit(undisturbed, texts, tmp_path):
+    """No field is given but the folder."""
     again = [sys.executable, str(ROOT / "examples/train_lm.py"), str(undisturbed[0] / "run.json")]
     finished(run([*again, "--folder", str(tmp_path)], processes=2, devices=4))
     assert last_digests(tmp_path) == last_digests(undisturbed[0])
@@ -275,7 +271,7 @@ def test_run_json_starts_the_same_run_again_bit_for_bit(undisturbed, texts, tmp_
     assert {name for name in {**before, **now} if before.get(name) != now.get(name)} == {"folder"}
 
 
-def test_a_run_json_of_other_texts_is_refused(tmp_path):
+def test_run_json_of_changed_texts_is_refused(tmp_path):
     run = from_command_line(["tiny"])
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**run.lines(), "train": "aa", "held out": "bb"}))
@@ -300,7 +296,7 @@ def test_a_run_json_of_other_texts_is_refused(tmp_path):
         (llama3_8b_3d, ["--strategy.pipeline", "zb-v:4:16", "--strategy.remat", "stage"]),
     ],
 )  # fmt: skip
-def test_what_a_run_writes_of_itself_makes_it_again(config, changes, tmp_path):
+def test_run_json_restores_the_same_run(config, changes, tmp_path):
     run = override(config.run(), changes)
     values = {
         "rules": run.strategy.rules.indivisible("replicate", embed="drop"),
@@ -334,7 +330,7 @@ def test_what_a_run_writes_of_itself_makes_it_again(config, changes, tmp_path):
         ({"seed": 3}, "is not the `run.json` of a run"),
     ],
 )
-def test_a_run_json_that_is_not_one_is_refused(change, message, tmp_path):
+def test_run_json_that_is_malformed_is_refused(change, message, tmp_path):
     path = tmp_path / "run.json"
     lines = {**tiny.run().lines(), **change}
     path.write_text(json.dumps({name: value for name, value in lines.items() if value is not None}))
@@ -348,7 +344,7 @@ def test_a_run_json_that_is_not_one_is_refused(change, message, tmp_path):
         from_command_line([str(tmp_path / "other.json")])
 
 
-def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
+def test_run_folder_of_another_run_is_refused_naming_the_field(undisturbed, texts):
     output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
     assert (
         "holds another run:\n  model.width: 32 there, 64 now" in output
@@ -359,7 +355,7 @@ def test_a_folder_of_another_run_is_refused_by_field(undisturbed, texts):
 # The command line.
 
 
-def test_fields_are_overridden_by_their_dotted_names():
+def test_command_line_overrides_fields_by_dotted_names():
     changes = {
         "loop.steps": "7", "loop.keep_every": "5", "model.bias": "true",
         "optimizer.learning-rate": "1",
@@ -451,7 +447,7 @@ def test_fields_are_overridden_by_their_dotted_names():
         (["tiny", "--model.width", "30"], "must be a multiple of `heads=4`"),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, message):
+def test_command_line_mistakes_are_explained_in_a_sentence(arguments, message):
     with pytest.raises(SystemExit) as end:
         from_command_line(arguments)
     assert message in str(end.value)
@@ -470,12 +466,12 @@ def test_what_is_wrong_on_the_command_line_is_told_in_a_sentence(arguments, mess
         ),
     ],
 )
-def test_what_is_seen_before_the_data_is_read(arguments, message, tmp_path):
+def test_train_lm_checks_the_configuration_before_reading_data(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
         train_lm.check(from_command_line(["tiny", "--folder", str(tmp_path), *arguments]))
 
 
-def test_an_optimizer_is_chosen_by_name_and_has_its_own_fields():
+def test_command_line_selects_an_optimizer_with_its_own_fields():
     changed = from_command_line(
         ["tiny", "--optimizer.learning_rate", "1", "--optimizer", "AdamW", "--optimizer.b2=0.9"]
     )
@@ -484,7 +480,7 @@ def test_an_optimizer_is_chosen_by_name_and_has_its_own_fields():
 
 
 @pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
-def test_every_recipe_can_be_planned(config):
+def test_recipes_can_be_planned_for_another_machine(config):
     """Its step is made for a machine that is not there, of the mesh of the recipe or another;
     nothing is allocated.
     """
@@ -502,14 +498,14 @@ def test_every_recipe_can_be_planned(config):
         assert dict(run.planned(target)[0].strategy.device_mesh.shape) == {"data": 8}
 
 
-def test_a_newline_may_be_typed():
+def test_command_line_reads_escapes_in_separator_and_prompt():
     run = from_command_line(
         ["tiny", "--data.separator", r"\n", "--prompt", r"é\tdef", "--folder", r"C:\new"]
     )
     assert (run.data.separator, run.prompt, run.folder) == ("\n", "é\tdef", r"C:\new")
 
 
-def test_data_that_has_changed_since(tmp_path):
+def test_run_folder_with_changed_data_is_refused(tmp_path):
     run = from_command_line(["tiny", "--folder", str(tmp_path)])
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)
     (tmp_path / "run.json").write_text(json.dumps({**run.lines(), "train": "aa", "held out": "bb"}))
@@ -518,7 +514,7 @@ def test_data_that_has_changed_since(tmp_path):
         train_lm.check_folder(run, {**run.lines(), "train": "cc", "held out": "bb"})
 
 
-def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
+def test_command_line_help_lists_runs_and_explains_fields(capsys):
     with pytest.raises(SystemExit):
         from_command_line(["--help"])
     assert "gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit" in capsys.readouterr().out
@@ -530,7 +526,7 @@ def test_help_lists_runs_and_fields_with_what_they_mean(capsys):
 
 
 @pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
-def test_every_recipe_is_a_value_that_prints_and_compares(config):
+def test_recipes_compare_and_convert_to_json(config):
     assert config.run() == config.run()
     lines = config.run().lines()
     assert json.loads(json.dumps(lines)) == lines and all(
@@ -539,7 +535,7 @@ def test_every_recipe_is_a_value_that_prints_and_compares(config):
     assert override(config.run(), ["--loop.steps", "3"]) != config.run()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(texts, tmp_path):
+def test_tokenizer_larger_than_the_model_vocabulary_is_refused(texts, tmp_path):
     output = finished(run(command(texts, tmp_path, "--model.vocab", "100")), code=1)
     assert (
         "has 257 tokens, and `model.vocab` is 100: `--model.vocab 257`" in output

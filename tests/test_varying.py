@@ -1,4 +1,4 @@
-"""What differs from device to device, by the walk and by running it."""
+"""Which values differ from device to device: by the walk over the jaxpr, and by running it."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_walk_says_what_running_shows(case):
+def test_varying_outputs_match_what_devices_compute(case):
     function, varies = CASES[case]
     mesh = sl.make_mesh("data=4,pod=2")
     found = []
@@ -70,7 +70,7 @@ def test_the_walk_says_what_running_shows(case):
     assert (len(set(values.tolist())) > 1) is varies
 
 
-def test_a_part_of_a_parameter_is_not_taken_for_the_whole():
+def test_parameter_shard_used_as_the_whole_parameter_is_refused():
     rules = sl.rules.data | sl.rules.experts
     numbers = np.arange(16, dtype=np.int32) % 8
 

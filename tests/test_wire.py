@@ -28,7 +28,7 @@ def mapped(function, mesh, out):
 
 @pytest.mark.parametrize("shape", ["data=8", "pod=2,data=4"])
 @pytest.mark.parametrize("rows", [(16, 3), (8, 128), (8,), (24, 256, 2)])
-def test_sums_on_arrival_round_what_is_sent_and_nothing_else(shape, rows):
+def test_wire_dtype_rounds_only_the_values_that_are_sent(shape, rows):
     mesh = sl.make_mesh(shape)
     axes = mesh.axis_names
     # Whole numbers, which bfloat16 holds and whose sums it does not.
@@ -47,7 +47,7 @@ def test_sums_on_arrival_round_what_is_sent_and_nothing_else(shape, rows):
         np.testing.assert_allclose(parts, x.sum(0), atol=2 * 2.0**-8 * 1000)
 
 
-def test_small_contributions_to_a_large_sum_are_not_lost():
+def test_wire_dtype_sums_keep_small_contributions():
     mesh = sl.make_mesh("data=8")
     x = np.full((8, 8, 4), 2.0**-9, np.float32)
     x[0] = 1
@@ -100,7 +100,7 @@ def run(mesh, precision, stage, steps=3, **options):
         (3, ONE_AXIS, 1),
     ],
 )
-def test_a_step_with_a_narrow_wire_is_near_the_exact_one(stage, mesh, accumulate):
+def test_wire_dtype_step_stays_close_to_the_exact_step(stage, mesh, accumulate):
     exact, _, _ = run(mesh, sl.Precision(), stage, accumulate=accumulate)
     near, metrics, _ = run(mesh, sl.Precision(wire="bf16"), stage, accumulate=accumulate)
     for name, array in exact.items():
@@ -110,7 +110,7 @@ def test_a_step_with_a_narrow_wire_is_near_the_exact_one(stage, mesh, accumulate
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bfloat16_gradients_lose_nothing_on_a_wire_of_bfloat16(stage):
+def test_wire_dtype_bfloat16_loses_nothing_of_bfloat16_gradients(stage):
     """Over one axis, what is scattered is added up in float32 from what every device has."""
     exact, _, _ = run(ONE_AXIS, sl.Precision("bf16"), stage)
     narrow, _, _ = run(ONE_AXIS, sl.Precision("bf16", wire="bf16"), stage)
@@ -119,7 +119,7 @@ def test_bfloat16_gradients_lose_nothing_on_a_wire_of_bfloat16(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_all_of_a_gradient_is_sent_narrow(stage):
+def test_wire_dtype_applies_to_the_whole_gradient(stage):
     _, _, (step, state, batch) = run(ONE_AXIS, sl.Precision(wire="bf16"), stage, steps=1)
     found = sl.testing.collectives(step.lower(state, batch).compile(), sl.make_mesh(ONE_AXIS))
     sums = [one for one in found if one.kind in ("all-reduce", "reduce-scatter")]
@@ -132,13 +132,13 @@ def test_all_of_a_gradient_is_sent_narrow(stage):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v5e:4x4", "tpu:v5p:2x2x2"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_tpus_send_bfloat16_once_and_add_up_float32(target, stage):
+def test_wire_dtype_on_tpus_sends_each_bfloat16_gradient_once(target, stage):
     check_compiled(target, stage)
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gpus_send_bfloat16_once_and_add_up_float32(stage):
+def test_wire_dtype_on_gpus_sends_each_bfloat16_gradient_once(stage):
     check_compiled("gpu:h200:1x1x8", stage)
 
 
@@ -161,18 +161,18 @@ def check_compiled(target, stage):
     assert sent.total_bytes == 2 * 1024 * 1024 * (mesh.size - 1) // mesh.size
 
 
-def test_a_wire_that_is_wider_than_the_sums_is_refused():
+def test_wire_dtype_wider_than_the_sums_is_refused():
     with pytest.raises(ValueError, match=r'wire="float32", reduce="bfloat16".*reduce="float32"'):
         sl.Precision("bf16", reduce="bf16", wire="float32")
 
 
 @pytest.mark.parametrize("value", ["float16", "int8", "float8_e4m3fn", 3])
-def test_a_wire_takes_the_dtypes_of_sums(value):
+def test_wire_dtype_that_is_unsupported_is_refused(value):
     with pytest.raises(ValueError, match=r"Precision\(wire="):
         sl.Precision(wire=value)
 
 
-def test_parameters_of_more_than_float32_are_sent_as_they_are():
+def test_wire_dtype_does_not_narrow_float64_and_complex_gradients():
     precision = sl.Precision(wire="bf16")
     assert precision.sent("float64") == "float64"
     assert precision.sent("complex64") == "complex64"

@@ -1,5 +1,5 @@
-"""ZeRO: what is split, and that it is one device's step; precision, clipping, frozen parameters,
-what is not finite.
+"""ZeRO: what is split, and that the step equals one device's; precision, clipping, frozen
+parameters, nonfinite gradients.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ MESHES = ["data=8,model=1", "data=4,model=2"]
         (3, "full", MESHES[1:], (1,)),
     ],
 )
-def test_every_stage_is_one_device(stage, remat, meshes, accumulate):
+def test_zero_stages_equal_one_device(stage, remat, meshes, accumulate):
     compared = testing.check_step(
         decoder,
         optax.sgd(0.1, momentum=0.9),
@@ -169,7 +169,7 @@ def curves(stage):
 @pytest.mark.long("adam-1", "adam-2", "adam-3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_curves_are_one_devices(optimizer, stage):
+def test_zero_training_curves_equal_one_device(optimizer, stage):
     ours, theirs = ([losses[optimizer] for losses in curves(of)] for of in (stage, 0))
     assert theirs[-1] < 0.9 * theirs[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -229,7 +229,7 @@ def moved(group):
 
 @pytest.mark.long("adabelief", "scale_by_adamax", "scale_by_stddev", "flatten", "contrib.dog")
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_every_optimizer_moves_split_parameters_as_one_device(name):
+def test_zero_with_every_optax_optimizer_equals_one_device(name):
     state, expected = moved(list(TRAINABLE).index(name) // AT_ONCE)
     for path, theirs in expected[name].items():
         ours, scale = state.params[name][path], np.abs(theirs).max()
@@ -263,7 +263,7 @@ MESH = {"data": 4, "model": 2, "pod": 1}
         ((8,), P(), ("embed",), 0),
     ],
 )
-def test_which_dim_is_split(shape, spec, names, dim):
+def test_zero_chooses_the_dim_to_split(shape, spec, names, dim):
     split = split_further(sl.Zero(1, small=0), ("data",), MESH, shape, spec, names)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     entries[dim] = "data"
@@ -325,20 +325,20 @@ def test_which_dim_is_split(shape, spec, names, dim):
         (sl.Zero(0, small=0), (), (8, 8), P(), None, ""),
     ],
 )
-def test_what_stays_as_it_is_and_why(zero, axes, shape, spec, names, reason):
+def test_zero_leaves_arrays_unsplit_and_says_why(zero, axes, shape, spec, names, reason):
     split = split_further(zero, axes, MESH, shape, spec, names)
     assert split[:3] == (spec, None, ())
     assert reason in split.reason if reason else split.reason == ""
 
 
-def test_a_dim_that_an_axis_of_one_device_would_split_is_whole():
+def test_zero_splits_a_dim_whose_axis_is_a_single_device():
     assert (
         split_further(sl.Zero(1, small=0), ("data",), {"data": 8, "model": 1}, (8,), P("model")).dim
         == 0
     )
 
 
-def test_what_is_one_element_larger_than_small_is_split_over_all_axes_that_are_free():
+def test_zero_splits_arrays_above_the_small_limit_over_all_free_axes():
     zero = sl.Zero(1, small=63, stacked=("stage",))
     assert split_further(zero, ("data",), MESH, (4, 8, 8), P(), ("stage", "a", "b")).dim == 1
     split = split_further(zero, ("pod", "data", "model"), MESH, (8, 8), P(), None)
@@ -397,7 +397,7 @@ def trained(loss=fit, optimizer=None, make=mlp, batches=(X,), **options):
 FULL = sl.Zero(3, small=0)
 
 
-def test_what_is_frozen_is_split_at_rest_stays_as_it_is_and_has_no_state():
+def test_frozen_parameters_are_split_unchanged_and_without_optimizer_state():
     frozen = ("bias", "lay.*")
     before, state, _ = trained(
         optimizer=optax.adam(1e-2), rules=DATA, mesh="data=8", zero=FULL, frozen=frozen
@@ -419,12 +419,12 @@ def test_what_is_frozen_is_split_at_rest_stays_as_it_is_and_has_no_state():
     chex.assert_trees_all_equal(state.model["layers"], before.frozen["layers"])
 
 
-def test_frozen_layers_pass_gradients_on():
+def test_frozen_layers_pass_gradients_through():
     testing.check_step(mlp, optax.adam(1e-2), fit, X, RULES, zero=FULL, frozen=("layers", "bias"),
                        meshes=["data=4,model=2"], accumulate=(2,))  # fmt: skip
 
 
-def test_a_frozen_pattern_that_matches_nothing_is_refused():
+def test_frozen_pattern_that_matches_nothing_is_refused():
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES, frozen=("out", "embed"))
     with pytest.raises(
         ValueError,
@@ -442,7 +442,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize(("clip", "stage"), [("global norm", 0), *((clip, 3) for clip in CLIPS)])
-def test_clipping_is_that_of_the_whole_gradient(clip, stage):
+def test_clipping_uses_the_whole_gradient(clip, stage):
     ours, optaxs = CLIPS[clip]
     before, state, metrics = trained(
         optimizer=optax.sgd(1.0), mesh="data=4,model=2", zero=sl.Zero(stage, small=0), clip=ours
@@ -490,7 +490,7 @@ def in_bfloat16(stage, reduce="float32"):
 @pytest.mark.parametrize(
     ("stage", "reduce"), [(0, "float32"), (1, "float32"), (3, "float32"), (2, "bf16"), (3, "bf16")]
 )
-def test_a_loss_sees_bfloat16_of_float32_masters(stage, reduce):
+def test_bf16_precision_gives_the_loss_bfloat16_of_float32_masters(stage, reduce):
     losses, state, seen = in_bfloat16(stage, reduce)
     whole = {
         name: (("float32" if name == "bias" else "bfloat16"), leaf.shape)
@@ -503,7 +503,7 @@ def test_a_loss_sees_bfloat16_of_float32_masters(stage, reduce):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
+def test_bf16_precision_warns_of_a_product_in_a_wider_dtype(accumulate):
     with pytest.warns(
         sl.ShardingWarning,
         match=r"`in` in bfloat16, .* at .*test_zero.py:\d+, and so are 2 others.*keep=",
@@ -527,7 +527,7 @@ def test_a_product_in_a_wider_dtype_than_asked_for_is_said_aloud(accumulate):
     trained(in_a_scan, precision=sl.Precision("bf16", keep=("layers",)), accumulate=accumulate)
 
 
-def test_a_pattern_to_keep_that_matches_nothing_is_refused():
+def test_precision_keep_pattern_that_matches_nothing_is_refused():
     strategy = sl.Strategy(
         mesh="data=8,model=1", rules=RULES, precision=sl.Precision("bf16", keep=(".*norm",))
     )
@@ -549,7 +549,7 @@ def broken(model, batch, rng):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("nonfinite", ["count", "skip"])
-def test_what_is_not_finite_is_counted_named_and_skipped_on_demand(nonfinite, stage):
+def test_nonfinite_gradients_are_counted_named_and_skipped_on_demand(nonfinite, stage):
     params = {
         "a": normal(0, 16, 16),
         "b": normal(1, 16),
@@ -648,12 +648,12 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(call, message):
+def test_strategy_refuses_invalid_zero_clip_frozen_and_precision(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_unnamed_layers_that_are_split_cannot_be_scanned():
+def test_zero_refuses_a_scan_over_a_split_unnamed_layer_dim():
     def loss(model, x, rng):
         y, _ = lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x[:, :6], model["w"])
         return jnp.mean(y)
@@ -672,7 +672,7 @@ def test_unnamed_layers_that_are_split_cannot_be_scanned():
     assert after.params["w"].sharding.is_fully_replicated
 
 
-def test_an_exchange_of_ones_own_sums_over_the_axes_that_zero_leaves():
+def test_custom_exchange_covers_the_axes_that_zero_leaves():
     common = dict(mesh="pod=2,data=4", rules=PODS, zero=sl.Zero(3, axes=("data",), small=0))
     plain, doubled = (
         trained(**common, exchange=exchange)[1].params for exchange in (sl.Exact(), Doubled())
@@ -693,7 +693,7 @@ def test_an_exchange_of_ones_own_sums_over_the_axes_that_zero_leaves():
         ("_HYBRID_SHARD_ZERO2", 2),
     ],
 )
-def test_the_names_of_fsdp(name, stage):
+def test_zero_accepts_the_names_of_fsdp_sharding_strategies(name, stage):
     found = strategy(zero=name, **HYBRID, dcn="pod")
     assert found.sharding.stage == stage
     assert set(found.zero_axes) == (
@@ -701,7 +701,7 @@ def test_the_names_of_fsdp(name, stage):
     )
 
 
-def test_hybrid_sharding_splits_within_and_repeats_across():
+def test_hybrid_sharding_splits_within_pods_and_repeats_across_them():
     large = lambda: {"w": jnp.zeros((256, 512)), "b": jnp.zeros(512)}
     state = sl.init(
         large, optax.adam(0.1), strategy(zero="HYBRID_SHARD", **HYBRID, dcn="pod"), abstract=True
@@ -724,7 +724,7 @@ def test_hybrid_sharding_splits_within_and_repeats_across():
         (sl.Zero(3, small=0), "pod"),
     ],
 )
-def test_over_some_or_all_of_two_data_axes_it_is_one_device(zero, dcn):
+def test_zero_over_some_or_all_of_two_data_axes_equals_one_device(zero, dcn):
     wide = lambda: {**mlp(), "in": normal(0, 16, 6000), "out": normal(3, 6000, 16)}  # not small
     make = wide if zero == "HYBRID_SHARD" else mlp
     loss = (
@@ -740,7 +740,7 @@ def test_over_some_or_all_of_two_data_axes_it_is_one_device(zero, dcn):
 @pytest.mark.long
 @pytest.mark.sentinel("1-accumulate1")
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
-def test_an_exchange_that_overlaps_is_one_device(stage, accumulate):
+def test_overlapped_exchange_equals_one_device(stage, accumulate):
     testing.check_step(
         decoder,
         optax.sgd(0.1, momentum=0.9),
@@ -754,7 +754,7 @@ def test_an_exchange_that_overlaps_is_one_device(stage, accumulate):
     )
 
 
-def test_over_two_data_axes_an_exchange_overlaps_within_and_sums_shards_across():
+def test_overlapped_exchange_over_two_data_axes_equals_one_device():
     zero, exchange = sl.Zero(1, axes=("data",), small=0), sl.Exact(overlap=True)
     testing.check_step(
         mlp,
@@ -773,7 +773,7 @@ def test_over_two_data_axes_an_exchange_overlaps_within_and_sums_shards_across()
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_beside_parameters_of_ones_own_it_is_one_device(stage, accumulate, overlap):
+def test_zero_with_per_device_parameters_equals_one_device(stage, accumulate, overlap):
     """Each device along `data` has a weight of its own, as with experts, which ZeRO splits over
     `pod`.
     """

@@ -1,6 +1,4 @@
-"""What each stage of ZeRO sends and holds, in programs of the compilers of machines that are not
-there.
-"""
+"""What each stage of ZeRO sends and holds, in programs compiled for absent machines."""
 
 import collections
 
@@ -63,7 +61,7 @@ def moved(size, devices):
 @pytest.mark.parametrize(
     "stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)]
 )
-def test_a_stage_sends_what_the_paper_says(platform, stage, accumulate, gathers, scatters):
+def test_zero_stages_send_the_bytes_of_the_paper(platform, stage, accumulate, gathers, scatters):
     sends = {
         ("all-gather", "data"): gathers * moved(BYTES, 8),
         ("reduce-scatter", "data"): scatters * moved(BYTES, 8),
@@ -74,7 +72,7 @@ def test_a_stage_sends_what_the_paper_says(platform, stage, accumulate, gathers,
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_exchange_that_overlaps_sends_as_much_once_a_step_and_a_layer_at_a_time(platform, stage):
+def test_overlapped_exchange_sends_the_same_bytes_layer_by_layer(platform, stage):
     found = planned(platform, "pod=1,data=8,model=1", stage, 2, exchange=sl.Exact(overlap=True))
     sends = {("all-reduce", "data"): 2 * moved(BYTES, 8)}
     if stage:
@@ -99,7 +97,7 @@ def test_an_exchange_that_overlaps_sends_as_much_once_a_step_and_a_layer_at_a_ti
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_stage_2_scatters_a_weight_that_is_used_twice_once(platform):
+def test_zero_stage_2_scatters_a_tied_weight_only_once(platform):
     def tied(model, x, rng):
         x, _ = jax.lax.scan(
             lambda x, w: (jnp.tanh(x @ w), None), x @ model["table"], model["layers"]
@@ -122,7 +120,7 @@ def test_stage_2_scatters_a_weight_that_is_used_twice_once(platform):
 
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sums_of_gradients_are_added_up_in_place(platform, stage):
+def test_zero_accumulates_gradients_in_place(platform, stage):
     options = {"exchange": sl.Exact(bucket_bytes=2**16)} if stage == 1 else {}
     found = planned(
         platform, "pod=1,data=8,model=1", sl.Zero(stage, bucket_bytes=2**16), 2, **options
@@ -134,7 +132,7 @@ def test_sums_of_gradients_are_added_up_in_place(platform, stage):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_beside_a_tensor_axis_each_device_sends_its_own_shards(platform, stage):
+def test_zero_with_tensor_parallelism_sends_only_each_devices_shards(platform, stage):
     found = planned(platform, "pod=1,data=4,model=2", stage)
     gathers = 2 if stage == 3 else 1
     assert sent(found, "data") == {
@@ -156,7 +154,7 @@ def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulat
 
 
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
-def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
+def test_zero_memory_at_rest_and_within_a_step_matches_the_stage(platform):
     kinds = {
         stage: planned(platform, "pod=1,data=8,model=1", stage).memory for stage in (0, 1, 2, 3)
     }
@@ -175,7 +173,7 @@ def test_at_rest_all_is_split_and_in_a_step_what_the_stage_says(platform):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
+def test_zero_sends_large_stacks_layer_by_layer_with_the_same_bytes(platform, stage):
     mesh = mesh_on(platform, "pod=1,data=8,model=1")
     small = 2**16
     exchange = sl.Exact(bucket_bytes=small) if stage == 1 else sl.Exact()
@@ -195,7 +193,7 @@ def test_large_stacks_go_layer_by_layer_and_as_many_bytes(platform, stage):
 
 
 @pytest.mark.long
-def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
+def test_zero_sends_a_large_table_in_a_few_pieces_of_rows():
     make = lambda: sl.annotate({"table": jnp.ones((2000, WIDTH))}, {"table": ("vocab", "embed")})
     rules = RULES | sl.AxisRules(vocab="model")
     strategy = sl.Strategy(
@@ -231,7 +229,7 @@ def test_a_large_table_goes_in_a_few_pieces_of_many_rows():
 
 @pytest.mark.parametrize("rows", [7, 8, 9])
 @pytest.mark.parametrize("count", [1, 3, 4, 99])
-def test_pieces_that_are_not_of_equal_size(rows, count):
+def test_in_pieces_handles_pieces_of_unequal_size(rows, count):
     x = jnp.arange(rows * 4 * 3.0).reshape(rows, 4, 3)
     half = lambda part, dim: jax.lax.slice_in_dim(part, 0, 2, axis=dim) * 2
     np.testing.assert_array_equal(jax.jit(lambda x: in_pieces(half, x, 1, count))(x), 2 * x[:, :2])
@@ -240,7 +238,7 @@ def test_pieces_that_are_not_of_equal_size(rows, count):
 @pytest.mark.long
 @pytest.mark.sentinel("2")
 @pytest.mark.parametrize("stage", [1, 2])
-def test_layer_by_layer_it_is_one_device(stage):
+def test_zero_layer_by_layer_equals_one_device(stage):
     options = {"zero": sl.Zero(stage, bucket_bytes=2**16)}
     if stage == 1:
         options["exchange"] = sl.Exact(bucket_bytes=2**16)
@@ -251,7 +249,7 @@ def test_layer_by_layer_it_is_one_device(stage):
 
 @pytest.mark.parametrize("platform", PLATFORMS[1:])
 @pytest.mark.parametrize("dtype, sent_as", [(None, "bf16"), ("float32", "f32")])
-def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform, dtype, sent_as):
+def test_tensor_parallel_product_is_reduced_in_the_preferred_dtype(platform, dtype, sent_as):
     def of_parts(model, x, rng):
         hidden = jnp.tanh(x.astype(jnp.bfloat16) @ model["up"][0])
         down = jnp.einsum("bh,hd->bd", hidden, model["down"][0], preferred_element_type=dtype)
@@ -271,8 +269,8 @@ def test_parts_of_a_product_are_added_up_in_the_dtype_that_is_asked_for(platform
 @pytest.mark.sentinel("0-cpu", "3-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_each_device_has_of_its_own_moves_over_the_other_data_axes_alone(platform, stage):
-    """As experts do: one weight for each device along `data`, which ZeRO splits over `pod`."""
+def test_zero_sends_per_device_parameters_only_over_the_other_data_axes(platform, stage):
+    """As with experts: one weight for each device along `data`, which ZeRO splits over `pod`."""
 
     def of_ones_own(model, x, rng):
         return jnp.mean((x @ model["own"][0]) ** 2)
