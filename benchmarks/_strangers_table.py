@@ -306,6 +306,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.kernels.glu", "ones(4, 128)", "ones(4, 128)", activation="'silu'", of=_ABSTRACT),
     _call("sl.kernels.activate", "ones(4, 128)", "ones(128)", activation="'gelu_tanh'",
           of=_ABSTRACT, also={"at1": _OPTIONAL}),
+    _call("sl.kernels.rotate", "ones(4, 128)", "ones(4, 64)", "ones(4, 64)", of=_ABSTRACT),
     _call("sl.kernels.linear_cross_entropy", "ones(4, 8)", "ones(16, 8)", "np.zeros(4, 'i4')",
     names="None", vocab_name="None",
           vocab="16", z_loss="0.1", smoothing="0.1", cap="30.0", ignored="-1",

@@ -191,7 +191,8 @@ class Attention(nnx.Module):
         k_BTGK = self.key(of_BTD, KV_HEADS)
         v_BTGK = self.value(of_BTD, KV_HEADS)
         if rotation is not None:
-            q_BSHK, k_BTGK = rotate(q_BSHK, rotation), rotate(k_BTGK, rotation)
+            q_BSHK = sl.kernels.rotate(q_BSHK, *rotation)
+            k_BTGK = sl.kernels.rotate(k_BTGK, *rotation)
         # Query head h attends with key head h // (H / G), so a device that holds whole groups needs
         # nobody else's.
         segments = None
@@ -481,16 +482,6 @@ def rotations(S: int, K: int, theta: float) -> Rotation:
     frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angle = jnp.arange(S, dtype=jnp.float32)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BSHK: jax.Array, rotation: Rotation) -> jax.Array:
-    """Turn each pair of a head's dims, `k` and `k + K / 2`, by its position's angle."""
-    cos, sin = rotation
-    a, b = jnp.split(x_BSHK, 2, axis=-1)
-    other_BSHK = jnp.concatenate([b, a], axis=-1)
-    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    turned_BSHK = x_BSHK.astype(jnp.float32) * cos + other_BSHK.astype(jnp.float32) * sin
-    return turned_BSHK.astype(x_BSHK.dtype)
 
 
 def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.WeightedMean:

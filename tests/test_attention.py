@@ -1,6 +1,7 @@
 """`sl.kernels.attention`: every implementation and every mask, beside plain JAX in float64."""
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -28,11 +29,12 @@ from machines import compile_for, on_its_own
 import shardlib as sl
 from shardlib import kernels, testing
 from shardlib.kernels import _attention, _choice
-from shardlib.kernels._attention import _pairs, _tpu_grid
+from shardlib.kernels._attention import _pairs, _tpu, _tpu_grid, _tpu_pattern
+from shardlib.kernels._attention._mask import pattern_at
 
 P = jax.P
 RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
-IMPLEMENTATIONS = ["reference", "splash_simulated", "tpu_simulated"]
+IMPLEMENTATIONS = ["reference", "tpu_simulated"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +43,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_pairs, "BLOCK", 64)
 
 
-# The kernels of ours have no patterns of blocks.
-TAKEN = [
-    (implementation, mask)
-    for implementation in IMPLEMENTATIONS
-    for mask in MASKS
-    if implementation != "tpu_simulated" or "block_mask" not in MASKS[mask]
-]
+TAKEN = list(itertools.product(IMPLEMENTATIONS, MASKS))
 
 
 @pytest.mark.long(
     *(f"tpu_simulated-{mask}" for mask in ("everything", "causal", "window", "causal window")),
-    *(f"tpu_simulated-{mask}" for mask in ("segments", "two segments", "capped")),
+    *(f"tpu_simulated-{mask}" for mask in ("two segments", "capped", "blocks", "starts")),
 )
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_matches_float64_for_every_mask(implementation, mask):
@@ -60,7 +56,7 @@ def test_attention_matches_float64_for_every_mask(implementation, mask):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("reference-causal window", "splash_simulated-segments")
+@pytest.mark.sentinel("reference-causal window", "tpu_simulated-segments")
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_with_sinks_matches_float64_for_every_mask(implementation, mask):
     check(make(256, 256, sinks=True), MASKS[mask], implementation)
@@ -79,9 +75,9 @@ def test_attention_in_16_bits_matches_float64(implementation, dtype):
 @pytest.mark.long
 @pytest.mark.sentinel("80")
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
-def test_attention_by_splash_takes_heads_of_any_size(size):
+def test_attention_by_tpu_kernels_takes_heads_of_any_size(size):
     arrays = make(128, 256, heads=2, groups=1, size=size)
-    check(arrays, {"causal": True, "starts": (128, 0)}, "splash_simulated", tolerance=3e-5)
+    check(arrays, {"causal": True, "starts": (128, 0)}, "tpu_simulated", tolerance=3e-5)
 
 
 @pytest.mark.long
@@ -111,26 +107,25 @@ def test_attention_by_the_reference_matches_float64_for_random_masks():
 
 
 @pytest.mark.parametrize("mask", ["causal window", "blocks", "blocks of heads"])
-def test_attention_takes_traced_start_positions_except_by_splash(mask):
+def test_attention_takes_traced_start_positions(mask):
     arrays, options = make(100, 130), MASKS[mask]
     known = attend(arrays, {**options, "starts": (37, 20)})
     traced = jax.jit(lambda first, second: attend(arrays, {**options, "starts": (first, second)}))
     near(finite(traced(37, 20)), finite(known), 1e-6)
-    with pytest.raises(ValueError, match="`splash` takes positions that are known before"):
-        attend(make(128, 128), {**options, "starts": (jnp.int32(0), 0),
-                                "implementation": "splash_simulated"})  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("window-starts1", "segments-starts2")
+@pytest.mark.sentinel("window-starts1", "blocks of heads-starts2")
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
-@pytest.mark.parametrize("mask", ["causal", "window", "segments"])
+@pytest.mark.parametrize("mask", ["causal", "window", "segments", "blocks of heads"])
 def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, monkeypatch):
     # Several blocks of queries and of keys, of which some are not seen.
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     arrays, options = make(256, 384), {**MASKS[mask], "implementation": "tpu_simulated"}
     if mask == "segments":
         options["segment_ids"] = (segments(256), segments(384, 1))
+    if mask == "blocks of heads":
+        options["block_mask"] = pattern(4, 9, 11)
     wanted = both_ways(attend, arrays, {**options, "starts": starts}, COTANGENTS)
     traced = lambda starts: both_ways(attend, arrays, {**options, "starts": starts}, COTANGENTS)
     found = jax.jit(traced)((jnp.int32(starts[0]), jnp.int32(starts[1])))
@@ -142,7 +137,7 @@ def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, mon
 
 @pytest.mark.long
 @pytest.mark.sentinel("0")
-@pytest.mark.parametrize("draw", range(4))
+@pytest.mark.parametrize("draw", range(7))
 def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
     options = (
@@ -150,8 +145,47 @@ def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeyp
         {"window": (100, 30), "soft_cap": 2.0},
         {"causal": True, "starts": (200, 0), "window": (150, None)},
         {"segment_ids": (segments(384), segments(384, 1) + 1)},
+        # Blocks of a pattern that are larger than a kernel's, that do not divide its, and so small
+        # that a word has no bit for each.
+        {"block_mask": pattern(4, 2, 2, size=200), "causal": True},
+        {"block_mask": pattern(12, 11, size=50), "starts": (200, 130)},
+        {"block_mask": pattern(384, 384, size=1), "segment_ids": segments(384)},
     )[draw]
     check(make(384, 384, value_size=24, sinks=draw % 2 == 0), options, "tpu_simulated")
+
+
+def test_attention_by_tpu_kernels_sees_nothing_that_a_pattern_does_not_cover():
+    arrays, blocks = make(256, 256), pattern(2, 3)
+    covered = np.zeros((8, 8), bool)
+    covered[:2, :3] = blocks.pattern
+    starts = (jnp.int32(64), jnp.int32(100))
+    found, wanted = (
+        attend(arrays, {"starts": starts, "block_mask": mask, "implementation": "tpu_simulated"})
+        for mask in (blocks, kernels.BlockMask(covered, 64))
+    )
+    assert np.isfinite(wanted[1]).any() and not np.isfinite(wanted[1]).all()
+    near(finite(found), finite(wanted), 1e-6, 1)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_attention_pattern_bits_tell_which_keys_a_query_sees(data):
+    draw = data.draw
+    size, key_block = draw(st.integers(1, 300)), draw(st.sampled_from([128, 256]))
+    starts = draw(st.integers(-200, 400)), draw(st.integers(-200, 400))
+    rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    blocks = pattern(2, rows, columns, size=size).pattern
+    keys = _tpu_pattern.KeyBlocks(2, key_block)
+    bits = _tpu_pattern.pattern_bits(jnp.asarray(blocks), size, jnp.array(starts), 64, keys)
+    query, key = np.arange(64) + starts[0], np.arange(2 * key_block) + starts[1]
+    wanted = np.asarray(pattern_at(jnp.asarray(blocks), size, jnp.asarray(query), jnp.asarray(key)))
+    pairs = _tpu_pattern.seen_pairs(bits.words, 2)
+    for head, block in itertools.product(range(2), range(2)):
+        own = slice(block * key_block, (block + 1) * key_block)
+        seen = _tpu_pattern.seen_by_bits(bits.words[head, block], bits.bits[own, None])
+        np.testing.assert_array_equal(seen.T, wanted[head, :, own])
+        any_seen = wanted[head, :, own].reshape(2, -1).any(1)
+        assert (any_seen <= pairs[head, :, block]).all()
 
 
 @pytest.mark.long
@@ -245,15 +279,7 @@ def test_attention_on_shards_matches_one_device(layout, where):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("few key heads-automatic", "positions-in a step", "heads-own, checked")
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_by_splash_on_shards_matches_one_device(layout, where):
-    check_on_shards(layout, where, "splash_simulated")
-
-
-@pytest.mark.long
-@pytest.mark.sentinel("positions-automatic", "few key heads-own")
+@pytest.mark.sentinel("positions-in a step", "few key heads-automatic", "heads-own, checked")
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_by_tpu_kernels_on_shards_matches_one_device(layout, where):
@@ -397,14 +423,10 @@ CASES = {
 }
 
 
-COMPILED = [(name, "splash") for name in CASES if name != "large heads"]
-COMPILED += [(name, "tpu") for name in CASES if name != "blocks"]
-
-
-@pytest.mark.sentinel("causal-splash-tpu:v5e:2x2", "window, capped-tpu-tpu:v5e:2x2")
+@pytest.mark.sentinel("causal-tpu:v5e:2x2", "blocks-tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)
-@pytest.mark.parametrize(("case", "implementation"), COMPILED)
-def test_attention_compiles_for_tpu_without_storing_its_scores(case, implementation, target):
+@pytest.mark.parametrize("case", CASES)
+def test_attention_compiles_for_tpu_without_storing_its_scores(case, target):
     options, size = CASES[case]
     mesh = sl.Target(target).mesh("data=2,model=2,seq=1")
 
@@ -413,7 +435,7 @@ def test_attention_compiles_for_tpu_without_storing_its_scores(case, implementat
         return jax.ShapeDtypeStruct((2, 2048, heads, size), "bfloat16", sharding=sharding)
 
     def loss(q, k, v):
-        y = kernels.attention(q, k, v, names=WHOLE, **options, implementation=implementation)
+        y = kernels.attention(q, k, v, names=WHOLE, **options, implementation="tpu")
         return y.astype(jnp.float32).sum()
 
     with sl.use(RULES, mesh):
@@ -481,17 +503,11 @@ Q = jnp.zeros((2, 128, 4, 8))
         (lambda: kernels.attention(Q, Q, Q, starts=(0, 2**31)), "at most 2,147,483,519"),
         (lambda: kernels.attention(Q, Q, Q, names=WHOLE), "outside any rules"),
         (lambda: kernels.attention(Q, Q, Q, kv_names=WHOLE), "name the dims of `q` too"),
-        (lambda: kernels.attention(Q, Q, Q, implementation="splash"), "is a kernel for TPUs"),
-        (lambda: kernels.attention(Q, Q, Q, implementation="flash"), "there are `reference`, `spl"),
+        (lambda: kernels.attention(Q, Q, Q, implementation="tpu"), "is a kernel for TPUs"),
+        (lambda: kernels.attention(Q, Q, Q, implementation="flash"), "there are `reference`, `tpu"),
         (
             lambda: kernels.attention(
-                Q, Q, Q, block_mask=pattern(2, 2), implementation="tpu_simulated"
-            ),
-            "`tpu` has no patterns of blocks",
-        ),
-        (
-            lambda: kernels.attention(
-                Q[:, :100], Q[:, :100], Q[:, :100], implementation="splash_simulated"
+                Q[:, :100], Q[:, :100], Q[:, :100], implementation="tpu_simulated"
             ),
             "100 queries on a device; pad them to 128",
         ),
@@ -553,9 +569,8 @@ def test_attention_refuses_layouts_in_which_a_device_lacks_data(names, kv_names,
 
 def test_attention_is_zero_when_no_query_sees_a_key():
     options = {"causal": True, "window": (3, None), "starts": (500, 0)}
-    check(make(128, 128), options, "reference")
-    with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
-        check(make(128, 128), options, "splash_simulated")
+    for implementation in IMPLEMENTATIONS:
+        check(make(128, 128), options, implementation)
 
 
 @pytest.mark.long("tpu_simulated")
@@ -590,7 +605,6 @@ def test_attention_with_values_of_size_zero_returns_log_sum_exp():
 
 
 @pytest.mark.long(
-    *(f"splash_simulated-{bound}" for bound in (127, 2**31, 2**63 - 1)),
     *(f"tpu_simulated-{bound}" for bound in (127, 2**31, 2**63 - 1)),
 )
 @pytest.mark.parametrize("bound", [127, 2**31 - 1, 2**31, 2**63 - 1])
@@ -645,15 +659,8 @@ def test_attention_compares_all_bits_of_64_bit_segment_ids():
     with jax.enable_x64():
         found = kernels.attention(Q, Q, Q, **options)
         with pytest.raises(ValueError, match="not int64"):
-            kernels.attention(Q, Q, Q, **options, implementation="splash_simulated")
+            kernels.attention(Q, Q, Q, **options, implementation="tpu_simulated")
     near(found, kernels.attention(Q, Q, Q, segment_ids=ids // 2**32, with_lse=True), 1e-6, 1)
-
-
-def test_attention_over_an_axis_of_one_device_splits_no_positions():
-    with sl.use(RULES, sl.make_mesh("data=2,model=4,seq=1")):
-        call = functools.partial(kernels.attention, causal=True, names=SPLIT)
-        (explained,) = kernels.explain(call, Q, Q, Q).calls
-    assert "positions that are known" not in dict(explained.others)["splash"]
 
 
 UPPER = np.triu(np.ones((2, 2), bool), 1)
@@ -668,11 +675,20 @@ ONE_EMPTY = np.stack([np.ones((2, 2), bool), np.zeros((2, 2), bool)])
         (2, {"block_mask": kernels.BlockMask(ONE_EMPTY, 64)}),
     ],
 )
-def test_attention_mask_that_hides_every_key_of_a_head_needs_reference(heads, options):
-    arrays = make(128, 128, heads=heads, groups=1)
-    check(arrays, options, "reference")
-    with pytest.raises(ValueError, match="leaves some key to some query, and this one leaves none"):
-        check(arrays, options, "splash_simulated")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_mask_may_hide_every_key_of_a_head(implementation, heads, options):
+    check(make(128, 128, heads=heads, groups=1), options, implementation)
+
+
+def test_attention_by_tpu_kernels_refuses_a_pattern_with_too_many_pairs(monkeypatch):
+    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    monkeypatch.setattr(_tpu, "TABLE", 15)
+    options = {"block_mask": pattern(4, 4, 4), "implementation": "tpu_simulated"}
+    with pytest.raises(
+        ValueError, match="takes patterns of 15 pairs of blocks.*there are 16, of 4"
+    ):
+        attend(make(256, 256), options)
+    attend(make(256, 256), {**options, "block_mask": pattern(4, 4)})
 
 
 def test_attention_block_patterns_follow_their_papers():
@@ -696,10 +712,8 @@ def test_attention_kernel_choice_on_tpu_follows_compiled_programs():
             call, *[jax.ShapeDtypeStruct((4, 100, 8, 8), "bfloat16")] * 3
         ).calls
     assert explained.task.startswith("q: bfloat16[1, 8192, 8, 128], k: ")
-    assert (explained.runs, explained.decided_by) == ("splash", "compiled")
+    assert (explained.runs, explained.decided_by) == ("tpu", "compiled")
     others = dict(explained.others)
     assert others["reference"] == "can; no faster here, by what the compiler estimates"
-    # The compiler sees in neither kernel: of two, the first that the op has is taken.
-    assert others["tpu"] == others["reference"]
     assert others["cudnn"].startswith("is a kernel for GPUs")
-    assert odd.runs == "reference" and "pad them to 128" in dict(odd.others)["splash"]
+    assert odd.runs == "reference" and "pad them to 128" in dict(odd.others)["tpu"]

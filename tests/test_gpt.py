@@ -413,7 +413,7 @@ def test_gpt_generate_continues_the_prompt():
         ({"kv_heads": 3}, "`GPTConfig(heads=8)` must be a multiple of `kv_heads=3`"),
         ({"norm": "batch"}, "choose 'layer' or 'rms'"),
         ({"mlp": "tanh"}, "choose 'gelu' or 'relu' or 'swiglu'"),
-        ({"attention": "flash"}, "choose 'reference' or 'splash' or "),
+        ({"attention": "flash"}, "choose 'reference' or 'tpu' or "),
         ({"positions": "none"}, "choose 'learned' or 'rotary'"),
         ({"positions": "rotary", "head_dim": 3}, "`head_dim=3` must be even"),
         ({"layers": 0}, "`GPTConfig(layers=0)` must be a positive integer"),
