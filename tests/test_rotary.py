@@ -134,8 +134,10 @@ def test_rotate_on_tpus_writes_no_halves(target):
         with sl.use(sl.AxisRules(batch="data"), mesh):
             lowered = jax.jit(functools.partial(turned, function)).lower(x, angle, angle)
         moved.append(testing.memory_traffic(compile_for(mesh, lowered)).total)
-    # Twice over the array, beside what scales it.
-    assert moved[0] < 2.6 * moved[1]
+    # With halves in memory it is 1.5 times that on v4 and v5e, and three times on v6e. The compiler
+    # for a v5p fuses neither form with what scales the array.
+    most = 2.3 if "v5p" in target else 1.1
+    assert moved[0] < most * moved[1]
 
 
 X, COS = jnp.zeros((2, 4, 8)), jnp.zeros((4, 4))
