@@ -2,6 +2,7 @@
 apart by name.
 """
 
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -371,6 +372,32 @@ def test_checkpoint_save_that_fails_half_way_keeps_the_last_good(tmp_path):
         r"could not be saved in .*File too large.*the last good one is that of step 0", said
     ), said
     assert (kept, then) == ("KEPT (0,)", "THEN (0, 1)")
+
+
+def test_checkpoint_files_written_after_a_failed_save_are_removed(tmp_path, monkeypatch):
+    late = tmp_path / "1.orbax-checkpoint-tmp" / "state" / "ocdbt.process_0"
+
+    def write_late():
+        # As TensorStore does, which makes the folders that it misses.
+        for _ in range(3):
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                late.mkdir(parents=True, exist_ok=True)
+                (late / "manifest.ocdbt").write_text("")
+
+    writer = threading.Thread(target=write_late)
+
+    def fail(checkpoints):
+        writer.start()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sl.Checkpoints, "_before_commit", fail)
+    checkpoints = sl.Checkpoints(tmp_path)
+    checkpoints.save(small_state(1))
+    with pytest.raises(OSError, match="could not be saved.*No space left on device"):
+        checkpoints.wait()
+    assert not writer.is_alive() and not list(tmp_path.iterdir())
+    checkpoints.close()
 
 
 # A folder whose lock is lost, and stray files in it

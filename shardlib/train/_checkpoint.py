@@ -49,6 +49,7 @@ from shardlib.train._checkpoint_folders import (
     check_folder,
     free_bytes,
     remove_unfinished,
+    remove_what_is_still_written,
     rename_aside,
 )
 from shardlib.train._checkpoint_reading import FORMAT, CheckpointReader, Restored
@@ -57,9 +58,6 @@ from shardlib.train._folder import Occupied
 
 # The loggers to which Orbax, and what it is made of, writes.
 _LOGGERS = ("absl", "asyncio")
-# How often and how long after one another, in seconds, the rest of a save that failed is removed:
-# threads of Orbax may still write to it.
-_REMOVALS, _SECONDS_BETWEEN_REMOVALS = 4, 0.5
 # How often it is looked whether the folder was lost while a save is under way.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -433,17 +431,14 @@ class Checkpoints:
     def _clean_up_after_failure(self) -> None:
         """Remove what a save that failed has written, so that the run may go on without it.
 
-        Threads of Orbax may write on for a while, and fail as the first one did. What is left then
-        is nobody's checkpoint.
+        Threads may write on for a while after the first of them failed, and it is waited until they
+        have stopped: a save of the same step that is tried again writes under the same name.
         """
         # The error that is told is the first one, and not that of a thread which fails later.
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
         self._occupied.check()
-        for _ in range(_REMOVALS):
-            if not remove_unfinished(self.folder):
-                break
-            time.sleep(_SECONDS_BETWEEN_REMOVALS)
+        remove_what_is_still_written(self.folder)
         self._manager.reload()  # which had counted it among the others
 
 

@@ -14,12 +14,17 @@ Only process 0 renames and deletes; the others wait until it is done.
 import itertools
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 # Part of the names of folders that are not checkpoints yet, or no longer. Orbax chose it, and
 # passes over such folders.
 _UNFINISHED = ".orbax-checkpoint-tmp"
+# After a save that failed: how many looks one after another must find nothing of it, how many there
+# are at most, and the seconds between two. Beside a busy process, what was written last came 0.05 s
+# after the error.
+_LOOKS_THAT_FIND_NOTHING, _MOST_LOOKS, _SECONDS_BETWEEN_LOOKS = 10, 60, 0.05
 
 
 def check_folder(argument: Any, folder: Any) -> None:
@@ -84,6 +89,26 @@ def remove_unfinished(folder: Any) -> list[str]:
         except OSError as error:
             failures.append(f"`{unfinished.name}` ({error})")
     return failures
+
+
+def remove_what_is_still_written(folder: Any) -> None:
+    """Remove what a save that failed has written, and whatever it goes on writing.
+
+    The error comes from the first array that could not be written. Those that TensorStore writes
+    meanwhile, in threads that nobody can wait for, make their folders again where these are gone.
+    So it looks until nothing has come back for half a second, or gives up after some three; what
+    is left then, the next run removes.
+    """
+    looks_that_found_nothing = 0
+    for _ in range(_MOST_LOOKS):
+        if list(folder.glob(f"*{_UNFINISHED}*")):
+            remove_unfinished(folder)
+            looks_that_found_nothing = 0
+        else:
+            looks_that_found_nothing += 1
+        if looks_that_found_nothing == _LOOKS_THAT_FIND_NOTHING:
+            return
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def free_bytes(folder: Any) -> int | None:
