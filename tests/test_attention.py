@@ -115,7 +115,7 @@ def test_attention_takes_traced_start_positions(mask):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("window-starts1", "blocks of heads-starts2")
+@pytest.mark.sentinel("window-starts1")
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", ["causal", "window", "segments", "blocks of heads"])
 def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, monkeypatch):

@@ -48,7 +48,7 @@ def test_kernels_match_float64_values_and_gradients(op, implementation, dtype):
 
     @given(st.data())
     @settings(
-        deadline=None, max_examples=2 if "simulated" in implementation else 8, derandomize=True
+        deadline=None, max_examples=2 if "simulated" in implementation else 4, derandomize=True
     )
     def check(data):
         # A simulator takes short rows number by number.

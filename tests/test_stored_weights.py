@@ -190,16 +190,11 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
     return state.opt_state.trace, metrics
 
 
-@pytest.mark.long(
-    "in a marked layer-sums",
-    "in a marked layer-overlapped",
-    "in a marked layer-overlapped sums",
-    "in a marked layer-stage 2",
-    "in a marked layer-stage 2 sums",
-    "in a marked layer-stage 3",
-    "in a marked layer-stage 3 sums",
-    "in a marked layer-layers by path",
-)
+# All uses of a setting are one program, which the first of them waits for.
+LONG_SETTINGS = ("sums", "overlapped", "stage 2", "stage 2 sums", "stage 3")
+
+
+@pytest.mark.long(*(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS))
 @pytest.mark.parametrize(
     ("zero", "accumulate", "overlap"),
     [

@@ -166,7 +166,8 @@ def curves(stage):
     return found
 
 
-@pytest.mark.long("adam-1", "adam-2", "adam-3")
+# All optimizers of a stage are one program.
+@pytest.mark.long(*(f"{name}-{stage}" for name in OPTIMIZERS for stage in (1, 2)))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_zero_training_curves_equal_one_device(optimizer, stage):

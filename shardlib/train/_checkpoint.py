@@ -48,8 +48,8 @@ from shardlib.train._checkpoint_folders import (
     begin_to_delete,
     check_folder,
     free_bytes,
+    remove_late_writes,
     remove_unfinished,
-    remove_what_is_still_written,
     rename_aside,
 )
 from shardlib.train._checkpoint_reading import FORMAT, CheckpointReader, Restored
@@ -438,7 +438,7 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
         self._occupied.check()
-        remove_what_is_still_written(self.folder)
+        remove_late_writes(self.folder)
         self._manager.reload()  # which had counted it among the others
 
 

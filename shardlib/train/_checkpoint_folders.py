@@ -91,7 +91,7 @@ def remove_unfinished(folder: Any) -> list[str]:
     return failures
 
 
-def remove_what_is_still_written(folder: Any) -> None:
+def remove_late_writes(folder: Any) -> None:
     """Remove what a save that failed has written, and whatever it goes on writing.
 
     The error comes from the first array that could not be written. Those that TensorStore writes
