@@ -155,9 +155,10 @@ def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeyp
 
 
 def test_attention_by_tpu_kernels_sees_nothing_that_a_pattern_does_not_cover():
-    arrays, blocks = make(256, 256), pattern(2, 3)
+    arrays = make(256, 256, heads=2, groups=1, batch=1)
+    blocks = kernels.BlockMask(np.ones((2, 3), bool), 64)
     covered = np.zeros((8, 8), bool)
-    covered[:2, :3] = blocks.pattern
+    covered[:2, :3] = True
     starts = (jnp.int32(64), jnp.int32(100))
     found, wanted = (
         attend(arrays, {"starts": starts, "block_mask": mask, "implementation": "tpu_simulated"})
@@ -168,7 +169,7 @@ def test_attention_by_tpu_kernels_sees_nothing_that_a_pattern_does_not_cover():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=10, derandomize=True)
 def test_attention_pattern_bits_tell_which_keys_a_query_sees(data):
     draw = data.draw
     size, key_block = draw(st.integers(1, 300)), draw(st.sampled_from([128, 256]))
