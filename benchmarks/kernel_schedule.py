@@ -63,11 +63,11 @@ def splash(block: int) -> Any:
     blocks = splash.BlockSizes(**dict.fromkeys(sizes, block))
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        kernel = splash.make_splash_mha(
+        kernel: Any = splash.make_splash_mha(
             mask=mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
         )
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+        y: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)))
+        return y.swapaxes(1, 2)
 
     return sl.kernels.on_shards(attend, [NAMES] * 3, NAMES)
 

@@ -78,6 +78,7 @@ def _value(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """The pairs of `x`, turned."""
     dtype = compute_dtype(x.dtype)
     cos, sin = cos.astype(dtype), sin.astype(dtype)
+    # For both halves at once. There are few angles: all heads of a position have them in common.
     cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
     return (x.astype(dtype) * cos + _exchanged(x) * sin).astype(x.dtype)
 
@@ -107,6 +108,7 @@ def _forward(x: Any, cos: Any, sin: Any) -> tuple[jax.Array, Any]:
 
     What is given are the arrays with whether a gradient to each is asked for.
     """
+    # Angles are hardly ever trained: without this, queries would be kept for gradients of theirs.
     kept = x.value if cos.perturbed or sin.perturbed else None
     arrays = (x.value, cos.value, sin.value)
     return _value(*arrays), (kept, cos.value, sin.value)
@@ -115,12 +117,15 @@ def _forward(x: Any, cos: Any, sin: Any) -> tuple[jax.Array, Any]:
 def _backward(saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
     """The gradients to `x` and to the cosines and sines."""
     x, cos, sin = saved
+    # JAX tells a gradient of zeros apart from others. Here it is an array like these.
     if isinstance(gradient, SymbolicZero):
-        gradient = jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
+        aval: Any = gradient.aval
+        gradient = jnp.zeros(aval.shape, aval.dtype)
     x_gradient = _value(gradient, cos, -sin)
     if x is None:
         return x_gradient, None, None
     dtype = compute_dtype(x.dtype)
+    # The cosine scales `a` and `b`; the sine exchanges them, one with its sign changed.
     (a, b), (da, db) = (jnp.split(array.astype(dtype), 2, -1) for array in (x, gradient))
     return x_gradient, _summed(da * a + db * b, cos), _summed(db * a - da * b, sin)
 

@@ -146,6 +146,7 @@ def _least_work(
     for blocks in choices:
         queries = Tiling(lengths.queries, _block(lengths.queries, blocks.outer))
         keys = Tiling(lengths.keys, _block(lengths.keys, blocks.inner))
+        # Whatever is seen of a pair, all of its scores are computed.
         scores = len(mask.pairs(queries, keys, starts)) * queries.size * keys.size
         work.append(scores + STEP * queries.count * keys.count)
     return choices[work.index(min(work))]
@@ -335,7 +336,9 @@ class KernelCall:
         if self.pattern is not None:
             words, bits = self.pattern
             block = (1, 1, words.shape[2], self.query_block)
-            own = min(words.shape[0] - 1, 1)  # 0 where all heads have one pattern
+            # A row of lanes for each block of keys and each query. Heads that share a pattern all
+            # have the first.
+            own = min(words.shape[0] - 1, 1)
             operands["words"] = Operand(words, block, lambda b, h, i, j: (h * own, j, 0, i))
             block = (1, 1, self.key_block)
             operands["bits"] = Operand(bits[None, None], block, lambda b, h, i, j: (0, 0, j))
@@ -389,6 +392,7 @@ class Steps:
             return Prefetched(starts)
         i = jnp.arange(self.query_blocks)[:, None]
         j = jnp.arange(self.key_blocks)[None, :]
+        # A pair may be left out by either, and both may touch it without leaving anything.
         seen = seen_pairs(self.call.pattern.words, self.query_blocks)
         seen = jnp.logical_and(seen, self.call.in_band(distance_of(starts, i, j, self.call)))
         if self.call.inner == QUERIES:
@@ -407,6 +411,7 @@ class Steps:
         """The entry of the table of a pattern's pairs for a step."""
         assert self.call.pattern is not None
         _, h, i, j = self.pair(*step)
+        # Heads that have one pattern have one table.
         if self.call.pattern.words.shape[0] == 1:
             h = 0
         if self.call.inner == KEYS:

@@ -97,6 +97,7 @@ def nearest_seen(seen: jax.Array) -> jax.Array:
     row = seen.ndim - 1
     number = lax.broadcasted_iota(jnp.int32, seen.shape, row)
     none = seen.shape[row]
+    # Running minima from the end, and running maxima from the beginning.
     following = lax.cummin(jnp.where(seen, number, none), axis=row, reverse=True)
     before = lax.cummax(jnp.where(seen, number, -1), axis=row)
     return jnp.where(following < none, following, before)
@@ -134,6 +135,7 @@ def seen_by_bits(words: jax.Array, bits: jax.Array) -> jax.Array:
         words: `(words, queries)`, of one block of keys.
         bits: of each key, a column `(keys, 1)`.
     """
+    # Mostly one word has bits for all blocks of the pattern, and nothing is selected.
     word = words[:1]
     for number in range(1, words.shape[0]):
         word = jnp.where(bits >= number * WORD, words[number : number + 1], word)
