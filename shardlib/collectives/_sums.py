@@ -20,6 +20,7 @@ BUCKET_BYTES = 32 * 2**20
 """How large one collective is about, where that can be chosen."""
 
 _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
+_ROWS = 16  # and the dim before it in tiles of as many numbers of 16 bits, or half as many of 32
 
 
 def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any = None) -> jax.Array:
@@ -32,19 +33,27 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any = None)
     scatter along either of the last two dims, or of one into less than whole tiles, their compiler
     makes an all-reduce, which sends twice the bytes.
     """
-    front = jnp.moveaxis(x, dim, 0)
     parts = lax.axis_size(axes)
-    shape = (front.shape[0] // parts, *front.shape[1:])
+    own = x.shape[dim] // parts
+    # With its dim first, each tile of an array of several matrices, such as of experts, would be
+    # laid out anew. Where parts are whole tiles of each matrix, these are moved as they are. Of a
+    # single matrix, products write the transpose as soon as itself.
+    keeps_order = dim < x.ndim - 1 and own % _ROWS == 0
+    if not keeps_order:
+        x = jnp.moveaxis(x, dim, 0)
+    split = dim if keeps_order else 0
+    shape = (*x.shape[:split], own, *x.shape[split + 1 :])
+    by_parts = jnp.moveaxis(x.reshape(*x.shape[:split], parts, *shape[split:]), split, 0)
     size = math.prod(shape)
     fills_tiles = size % _LANES == 0
-    rows = front.reshape((parts, size // _LANES, _LANES) if fills_tiles else (parts, size))
+    rows = by_parts.reshape((parts, size // _LANES, _LANES) if fills_tiles else (parts, size))
     # One after the other: each axis is a dim of a torus, or a network, of its own.
     for name in axes:
         if wire is None or wire == x.dtype:
             rows = _scatter_rows(rows, name)
         else:
             rows = _sum_on_arrival(rows, name, wire)
-    return jnp.moveaxis(rows.reshape(shape), 0, dim)
+    return jnp.moveaxis(rows.reshape(shape), split, dim)
 
 
 def _scatter_rows(rows: jax.Array, axis: str) -> jax.Array:
