@@ -84,6 +84,49 @@ def test_torus_gather_and_scatter_equal_those_over_the_whole_axis(sizes, dim, mo
     np.testing.assert_allclose(scattered, 36 * x, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((3, 128, 5), 1), ((3, 64, 5), 1), ((2, 3, 256, 128), 2), ((128, 3, 5), 0), ((3, 5, 128), 2)],
+)
+def test_scatter_along_any_dim_equals_the_sum_over_devices(shape, dim, wire, monkeypatch):
+    put_on_torus(monkeypatch, 4, 2)
+    # Whole numbers, which bfloat16 holds.
+    x = np.random.default_rng(0).integers(-7, 7, shape).astype("f")
+    split = P(*[None] * dim, "data")
+
+    def scatter(whole):
+        number = 1 + jax.lax.axis_index("data").astype(jnp.float32)
+        return sum_scatter(whole * number, dim, ("data",), wire and jnp.dtype(wire))
+
+    with sl.use(sl.rules.data, sl.make_mesh("data=8")):
+        run = jax.shard_map(scatter, in_specs=P(), out_specs=split, check_vma=False)
+        np.testing.assert_array_equal(jax.jit(run)(x), 36 * x)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.sentinel("tpu:v5p:2x2x2")
+@pytest.mark.parametrize("target", ["tpu:v5e:2x2", "tpu:v5p:2x2x2", "tpu:v6e:2x2"])
+def test_scatter_of_expert_gradients_on_tpus_turns_no_tiles(target):
+    mesh = sl.Target(target).mesh("data=-1")
+    split = jax.NamedSharding(mesh, P("data"))
+    count = mesh.shape["data"]
+
+    def gradient(x, dy):
+        product = jnp.einsum("enk,enl->ekl", x, dy)
+        return sum_scatter(product, 1, ("data",))
+
+    shapes = (2 * count, 1024, 4096), (2 * count, 1024, 2048)
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=split) for shape in shapes]
+    with sl.use(sl.rules.data, mesh):
+        run = jax.shard_map(
+            gradient, in_specs=P("data"), out_specs=P(None, "data"), check_vma=False
+        )
+        compiled = compile_for(mesh, jax.jit(run).lower(*arrays))
+    # A tile of two rows is one with the two experts in the place of the rows of a matrix.
+    assert "T(2,128)" not in compiled.as_text()
+
+
 NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
 LAYERS, WIDTH, HIDDEN = 2, 64, 256
 
