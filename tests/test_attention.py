@@ -29,8 +29,9 @@ from machines import compile_for, on_its_own
 import shardlib as sl
 from shardlib import kernels, testing
 from shardlib.kernels import _attention, _choice
-from shardlib.kernels._attention import _pairs, _tpu, _tpu_grid, _tpu_pattern
+from shardlib.kernels._attention import _pairs, _tpu_grid, _tpu_pattern
 from shardlib.kernels._attention._mask import pattern_at
+from shardlib.kernels._attention._options import checked_options
 
 P = jax.P
 RULES = sl.AxisRules(batch="data", heads="model", kv_heads="model", seq="seq", size="model")
@@ -683,13 +684,67 @@ def test_attention_mask_may_hide_every_key_of_a_head(implementation, heads, opti
 
 def test_attention_by_tpu_kernels_refuses_a_pattern_with_too_many_pairs(monkeypatch):
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
-    monkeypatch.setattr(_tpu, "TABLE", 15)
+    monkeypatch.setattr(_tpu_grid, "MOST_TABLE_ENTRIES", 15)
     options = {"block_mask": pattern(4, 4, 4), "implementation": "tpu_simulated"}
-    with pytest.raises(
-        ValueError, match="takes patterns of 15 pairs of blocks.*there are 16, of 4"
-    ):
+    with pytest.raises(ValueError, match="that of 4 heads, 256 queries and 256 keys has more"):
         attend(make(256, 256), options)
     attend(make(256, 256), {**options, "block_mask": pattern(4, 4)})
+    monkeypatch.setattr(_tpu_grid, "MOST_BLOCKS", 1)
+    with pytest.raises(ValueError, match="blocks in a row on a device"):
+        attend(make(256, 256), {**options, "block_mask": pattern(4, 4)})
+
+
+def test_attention_pattern_takes_the_blocks_whose_table_fits(monkeypatch):
+    # Of a sparse pattern small blocks compute least.
+    monkeypatch.setattr(
+        _tpu_grid, "BLOCKS", (_tpu_grid.Blocks(512, 512), _tpu_grid.Blocks(128, 128))
+    )
+    monkeypatch.setattr(_tpu_grid, "EMPTY_STEP_COST", 0)
+    blocks = kernels.BlockMask(np.broadcast_to(np.eye(4, dtype=bool), (4, 4, 4)), 128)
+    x = jnp.zeros((1, 512, 4, 8))
+    definition = checked_options({"block_mask": blocks}, (x, x), (x.shape, x.shape)).definition
+    chosen = functools.partial(
+        _tpu_grid.pattern_blocks, list(_tpu_grid.BLOCKS), _tpu_grid.Lengths(512, 512), definition
+    )
+    assert chosen(4).outer == 128
+    monkeypatch.setattr(_tpu_grid, "MOST_TABLE_ENTRIES", 63)
+    assert chosen(4).outer == 512
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("target", ["tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1"])
+def test_attention_pattern_with_the_largest_table_compiles_for_tpu(target):
+    mesh = sl.Target(target).mesh("data=-1")
+    one = kernels.bigbird_blocks(65_536, 128)
+    rules, names = sl.AxisRules(batch="data"), ("batch", None, None, None)
+    with sl.use(rules, mesh):
+        room = _tpu_grid.vmem_bytes(_choice.device_here().kind)
+    # As many heads with a pattern each as the table holds pairs of the largest blocks that fit.
+    heads = 16 if room < 16 * 2**20 else 32
+    options = {"block_mask": kernels.BlockMask(np.stack([one.pattern] * heads), 128)}
+    sharding = jax.NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((mesh.size, 65_536, heads, 64), "bfloat16", sharding=sharding)
+
+    def loss(q, k, v):
+        y = kernels.attention(q, k, v, names=names, **options, implementation="tpu")
+        return y.astype(jnp.float32).sum()
+
+    with sl.use(rules, mesh):
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
+        compiled = compile_for(mesh, lowered)
+    assert compiled.as_text().count("tpu_custom_call") >= 3
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{"sinks": np.full(4, 2.5e38, "f")}, {"soft_cap": 3e38}])
+def test_attention_with_scores_near_the_largest_number_is_finite(options, implementation):
+    arrays = make(128, 128)
+    sinks = options.get("sinks")
+    if sinks is not None:
+        arrays["sinks"] = sinks
+    caps = {name: x for name, x in options.items() if name == "soft_cap"}
+    y, lse = attend(arrays, {**caps, "implementation": implementation})
+    assert np.isfinite(y).all() and np.isfinite(lse).all()
 
 
 def test_attention_block_patterns_follow_their_papers():

@@ -115,6 +115,18 @@ def test_rotate_on_shards_matches_one_device(checked, platform):
     near(jax.jit(jax.grad(loss, (0, 1, 2)))(*placed), wanted[1], 1e-5, 1)
 
 
+def test_rotate_adds_gradients_of_angles_over_devices_before_it_rounds(platform):
+    mesh = sl.make_mesh("data=8")
+    x, cos, sin = make(shape=(8, 5, 3, 8))
+    cos, sin = cos.astype("bfloat16"), sin.astype("bfloat16")
+    turned = jax.shard_map(
+        kernels.rotate, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
+    )
+    gradients = jax.make_jaxpr(jax.grad(lambda *arrays: turned(*arrays).sum(), (1, 2)))(x, cos, sin)
+    sums = [line for line in str(gradients).splitlines() if "psum" in line]
+    assert len(sums) == 2 and all("f32[5,1,4]" in line for line in sums)
+
+
 @pytest.mark.tpu_compiler
 @pytest.mark.sentinel("tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)

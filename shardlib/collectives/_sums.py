@@ -36,8 +36,8 @@ def sum_scatter(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any = None)
     parts = lax.axis_size(axes)
     own = x.shape[dim] // parts
     # With its dim first, each tile of an array of several matrices, such as of experts, would be
-    # laid out anew. Where parts are whole tiles of each matrix, these are moved as they are. Of a
-    # single matrix, products write the transpose as soon as itself.
+    # laid out anew. Where parts are whole tiles of each matrix, these are moved as they are. For a
+    # single matrix the order costs nothing: the product before can write the transpose directly.
     keeps_order = dim < x.ndim - 1 and own % _ROWS == 0
     if not keeps_order:
         x = jnp.moveaxis(x, dim, 0)

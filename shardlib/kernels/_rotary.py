@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from shardlib.checks import _arrays as check_arrays
 from shardlib.kernels._choice import device_here
 from shardlib.kernels._rows import compute_dtype
-from shardlib.kernels._shards import varying, varying_alike
+from shardlib.kernels._shards import as_varying, varying
 
 OP = "rotate"
 
@@ -63,7 +63,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"{list(x.shape)}: give both one shape that broadcasts to {list(pairs)}, an angle for "
             "each pair."
         )
-    return _rotated(*varying_alike(x, cos, sin))
+    # Only `x`: what the angles have in common is known by what they do not vary over.
+    return _rotated(as_varying(x, varying(cos) | varying(sin)), cos, sin)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -90,7 +91,7 @@ def _exchanged(x: jax.Array) -> jax.Array:
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([b, a], axis=-1).astype(dtype)
     # A matrix unit takes numbers of more bits in parts, of which the highest precision leaves none
-    # out. One of each sum's products is not zero.
+    # out. Each sum has one product that is not zero, so that it is exact.
     operand = x if x.dtype == jnp.bfloat16 else x.astype(dtype)
     size = x.shape[-1]
     permutation = jnp.roll(jnp.eye(size, dtype=operand.dtype), size // 2, 1)
@@ -106,7 +107,7 @@ def _exchanged(x: jax.Array) -> jax.Array:
 def _forward(x: Any, cos: Any, sin: Any) -> tuple[jax.Array, Any]:
     """The pairs, turned, and what backward needs: the angles, and `x` only for theirs.
 
-    What is given are the arrays with whether a gradient to each is asked for.
+    Each argument is a `CustomVJPPrimal`: its value, and whether it is differentiated, `perturbed`.
     """
     # Angles are hardly ever trained: without this, queries would be kept for gradients of theirs.
     kept = x.value if cos.perturbed or sin.perturbed else None

@@ -431,8 +431,9 @@ class Checkpoints:
     def _clean_up_after_failure(self) -> None:
         """Remove what a save that failed has written, so that the run may go on without it.
 
-        Threads may write on for a while after the first of them failed, and it is waited until they
-        have stopped: a save of the same step that is tried again writes under the same name.
+        Other threads may still write after the first has failed. It waits until nothing new
+        appears, for some three seconds at most, because a save of the same step that is tried again
+        writes under the same name.
         """
         # The error that is told is the first one, and not that of a thread which fails later.
         with contextlib.suppress(Exception):

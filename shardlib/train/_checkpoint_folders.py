@@ -24,7 +24,7 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 # After a save that failed: how many looks one after another must find nothing of it, how many there
 # are at most, and the seconds between two. Beside a busy process, what was written last came 0.05 s
 # after the error.
-_LOOKS_THAT_FIND_NOTHING, _MOST_LOOKS, _SECONDS_BETWEEN_LOOKS = 10, 60, 0.05
+_LOOKS_THAT_FIND_NOTHING, _MOST_LOOKS, _SECONDS_BETWEEN_REMOVALS = 10, 60, 0.05
 
 
 def check_folder(argument: Any, folder: Any) -> None:
@@ -108,7 +108,7 @@ def remove_late_writes(folder: Any) -> None:
             looks_that_found_nothing += 1
         if looks_that_found_nothing == _LOOKS_THAT_FIND_NOTHING:
             return
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_SECONDS_BETWEEN_REMOVALS)
 
 
 def free_bytes(folder: Any) -> int | None:

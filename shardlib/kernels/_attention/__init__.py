@@ -80,7 +80,8 @@ def attention(
 
     A query that sees no key gets zeros, and a log-sum-exp of minus infinity. Scores, softmax and
     sums are in float32 (float64 for float64); products take the dtype of the arrays, at JAX's
-    default precision. Memory is linear in the lengths. There is no dropout.
+    default precision. Memory is linear in the lengths, but for what a pattern of blocks takes.
+    There is no dropout.
 
     >>> q, k = jnp.zeros((1, 3, 2, 4)), jnp.zeros((1, 3, 1, 4))
     >>> v = jnp.arange(3.0).reshape(1, 3, 1, 1)

@@ -17,8 +17,8 @@ step of the outer one:
     attention_dkv       blocks of keys     heads and blocks of queries   gradients to keys, values
 
 A pair in which the mask leaves nothing is neither computed nor fetched. Its step asks for the block
-of the nearest pair of the same row in which the mask leaves something: what two steps after each
-other ask for is copied once.
+of another pair of the same row, in which the mask leaves something, before or after it: what two
+steps after each other ask for is copied once.
 
 Positions of queries and keys may be known to the running program only, as where devices have
 different parts of a sequence. So which pairs a band leaves is computed by the grid itself. Which
@@ -40,15 +40,15 @@ from shardlib.kernels._attention._reference import (
 )
 from shardlib.kernels._attention._tpu_grid import (
     KEYS,
+    MOST_BLOCKS,
+    MOST_TABLE_ENTRIES,
     QUERIES,
-    TABLE,
     KernelCall,
     Lengths,
     Operand,
     fitting_blocks,
     heads_first,
     pattern_blocks,
-    table_entries,
 )
 from shardlib.kernels._attention._tpu_kernels import (
     attention_dkv,
@@ -89,15 +89,13 @@ def refuses(task: Task) -> str | None:
             f"{task.device.kind}"
         )
     if attention.mask.block_mask is not None:
-        lengths = Lengths(q.shape[1], task.length)
-        blocks = pattern_blocks(fitting, lengths, attention)
-        patterns = 1 if attention.mask.block_mask.heads is None else q.shape[2]
-        entries = table_entries(blocks, lengths, patterns)
-        if entries > TABLE:
+        lengths, heads = Lengths(q.shape[1], task.length), q.shape[2]
+        if pattern_blocks(fitting, lengths, attention, heads) is None:
             return (
-                f"takes patterns of {TABLE:,} pairs of blocks on a device, and there are "
-                f"{entries:,}, of {patterns} heads, {lengths.queries} queries and {lengths.keys} "
-                "keys; split the heads or the queries, or give all heads one pattern"
+                f"takes patterns of {MOST_TABLE_ENTRIES:,} pairs of blocks and {MOST_BLOCKS:,} "
+                f"blocks in a row on a device, and that of {heads} heads, {lengths.queries} "
+                f"queries and {lengths.keys} keys has more; split the heads or the queries, or "
+                "give all heads one pattern"
             )
     return None
 

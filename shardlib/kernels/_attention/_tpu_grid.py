@@ -22,7 +22,7 @@ from shardlib.kernels._attention._reference import Attention, SideInputs
 from shardlib.kernels._attention._tpu_pattern import (
     KeyBlocks,
     PatternBits,
-    nearest_seen,
+    next_seen,
     packed,
     pattern_bits,
     seen_pairs,
@@ -73,10 +73,12 @@ BLOCKS = (
 )
 
 
-# What a step of a grid costs that computes nothing, in scores.
-STEP = 2**16
-# How many entries of `Prefetched.nearest` a core's memory for whole numbers holds.
-TABLE = 2**18
+# The cost of a step that computes nothing, as the number of scores that take as long.
+EMPTY_STEP_COST = 2**16
+# How many entries of `Prefetched.next_seen` a core's memory for whole numbers holds, and how many
+# blocks a row may have, whose numbers are of 16 bits.
+MOST_TABLE_ENTRIES = 2**18
+MOST_BLOCKS = 2**15
 
 
 class Prefetched(NamedTuple):
@@ -84,13 +86,13 @@ class Prefetched(NamedTuple):
 
     Attributes:
         starts: the positions of the first query and of the first key.
-        nearest: for each step of a head, the step of the same row whose blocks are fetched, or -1
-            in a row that has none; `packed`. A step that is its own computes. None without a
+        next_seen: for each step of a head, the step of the same row whose blocks are fetched, or
+            -1 in a row that has none; `packed`. A step that is its own computes. None without a
             pattern.
     """
 
     starts: Any
-    nearest: Any = None
+    next_seen: Any = None
 
 
 def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> list[Blocks]:
@@ -122,15 +124,31 @@ def _width(mask: Mask) -> float:
     return mask.left + mask.right
 
 
-def pattern_blocks(fitting: list[Blocks], lengths: Lengths, attention: Attention) -> Blocks:
+def pattern_blocks(
+    fitting: list[Blocks], lengths: Lengths, attention: Attention, heads: int
+) -> Blocks | None:
     """The blocks with which a pattern is computed soonest: not too large for it, nor too small.
+
+    It is None where a core's memory for whole numbers holds no table of the pattern's pairs.
 
     Args:
         fitting: blocks that fit fast memory.
         lengths: how many queries and keys there are.
         attention: which attention.
+        heads: how many heads there are.
     """
-    return _least_work(tuple(fitting), lengths, attention.mask, attention.starts)
+    block_mask = attention.mask.block_mask
+    assert block_mask is not None
+    patterns = 1 if block_mask.heads is None else heads
+    choices = []
+    for blocks in fitting:
+        rows, columns = _block_counts(blocks, lengths)
+        fits = patterns * max(rows[0] * rows[1], columns[0] * columns[1]) <= MOST_TABLE_ENTRIES
+        if fits and max(*rows, *columns) <= MOST_BLOCKS:
+            choices.append(blocks)
+    if not choices:
+        return None
+    return _least_work(tuple(choices), lengths, attention.mask, attention.starts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,7 +157,7 @@ def _least_work(
 ) -> Blocks:
     """Those of some blocks with which a pattern is computed soonest.
 
-    Arguments are as in `pattern_blocks`. Patterns of queries and keys are mostly alike, so that
+    Arguments are those of `pattern_blocks`. Patterns of queries and keys are mostly alike, so that
     both orders of loops may have the same blocks.
     """
     work = []
@@ -148,23 +166,17 @@ def _least_work(
         keys = Tiling(lengths.keys, _block(lengths.keys, blocks.inner))
         # Whatever is seen of a pair, all of its scores are computed.
         scores = len(mask.pairs(queries, keys, starts)) * queries.size * keys.size
-        work.append(scores + STEP * queries.count * keys.count)
+        work.append(scores + EMPTY_STEP_COST * queries.count * keys.count)
     return choices[work.index(min(work))]
 
 
-def table_entries(blocks: Blocks, lengths: Lengths, heads: int) -> int:
-    """How many entries `Prefetched.nearest` has, in the larger of both orders of loops.
-
-    Args:
-        blocks: what the loops walk over.
-        lengths: how many queries and keys there are.
-        heads: how many patterns.
-    """
+def _block_counts(blocks: Blocks, lengths: Lengths) -> list[tuple[int, int]]:
+    """How many blocks of queries and of keys there are, in both orders of loops."""
     counts = []
     for queries, keys in (blocks, reversed(blocks)):
-        rows = lengths.queries // _block(lengths.queries, queries)
-        counts.append(rows * (lengths.keys // _block(lengths.keys, keys)))
-    return heads * max(counts)
+        query_blocks = lengths.queries // _block(lengths.queries, queries)
+        counts.append((query_blocks, lengths.keys // _block(lengths.keys, keys)))
+    return counts
 
 
 def _used(blocks: Blocks, q: Any, v: Any, mask: Mask) -> int:
@@ -232,7 +244,10 @@ class KernelCall:
         assert fitting, "see `refuses`"
         blocks = fitting[0]
         if attention.mask.block_mask is not None:
-            blocks = pattern_blocks(fitting, Lengths(q.shape[1], k.shape[1]), attention)
+            lengths = Lengths(q.shape[1], k.shape[1])
+            chosen = pattern_blocks(fitting, lengths, attention, q.shape[2])
+            assert chosen is not None, "see `refuses`"
+            blocks = chosen
         self.used = _used(blocks, q, v, attention.mask)
         of_queries, of_keys = blocks if inner == KEYS else reversed(blocks)
         self.query_block = _block(q.shape[1], of_queries)
@@ -397,7 +412,7 @@ class Steps:
         seen = jnp.logical_and(seen, self.call.in_band(distance_of(starts, i, j, self.call)))
         if self.call.inner == QUERIES:
             seen = seen.swapaxes(1, 2)
-        return Prefetched(starts, packed(nearest_seen(seen)))
+        return Prefetched(starts, packed(next_seen(seen)))
 
     def is_seen(self, prefetched: Prefetched, *step: Any) -> Any:
         """Whether the mask leaves anything of a step's pair."""
@@ -405,9 +420,9 @@ class Steps:
         if self.call.pattern is None:
             return self.call.in_band(distance_of(prefetched.starts, i, j, self.call))
         own = j if self.call.inner == KEYS else i
-        return self._nearest(prefetched, *step) == own
+        return self._next_seen(prefetched, *step) == own
 
-    def _nearest(self, prefetched: Prefetched, *step: Any) -> Any:
+    def _next_seen(self, prefetched: Prefetched, *step: Any) -> Any:
         """The entry of the table of a pattern's pairs for a step."""
         assert self.call.pattern is not None
         _, h, i, j = self.pair(*step)
@@ -418,7 +433,7 @@ class Steps:
             entry = (h * self.query_blocks + i) * self.key_blocks + j
         else:
             entry = (h * self.key_blocks + j) * self.query_blocks + i
-        return unpacked(prefetched.nearest, entry)
+        return unpacked(prefetched.next_seen, entry)
 
     def at_outer(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The pair of a step, for what only the outer loop moves on.
@@ -430,15 +445,16 @@ class Steps:
     def fetched(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The pair whose blocks are in fast memory in a step.
 
-        Where the mask leaves nothing of the step's own pair, it is the nearest of the same row of
-        which it leaves something, or one at the edge if there is none.
+        Where the band leaves nothing of the step's own pair, it is the nearest of the same row of
+        which it leaves something, or one at the edge if there is none. With a pattern, it is the
+        next one of the row, and after the last one that.
         """
         prefetched = Prefetched(*step[4:])
         b, h, i, j = self.pair(*step[:4])
         mask, call = self.call.attention.mask, self.call
         if call.pattern is not None:
-            nearest = jnp.maximum(self._nearest(prefetched, *step[:4]), 0)
-            return (b, h, i, nearest) if call.inner == KEYS else (b, h, nearest, j)
+            seen = jnp.maximum(self._next_seen(prefetched, *step[:4]), 0)
+            return (b, h, i, seen) if call.inner == KEYS else (b, h, seen, j)
         starts = prefetched.starts
         # What is seen is fetched, whatever becomes of sums with very large bounds.
         is_seen = call.in_band(distance_of(starts, i, j, call))

@@ -27,6 +27,8 @@ from shardlib.kernels._attention._tpu_pattern import seen_by_bits
 from shardlib.kernels._tpu import LANES
 
 LOG2_E = math.log2(math.e)
+# The largest score of which the exponent is a number. What is larger counts as this.
+MOST = float(jnp.finfo(jnp.float32).max) / LOG2_E
 # Queries of a chunk in the forward pass.
 CHUNK = 2 * LANES
 
@@ -105,7 +107,7 @@ class BlockPair:
         if attention.cap is None:
             return Exponents(product * (attention.scale * LOG2_E), None)
         capped = jnp.tanh(product * (attention.scale / attention.cap))
-        return Exponents(capped * (attention.cap * LOG2_E), capped)
+        return Exponents(capped * (min(attention.cap, MOST) * LOG2_E), capped)
 
     def masked(self, x: jax.Array, queries: slice, instead: float) -> jax.Array:
         """An array `(keys, queries)` with another number where a key is not seen.
@@ -190,7 +192,8 @@ def attention_forward(pair: BlockPair, *refs: Any) -> None:
         highest, total = jnp.full_like(at.highest, -jnp.inf), jnp.zeros_like(at.total)
         # A sink is a score that was seen before all others, and has no value.
         if pair.sink is not None:
-            highest, total = jnp.broadcast_to(pair.sink * LOG2_E, highest.shape), total + 1
+            sink = jnp.minimum(pair.sink, MOST) * LOG2_E
+            highest, total = jnp.broadcast_to(sink, highest.shape), total + 1
         at.highest[...], at.total[...] = highest, total
         at.sum[...] = jnp.zeros_like(at.sum)
 

@@ -86,12 +86,12 @@ def seen_pairs(words: jax.Array, query_blocks: int) -> jax.Array:
     return (words.reshape(blocks) != 0).any((2, 4)).swapaxes(1, 2)
 
 
-def nearest_seen(seen: jax.Array) -> jax.Array:
-    """For each entry of a row the next that is seen, itself included.
+def next_seen(seen: jax.Array) -> jax.Array:
+    """For each entry of a row the number of the next one that is seen, itself included.
 
     After the last of a row it is the last, and in a row without any, -1.
 
-    >>> nearest_seen(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)).tolist()
+    >>> next_seen(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)).tolist()
     [[1, 1, 3, 3, 3], [-1, -1, -1, -1, -1]]
     """
     row = seen.ndim - 1
