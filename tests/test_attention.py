@@ -63,6 +63,7 @@ def test_attention_with_sinks_matches_float64_for_every_mask(implementation, mas
     check(make(256, 256, sinks=True), MASKS[mask], implementation)
 
 
+@pytest.mark.long("tpu_simulated-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention_in_16_bits_matches_float64(implementation, dtype):
@@ -137,7 +138,6 @@ def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, mon
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("0")
 @pytest.mark.parametrize("draw", range(7))
 def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
     monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))

@@ -39,7 +39,9 @@ on_gpu = functools.partial(pytest.param, marks=pytest.mark.gpu)
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
-@pytest.mark.long("float32-softmax-reference", "float32-norm-reference", "float32-head-reference")
+@pytest.mark.long(
+    *(f"float32-{op}-reference" for op in ("softmax", "norm", "head")), "float32-head-tpu_simulated"
+)
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_kernels_match_float64_values_and_gradients(op, implementation, dtype):
