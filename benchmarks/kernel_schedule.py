@@ -78,7 +78,7 @@ def compile_kernels(name: str, short: str) -> None:
     import jax.numpy as jnp
 
     import shardlib as sl
-    from shardlib.kernels._attention import _tpu_grid
+    from shardlib.kernels._attention import _tpu_blocks
 
     target, block = TARGETS[short]
     mesh = sl.Target(target).mesh("data=-1")
@@ -90,8 +90,8 @@ def compile_kernels(name: str, short: str) -> None:
     def loss(q: Any, k: Any, v: Any) -> Any:
         return attend(q, k, v).astype(jnp.float32).sum()
 
-    blocks = (_tpu_grid.Blocks(block, block),)
-    with sl.use(sl.AxisRules(batch="data"), mesh), mock.patch.object(_tpu_grid, "BLOCKS", blocks):
+    blocks = (_tpu_blocks.Blocks(block, block),)
+    with sl.use(sl.AxisRules(batch="data"), mesh), mock.patch.object(_tpu_blocks, "BLOCKS", blocks):
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
 
 

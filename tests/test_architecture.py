@@ -35,7 +35,7 @@ LAYERS = [
     ("kernels._linear_cross_entropy", "_reference _tpu _gpu"),
     (
         "kernels._attention",
-        "_mask _patterns _pairs _reference _merged _tpu_pattern _tpu_grid _tpu_kernels _tpu",
+        "_mask _patterns _pairs _reference _merged _tpu_blocks _tpu_pattern _tpu_grid _tpu_kernels _tpu",
     ),
     (
         "kernels._attention",

@@ -29,7 +29,7 @@ from machines import compile_for, on_its_own
 import shardlib as sl
 from shardlib import kernels, testing
 from shardlib.kernels import _attention, _choice
-from shardlib.kernels._attention import _pairs, _tpu_grid, _tpu_pattern
+from shardlib.kernels._attention import _pairs, _tpu_blocks, _tpu_pattern
 from shardlib.kernels._attention._mask import pattern_at
 from shardlib.kernels._attention._options import checked_options
 
@@ -122,7 +122,7 @@ def test_attention_takes_traced_start_positions(mask):
 @pytest.mark.parametrize("mask", ["causal", "window", "segments", "blocks of heads"])
 def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, monkeypatch):
     # Several blocks of queries and of keys, of which some are not seen.
-    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    monkeypatch.setattr(_tpu_blocks, "BLOCKS", (_tpu_blocks.Blocks(128, 128),))
     arrays, options = make(256, 384), {**MASKS[mask], "implementation": "tpu_simulated"}
     if mask == "segments":
         options["segment_ids"] = (segments(256), segments(384, 1))
@@ -140,7 +140,7 @@ def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, mon
 @pytest.mark.long
 @pytest.mark.parametrize("draw", range(7))
 def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
-    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    monkeypatch.setattr(_tpu_blocks, "BLOCKS", (_tpu_blocks.Blocks(128, 128),))
     options = (
         {"causal": True, "segment_ids": (segments(384), segments(384, 1))},
         {"window": (100, 30), "soft_cap": 2.0},
@@ -194,7 +194,7 @@ def test_attention_pattern_bits_tell_which_keys_a_query_sees(data):
 @pytest.mark.sentinel("window0")
 @pytest.mark.parametrize("window", [(None, 2**31 - 2), (2**31 - 2, 0), (2**30, 2**30)])
 def test_attention_by_tpu_kernels_takes_window_bounds_near_the_int32_limit(window, monkeypatch):
-    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
+    monkeypatch.setattr(_tpu_blocks, "BLOCKS", (_tpu_blocks.Blocks(128, 128),))
     arrays = make(256, 256)
     traced = {"starts": (jnp.int32(0), jnp.int32(0)), "window": window}
     found = both_ways(attend, arrays, {**traced, "implementation": "tpu_simulated"}, COTANGENTS)
@@ -683,13 +683,13 @@ def test_attention_mask_may_hide_every_key_of_a_head(implementation, heads, opti
 
 
 def test_attention_by_tpu_kernels_refuses_a_pattern_with_too_many_pairs(monkeypatch):
-    monkeypatch.setattr(_tpu_grid, "BLOCKS", (_tpu_grid.Blocks(128, 128),))
-    monkeypatch.setattr(_tpu_grid, "MOST_TABLE_ENTRIES", 15)
+    monkeypatch.setattr(_tpu_blocks, "BLOCKS", (_tpu_blocks.Blocks(128, 128),))
+    monkeypatch.setattr(_tpu_blocks, "MOST_TABLE_ENTRIES", 15)
     options = {"block_mask": pattern(4, 4, 4), "implementation": "tpu_simulated"}
     with pytest.raises(ValueError, match="that of 4 heads, 256 queries and 256 keys has more"):
         attend(make(256, 256), options)
     attend(make(256, 256), {**options, "block_mask": pattern(4, 4)})
-    monkeypatch.setattr(_tpu_grid, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(_tpu_blocks, "MOST_BLOCKS", 1)
     with pytest.raises(ValueError, match="blocks in a row on a device"):
         attend(make(256, 256), {**options, "block_mask": pattern(4, 4)})
 
@@ -697,17 +697,20 @@ def test_attention_by_tpu_kernels_refuses_a_pattern_with_too_many_pairs(monkeypa
 def test_attention_pattern_takes_the_blocks_whose_table_fits(monkeypatch):
     # Of a sparse pattern small blocks compute least.
     monkeypatch.setattr(
-        _tpu_grid, "BLOCKS", (_tpu_grid.Blocks(512, 512), _tpu_grid.Blocks(128, 128))
+        _tpu_blocks, "BLOCKS", (_tpu_blocks.Blocks(512, 512), _tpu_blocks.Blocks(128, 128))
     )
-    monkeypatch.setattr(_tpu_grid, "EMPTY_STEP_COST", 0)
+    monkeypatch.setattr(_tpu_blocks, "EMPTY_STEP_COST", 0)
     blocks = kernels.BlockMask(np.broadcast_to(np.eye(4, dtype=bool), (4, 4, 4)), 128)
     x = jnp.zeros((1, 512, 4, 8))
     definition = checked_options({"block_mask": blocks}, (x, x), (x.shape, x.shape)).definition
     chosen = functools.partial(
-        _tpu_grid.pattern_blocks, list(_tpu_grid.BLOCKS), _tpu_grid.Lengths(512, 512), definition
+        _tpu_blocks.pattern_blocks,
+        list(_tpu_blocks.BLOCKS),
+        _tpu_blocks.Lengths(512, 512),
+        definition,
     )
     assert chosen(4).outer == 128
-    monkeypatch.setattr(_tpu_grid, "MOST_TABLE_ENTRIES", 63)
+    monkeypatch.setattr(_tpu_blocks, "MOST_TABLE_ENTRIES", 63)
     assert chosen(4).outer == 512
 
 
@@ -718,7 +721,7 @@ def test_attention_pattern_with_the_largest_table_compiles_for_tpu(target):
     one = kernels.bigbird_blocks(65_536, 128)
     rules, names = sl.AxisRules(batch="data"), ("batch", None, None, None)
     with sl.use(rules, mesh):
-        room = _tpu_grid.vmem_bytes(_choice.device_here().kind)
+        room = _tpu_blocks.vmem_bytes(_choice.device_here().kind)
     # As many heads with a pattern each as the table holds pairs of the largest blocks that fit.
     heads = 16 if room < 16 * 2**20 else 32
     options = {"block_mask": kernels.BlockMask(np.stack([one.pattern] * heads), 128)}

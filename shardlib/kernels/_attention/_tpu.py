@@ -38,18 +38,14 @@ from shardlib.kernels._attention._reference import (
     sink_gradient,
     softmax_residuals,
 )
-from shardlib.kernels._attention._tpu_grid import (
-    KEYS,
+from shardlib.kernels._attention._tpu_blocks import (
     MOST_BLOCKS,
     MOST_TABLE_ENTRIES,
-    QUERIES,
-    KernelCall,
     Lengths,
-    Operand,
     fitting_blocks,
-    heads_first,
     pattern_blocks,
 )
+from shardlib.kernels._attention._tpu_grid import KEYS, QUERIES, KernelCall, Operand, heads_first
 from shardlib.kernels._attention._tpu_kernels import (
     attention_dkv,
     attention_dq,

@@ -5,8 +5,6 @@ loop. Which block of queries and which of keys a step is for, `Steps` says. Inde
 take its indices and then what is prefetched, `Prefetched`.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +15,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib.kernels._attention._mask import Mask, Tiling
+from shardlib.kernels._attention._mask import Mask
 from shardlib.kernels._attention._reference import Attention, SideInputs
+from shardlib.kernels._attention._tpu_blocks import (
+    Lengths,
+    block_size,
+    fitting_blocks,
+    pattern_blocks,
+    used_bytes,
+)
 from shardlib.kernels._attention._tpu_pattern import (
     KeyBlocks,
     PatternBits,
@@ -31,54 +36,14 @@ from shardlib.kernels._attention._tpu_pattern import (
 from shardlib.kernels._choice import device_here
 from shardlib.kernels._shards import as_varying, varying
 from shardlib.kernels._tpu import (
-    COMFORTABLE,
     LANES,
-    MIB,
     interpreted,
     parameters,
     shaped,
-    vmem_bytes,
 )
 
 # What the innermost dim of a grid walks over.
 KEYS, QUERIES = "keys", "queries"
-# Bytes of fast memory for each score of a block: of z, p and the gradients to both, in float32, and
-# of the mask.
-SCORE = 20
-
-
-class Blocks(NamedTuple):
-    """How many positions the blocks of the outer loop and those of the inner loop have, at most."""
-
-    outer: int
-    inner: int
-
-
-class Lengths(NamedTuple):
-    """How many queries and keys a device has."""
-
-    queries: int
-    keys: int
-
-
-# In the order of preference. The larger a block of the outer loop is, the less often those of the
-# inner loop are fetched.
-BLOCKS = (
-    Blocks(1024, 512),
-    Blocks(512, 512),
-    Blocks(512, 256),
-    Blocks(256, 256),
-    Blocks(256, 128),
-    Blocks(128, 128),
-)
-
-
-# The cost of a step that computes nothing, as the number of scores that take as long.
-EMPTY_STEP_COST = 2**16
-# How many entries of `Prefetched.next_seen` a core's memory for whole numbers holds, and how many
-# blocks a row may have, whose numbers are of 16 bits.
-MOST_TABLE_ENTRIES = 2**18
-MOST_BLOCKS = 2**15
 
 
 class Prefetched(NamedTuple):
@@ -93,104 +58,6 @@ class Prefetched(NamedTuple):
 
     starts: Any
     next_seen: Any = None
-
-
-def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> list[Blocks]:
-    """The blocks that fit the fast memory of a kind of device, in the order of preference.
-
-    Args:
-        q: queries, or their shape and dtype, with the size of a head last.
-        v: values likewise.
-        mask: the mask.
-        kind: the kind of device.
-    """
-    # More than `COMFORTABLE` is asked for with some for the compiler, of what a core has.
-    room = max(COMFORTABLE, vmem_bytes(kind) - 4 * MIB)
-    fitting = []
-    for blocks in BLOCKS:
-        if _used(blocks, q, v, mask) > room:
-            continue
-        # Of a narrow band, smaller inner blocks compute and fetch less that nobody sees.
-        if _width(mask) < blocks.outer:
-            blocks = Blocks(blocks.outer, min(blocks.inner, 256))
-        fitting.append(blocks)
-    return fitting
-
-
-def _width(mask: Mask) -> float:
-    """How many keys besides the one at its own position a query sees of a band."""
-    if mask.left is None or mask.right is None:
-        return math.inf
-    return mask.left + mask.right
-
-
-def pattern_blocks(
-    fitting: list[Blocks], lengths: Lengths, attention: Attention, heads: int
-) -> Blocks | None:
-    """The blocks with which a pattern is computed soonest: not too large for it, nor too small.
-
-    It is None where a core's memory for whole numbers holds no table of the pattern's pairs.
-
-    Args:
-        fitting: blocks that fit fast memory.
-        lengths: how many queries and keys there are.
-        attention: which attention.
-        heads: how many heads there are.
-    """
-    block_mask = attention.mask.block_mask
-    assert block_mask is not None
-    patterns = 1 if block_mask.heads is None else heads
-    choices = []
-    for blocks in fitting:
-        rows, columns = _block_counts(blocks, lengths)
-        fits = patterns * max(rows[0] * rows[1], columns[0] * columns[1]) <= MOST_TABLE_ENTRIES
-        if fits and max(*rows, *columns) <= MOST_BLOCKS:
-            choices.append(blocks)
-    if not choices:
-        return None
-    return _least_work(tuple(choices), lengths, attention.mask, attention.starts)
-
-
-@functools.lru_cache(maxsize=256)
-def _least_work(
-    choices: tuple[Blocks, ...], lengths: Lengths, mask: Mask, starts: tuple[int, int] | None
-) -> Blocks:
-    """Those of some blocks with which a pattern is computed soonest.
-
-    Arguments are those of `pattern_blocks`. Patterns of queries and keys are mostly alike, so that
-    both orders of loops may have the same blocks.
-    """
-    work = []
-    for blocks in choices:
-        queries = Tiling(lengths.queries, _block(lengths.queries, blocks.outer))
-        keys = Tiling(lengths.keys, _block(lengths.keys, blocks.inner))
-        # Whatever is seen of a pair, all of its scores are computed.
-        scores = len(mask.pairs(queries, keys, starts)) * queries.size * keys.size
-        work.append(scores + EMPTY_STEP_COST * queries.count * keys.count)
-    return choices[work.index(min(work))]
-
-
-def _block_counts(blocks: Blocks, lengths: Lengths) -> list[tuple[int, int]]:
-    """How many blocks of queries and of keys there are, in both orders of loops."""
-    counts = []
-    for queries, keys in (blocks, reversed(blocks)):
-        query_blocks = lengths.queries // _block(lengths.queries, queries)
-        counts.append((query_blocks, lengths.keys // _block(lengths.keys, keys)))
-    return counts
-
-
-def _used(blocks: Blocks, q: Any, v: Any, mask: Mask) -> int:
-    """The bytes of fast memory that blocks and their scores take, in the kernel that takes most."""
-    # Rows of a block fill whole tiles of lanes.
-    row = sum(x.shape[3] + -x.shape[3] % LANES for x in (q, v))
-    itemsize = jnp.dtype(q.dtype).itemsize
-    # Everything is there twice, while one is computed on and the other copied. The outer loop has
-    # results and sums in float32, too.
-    outer = row * (4 * itemsize + 4)
-    inner = row * 2 * itemsize
-    # A pattern's words and bits are shifted for each score.
-    score = SCORE if mask.block_mask is None else SCORE + 8
-    return score * blocks.outer * blocks.inner + outer * blocks.outer + inner * blocks.inner
 
 
 @dataclass(frozen=True)
@@ -248,10 +115,10 @@ class KernelCall:
             chosen = pattern_blocks(fitting, lengths, attention, q.shape[2])
             assert chosen is not None, "see `refuses`"
             blocks = chosen
-        self.used = _used(blocks, q, v, attention.mask)
+        self.used = used_bytes(blocks, q, v, attention.mask)
         of_queries, of_keys = blocks if inner == KEYS else reversed(blocks)
-        self.query_block = _block(q.shape[1], of_queries)
-        self.key_block = _block(k.shape[1], of_keys)
+        self.query_block = block_size(q.shape[1], of_queries)
+        self.key_block = block_size(k.shape[1], of_keys)
         self.pattern = self._pattern_bits()
 
     def _pattern_bits(self) -> PatternBits | None:
@@ -494,20 +361,6 @@ def _seen_by_queries(mask: Mask, starts: Any, j: Any, call: KernelCall) -> tuple
         last_key = first_key + call.key_block - 1
         last = jnp.floor_divide(last_key + mask.left, call.query_block)
     return first, last
-
-
-def _block(length: int, limit: int) -> int:
-    """How many queries or keys a block has: whole tiles, as many as divide the length evenly.
-
-    Args:
-        length: how many queries or keys there are, a multiple of `LANES`.
-        limit: the most that a block may have.
-    """
-    tiles = length // LANES
-    for count in range(limit // LANES, 1, -1):
-        if tiles % count == 0:
-            return count * LANES
-    return LANES
 
 
 def heads_first(x: jax.Array) -> jax.Array:
