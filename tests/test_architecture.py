@@ -17,7 +17,10 @@ PACKAGE = ROOT / "shardlib"
 LAYERS = [
     ("", "_text _tree _lock"),
     ("checks", "_arguments _arrays"),
-    ("machine", "_mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement"),
+    (
+        "machine",
+        "_device_grid _mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement",
+    ),
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _hlo _device_groups _collectives _memory_traffic"),
     ("compiled", "_written _compile _flow _memory"),

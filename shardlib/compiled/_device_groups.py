@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlib.compiled._hlo import Instruction, first, numbers
-from shardlib.machine._mesh import slice_index
+from shardlib.machine._device_grid import slice_index
 from shardlib.machine._torus import torus_dims
 
 Groups = list[tuple[int, ...]]

@@ -8,7 +8,6 @@ the hardware a user is asked to say: `dcn=`.
 
 import collections
 import math
-import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +15,10 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.checks import _arguments as check
+from shardlib.machine._device_grid import arrange, is_simulated, slice_index, way_out
 
 _MOST_DIGITS = 18  # of a size, as text
 _MOST_ON_AXIS = 10**9
@@ -74,7 +73,7 @@ def make_mesh(
     sizes = _fill_in(_checked((*sizes.items(), *axes.items())), devices)
     slow_factors = _slow_factors(dcn, sizes, devices)
     try:
-        device_grid = _arrange(sizes, slow_factors, devices, split)
+        device_grid = arrange(sizes, slow_factors, devices, split)
     # JAX asserts where the devices do not fill a box of the torus or come two to a chip, and has
     # not implemented the shapes that it refuses. Before 0.12 it also misreads the factors of sizes
     # such as 14 when it splits a dimension, and fails on what follows. To a user each of these is a
@@ -82,7 +81,7 @@ def make_mesh(
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
             f"`make_mesh` cannot lay `{spell_axes(sizes)}` out on {count_devices(devices)}: "
-            f"{_way_out(error)}"
+            f"{way_out(error)}"
         ) from error
     return Mesh(device_grid, tuple(sizes), axis_types=(axis_type,) * len(sizes))
 
@@ -355,7 +354,7 @@ def _check_slices(
     count, product = _count_slices(devices), math.prod(factors.values())
     noun = name_slices(devices)
     # The devices of one CPU process may stand in for any number of slices.
-    if product == count or (count == 1 and _is_simulated(devices)):
+    if product == count or (count == 1 and is_simulated(devices)):
         return
     # With a single slice there is no slow network to cross.
     advice = "Leave `dcn` out."
@@ -401,86 +400,6 @@ def _proposal(axes: dict[str, int], slice_count: int) -> str:
     return ",".join(parts)
 
 
-def _arrange(
-    axes: dict[str, int], slow_factors: dict[str, int], devices: list[Any], split: bool
-) -> np.ndarray:
-    """The devices in a grid, a dim for each axis, so that neighbours in it are close on the wire.
-
-    JAX knows how: on one slice for the torus, on several for slices and what is inside each. Of
-    simulated devices, consecutive blocks stand in for slices. `split` lets axes share a dimension
-    of the torus.
-    """
-    outer = [slow_factors.get(name, 1) for name in axes]
-    inner = [size // factor for size, factor in zip(axes.values(), outer, strict=True)]
-    if math.prod(outer) == 1:
-        grid = mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=split)
-        return _in_rows(grid)
-    if not _is_simulated(devices):
-        # JAX takes its blocks by process or by slice.
-        by_process = all(slice_index(device) == device.process_index for device in devices)
-        return mesh_utils.create_hybrid_device_mesh(
-            inner,
-            outer,
-            devices,
-            process_is_granule=by_process,
-            allow_split_physical_axes=split,
-        )
-    return _arrange_blocks(outer, inner, devices)
-
-
-# The chips of a ring through several dims of a torus, by the kind of the device.
-_CHIPS_IN_RINGS = {"TPU v5 lite": 16, "TPU v6 lite": 16, "TPU v4": 8, "TPU v5": 8}
-
-
-def _in_rows(grid: np.ndarray) -> np.ndarray:
-    """The devices in a grid, with a ring through 4 x 4 or 2 x 2 x 2 chips laid out in rows again.
-
-    JAX orders 16 chips of a v5e or v6e along a ring where one axis has them all, and from 0.12 on 8
-    chips of a v4 or v5p. Of a scatter over that ring the compiler makes an all-reduce, twice the
-    bytes; over one dim of the torus after the other it does not.
-    """
-    kind = grid.flat[0].device_kind
-    if grid.size != _CHIPS_IN_RINGS.get(kind) or max(grid.shape) != grid.size:
-        return grid
-    # Eight chips that are no cube have no such ring; a cube may be anywhere in a larger slice.
-    coords = np.array([device.coords for device in grid.flat])
-    if grid.size == 8 and (np.ptp(coords, axis=0) != 1).any():
-        return grid
-    rows = sorted(grid.flat, key=lambda device: device.coords)
-    return np.array(rows, dtype=object).reshape(grid.shape)
-
-
-def _arrange_blocks(outer: list[int], inner: list[int], devices: list[Any]) -> np.ndarray:
-    """Devices in a grid, as if consecutive blocks of them were slices.
-
-    `outer` are the sizes of axes across slices, `inner` those inside a slice; an axis of the grid
-    has their product.
-    """
-    # The dims (outer..., inner...) of the blocks are interleaved to (outer, inner) of the first
-    # axis, (outer, inner) of the second, ..., and each pair is merged.
-    count = len(outer)
-    interleaved: list[int] = []
-    for axis in range(count):
-        interleaved += [axis, axis + count]
-    blocks = np.asarray(devices, dtype=object).reshape(outer + inner)
-    return blocks.transpose(*interleaved).reshape(*map(operator.mul, outer, inner))
-
-
-def slice_index(device: Any) -> int:
-    """The number of the slice that a device is in: the devices that the fast network joins.
-
-    For devices that know of no slice it is their process, but for TPUs.
-    """
-    # GPUs that are only compiled for are all of slice 0; those of one process are joined by NVLink.
-    client = type(getattr(device, "client", None)).__name__
-    if device.platform == "gpu" and client.startswith("CompileOnly"):
-        return device.process_index
-    # The devices of a TPU topology that is a single slice carry no `slice_index`, and their
-    # processes share the torus.
-    default = 0 if device.platform == "tpu" else device.process_index
-    return getattr(device, "slice_index", default)
-
-
 def slices_of(mesh: Mesh) -> np.ndarray:
     """The slice of each device, in an array of the shape of the mesh."""
     return np.vectorize(slice_index, otypes=[int])(mesh.devices)
@@ -492,34 +411,6 @@ def name_slices(devices: Iterable[Any]) -> str:
     if hasattr(device, "slice_index") or device.platform == "tpu":
         return "slices"
     return "processes"
-
-
-def _is_simulated(devices: list[Any]) -> bool:
-    """Whether the devices are those of a single CPU process, which any layout may be tried on."""
-    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1
-
-
-def _way_out(error: Exception) -> str:
-    """Why JAX cannot lay a mesh out, and what to do, by the kind and the text of its error."""
-    # JAX has no classes of its own for these errors, so they are told apart by kind and text.
-    if isinstance(error, NotImplementedError):
-        return (
-            "an axis would share a dimension of the torus with another. Pass "
-            "`allow_split_physical_axes=True`."
-        )
-    if "megacore" in str(error):
-        return (
-            "JAX wants one device per chip here, and these are two. Use megacore; in "
-            '`get_topology_desc` that is `chip_config_name="megacore"`.'
-        )
-    if isinstance(error, AssertionError):
-        return (
-            "they do not fill a box of the torus. Take whole slices, or all devices between two "
-            "corners of a box."
-        )
-    return (
-        f"JAX finds no way to divide the torus ({error}). Choose sizes that divide its dimensions."
-    )
 
 
 def spell_axes(axes: Mapping[Any, int]) -> str:
