@@ -5,16 +5,15 @@ from their traced programs.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-Prefetched: TypeAlias = Callable[[str], Sequence[Any]]
 CACHED = 2**20  # bytes of an array that a GPU's cache keeps while all of a kernel's blocks read it
 
 
@@ -27,18 +26,18 @@ class Touched:
     fast: int = 0
 
 
-def touched(traced: ClosedJaxpr, prefetched: Prefetched = lambda name: ()) -> Touched:
+def touched(traced: ClosedJaxpr, prefetched: Sequence[Any] = ()) -> Touched:
     """What the kernels in a traced function touch; nothing else in it counts.
 
     Args:
         traced: the function.
-        prefetched: from the name of a TPU's kernel to the arrays by which it says, in each step of
-            its grid, which blocks it takes; none for a kernel that knows that without any.
+        prefetched: the arrays by which a TPU's kernel says, in each step of its grid, which blocks
+            it takes; none for a kernel that knows that without any.
     """
     total = Touched()
     for equation in _equations(traced.jaxpr):
         if equation.primitive.name == "pallas_call":
-            one = _of_grid(equation, prefetched(str(equation.params["name"])))
+            one = _of_grid(equation, prefetched)
         elif equation.primitive.name == "mpmd_map":
             one = _of_loads(equation)
         else:

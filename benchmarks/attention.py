@@ -201,7 +201,7 @@ def bytes_ratio(implementation: str, mask: str) -> float:
     with sl.use(sl.AxisRules(batch="data"), sl.Target("tpu:v5e:1x1").mesh("data=1")):
         traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
     # Where queries and keys start.
-    moved = touched(traced, lambda kernel: [np.zeros(2, np.int32)])
+    moved = touched(traced, [np.zeros(2, np.int32)])
     seen = visible(options, length)
     # Keys that some query of each block sees, and queries that see some key of each block.
     tiles = seen.reshape(length // LANES, LANES, length // LANES, LANES).any((1, 3))
