@@ -91,13 +91,32 @@ class Projection(nnx.Module):
         add the bias.
         """
         # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
-        product = self.product(x, *layouts)
-        return product if self.bias is None else (product + self.bias[...]).astype(x.dtype)
+        return self.add_bias(self.product(x, *layouts))
 
     def product(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
         """The same without the bias, for what adds it itself."""
         last = tuple(range(-self.contracted, 0))
         return lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts)
+
+    def add_bias(self, product: jax.Array) -> jax.Array:
+        """A product with the bias added, where there is one."""
+        if self.bias is None:
+            return product
+        return (product + self.bias[...]).astype(product.dtype)
+
+
+def project(
+    x: jax.Array, names: tuple[str, ...], *projections: tuple[Projection, tuple[str, ...]]
+) -> list[jax.Array]:
+    """What several projections make of one array, each with the names of its result's dims.
+
+    Those of `x` are as it is laid out: for the products it leaves the residual stream.
+    """
+    kernels = [projection.kernel[...].astype(x.dtype) for projection, _ in projections]
+    outputs = [layout for _, layout in projections]
+    products = sl.kernels.projections(x, kernels, names=names, outputs=outputs)
+    pairs = zip(projections, products, strict=True)
+    return [projection.add_bias(product) for (projection, _), product in pairs]
 
 
 def lay_out(x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
@@ -185,11 +204,12 @@ class Attention(nnx.Module):
         """What each token makes of those it sees: of its own segment, in the memory where one is
         given.
         """
-        x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
-        of_BTD = x_BSD if memory_BTD is None else memory_BTD
-        q_BSHK = self.query(x_BSD, HEADS)
-        k_BTGK = self.key(of_BTD, KV_HEADS)
-        v_BTGK = self.value(of_BTD, KV_HEADS)
+        own, others = (self.query, HEADS), [(self.key, KV_HEADS), (self.value, KV_HEADS)]
+        if memory_BTD is None:
+            q_BSHK, k_BTGK, v_BTGK = project(x_BSD, RESIDUAL, own, *others)
+        else:
+            (q_BSHK,) = project(x_BSD, RESIDUAL, own)
+            k_BTGK, v_BTGK = project(memory_BTD, WHOLE, *others)
         if rotation is not None:
             q_BSHK = sl.kernels.rotate(q_BSHK, *rotation)
             k_BTGK = sl.kernels.rotate(k_BTGK, *rotation)
@@ -239,10 +259,12 @@ class MLP(nnx.Module):
         self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
         if self.gate is not None:
-            h_BSF = activate(self.gate(x_BSD, HIDDEN), self.kind, up=self.up(x_BSD, HIDDEN))
+            both = (self.gate, HIDDEN), (self.up, HIDDEN)
+            gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)
+            h_BSF = activate(gate_BSF, self.kind, up=up_BSF)
         else:
+            x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
             # The bias is added by the activation, so that the sum is never in memory.
             bias_F = None if self.up.bias is None else self.up.bias[...]
             h_BSF = activate(self.up.product(x_BSD, HIDDEN), self.kind, bias=bias_F)

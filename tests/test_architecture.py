@@ -44,7 +44,8 @@ LAYERS = [
         "kernels._attention",
         "_gpu_band _gpu_walk _gpu_rows _gpu_kernels _gpu _cudnn _tokamax _options",
     ),
-    ("kernels", "_activations _rotary _softmax _norm _linear_cross_entropy _attention _on_shards"),
+    ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
+    ("kernels", "_attention _on_shards"),
     ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),
     ("optimizers", "_stacked _local _onebit_adam"),
     (

@@ -98,7 +98,10 @@ def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform)
 
 @pytest.mark.sentinel
 @pytest.mark.tpu_compiler
-def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters():
+@pytest.mark.parametrize("margin", [0.0, float("inf")], ids=["joined", "one by one"])
+def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(monkeypatch, margin):
+    # Queries, keys and values are one product, or three.
+    monkeypatch.setattr("shardlib.kernels._projections.MARGIN", margin)
     mesh = mesh_on("v5e:2x4", "data=2,model=4")
     state, found = compile_step(mesh, sl.rules.data | sl.rules.tensor_sequence)
     # An all-reduce receives 2 (n-1)/n of its operand; a gather and a scatter (n-1)/n each of the

@@ -20,5 +20,6 @@ from shardlib.kernels._linear_cross_entropy import linear_cross_entropy as linea
 from shardlib.kernels._norm import layer_norm as layer_norm
 from shardlib.kernels._norm import rms_norm as rms_norm
 from shardlib.kernels._on_shards import on_shards as on_shards
+from shardlib.kernels._projections import projections as projections
 from shardlib.kernels._rotary import rotate as rotate
 from shardlib.kernels._softmax import softmax as softmax
