@@ -66,6 +66,7 @@ def elsewhere(tmp_path, monkeypatch):
     "docs/how-to/models.md",
     "docs/how-to/own-model.md",
     "docs/how-to/resume.md",
+    "docs/kernels.md",
     "docs/pipelines.md",
     "docs/tutorial.md",
 )

@@ -643,6 +643,7 @@ def test_moe_presets_have_the_published_parameter_counts():
 # Translation
 
 
+@pytest.mark.long
 def test_translation_is_unchanged_by_padding():
     config = translation.tiny(width=16, heads=2, context=12, vocab=32, hidden=24, router=TopK(2))
     with sl.unsharded():

@@ -73,6 +73,7 @@ def test_flax_gemma_with_its_own_specs_and_constraints_matches_one_device():
         sl.init(make, SGD, sl.Strategy(mesh="fsdp=4,tp=2", rules=rules), abstract=True)
 
 
+@pytest.mark.long
 def test_flax_resnet_matches_one_device():
     make = lambda: examples.ResNet().init(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
     rules = sl.AxisRules(batch=("pod", "data"))

@@ -168,7 +168,7 @@ def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("presets", "table over both")
+@pytest.mark.sentinel("presets")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
 def test_lookups_of_a_language_model_equal_one_device_under_all_rules(rules, mesh, options):
     if "zero" in options:
@@ -294,6 +294,7 @@ def on_four_axes():
     print("four axes are equal to one device")
 
 
+@pytest.mark.long
 def test_lookups_on_four_mesh_axes_equal_one_device():
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     ran = subprocess.run(

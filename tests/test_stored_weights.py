@@ -194,7 +194,10 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
 LONG_SETTINGS = ("sums", "overlapped", "stage 2", "stage 2 sums", "stage 3", "stage 3 sums")
 
 
-@pytest.mark.long(*(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS))
+@pytest.mark.long(
+    *(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS),
+    "in a marked layer-layers by path",
+)
 @pytest.mark.parametrize(
     ("zero", "accumulate", "overlap"),
     [
