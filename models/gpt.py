@@ -44,6 +44,7 @@ STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and
 
 Rotation = tuple[jax.Array, jax.Array]
 normal = nnx.initializers.normal
+named = sl.checkpoint_name
 
 
 class Seen(NamedTuple):
@@ -219,8 +220,9 @@ class Attention(nnx.Module):
         memory_BT = segments_BS if memory_BTD is None else memory_segments_BT
         if segments_BS is not None and memory_BT is not None:
             segments = (segments_BS, memory_BT) if memory_BTD is not None else segments_BS
-        y_BSHK = self._attend(q_BSHK, k_BTGK, v_BTGK, segments)
-        return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL)
+        q_BSHK, k_BTGK = named(q_BSHK, "query"), named(k_BTGK, "key")
+        y_BSHK = self._attend(q_BSHK, k_BTGK, named(v_BTGK, "value"), segments)
+        return named(self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL), "attention_out")
 
     def _attend(
         self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
@@ -244,9 +246,11 @@ class Attention(nnx.Module):
         if segments is not None:
             own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
             same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
-        return jax.nn.dot_product_attention(
+        y_BSHK = jax.nn.dot_product_attention(
             q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal, implementation="xla"
         )
+        # `sl.kernels.attention` names its result itself.
+        return named(y_BSHK, "context")
 
 
 class MLP(nnx.Module):
@@ -262,13 +266,16 @@ class MLP(nnx.Module):
         if self.gate is not None:
             both = (self.gate, HIDDEN), (self.up, HIDDEN)
             gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)
+            gate_BSF, up_BSF = named(gate_BSF, "mlp_gate"), named(up_BSF, "mlp_up")
             h_BSF = activate(gate_BSF, self.kind, up=up_BSF)
         else:
             x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
             # The bias is added by the activation, so that the sum is never in memory.
             bias_F = None if self.up.bias is None else self.up.bias[...]
-            h_BSF = activate(self.up.product(x_BSD, HIDDEN), self.kind, bias=bias_F)
-        return self.down(h_BSF, WHOLE, RESIDUAL)
+            up_BSF = named(self.up.product(x_BSD, HIDDEN), "mlp_up")
+            h_BSF = activate(up_BSF, self.kind, bias=bias_F)
+        h_BSF = named(h_BSF, "mlp_hidden")
+        return named(self.down(h_BSF, WHOLE, RESIDUAL), "mlp_out")
 
 
 def activate(

@@ -17,6 +17,7 @@ from shardlib.layouts._annotate import shard as shard
 from shardlib.layouts._annotate import split as split
 from shardlib.layouts._annotate import unsharded as unsharded
 from shardlib.layouts._annotate import use as use
+from shardlib.layouts._remat_policy import Remat as Remat
 from shardlib.layouts._reshard import reshard as reshard
 from shardlib.layouts._rules import AxisRules as AxisRules
 from shardlib.layouts._rules import ShardingWarning as ShardingWarning
@@ -35,6 +36,7 @@ from shardlib.modeling._layers import Layers as Layers
 from shardlib.modeling._naming import annotate as annotate
 from shardlib.modeling._naming import logical as logical
 from shardlib.modeling._random import replicated_draws as replicated_draws
+from shardlib.modeling._remat import checkpoint_name as checkpoint_name
 from shardlib.modeling._remat import remat as remat
 from shardlib.modeling._remat import zero3_layer as zero3_layer
 from shardlib.planning._break_even import BreakEven as BreakEven

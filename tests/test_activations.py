@@ -100,6 +100,8 @@ def test_activations_save_only_their_arguments_for_backward(form, activation, dt
     assert sizes == sorted((x.shape, x.dtype) for x in arrays.values()), saved
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("silu-glu", "gelu_tanh-activate")
 @every_form
 @every_activation
 def test_activations_have_second_derivatives_in_forward_and_reverse_mode(form, activation):

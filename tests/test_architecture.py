@@ -28,7 +28,7 @@ LAYERS = [
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_rules"),
     ("", "rules"),
-    ("layouts", "_resolve _relate _placement _flax_rules _annotate _route _reshard"),
+    ("layouts", "_resolve _relate _placement _flax_rules _remat_policy _annotate _route _reshard"),
     ("tracing", "_jaxpr _row_gradients _lookup_forms _lookups _linearize _region"),
     ("tracing", "_layer_uses _weight_values _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),

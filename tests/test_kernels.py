@@ -407,13 +407,10 @@ def test_kernels_accept_a_manual_axis_that_is_not_first_in_its_rule():
         {"kernels": None, "fused_loss": True},
         pytest.param(
             {"kernels": "tpu_simulated"},
-            marks=[
-                pytest.mark.long,
-                pytest.mark.skipif(
-                    jax.__version__.startswith("0.11."),
-                    reason="simulated devices wait for each other forever beside JAX 0.11's simulator",
-                ),
-            ],
+            marks=pytest.mark.skipif(
+                jax.__version__.startswith("0.11."),
+                reason="simulated devices wait for each other forever beside JAX 0.11's simulator",
+            ),
         ),
     ],
     ids=str,

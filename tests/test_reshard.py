@@ -165,6 +165,7 @@ def test_reshard_uses_a_single_collective_where_possible(case):
     )
 
 
+@pytest.mark.long
 def test_reshard_never_moves_more_bytes_than_the_partitioner():
     struct = jax.ShapeDtypeStruct((8, 8), np.float32)
     less = 0

@@ -196,7 +196,7 @@ LONG_SETTINGS = ("sums", "overlapped", "stage 2", "stage 2 sums", "stage 3", "st
 
 @pytest.mark.long(
     *(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS),
-    "in a marked layer-layers by path",
+    "in a marked layer-overlapped sums",
 )
 @pytest.mark.parametrize(
     ("zero", "accumulate", "overlap"),

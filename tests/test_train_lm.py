@@ -344,6 +344,7 @@ def test_run_json_that_is_malformed_is_refused(change, message, tmp_path):
         from_command_line([str(tmp_path / "other.json")])
 
 
+@pytest.mark.long
 def test_run_folder_of_another_run_is_refused_naming_the_field(undisturbed, texts):
     output = finished(run(command(texts, undisturbed[0], "--model.width", "64")), code=1)
     assert (

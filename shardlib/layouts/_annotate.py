@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
+from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
 from shardlib.layouts._rules import (
     AxisRules,
@@ -36,8 +37,6 @@ from shardlib.layouts._rules import (
     mesh_text,
 )
 from shardlib.machine._torus import TorusDims, torus_dims
-
-Remat: TypeAlias = Literal["none", "full", "stage"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +55,15 @@ class UsedNames:
 class Scope:
     """What annotations read while a function is traced.
 
-    `rules` say what names mean; None is unsharded on purpose. `remat` is what blocks do with their
-    activations. `used` is where annotations write down their names, if anyone asked for them.
-    `mesh` is the mesh that is really in force where a function is traced as if no axis of it were
-    manual, see `all_automatic`. `flax` are Flax's own rules, where the user put some in force:
-    Flax's constraints follow them, and otherwise they follow `rules`.
+    `rules` say what names mean; None is unsharded on purpose. `remat` is what blocks keep of their
+    activations, None for everything. `used` is where annotations write down their names, if anyone
+    asked for them. `mesh` is the mesh that is really in force where a function is traced as if no
+    axis of it were manual, see `all_automatic`. `flax` are Flax's own rules, where the user put
+    some in force: Flax's constraints follow them, and otherwise they follow `rules`.
     """
 
     rules: AxisRules | None
-    remat: Remat = "none"
+    remat: Remat | None = None
     used: UsedNames | None = None
     mesh: AbstractMesh | None = None
     flax: Pairs | None = None
@@ -147,7 +146,9 @@ def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") -> Iterator[Scope]:
+def use(
+    rules: AxisRules, mesh: Mesh | None = None, *, remat: str | Remat = "none"
+) -> Iterator[Scope]:
     """Put rules, and a mesh if given, in force: annotations inside mean what these rules say.
 
     Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were
@@ -165,13 +166,13 @@ def use(rules: AxisRules, mesh: Mesh | None = None, *, remat: Remat = "none") ->
             f"{check.shown(rules)} and {check.shown(mesh)}. For no sharding on purpose there is "
             "`sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
-    check.choice("use", "remat", remat, get_args(Remat))
+    kept = kept_by_blocks(checked_remat("use", "remat", remat))
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value
     # What the user chose for Flax stays in force; what an outer `use` set for it does not.
     flax = _rules_of_flax(outer)
-    scope = Scope(rules, remat, flax=flax)
+    scope = Scope(rules, kept, flax=flax)
     if outer is not None:
         scope = replace(scope, mesh=outer.mesh, torus=outer.torus)
     if mesh is not None:

@@ -1,8 +1,8 @@
 """Rematerialization: what a block keeps for its backward pass.
 
 The model marks its blocks, and the strategy decides what becomes of them, so that the same model
-runs on a machine with much memory and on one with little. A block that is recomputed keeps only its
-inputs, and is run once more in the backward pass.
+runs on a machine with much memory and on one with little. A block that is recomputed keeps its
+inputs, and those activations that a `Remat` names, and is run once more in the backward pass.
 """
 
 import functools
@@ -10,18 +10,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.ad_checkpoint
 
 from shardlib.checks import _arguments as check
-from shardlib.layouts._annotate import Remat, current_scope
+from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._annotate import current_scope
+from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
-REMATS: tuple[Remat, ...] = ("none", "full", "stage")
 
 
 def remat(
     block: Block,
-    policy: Remat | None = None,
+    policy: str | Remat | None = None,
     *,
     checkpoint: Callable[[Block], Block] = jax.checkpoint,
 ) -> Block:
@@ -31,33 +33,68 @@ def remat(
     `remat` is a decorator too.
 
     `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps only the block's
-    inputs. Outside any strategy, and without a policy, everything is kept. A block that takes Flax
-    NNX modules passes `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing
-    in them, a model may be closed over by `jax.jit`.
+    inputs, and a `Remat`, or `"dots"` or `"dots_without_batch"`, keeps what it says. Outside any
+    strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
+    `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model
+    may be closed over by `jax.jit`. Like `jax.checkpoint`, that function takes a `policy=`.
 
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
     """
     check.function("remat", "block", block)
-    check.choice("remat", "policy", policy, (None, "none", "full"))
+    own = None
+    if policy is not None:
+        checked_remat("remat", "policy", policy)
+        if policy == "stage":
+            raise ValueError(
+                '`remat(policy="stage")`: that is for the stages of a pipeline, '
+                '`Strategy(remat="stage")`; a block has "full".'
+            )
+        own = kept_by_blocks(policy)
     check.function(
         "remat",
         "checkpoint",
         checkpoint,
         "a function that makes of a block one that is computed again",
     )
-    # Wrapped once, so that the same block is traced once for all its calls.
-    recomputed = checkpoint(block)
+
+    # Wrapped once for each value, so that the same block is traced once for all its calls.
+    @functools.cache
+    def recomputed(kept: Remat) -> Any:
+        if kept.policy is None:
+            return checkpoint(block)
+        return checkpoint(block, policy=kept.policy)  # type: ignore[call-arg]
 
     @functools.wraps(block)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        scope = current_scope()  # of the call: a block may be marked where it is defined
-        in_force = scope.remat if scope else "none"
-        if (policy or in_force) == "none":
+        kept = own
+        if policy is None:
+            scope = current_scope()  # of the call: a block may be marked where it is defined
+            kept = scope.remat if scope else None
+        if kept is None:
             return block(*args, **kwargs)
-        return recomputed(*args, **kwargs)
+        return recomputed(kept)(*args, **kwargs)
 
     return marked  # type: ignore[return-value]
+
+
+def checkpoint_name(x: Any, name: str) -> Any:
+    """Name an activation, so that a `Remat` can keep it: its numbers stay what they are.
+
+    `x` may be a tree of arrays, which have the name in common. A name has an effect in blocks
+    marked with `sl.remat`, under a strategy that keeps it; it is the one of `jax.ad_checkpoint`.
+
+    >>> block = lambda x: jax.numpy.sin(checkpoint_name(jax.numpy.sin(x), "inner"))
+    >>> jax.grad(remat(block, Remat.save("inner")))(0.0).item()
+    1.0
+    """
+    check.text("checkpoint_name", "name", name, "the name of an activation, as text")
+    leaves, treedef = jax.tree.flatten(x)
+    named = []
+    for leaf in leaves:
+        array = check_arrays.as_array("checkpoint_name", "x", leaf, "an array, or a tree of arrays")
+        named.append(jax.ad_checkpoint.checkpoint_name(array, name))
+    return treedef.unflatten(named)
 
 
 def zero3_layer(block: Block) -> Block:

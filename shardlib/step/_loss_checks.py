@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.layouts._annotate import warn
+from shardlib.layouts._remat_policy import Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
@@ -27,7 +28,7 @@ from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
-from shardlib.tracing._jaxpr import REMATS, every_equation
+from shardlib.tracing._jaxpr import REMATS, every_equation, open_jaxpr
 
 
 def check_loss(
@@ -42,7 +43,8 @@ def check_loss(
     """Trace a loss and look for what a step cannot do right, or what was probably not meant.
 
     Refused is state that would differ between devices, since it was made from the examples or the
-    parameters of one, or drawn for it. Refused too is `remat="full"` where no block is marked.
+    parameters of one, or drawn for it. Refused too is recomputation
+    where no block is marked, and keeping names that no block has.
     A warning is given for losses that are not means over examples, and for products that are not
     computed in the dtype that was asked for.
 
@@ -86,8 +88,8 @@ def check_loss(
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
     """Look for everything in a traced loss: what is refused first, and then what is warned of."""
-    if strategy.remat == "full":
-        _check_marked(traced.jaxpr)
+    if strategy.kept_by_blocks is not None:
+        _check_marked(traced.jaxpr, strategy.kept_by_blocks, strategy.remat)
     _check_parts(traced, strategy)
     # Without data axes all devices compute the same, and so does their state.
     if strategy.data_axes and traced.state:
@@ -117,7 +119,7 @@ def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
     # Each of these is what one of the checks looks for.
     has_own_state = bool(strategy.data_axes and state)
     computes_narrowly = strategy.dtypes.compute is not None
-    must_be_marked = strategy.remat == "full"
+    must_be_marked = strategy.kept_by_blocks is not None
     return has_own_state or computes_narrowly or _batch_is_split(strategy) or must_be_marked
 
 
@@ -260,11 +262,31 @@ def _values_returned(out: Any) -> list[_Value]:
     return values
 
 
-def _check_marked(jaxpr: Any) -> None:
-    """Refuse full recomputation of a loss that marks no block: it would change nothing."""
-    if not any(equation.primitive.name in REMATS for equation in every_equation(jaxpr.jaxpr)):
+def _check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
+    """Refuse recomputation of a loss that marks no block, and names that no block gives.
+
+    The program would be the same without them. `asked` is the strategy's `remat`, as it was given.
+    """
+    text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
+    blocks = [
+        equation for equation in every_equation(jaxpr.jaxpr) if equation.primitive.name in REMATS
+    ]
+    if not blocks:
         raise ValueError(
-            '`Strategy(remat="full")` keeps only the inputs of blocks marked with `sl.remat`, and '
-            "the loss calls none: the program would be the same. Mark the model's blocks, `block = "
+            f"`Strategy(remat={text})` recomputes blocks marked with `sl.remat`, and the loss "
+            "calls none: the program would be the same. Mark the model's blocks, `block = "
             "sl.remat(block)`; or leave `remat` out."
+        )
+    known: set[str] = set()
+    for block in blocks:
+        for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
+            if equation.primitive.name == "name":
+                known.add(equation.params["name"])
+    unknown = sorted(set(kept.names) - known)
+    if unknown:
+        names = listed(sorted(known)) if known else "no names"
+        raise ValueError(
+            f"`Strategy(remat={text})` keeps {listed(unknown)}, which no activation of a marked "
+            f"block is called. They are called {names}: choose of these, or name an activation, "
+            f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
         )

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
-from shardlib.layouts._annotate import Remat, Scope, use
+from shardlib.layouts._annotate import Scope, use
+from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._rules import (
     BATCH,
     EXPERTS,
@@ -30,7 +31,6 @@ from shardlib.layouts._rules import (
 )
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
-from shardlib.modeling._remat import REMATS
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
 from shardlib.step._precision import Precision, resolve_precision
@@ -62,8 +62,10 @@ class Strategy:
       leaves parameters and optimizer as they were, `"count"` takes the step all the same, so that
       one bad batch may make every parameter nan.
     - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
-      only the inputs of blocks marked with `sl.remat`; `"stage"`, under a pipeline, keeps only what
-      was sent to each stage, and, while a stage is recomputed, only the inputs of its blocks.
+      only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
+      results of matrix products too; a `Remat`, such as `Remat.save("context")`, what it says.
+      `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
+      recomputed, only the inputs of its blocks.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
       of data what `sl.collectives` has, `sl.collectives.OneBit("pod")`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis
@@ -94,7 +96,7 @@ class Strategy:
     clip: float | optax.GradientTransformation | None = None
     frozen: tuple[str, ...] = ()
     nonfinite: Literal["skip", "count"] = "skip"
-    remat: Remat = "none"
+    remat: str | Remat = "none"
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
     pipeline: Schedule | None = None
@@ -150,7 +152,7 @@ class Strategy:
         check.patterns("Strategy", "frozen", self.frozen)
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
-        check.choice("Strategy", "remat", self.remat, REMATS)
+        checked_remat("Strategy", "remat", self.remat)
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
@@ -394,6 +396,11 @@ class Strategy:
         """
         automatic = axes_without(self.rules.batch_axes, self.data_axes)
         return (*self.data_axes, *automatic)
+
+    @property
+    def kept_by_blocks(self) -> Remat | None:
+        """What blocks marked with `sl.remat` keep; None where they keep everything."""
+        return kept_by_blocks(self.remat)
 
     def scope(self) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for your own code outside the step.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Unpack, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib._text import listed
 from shardlib.kernels._attention._options import (
@@ -44,6 +45,8 @@ from shardlib.kernels._shards import (
 from shardlib.layouts._annotate import mesh_of_shards
 from shardlib.layouts._rules import axes_without, parts_over
 
+# What a `Remat` calls the results.
+CONTEXT = "context"
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
@@ -314,7 +317,16 @@ class Call:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, *arrays: Any) -> tuple[Any, Any]:
     """The outputs of each device's queries, and their log-sum-exps."""
-    return _run(call, *arrays)
+    return _named(_run(call, *arrays))
+
+
+def _named(results: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The results under the name by which a `Remat` keeps them.
+
+    Kept, they are all that backward needs of forward: nothing is attended to once more.
+    """
+    y, lse = results
+    return checkpoint_name(y, CONTEXT), checkpoint_name(lse, CONTEXT)
 
 
 def _run(call: Call, *arrays: Any) -> tuple[Any, Any]:
@@ -333,7 +345,8 @@ def _run(call: Call, *arrays: Any) -> tuple[Any, Any]:
 def _forward(call: Call, *arrays: Any) -> tuple[Any, Any]:
     """The results, and what backward needs."""
     # Not `_run`: whoever differentiates twice differentiates this.
-    results = cast(Any, _attend)(call, *arrays)
+    # A policy sees no names within a function that has a derivative of its own.
+    results = _named(cast(Any, _attend)(call, *arrays))
     return results, (arrays, results)
 
 
