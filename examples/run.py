@@ -423,6 +423,8 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         return _schedule(text)
     if name == "exchange":
         return _exchange(text)
+    if name == "remat":
+        return _remat(text)
     choices = [
         one
         for kind in (hint, *get_args(hint))
@@ -512,6 +514,16 @@ def _is_count(text: str) -> bool:
     return text.isdecimal() and len(text) < 10
 
 
+def _remat(text: str) -> str | sl.Remat:
+    """A word, or names of activations: `full`, or `context|mlp_up`.
+
+    A name that no activation has is refused by the step, which knows them.
+    """
+    if text in REMATS:
+        return text
+    return sl.Remat.save(*(name.strip() for name in text.split("|")))
+
+
 def _exchange(text: str) -> sl.Exchange:
     made = {
         "onebit": sl.collectives.OneBit,
@@ -533,7 +545,7 @@ def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         whole = (
-            isinstance(inner, sl.AxisRules | sl.Precision | sl.Zero | sl.Exchange)
+            isinstance(inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Zero | sl.Exchange)
             or field.name == "pipeline"
         )
         if dataclasses.is_dataclass(inner) and not whole:
@@ -568,11 +580,12 @@ def _said(kind: type) -> dict[str, str]:
 
 # What values in a `run.json` are made of, beside numbers, texts and their like.
 _TYPES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Exact)},
+    **{kind.__name__: kind for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Remat, sl.Exact)},
     **{name: kind for name, kind in vars(sl.collectives).items() if isinstance(kind, type)},
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
     "dtype": np.dtype,
 }
+REMATS = ("none", "full", "stage", "dots", "dots_without_batch")
 OF_TEXTS = ("train", "held out")  # in a `run.json` beside the fields: fingerprints of the tokens
 
 

@@ -1,6 +1,8 @@
 """What blocks keep for the backward pass: the same numbers, and as much as was asked for."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
+from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
@@ -126,6 +129,26 @@ def test_remat_with_the_context_kept_attends_once():
             return str(jax.make_jaxpr(jax.grad(loss))(params)).count("name=_attend")
 
     assert attends("full") - attends(sl.Remat.save("context")) == 1
+
+
+@pytest.mark.tpu_compiler
+def test_remat_with_the_context_kept_runs_the_tpu_kernel_once():
+    config = dataclasses.replace(CONFIG, width=256, heads=2, context=256, attention="tpu")
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 257), "int32")}
+    mesh = mesh_on("v5e:2x4", "data=8")
+
+    def kernels(remat):
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat, **FULL_ZERO)
+        make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        lowered = sl.train_step(gpt.loss, strategy).lower(state, batch)
+        calls = re.findall(
+            r"custom-call\(.*attention_forward", compile_for(mesh, lowered).as_text()
+        )
+        return len(calls)
+
+    assert kernels("full") == 2
+    assert kernels(sl.Remat.save("context")) == 1
 
 
 def test_remat_values_are_united_compared_and_hashed():

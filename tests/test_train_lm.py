@@ -294,6 +294,7 @@ def test_run_json_of_changed_texts_is_refused(tmp_path):
         (gpt2_124m, ["--strategy.zero", "FULL_SHARD", "--strategy.rules", "data|batch=pod,data|embed=none",
                      "--strategy.mesh", "pod=2,data=4", "--prompt", r"é\n'\""]),
         (llama3_8b_3d, ["--strategy.pipeline", "zb-v:4:16", "--strategy.remat", "stage"]),
+        (gpt2_124m, ["--strategy.remat", "context|mlp_up"]),
     ],
 )  # fmt: skip
 def test_run_json_restores_the_same_run(config, changes, tmp_path):
@@ -373,6 +374,13 @@ def test_command_line_overrides_fields_by_dotted_names():
     )
     assert run.strategy.sharding.stage == 3 and run.strategy.dtypes.compute == "bfloat16"
     assert isinstance(run.optimizer.learning_rate, float)
+    for text, remat in (
+        ("none", "none"),
+        ("dots", "dots"),
+        ("context | mlp_up", sl.Remat.save("context", "mlp_up")),
+    ):
+        run = from_command_line(["tiny", "--strategy.remat", text])
+        assert run.strategy.remat == remat
     onebit = [
         "--strategy.exchange",
         "onebit:data",

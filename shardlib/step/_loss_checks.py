@@ -88,8 +88,9 @@ def check_loss(
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
     """Look for everything in a traced loss: what is refused first, and then what is warned of."""
-    if strategy.kept_by_blocks is not None:
-        _check_marked(traced.jaxpr, strategy.kept_by_blocks, strategy.remat)
+    kept = strategy.kept_by_blocks
+    if kept is not None and _must_be_marked(strategy):
+        _check_marked(traced.jaxpr, kept, strategy.remat)
     _check_parts(traced, strategy)
     # Without data axes all devices compute the same, and so does their state.
     if strategy.data_axes and traced.state:
@@ -119,8 +120,15 @@ def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
     # Each of these is what one of the checks looks for.
     has_own_state = bool(strategy.data_axes and state)
     computes_narrowly = strategy.dtypes.compute is not None
-    must_be_marked = strategy.kept_by_blocks is not None
-    return has_own_state or computes_narrowly or _batch_is_split(strategy) or must_be_marked
+    if has_own_state or computes_narrowly or _must_be_marked(strategy):
+        return True
+    return _batch_is_split(strategy)
+
+
+def _must_be_marked(strategy: Strategy) -> bool:
+    """Whether a strategy recomputes nothing in a loss that marks no block."""
+    # A pipeline recomputes its stages whether they have marked blocks or not.
+    return strategy.kept_by_blocks is not None and strategy.remat != "stage"
 
 
 def _split_axes(strategy: Strategy) -> list[str]:
