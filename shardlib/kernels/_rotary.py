@@ -112,7 +112,8 @@ def _forward(x: Any, cos: Any, sin: Any) -> tuple[jax.Array, Any]:
     # Angles are hardly ever trained: without this, queries would be kept for gradients of theirs.
     kept = x.value if cos.perturbed or sin.perturbed else None
     arrays = (x.value, cos.value, sin.value)
-    return _value(*arrays), (kept, cos.value, sin.value)
+    # Not `_value`, whose product on a TPU would be kept by whoever keeps results of products.
+    return _rotated(*arrays), (kept, cos.value, sin.value)
 
 
 def _backward(saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
