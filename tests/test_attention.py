@@ -273,6 +273,19 @@ WHERE = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "heads-in a step",
+    "heads-own, checked",
+    "few key heads-automatic",
+    "few key heads-in a step",
+    "one key head-automatic",
+    "whole key heads-in a checked step",
+    "positions-automatic",
+    "positions-in a step",
+    "positions of queries-own",
+    "positions of queries-automatic",
+)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_on_shards_matches_one_device(layout, where):

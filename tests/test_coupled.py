@@ -171,6 +171,16 @@ def whole(loss):
         return jax.vmap(alone, axis_name="data")(jnp.asarray(ROWS)[None])
 
 
+@pytest.mark.long(
+    "two sums",
+    "one after the other",
+    "a recurrence",
+    "two views",
+    "flattened",
+    "by einsum",
+    "a mean by hand",
+    "labels",
+)
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_uncoupled_loss_is_not_warned_about_and_matches_one_device(loss):
     for strategy in (
@@ -193,7 +203,18 @@ def test_coupled_loss_is_warned_about_with_its_line(loss):
     assert ("perplexity" in said) == (loss is COUPLED["a metric"])
 
 
-@pytest.mark.long("differences of pairs")
+@pytest.mark.long(
+    "differences of pairs",
+    "a variance",
+    "a cumulative sum",
+    "a while loop",
+    "a mean with where",
+    "a maximum",
+    "products of pairs",
+    "a norm",
+    "a mean of a part",
+    "a guarded weight",
+)
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
 def test_coupled_loss_is_wrong_with_manual_axes_and_right_without(loss):
     alone = sl.Strategy(mesh="data=8", rules=sl.rules.data, manual=())

@@ -68,7 +68,7 @@ def algorithm_1(gates, capacity, drawn):
     return weight, loss
 
 
-@pytest.mark.long("0.25-scatter")
+@pytest.mark.long("0.25-scatter", "0.6-scatter", "0.6-einsum", "1.0-scatter")
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
 def test_top2_router_follows_gshard_algorithm_1(form, capacity):
@@ -219,7 +219,6 @@ def test_experts_ignore_padding(form):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("Top2(capacity=0.5, jitter=0.0)")
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_dispatch_forms_give_equal_values_and_gradients(router):
     """Values, and gradients to tokens, gate and experts."""

@@ -15,7 +15,11 @@ P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
-@pytest.mark.long("automatic-reference-data")
+@pytest.mark.long(
+    "automatic-reference-data",
+    *(f"own-reference-{over}" for over in ("data", "model", None)),
+    *(f"own-tpu_simulated-{over}" for over in ("data", "model", None)),
+)
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
 @pytest.mark.parametrize("where", ["automatic", "in a step", "own", "own, checked"])

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.usefixtures("simulators")
     *(f"float32-{op}-reference" for op in ("softmax", "norm", "head")),
     "float32-head-tpu_simulated",
     "bfloat16-head-reference",
+    *(f"float16-{op}-reference" for op in ("softmax", "norm")),
+    *(f"float16-{op}-gpu_simulated" for op in ("softmax", "norm")),
 )
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -465,6 +465,7 @@ def test_onebit_refuses_invalid_settings(call, message):
         call()
 
 
+@pytest.mark.long
 def test_onebit_step_reports_overflowing_codes_as_nonfinite():
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", scale="rms"))
     state, _ = run(adam(1), 2, strategy)

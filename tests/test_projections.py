@@ -148,6 +148,15 @@ def test_projections_count_the_columns_of_one_device():
         assert count_products(call, x, weights) == 1
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("size, products", [(64, 3), (128, 1)])
+def test_projections_stay_apart_where_a_tpu_would_pad_their_parts(size, products):
+    x, weights = make(length=1024, features=1024, heads=1, key_heads=1, size=size, hidden=size)
+    with sl.use(sl.rules.vocabulary, mesh_on("v5e:2x4", "data=8")):
+        call = partial(kernels.projections, names=STREAM, outputs=OUTPUTS)
+        assert count_products(call, x, weights) == products
+
+
 def test_projections_over_an_automatic_batch_are_left_to_the_partitioner():
     x, weights = make(rows=8, length=1024, features=256, key_heads=4)
     call = partial(kernels.projections, names=STREAM, outputs=OUTPUTS)
@@ -209,7 +218,7 @@ def test_projections_gather_once_forward_and_scatter_once_backward(target):
     rules = sl.rules.vocabulary | sl.rules.tensor_sequence
 
     def both(x, weights):
-        call = partial(kernels.projections, names=STREAM, outputs=OUTPUTS)
+        call = partial(kernels.projections, names=STREAM, outputs=OUTPUTS, joined=True)
         products, back = jax.vjp(call, sl.shard(x, *STREAM), weights)
         dx, gradients = back(tuple(map(jnp.cos, products)))
         return sl.shard(dx, *STREAM), gradients

@@ -198,6 +198,17 @@ def test_remat_refuses_names_where_no_block_is_marked():
         sl.train_step(loss, strategy)(state, jnp.ones((8, 4)))
 
 
+def test_remat_takes_no_joined_projection_for_a_marked_block():
+    def loss(model, x, rng):
+        return jnp.mean(sl.kernels.projections(x, [model["a"], model["b"]], joined=True)[0])
+
+    make = lambda: {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 4))}
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, remat="full")
+    state = sl.init(make, optax.sgd(0.1), strategy)
+    with pytest.raises(ValueError, match="the loss calls none"):
+        sl.train_step(loss, strategy)(state, jnp.ones((8, 4)))
+
+
 def test_remat_values_refuse_what_they_are_not_made_of():
     with pytest.raises(ValueError, match="names"):
         sl.Remat(names="context")

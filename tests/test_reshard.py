@@ -100,6 +100,8 @@ def check_pair(mesh, source, to, shape):
     )
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("-,x", "x,y", "xy,-", "yx,-")
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
 def test_reshard_between_every_pair_of_layouts(source):
     for to in LAYOUTS:

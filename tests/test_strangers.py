@@ -85,6 +85,7 @@ def test_strangers_cases_cover_all_mesh_ranks_presets_and_models():
 CASE = Case("tied", 32, "data=2,model=2", "data | tensor", zero=2, accumulate=2, manual=True)
 
 
+@pytest.mark.long
 def test_strangers_mesh_case_detects_a_deviation_from_one_device(monkeypatch):
     assert _strangers_meshes.attempt(CASE) == ""
     expected = _strangers_meshes.reference("tied", 32)

@@ -224,6 +224,7 @@ def test_train_lm_resumes_on_another_mesh_after_sigterm(undisturbed, texts, slow
     assert {r["step"] for r in metrics(tmp_path) if "loss" not in r} == {6, 12} - {stopped}
 
 
+@pytest.mark.long
 def test_train_lm_names_a_process_with_another_configuration(texts, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.kernels._choice import device_here
 from shardlib.kernels._shards import (
     ArrayLayout,
     Names,
@@ -42,6 +43,7 @@ from shardlib.kernels._shards import (
 )
 from shardlib.layouts._annotate import shard
 from shardlib.layouts._rules import as_tuple
+from shardlib.tracing._jaxpr import keeps_arguments
 
 OP = "projections"
 # How many times what is copied must be spared for one product to be taken. What a large product
@@ -51,6 +53,10 @@ OP = "projections"
 # +5, +9 and +9% at 1.5 times; that for gate and up by -2, -1 and -4% at 2.5 times, and by +4, +5
 # and +1% at 1.1 times.
 MARGIN = 2.0
+# How many numbers a TPU stores a row in, and how much longer than its numbers a row may be. Parts
+# of one product are stored row by row; of a product by itself the compiler may store other dims in
+# rows. GPT-2's heads of 64, kept for the backward pass, would take twice the memory.
+LANES, PADDED = 128, 1.125
 
 
 def projections(
@@ -227,12 +233,20 @@ def _spares_more(layouts: _Layouts) -> bool:
     # whole, and may leave each device a part.
     if layouts.products[0].automatic_axes(*range(layouts.lead)):
         return False
+    if device_here().platform == "tpu" and not all(map(_fills_rows, layouts.products)):
+        return False
     features = layouts.x.shape[-1]
     rows = math.prod(layouts.products[0].local_shape[: layouts.lead])
     columns = sum(math.prod(layout.local_shape[:-1]) for layout in layouts.kernels)
     spared = 4 * (len(layouts.kernels) - 1) * rows * features
     copied = 6 * features * columns + 4 * rows * columns
     return spared > MARGIN * copied
+
+
+def _fills_rows(product: ArrayLayout) -> bool:
+    """Whether a TPU stores a product in rows that are hardly longer than its numbers."""
+    size = product.local_shape[-1]
+    return math.ceil(size / LANES) * LANES <= PADDED * size
 
 
 def _joined(x: jax.Array, kernels: list[jax.Array], layouts: _Layouts) -> tuple[jax.Array, ...]:
@@ -253,8 +267,8 @@ def _joined(x: jax.Array, kernels: list[jax.Array], layouts: _Layouts) -> tuple[
         return tuple(products)
 
     # Only the arguments are kept for the backward pass: parts of `x`, which is gathered again, and
-    # kernels, which ZeRO may gather again.
-    again = jax.checkpoint(body, prevent_cse=False)
+    # kernels, which ZeRO may gather again. A policy around it sees into it.
+    again = jax.checkpoint(body, prevent_cse=False, policy=keeps_arguments)
     arrays = varying_alike(x, *kernels)
     return per_shard(again, arrays, [layouts.x, *layouts.kernels], layouts.products)
 

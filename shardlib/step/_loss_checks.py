@@ -28,7 +28,7 @@ from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
-from shardlib.tracing._jaxpr import REMATS, every_equation, open_jaxpr
+from shardlib.tracing._jaxpr import every_equation, is_block, open_jaxpr
 
 
 def check_loss(
@@ -276,9 +276,7 @@ def _check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
     The program would be the same without them. `asked` is the strategy's `remat`, as it was given.
     """
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
-    blocks = [
-        equation for equation in every_equation(jaxpr.jaxpr) if equation.primitive.name in REMATS
-    ]
+    blocks = [equation for equation in every_equation(jaxpr.jaxpr) if is_block(equation)]
     if not blocks:
         raise ValueError(
             f"`Strategy(remat={text})` recomputes blocks marked with `sl.remat`, and the loss "

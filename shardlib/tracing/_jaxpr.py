@@ -201,6 +201,21 @@ def _body_of_call(equation: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return body, constants
 
 
+def keeps_arguments(*_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` for an operation that keeps its arguments and nothing else.
+
+    By it what an operation does for its own backward pass is told from a block of a model.
+    """
+    return False
+
+
+def is_block(equation: Any) -> bool:
+    """Whether an equation is a block that is computed again in the backward pass."""
+    if equation.primitive.name not in REMATS:
+        return False
+    return equation.params["policy"] is not keeps_arguments
+
+
 def every_equation(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations of a jaxpr and, after each, those that it holds: loops, branches, calls."""
     for equation in jaxpr.eqns:
