@@ -43,10 +43,9 @@ def check_loss(
     """Trace a loss and look for what a step cannot do right, or what was probably not meant.
 
     Refused is state that would differ between devices, since it was made from the examples or the
-    parameters of one, or drawn for it. Refused too is recomputation
-    where no block is marked, and keeping names that no block has.
-    A warning is given for losses that are not means over examples, and for products that are not
-    computed in the dtype that was asked for.
+    parameters of one, or drawn for it. Refused too is recomputation where no block is marked, and
+    keeping names that no block has. A warning is given for losses that are not means over examples,
+    and for products that are not computed in the dtype that was asked for.
 
     Args:
         call: the loss, adapted to the step.
