@@ -5,6 +5,7 @@
     Remat(products="all")            the results of all matrix products too              "dots"
     Remat(products="without_batch")  but for products with batch dims, such as scores    "dots_..."
     a | b                            what either keeps
+    Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
 
 It is part of the scope that a function is traced under, so that it can be compared and hashed.
 """
@@ -60,10 +61,108 @@ class Remat:
         place = max(order.index(self.products), order.index(other.products))
         return Remat((*self.names, *other.names), order[place])
 
+    @classmethod
+    def layers(
+        cls, *runs: "tuple[int, str | Remat]", rest: "str | Remat | None" = None
+    ) -> "RematLayers":
+        """Another value for each run of layers: so many of the first, so many of the next.
+
+        All others keep `rest`; without it the numbers add up to that of the model's blocks.
+
+        >>> Remat.layers((8, "none"), rest="full")
+        RematLayers(runs=((8, 'none'),), rest='full')
+        """
+        return RematLayers(runs, rest)
+
     @property
     def policy(self) -> Callable[..., Any] | None:
         """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept."""
         return _policy(self)
+
+
+@dataclass(frozen=True)
+class RematLayers:
+    """What marked blocks keep, by their place in the model; made by `Remat.layers`.
+
+    Blocks are counted in the order in which the model calls them, a loop's as often as it calls
+    them. Layers of one loop that keep different things run in loops of their own, one after the
+    other, and each of these takes time to compile.
+
+    - `runs`: how many blocks, and what they keep: a word or a `Remat`.
+    - `rest`: what all further blocks keep; None if there are none.
+    """
+
+    runs: tuple[tuple[int, str | Remat], ...]
+    rest: str | Remat | None = None
+
+    def __post_init__(self) -> None:
+        takes = 'runs of blocks, `(8, "none")` each'
+        runs = check.kind("Remat.layers", "runs", self.runs, tuple, takes)
+        if not runs:
+            raise check.refusal("Remat.layers", "runs", runs, takes)
+        for run in runs:
+            if not isinstance(run, tuple) or len(run) != 2:
+                raise check.refusal("Remat.layers", "runs", run, takes)
+            check.whole("Remat.layers", "runs", run[0], "a number of blocks", least=1)
+            _check_of_blocks(run[1])
+        if self.rest is not None:
+            _check_of_blocks(self.rest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of activations that any block keeps."""
+        names: set[str] = set()
+        for value in (*[value for _, value in self.runs], self.rest):
+            kept = None if value is None else kept_by_blocks(value)
+            if kept is not None:
+                names.update(kept.names)
+        return tuple(sorted(names))
+
+    @property
+    def policy(self) -> "LayersPolicy":
+        """A policy of `jax.checkpoint` that stands for those of the layers."""
+        return LayersPolicy(self)
+
+    def of_blocks(self, count: int) -> list[Remat | None]:
+        """What each of so many blocks keeps; None for everything."""
+        values: list[Remat | None] = []
+        for number, value in self.runs:
+            values += [kept_by_blocks(value)] * number
+        fits = len(values) == count or (len(values) < count and self.rest is not None)
+        if not fits:
+            raise ValueError(
+                f"`{self}` is for {len(values)} blocks{' or more' if self.rest else ''}, and the "
+                f"loss calls {count} that are marked with `sl.remat`. Give numbers that add up to "
+                f'that, or fewer and `rest="full"`.'
+            )
+        if self.rest is not None:
+            values += [kept_by_blocks(self.rest)] * (count - len(values))
+        return values
+
+
+def _check_of_blocks(value: Any) -> None:
+    """Refuse what is no value for one block."""
+    if isinstance(value, RematLayers) or value == "stage":
+        takes = 'what blocks keep, `"none"`, `"full"` or a `Remat`'
+        raise check.refusal("Remat.layers", "runs", value, takes)
+    checked_remat("Remat.layers", "runs", value)
+
+
+@dataclass(frozen=True)
+class LayersPolicy:
+    """In place of a policy of `jax.checkpoint`, until it is known which layer a block is.
+
+    A step exchanges it for that of the layer. Where JAX asks it, nothing has.
+    """
+
+    remat: RematLayers
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        raise ValueError(
+            f"`{self.remat}` is for blocks that a `sl.train_step` calls, in loops or not. It has "
+            "no meaning for a derivative outside of one, in a loop within a loop over layers, in a "
+            "branch, or in a function with a derivative of its own."
+        )
 
 
 @functools.cache
@@ -80,22 +179,29 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     return functools.reduce(policies.save_from_both_policies, kept) if kept else None
 
 
-def checked_remat(function: str, argument: str, value: Any) -> "str | Remat":
+def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
+    """What a block keeps as a policy of `jax.checkpoint`; None, which is everything, among it."""
+    if kept is None:
+        return jax.checkpoint_policies.everything_saveable
+    return kept.policy
+
+
+def checked_remat(function: str, argument: str, value: Any) -> "str | Remat | RematLayers":
     """A word or a value for what blocks keep, or an error that lists the words."""
-    if isinstance(value, Remat) or (isinstance(value, str) and value in WORDS):
+    if isinstance(value, Remat | RematLayers) or (isinstance(value, str) and value in WORDS):
         return value
     words = ", ".join(map(repr, WORDS))
     takes = f'one of {words}, or a `Remat`, such as `sl.Remat.save("context")`'
     raise check.refusal(function, argument, value, takes)
 
 
-def kept_by_blocks(value: "str | Remat") -> Remat | None:
+def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
     (Remat(names=(), products='none'), None)
     """
-    if isinstance(value, Remat):
+    if isinstance(value, Remat | RematLayers):
         return value
     # With "stage" a stage's whole pass is computed again, and its blocks keep little within it.
     words = {

@@ -23,6 +23,7 @@ from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import constrain
+from shardlib.layouts._remat_policy import RematLayers
 from shardlib.layouts._rules import (
     as_tuple,
     axes_within,
@@ -346,16 +347,21 @@ class Weights:
     """All parameters of a step, and the sums of their gradients so far.
 
     Args:
+        strategy: the strategy of the step.
         trained: a `StepParameter` for each trained parameter.
         frozen: the same for each frozen one.
         params: what is stored of the trained parameters.
         frozen_params: what is stored of the frozen ones.
     """
 
-    def __init__(self, trained: Any, frozen: Any, params: Any, frozen_params: Any) -> None:
+    def __init__(
+        self, strategy: Strategy, trained: Any, frozen: Any, params: Any, frozen_params: Any
+    ) -> None:
         self.parameters, self.treedef = jax.tree.flatten(trained)
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
+        # Layers that differ in what they keep are told apart by the evaluator.
+        self.layers_differ = isinstance(strategy.remat, RematLayers)
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
         self.trained: list[_Trained] = []
         for parameter, stored in zip(self.parameters, stored_leaves, strict=True):
@@ -380,7 +386,7 @@ class Weights:
             differentiated.append(trained.differentiated(weight))
 
         def loss(differentiated: list[Any]) -> Any:
-            if _all_whole(described):
+            if _all_whole(described) and not self.layers_differ:
                 return total(combine(self.treedef.unflatten(differentiated), frozen), *others)
             evaluated = self._evaluated(weights, differentiated)
             params = combine(self.treedef.unflatten(evaluated), frozen)

@@ -21,7 +21,7 @@ whose derivative is zero: see `StoredWeight`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -146,6 +146,17 @@ class WeightSlice:
         if self.has_stacked_anchor:
             return self.stored, self.gradient_anchor
         return self.stored, None
+
+    @property
+    def with_gradients_added_at_once(self) -> "WeightSlice":
+        """The same weight, whose layers do not add their gradients to the sums themselves.
+
+        Those of all layers are added together, and take memory until then.
+        """
+        if not self.weight.accumulates_in_place:
+            return self
+        weight = replace(self.weight, accumulates_in_place=False)
+        return replace(self, weight=weight, gradient_anchor=self.target, sums=None)
 
     @property
     def has_stacked_anchor(self) -> bool:

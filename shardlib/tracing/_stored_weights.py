@@ -45,6 +45,8 @@ from shardlib.tracing._jaxpr import (
     values_of,
     variables,
 )
+from shardlib.tracing._layer_policies import bodies_of_runs, holds_runs, with_policies_of_layers
+from shardlib.tracing._layer_runs import Run, loop_in_runs
 from shardlib.tracing._layer_uses import (
     MARK,
     group_spans,
@@ -95,6 +97,7 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, params: Any, *ar
             inputs.append(stored)
     # Traced with whole weights, as the function's author wrote it.
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
+    traced = with_policies_of_layers(traced)
     inputs.extend(jax.tree.leaves(args))
     # Results that do not depend on the inputs may be NumPy's numbers, as they are in JAX's own
     # evaluation. The transformations around this function take those.
@@ -178,7 +181,7 @@ class _Evaluator:
         rule of its primitive.
         """
         equation = self.jaxpr.eqns[position]
-        if not self._reads_weights(equation):
+        if not self._reads_weights(equation) and not holds_runs(equation):
             self.pending.append(equation)
         elif is_cheap(equation):
             self._record(equation)
@@ -382,7 +385,8 @@ class _LayerLoop:
     """A `scan` over layers of weights, whose body makes one layer whole at a time.
 
     Its inputs are `num_consts` constants, `num_carry` carries, and `xs`, of which each iteration
-    gets one part. `stacks` are the weights that `xs` are or are cast from, each once.
+    gets one part. `stacks` are the weights that `xs` are or are cast from, each once, and `taken` the
+    same as their layers are taken from them.
     """
 
     body: ClosedJaxpr
@@ -390,6 +394,7 @@ class _LayerLoop:
     num_carry: int
     xs: list[Value]
     stacks: list[WeightSlice]
+    taken: list[WeightSlice]
 
     def run(
         self,
@@ -407,25 +412,32 @@ class _LayerLoop:
             stack_xs: what is scanned of each stack, as `WeightSlice.scanned` says.
         """
         consts, init = consts_and_init[: self.num_consts], consts_and_init[self.num_consts :]
-        indices = jnp.arange(options["length"])
-        step = functools.partial(self.step, consts)
-        return lax.scan(step, init, (indices, arrays, stack_xs), **options)
+        # Anchors that are the same for all layers: scalars, or None for a frozen weight.
+        anchors = []
+        for stack in self.taken:
+            anchors.append(None if stack.has_stacked_anchor else stack.gradient_anchor)
+        held = consts, anchors
+        xs = jnp.arange(options["length"]), arrays, stack_xs
+        bodies = bodies_of_runs(self.body, options["length"])
+        if len(bodies) == 1:
+            return lax.scan(functools.partial(self.step, held), init, xs, **options)
+        runs = [Run(stop, replace(self, body=body).step) for stop, body in bodies]
+        return loop_in_runs(runs, held, init, xs, reverse=options["reverse"])
 
-    def step(self, consts: list[Any], carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
+    def step(self, held: Any, carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
         """One iteration: all weights of its layer are whole together, unless there are more layers
         inside.
+
+        `held` are constants of the loop, and anchors that are the same for all layers.
         """
-        index, arrays, stack_xs = x
-        layers = {}
-        for stack, (stored, anchor) in zip(self.stacks, stack_xs, strict=True):
-            if anchor is None:
-                # A scalar, the same for all layers, or None for a frozen weight. It may be closed
-                # over: `lax.scan` differentiates what its body closes over, too.
-                anchor = stack.gradient_anchor
-            layers[stack] = stack.layer(stored, anchor, index)
+        (consts, anchors), (index, arrays, stack_xs) = held, x
+        layers = []
+        for stack, (stored, anchor), same in zip(self.taken, stack_xs, anchors, strict=True):
+            layers.append(stack.layer(stored, same if anchor is None else anchor, index))
+        layer_of = dict(zip(self.stacks, layers, strict=True))
         # Equations that were traced for a stack are evaluated for a layer of it. They may be,
         # since `stack_of` lets only casts through, whose parameters mention no shape.
-        parts = merge(self.xs, arrays, lambda weight: with_root_replaced(weight, layers))
+        parts = merge(self.xs, arrays, lambda weight: with_root_replaced(weight, layer_of))
         # Layers are bound inside the loop, so that each iteration reduces its own gradients.
         values = _bind_replicated_weights(self.body.jaxpr, [*consts, *carry, *parts])
         if _has_layers(self.body.jaxpr, values):
@@ -438,7 +450,8 @@ class _LayerLoop:
 def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     """Evaluate a `scan` over stacks of weights with a region in each iteration.
 
-    A scan that has weights as constants or carries only is one region.
+    A scan that has weights as constants or carries only is one region, unless its layers differ in
+    what they keep.
     """
     equation, operands = _single_equation(stretch, inputs)
     num_consts, num_carry = scan_parts(equation)
@@ -446,7 +459,7 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     xs = operands[num_consts + num_carry :]
     stacks = [stack_of(value) for value in xs]
     stacks = list(dict.fromkeys(stack for stack in stacks if stack is not None))
-    if not stacks:
+    if not stacks and not holds_runs(equation):
         return _region(stretch, inputs)
     for stack in stacks:
         _check_unsplit(stack)
@@ -459,9 +472,13 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
         if stack_of(value) is None:
             xs[position] = _make_whole(value)
 
-    loop = _LayerLoop(equation.params["jaxpr"], num_consts, num_carry, xs, stacks)
+    taken = stacks
+    if holds_runs(equation):
+        # The derivative of such a loop cannot hand on the references of its layers.
+        taken = [stack.with_gradients_added_at_once for stack in stacks]
+    loop = _LayerLoop(equation.params["jaxpr"], num_consts, num_carry, xs, stacks, taken)
     run = functools.partial(loop.run, _scan_options(equation))
-    stack_xs = [stack.scanned for stack in stacks]
+    stack_xs = [stack.scanned for stack in taken]
     # The body keeps its own source lines; only the `scan` takes this one.
     carry, ys = with_source_of(
         equation, run, consts_and_init, split_arrays(xs), stack_xs, deep=False

@@ -1,0 +1,167 @@
+"""Which of the marked blocks in a traced loss keeps what, where layers differ.
+
+A block is traced with a stand-in for its policy, since it does not know which layer it is. Here
+blocks are counted, and the stand-ins exchanged:
+
+    a block that is called once       the policy of its layer
+    a block in a loop over layers     one policy, or a `LoopPolicy` with one for each iteration
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from shardlib.layouts._remat_policy import LayersPolicy, policy_of
+from shardlib.tracing._jaxpr import (
+    every_equation,
+    held_functions,
+    is_block,
+    is_function,
+    open_jaxpr,
+)
+
+Policy = Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class LoopPolicy:
+    """In place of a policy, in the body of a loop whose layers differ: that of each iteration."""
+
+    asked: LayersPolicy
+    by_iteration: tuple[Policy, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        return self.asked(*args, **kwargs)
+
+
+def with_policies_of_layers(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function with a policy for each block that was traced with a `LayersPolicy`."""
+    asked = None
+    for equation in every_equation(closed.jaxpr):
+        if _stands_in(equation):
+            asked = equation.params["policy"]
+    if asked is None:
+        return closed
+    values = asked.remat.of_blocks(_count(closed.jaxpr))
+    policies = iter([policy_of(kept) for kept in values])
+    return closed.replace(jaxpr=_assigned(closed.jaxpr, policies))
+
+
+def _stands_in(equation: Any) -> bool:
+    return is_block(equation) and isinstance(equation.params["policy"], LayersPolicy)
+
+
+def _count(jaxpr: Jaxpr) -> int:
+    """How many blocks that differ by layer are evaluated by a jaxpr. Blocks in blocks count not."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if _stands_in(equation):
+            count += 1
+            continue
+        inside = sum(_count(open_jaxpr(function)) for function in held_functions(equation))
+        if equation.primitive.name == "scan":
+            inside *= equation.params["length"]
+        count += inside
+    return count
+
+
+def _assigned(jaxpr: Jaxpr, policies: Iterator[Policy]) -> Jaxpr:
+    """A jaxpr in which each block that stands in has the next policy."""
+
+    def exchanged(equation: Any) -> Any:
+        if _stands_in(equation):
+            return _with_policy(equation, next(policies))
+        if equation.primitive.name != "scan":
+            return _with_functions(equation, lambda inner: _assigned(inner, policies))
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        blocks = _count(body.jaxpr)
+        # Layer by layer, as the loop calls them; then the policies of each block of the body.
+        in_order = list(itertools.islice(policies, blocks * length))
+        of_blocks = []
+        for block in range(blocks):
+            of_blocks.append(_of_loop(equation, tuple(in_order[block::blocks])))
+        return _with_functions(equation, lambda inner: _assigned(inner, iter(of_blocks)))
+
+    def _of_loop(equation: Any, by_iteration: tuple[Policy, ...]) -> Policy:
+        if len(set(by_iteration)) == 1:
+            return by_iteration[0]
+        asked = next(filter(_stands_in, every_equation(equation.params["jaxpr"].jaxpr)))
+        return LoopPolicy(asked.params["policy"], by_iteration)
+
+    return jaxpr.replace(eqns=[exchanged(equation) for equation in jaxpr.eqns])
+
+
+def _with_policy(equation: Any, policy: Policy) -> Any:
+    """A block with another policy, which is that of blocks within it too."""
+
+    def inner(jaxpr: Jaxpr) -> Jaxpr:
+        equations = []
+        for equation in jaxpr.eqns:
+            if _stands_in(equation):
+                equations.append(_with_policy(equation, policy))
+            else:
+                equations.append(_with_functions(equation, inner))
+        return jaxpr.replace(eqns=equations)
+
+    equation = _with_functions(equation, inner)
+    return equation.replace(params=equation.params | {"policy": policy})
+
+
+def _with_functions(equation: Any, function: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """An equation that holds other jaxprs: `function` of those that it holds."""
+
+    def exchanged(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=function(value.jaxpr))
+        if isinstance(value, Jaxpr):
+            return function(value)
+        return value
+
+    params = {}
+    for name, value in equation.params.items():
+        holds = any(map(is_function, jax.tree.leaves(value, is_leaf=is_function)))
+        if holds:
+            value = jax.tree.map(exchanged, value, is_leaf=is_function)
+        params[name] = value
+    return equation.replace(params=params)
+
+
+def holds_runs(equation: Any) -> bool:
+    """Whether an equation is a loop whose layers differ, or a call that leads to one."""
+    for function in held_functions(equation):
+        for inner in every_equation(open_jaxpr(function)):
+            if is_block(inner) and isinstance(inner.params["policy"], LoopPolicy):
+                return True
+    return False
+
+
+def bodies_of_runs(body: ClosedJaxpr, length: int) -> list[tuple[int, ClosedJaxpr]]:
+    """The bodies of a loop whose layers differ, each with the iteration before which it stops."""
+    policies = []
+    for equation in every_equation(body.jaxpr):
+        if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):
+            policies.append(equation.params["policy"].by_iteration)
+    bodies = []
+    start = 0
+    for stop in range(1, length + 1):
+        if stop < length and all(of[stop] is of[start] for of in policies):
+            continue
+        bodies.append((stop, body.replace(jaxpr=_of_iteration(body.jaxpr, start))))
+        start = stop
+    return bodies
+
+
+def _of_iteration(jaxpr: Jaxpr, iteration: int) -> Jaxpr:
+    """The body of a loop with the policies of one of its iterations."""
+    equations = []
+    for equation in jaxpr.eqns:
+        equation = _with_functions(equation, lambda inner: _of_iteration(inner, iteration))
+        if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):
+            policy = equation.params["policy"].by_iteration[iteration]
+            equation = equation.replace(params=equation.params | {"policy": policy})
+        equations.append(equation)
+    return jaxpr.replace(eqns=equations)
