@@ -1,0 +1,214 @@
+"""What it costs a marked block not to keep an activation: the best choices of those to keep.
+
+A block is traced with its derivative. What the backward pass reads is kept or computed again, and
+what is computed again has inputs for which the same holds, down to what is kept and to the inputs
+of the block:
+
+    block     x --a--> name "gate" --b--> h --c--> y        the backward pass reads x, gate and h
+    "gate" kept:     b runs again
+    nothing kept:    a and b run again
+
+For every size of memory the choice that computes the least again is an integer program: whether
+each name is kept, and whether each equation runs again.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from shardlib.tracing._flops import flops_of
+from shardlib.tracing._jaxpr import (
+    JITS,
+    behind,
+    inlined,
+    inputs_of,
+    open_jaxpr,
+    shapes_of,
+    variables,
+)
+from shardlib.tracing._linearize import Partition
+
+# Of choices that compute the same again, the smaller one is better: the bytes of all names count as
+# much as this share of all that could run again.
+_TIE = 1e-5
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Activations that a block may keep, and what they come to.
+
+    - `names`: those that are kept.
+    - `size`: their bytes, as they are traced: on one device of the data axes, and whole over others.
+    - `flops`: operations of products that run again in the backward pass.
+    """
+
+    names: tuple[str, ...]
+    size: int
+    flops: int
+
+
+def choices_of(block: Any) -> list[Choice]:
+    """The best choices of named activations for a marked block, an equation, smallest first.
+
+    No other choice is both smaller and computes less again. The first keeps nothing.
+    """
+    costs = _Costs.of(block)
+    choices = []
+    limit = costs.total_size
+    while limit >= 0:
+        choice = costs.best(limit)
+        choices.append(choice)
+        limit = choice.size - 1
+    return _undominated(choices[::-1])
+
+
+def _undominated(choices: list[Choice]) -> list[Choice]:
+    """The choices, smallest first, without those that compute no less again than a smaller one."""
+    best: list[Choice] = []
+    for choice in choices:
+        if not best or choice.flops < best[-1].flops:
+            best.append(choice)
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """A block whose backward pass is known, and what it would take to compute each value again."""
+
+    jaxpr: Jaxpr  # the forward pass, and as its outputs what the backward pass reads
+    again: list[Any]  # the equations that run again if nothing is kept
+    flops: list[int]  # of each of these
+    named: dict[Any, str]  # variables with names
+    sizes: dict[str, int]  # bytes by name
+
+    @classmethod
+    def of(cls, block: Any) -> "_Costs":
+        """The costs of a marked block."""
+        jaxpr = _with_residuals(block).jaxpr
+        again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)
+        flops = [_flops(jaxpr, equation) for equation in again]
+        named: dict[Any, str] = {}
+        sizes: dict[str, int] = defaultdict(int)
+        for equation in again:
+            if equation.primitive.name == "name":
+                (out,) = equation.outvars
+                named[out] = equation.params["name"]
+                sizes[named[out]] += out.aval.size * out.aval.dtype.itemsize
+        return cls(jaxpr, again, flops, named, dict(sizes))
+
+    @property
+    def total_size(self) -> int:
+        """The bytes of all names."""
+        return sum(self.sizes.values())
+
+    def best(self, limit: int) -> Choice:
+        """The choice of at most so many bytes that computes the least again."""
+        names = list(self.sizes)
+        if not names:
+            return Choice((), 0, sum(self.flops))
+        sizes = np.array([self.sizes[name] for name in names], float)
+        unit = max(1, sum(self.flops))
+        tie = _TIE / max(1, self.total_size)
+        # First whether each name is kept, then whether each equation runs again.
+        costs = np.concatenate([sizes * tie, np.array(self.flops, float) / unit])
+        rows, needed = self._requirements(names)
+        room = np.zeros((1, len(costs)))
+        room[0, : len(names)] = sizes
+        solution = milp(
+            costs,
+            integrality=np.concatenate([np.ones(len(names)), np.zeros(len(self.again))]),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(rows, needed, np.inf),
+                LinearConstraint(room, -np.inf, limit),
+            ],
+            options={"mip_rel_gap": 0.0},
+        )
+        assert solution.success, solution.message
+        kept = {name for name, value in zip(names, solution.x, strict=False) if value > 0.5}
+        return self.choice(kept)
+
+    def choice(self, names: set[str]) -> Choice:
+        """What it comes to if the activations of these names are kept."""
+        kept = {var for var, name in self.named.items() if name in names}
+        again = behind(self.jaxpr, self.jaxpr.outvars, {*self.jaxpr.invars, *kept})
+        read = set(variables(self.jaxpr.outvars))
+        for equation in again:
+            read.update(variables(equation.invars))
+        # What nothing reads is not kept, whatever its name is.
+        used = {self.named[var] for var in kept & read}
+        size = sum(var.aval.size * var.aval.dtype.itemsize for var in kept & read)
+        running = set(map(id, again))
+        flops = 0
+        for equation, cost in zip(self.again, self.flops, strict=True):
+            if id(equation) in running:
+                flops += cost
+        return Choice(tuple(sorted(used)), size, flops)
+
+    def _requirements(self, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """One row for each value that has to be there, of what can provide it, and how much.
+
+        What the backward pass reads is kept or runs again. What an equation that runs again reads
+        is kept or runs again too.
+        """
+        columns = {name: place for place, name in enumerate(names)}
+        makers: dict[Any, int] = {}
+        for place, equation in enumerate(self.again):
+            makers.update(dict.fromkeys(equation.outvars, len(names) + place))
+
+        def provided(var: Any) -> np.ndarray:
+            row = np.zeros(len(names) + len(self.again))
+            row[makers[var]] = 1
+            if var in self.named:
+                row[columns[self.named[var]]] = 1
+            return row
+
+        rows, needed = [], []
+        for var in dict.fromkeys(variables(self.jaxpr.outvars)):
+            if var in makers:
+                rows.append(provided(var))
+                needed.append(1.0)
+        for place, equation in enumerate(self.again):
+            for var in dict.fromkeys(variables(equation.invars)):
+                if var in makers:
+                    row = provided(var)
+                    row[len(names) + place] -= 1
+                    rows.append(row)
+                    needed.append(0.0)
+        return np.array(rows), np.array(needed)
+
+
+def _with_residuals(block: Any) -> ClosedJaxpr:
+    """The forward pass of a block, which returns all that its backward pass reads."""
+    jaxpr = open_jaxpr(block.params["jaxpr"])
+    function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+    partition = Partition.by_dtype(jaxpr.invars)
+
+    def residuals(floats: list[Any], others: list[Any]) -> list[Any]:
+        def call(floats: list[Any]) -> list[Any]:
+            results = function(*partition.merge(floats, others))
+            return Partition.by_dtype(results).split(results)[0]
+
+        _, backward = jax.vjp(call, floats)
+        return jax.tree.leaves(backward)
+
+    traced = jax.make_jaxpr(residuals)(*partition.split(shapes_of(jaxpr.invars)))
+    return inlined(traced, lambda equation: equation.primitive.name in JITS)
+
+
+def _flops(jaxpr: Jaxpr, equation: Any) -> int:
+    """The operations of products in an equation."""
+    inputs = inputs_of([equation])
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=inputs,
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return flops_of(ClosedJaxpr(alone, [])).total
