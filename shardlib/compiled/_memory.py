@@ -22,6 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardlib.compiled._compile import Allocation, Compiled, Value
 from shardlib.compiled._flow import Flow
@@ -103,6 +104,13 @@ def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str
         account.heap_bytes,
         compiled.stated_bytes,
     )
+
+
+def peak_bytes(compiled: Any) -> int:
+    """The bytes that a compiled function takes of each device, as JAX tells them."""
+    memory = compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 def _is_elsewhere(allocation: Allocation, compiled: Compiled, platform: Platform) -> bool:

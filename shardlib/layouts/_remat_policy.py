@@ -11,6 +11,7 @@ It is part of the scope that a function is traced under, so that it can be compa
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -74,10 +75,46 @@ class Remat:
         """
         return RematLayers(runs, rest)
 
+    @classmethod
+    def budget(cls, memory: "int | str") -> "RematBudget":
+        """As much as fits: a step finds it by compiling for its devices, before it runs first.
+
+        `memory` is what it may take of a device, in bytes or as `"14GiB"`.
+
+        >>> Remat.budget("14GiB")
+        RematBudget(memory=15032385536)
+        """
+        return RematBudget(_bytes_of(memory))
+
     @property
     def policy(self) -> Callable[..., Any] | None:
         """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept."""
         return _policy(self)
+
+
+@dataclass(frozen=True)
+class RematBudget:
+    """What a step may take of a device's memory, in bytes; made by `Remat.budget`.
+
+    Of the named activations in marked blocks, those are kept that spare the most computing, in as
+    many layers as fit. Until a step has found them, blocks keep their inputs.
+    """
+
+    memory: int
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes_of(memory: Any) -> int:
+    """A size in bytes, from a number or a text with a unit."""
+    takes = 'the bytes that a step may take of a device: a number, or text such as `"14GiB"`'
+    if isinstance(memory, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", memory.strip())
+        if match is None:
+            raise check.refusal("Remat.budget", "memory", memory, takes)
+        memory = round(float(match[1]) * _UNITS[match[2]])
+    return check.whole("Remat.budget", "memory", memory, takes, least=1)
 
 
 @dataclass(frozen=True)
@@ -142,7 +179,7 @@ class RematLayers:
 
 def _check_of_blocks(value: Any) -> None:
     """Refuse what is no value for one block."""
-    if isinstance(value, RematLayers) or value == "stage":
+    if isinstance(value, RematLayers | RematBudget) or value == "stage":
         takes = 'what blocks keep, `"none"`, `"full"` or a `Remat`'
         raise check.refusal("Remat.layers", "runs", value, takes)
     checked_remat("Remat.layers", "runs", value)
@@ -186,9 +223,9 @@ def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
     return kept.policy
 
 
-def checked_remat(function: str, argument: str, value: Any) -> "str | Remat | RematLayers":
+def checked_remat(function: str, argument: str, value: Any) -> Any:
     """A word or a value for what blocks keep, or an error that lists the words."""
-    if isinstance(value, Remat | RematLayers) or (isinstance(value, str) and value in WORDS):
+    if isinstance(value, Remat | RematLayers | RematBudget) or (isinstance(value, str) and value in WORDS):
         return value
     words = ", ".join(map(repr, WORDS))
     takes = f'one of {words}, or a `Remat`, such as `sl.Remat.save("context")`'
@@ -203,6 +240,8 @@ def kept_by_blocks(value: Any) -> Any:
     """
     if isinstance(value, Remat | RematLayers):
         return value
+    if isinstance(value, RematBudget):
+        return Remat()
     # With "stage" a stage's whole pass is computed again, and its blocks keep little within it.
     words = {
         "full": Remat(),

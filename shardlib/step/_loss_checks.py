@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.layouts._annotate import warn
+from shardlib.layouts._annotate import current_scope
 from shardlib.layouts._remat_policy import Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
@@ -83,6 +84,9 @@ def check_loss(
         values=values,
     )
     _check_traced(traced, strategy)
+    scope = current_scope()
+    if scope is not None and scope.used is not None:
+        scope.used.losses.append(jaxpr)
 
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:

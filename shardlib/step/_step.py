@@ -18,6 +18,7 @@ contributions of the devices to each gradient, over the data axes that do not sp
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +27,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import _arguments as check
+from shardlib.compiled._memory import peak_bytes
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
+from shardlib.layouts._remat_policy import Remat, RematBudget
 from shardlib.optimizers._local import Local
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._compiler_options import CompilerOptions, compiler_options
@@ -36,6 +39,7 @@ from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
 from shardlib.step._optimizer_update import update_of
 from shardlib.step._pipelined import Programs
+from shardlib.step._remat_budget import FittedRemat, fit_remat, loops_of
 from shardlib.step._scopes import OPTIMIZER
 from shardlib.step._state import Layout, State, drop_weak_types, state_specs
 from shardlib.step._step_calls import (
@@ -91,6 +95,9 @@ class Step:
         self._used = UsedNames()
         self._jitted_by_layout: dict[Layout, Any] = {}
         self._programs = Programs()
+        # Where a budget says how much memory there is: what was found, and steps that keep it.
+        self._fitted: dict[Any, FittedRemat] = {}
+        self._by_remat: dict[Any, Step] = {}
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Take one step. `state` is donated: use the one returned.
@@ -99,6 +106,8 @@ class Step:
         There nothing is donated but by the outer `jax.jit(..., donate_argnums=0)`.
         """
         check_call(state, batch)
+        if self._has_budget:
+            return self._within_budget(state, batch)(state, batch)
         with self._in_force():
             jitted = self._jitted(state, batch)
             # A batch that is laid out right already stays where it is.
@@ -116,6 +125,8 @@ class Step:
     def trace(self, state: State, batch: Any) -> Any:
         """Trace the step, as `jax.jit(...).trace` does. Takes shapes as well as arrays."""
         check.kind("Step.trace", "state", state, State, "the `State` that `sl.init` makes")
+        if self._has_budget:
+            return self._within_budget(state, batch).trace(state, batch)
         with self._in_force():
             return self._jitted(state, batch).trace(state, batch)
 
@@ -126,6 +137,49 @@ class Step:
         """
         with explained():
             return self.trace(state, batch).lower()
+
+    def fitted_remat(self, state: State, batch: Any) -> FittedRemat:
+        """What blocks keep within `Remat.budget`, and the programs that were compiled to find it.
+
+        A step finds it at its first call; here it is found without running. Takes shapes as well as
+        arrays, and devices need not be there.
+        """
+        if not self._has_budget:
+            raise ValueError(
+                f"`Step.fitted_remat` is for a step with a budget of memory, such as "
+                f'`Strategy(remat=sl.Remat.budget("14GiB"))`; this one has '
+                f"`remat={self.strategy.remat!r}`."
+            )
+        key = state.layout, _shapes_key(batch)
+        if key not in self._fitted:
+            shapes = jax.tree.map(_shape, batch)
+            self._fitted[key] = self._fit(jax.tree.map(_shape, state), shapes)
+        return self._fitted[key]
+
+    @property
+    def _has_budget(self) -> bool:
+        return isinstance(self.strategy.remat, RematBudget)
+
+    def _within_budget(self, state: State, batch: Any) -> "Step":
+        """The step that keeps what fits."""
+        return self._with_remat(self.fitted_remat(state, batch).best.remat)
+
+    def _with_remat(self, remat: Any) -> "Step":
+        """The same step, whose blocks keep something else."""
+        if remat not in self._by_remat:
+            self._by_remat[remat] = Step(self.loss_fn, replace(self.strategy, remat=remat))
+        return self._by_remat[remat]
+
+    def _fit(self, state: Any, batch: Any) -> FittedRemat:
+        """Find what blocks keep, by compiling for shapes of a state and a batch."""
+        plain = self._with_remat(Remat())
+        plain.trace(state, batch)
+        loops = loops_of(plain._used.losses[-1].jaxpr)
+
+        def peak_of(remat: Any) -> int:
+            return peak_bytes(self._with_remat(remat).lower(state, batch).compile())
+
+        return fit_remat(self.strategy.remat.memory, loops, peak_of)
 
     @property
     def unused_rules(self) -> tuple[str, ...]:
@@ -250,3 +304,9 @@ def _inputs_of(state: State, batch: Any, sender: Sender | None) -> GradientInput
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _shapes_key(batch: Any) -> Any:
+    """What is the same for batches that the same program takes."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, tuple((x.shape, str(x.dtype)) for x in leaves)

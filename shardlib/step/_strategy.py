@@ -18,7 +18,7 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
 from shardlib.layouts._annotate import Scope, use
-from shardlib.layouts._remat_policy import Remat, RematLayers, checked_remat, kept_by_blocks
+from shardlib.layouts._remat_policy import Remat, RematBudget, RematLayers, checked_remat, kept_by_blocks
 from shardlib.layouts._rules import (
     BATCH,
     EXPERTS,
@@ -64,7 +64,8 @@ class Strategy:
     - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
       only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
       results of matrix products too; a `Remat`, such as `Remat.save("context")`, what it says, and
-      `Remat.layers((8, "none"), rest="full")` not the same of all blocks.
+      `Remat.layers((8, "none"), rest="full")` not the same of all blocks. `Remat.budget("14GiB")`
+      keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
@@ -97,7 +98,7 @@ class Strategy:
     clip: float | optax.GradientTransformation | None = None
     frozen: tuple[str, ...] = ()
     nonfinite: Literal["skip", "count"] = "skip"
-    remat: str | Remat | RematLayers = "none"
+    remat: str | Remat | RematLayers | RematBudget = "none"
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
     pipeline: Schedule | None = None
@@ -272,7 +273,7 @@ class Strategy:
                 "weights, once for every microbatch. Use `zero=1`, which splits parameters and "
                 "optimizer state at rest alike."
             )
-        if isinstance(self.remat, RematLayers):
+        if isinstance(self.remat, RematLayers | RematBudget):
             raise ValueError(
                 f"`Strategy(remat={self.remat}, pipeline=...)`: all stages run the same program, "
                 'so that their layers keep the same. Use one value for all, or `remat="stage"`.'

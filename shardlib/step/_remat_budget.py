@@ -1,0 +1,244 @@
+"""What blocks keep where a budget says how much memory there is, found by compiling.
+
+    traced loss  -> marked blocks, and what each of their choices takes and computes again
+                 -> the best choices for all layers that should fit, by an integer program
+                 -> compiled: what the step really takes
+                 -> what should fit is corrected, and so on
+
+The size of an activation is what it is in the trace. The compiler may split it, share its place, or
+keep more beside it, so that only compiled programs say what fits.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from shardlib._text import human_bytes, table
+from shardlib.layouts._remat_policy import Remat, RematLayers
+from shardlib.tracing._block_costs import Choice, choices_of
+from shardlib.tracing._jaxpr import held_functions, is_block, open_jaxpr
+
+# So many programs are compiled at most, and none after one that fills this share of the budget.
+_MOST_PROGRAMS = 6
+_FULL = 0.97
+# What is aimed at: the middle of what counts as full.
+_AIM = 0.985
+
+
+class Loop(NamedTuple):
+    """Marked blocks that are called one after the other, so many times."""
+
+    blocks: tuple[Any, ...]  # equations
+    times: int
+
+
+def loops_of(jaxpr: Jaxpr) -> list[Loop]:
+    """The marked blocks of a traced loss, by the loops that they are called in, in order.
+
+    A block that is called once is a loop of one turn.
+    """
+    loops: list[Loop] = []
+    for equation in jaxpr.eqns:
+        if is_block(equation):
+            loops.append(Loop((equation,), 1))
+            continue
+        inside: list[Loop] = []
+        for function in held_functions(equation):
+            inside += loops_of(open_jaxpr(function))
+        if equation.primitive.name == "scan" and inside:
+            inside = _repeated(inside, equation.params["length"])
+        loops += inside
+    return loops
+
+
+def _repeated(loops: list[Loop], times: int) -> list[Loop]:
+    """The loops in the body of another one, as often as this calls them."""
+    if all(loop.times == 1 for loop in loops):
+        blocks: list[Any] = []
+        for loop in loops:
+            blocks += loop.blocks
+        return [Loop(tuple(blocks), times)]
+    return [Loop(loop.blocks, loop.times * times) for loop in loops]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A program that was compiled.
+
+    - `remat`: what its blocks keep.
+    - `estimate`: the bytes of named activations in it, as they are traced.
+    - `flops`: operations of products that its blocks compute again in a backward pass.
+    - `peak`: the bytes that it takes of a device.
+    """
+
+    remat: Remat | RematLayers
+    estimate: int
+    flops: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class FittedRemat:
+    """What a step keeps within a budget, and the programs that were compiled to find it.
+
+    It prints as a table.
+    """
+
+    budget: int
+    tried: tuple[Tried, ...]
+
+    @property
+    def best(self) -> Tried:
+        """Of the programs that fit, the one that computes the least again."""
+        fitting = [one for one in self.tried if one.peak <= self.budget]
+        return min(fitting, key=lambda one: (one.flops, one.peak))
+
+    def __str__(self) -> str:
+        most = self.tried[0].flops
+        rows = [("peak", "of the budget", "computed again", "blocks keep")]
+        for one in sorted(self.tried, key=lambda one: one.peak):
+            share = f"{one.peak / self.budget:.1%}"
+            again = f"{one.flops / max(1, most):.1%} of full"
+            rows.append((human_bytes(one.peak), share, again, str(one.remat)))
+        return table(rows, right=(0, 1, 2))
+
+
+def fit_remat(
+    budget: int, loops: Sequence[Loop], peak_of: Callable[[Remat | RematLayers], int]
+) -> FittedRemat:
+    """Find what blocks keep so that a step takes no more than a budget, and computes little again.
+
+    `peak_of` compiles a step for a value, and says what it takes of a device.
+    """
+    layers = _Layers.of(loops)
+    tried: list[Tried] = []
+
+    def attempt(limit: float) -> Tried | None:
+        remat, estimate, flops = layers.best(limit)
+        if any(remat == one.remat for one in tried):
+            return None
+        tried.append(Tried(remat, estimate, flops, peak_of(remat)))
+        _say(tried[-1], budget)
+        return tried[-1]
+
+    first = attempt(0)
+    assert first is not None
+    if first.peak > budget:
+        raise ValueError(
+            f'`Remat.budget("{human_bytes(budget)}")`: the step takes {human_bytes(first.peak)} '
+            "where blocks keep their inputs alone. Take fewer examples at once, "
+            "`Strategy(accumulate=...)`; split more, `Strategy(zero=3)`; or mark smaller blocks."
+        )
+    while len(tried) < _MOST_PROGRAMS and attempt(_next_limit(tried, budget)) is not None:
+        if max(one.peak for one in tried if one.peak <= budget) >= _FULL * budget:
+            break
+    return FittedRemat(budget, tuple(tried))
+
+
+def _next_limit(tried: list[Tried], budget: int) -> float:
+    """The estimate at which a step should nearly fill its budget, from what was compiled.
+
+    Between the largest that fits and the smallest that does not, peaks are taken to grow evenly;
+    where all fit, as they did so far.
+    """
+    low = max((one for one in tried if one.peak <= budget), key=lambda one: one.estimate)
+    too_large = [one for one in tried if one.peak > budget]
+    if too_large:
+        high = min(too_large, key=lambda one: one.estimate)
+        slope = (high.peak - low.peak) / max(1, high.estimate - low.estimate)
+    else:
+        slope = 1.0
+        if low.estimate:
+            slope = (low.peak - tried[0].peak) / low.estimate
+    # What takes nothing may grow without bounds.
+    if slope <= 0:
+        return float("inf")
+    return low.estimate + max(0.0, _AIM * budget - low.peak) / slope
+
+
+def _say(tried: Tried, budget: int) -> None:
+    """A line about a program that was compiled, which may have taken minutes."""
+    if jax.process_index() == 0:
+        peak, whole = human_bytes(tried.peak), human_bytes(budget)
+        sys.stderr.write(f"shardlib: {peak} of a budget of {whole} with {tried.remat}\n")
+
+
+@dataclass(frozen=True, eq=False)
+class _Layers:
+    """All marked blocks of a loss, with the choices for each kind of block."""
+
+    loops: Sequence[Loop]
+    kinds: list[list[int]]  # by loop, the kind of each of its blocks
+    choices: list[list[Choice]]  # by kind
+    counts: list[int]  # how often each kind is called
+
+    @classmethod
+    def of(cls, loops: Sequence[Loop]) -> "_Layers":
+        """The choices for all blocks; blocks that compute the same are of one kind."""
+        numbers: dict[str, int] = {}
+        choices: list[list[Choice]] = []
+        counts: list[int] = []
+        kinds = []
+        for loop in loops:
+            of_loop = []
+            for block in loop.blocks:
+                text = str(block.params["jaxpr"])
+                if text not in numbers:
+                    numbers[text] = len(choices)
+                    choices.append(choices_of(block))
+                    counts.append(0)
+                of_loop.append(numbers[text])
+                counts[numbers[text]] += loop.times
+            kinds.append(of_loop)
+        return cls(loops, kinds, choices, counts)
+
+    def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
+        """What computes the least again and takes at most so many bytes: its value, its bytes as
+        they are traced, and its operations.
+        """
+        columns = [(kind, choice) for kind, of in enumerate(self.choices) for choice in of]
+        sizes = np.array([choice.size for _, choice in columns], float)
+        flops = np.array([choice.flops for _, choice in columns], float)
+        rows = np.zeros((len(self.choices), len(columns)))
+        for place, (kind, _) in enumerate(columns):
+            rows[kind, place] = 1
+        constraints = [LinearConstraint(rows, self.counts, self.counts)]
+        if np.isfinite(limit):
+            constraints.append(LinearConstraint(sizes[None], -np.inf, limit))
+        solution = milp(
+            flops / max(1.0, flops.max()),
+            integrality=np.ones(len(columns)),
+            bounds=Bounds(0, np.inf),
+            constraints=constraints,
+            options={"mip_rel_gap": 0.0},
+        )
+        assert solution.success, solution.message
+        numbers = np.rint(solution.x).astype(int)
+        chosen: list[list[Choice]] = [[] for _ in self.choices]
+        for (kind, choice), number in zip(columns, numbers, strict=True):
+            chosen[kind] += [choice] * number
+        return self._value(chosen), int(numbers @ sizes), int(numbers @ flops)
+
+    def _value(self, chosen: list[list[Choice]]) -> Remat | RematLayers:
+        """The value that gives the blocks of each kind their choices, the largest ones last.
+
+        What the last layers keep is read first in the backward pass. It is gone when the layers
+        that compute more again, and take more room for it, are reached.
+        """
+        remaining = [iter(of_kind) for of_kind in chosen]
+        values = []
+        for loop, kinds in zip(self.loops, self.kinds, strict=True):
+            for _ in range(loop.times):
+                for kind in kinds:
+                    values.append(Remat(next(remaining[kind]).names))
+        if len(set(values)) == 1:
+            return values[0]
+        runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]
+        return RematLayers(tuple(runs))
