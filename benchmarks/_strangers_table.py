@@ -388,6 +388,8 @@ CALLS: tuple[Call, ...] = (
     _call("sl.plan", "step", "state", "{'x': ones(8, 8)}", target="'cpu:8'", estimate="None",
     name="'the step'",
           also={"at0": ("any",), "at2": ("any",), "target": _OPTIONAL}, slow=True),
+    _call("sl.planning.flops", "step", "state", "{'x': ones(8, 8)}",
+          also={"at0": ("any",), "at1": ("any",), "at2": ("any",)}, slow=True),
     # Data
     _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None",
     tokenizer="'bytes'", end="None",

@@ -69,7 +69,10 @@ LAYERS = [
     ("step", "_gradient _optimizer_update _step_calls _compiler_options _step _evaluation"),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
-    ("planning", "_break_even _decoder _estimate _advice _lower _flops _prices _report _plan _command"),
+    (
+        "planning",
+        "_break_even _decoder _estimate _advice _lower _flops _prices _report _plan _command",
+    ),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
 ]

@@ -89,8 +89,7 @@ class Remat:
             return NotImplemented
         order = get_args(Products)
         place = max(order.index(self.products), order.index(other.products))
-        united = Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
-        return united
+        return Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
 
     def _dropped_by_both(self, other: "Remat") -> tuple[str, ...]:
         """The parts that are dropped where everything is kept that either value keeps.

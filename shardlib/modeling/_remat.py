@@ -2,8 +2,8 @@
 
 The model marks its blocks, and the strategy decides what becomes of them, so that the same model
 runs on a machine with much memory and on one with little. A block that is recomputed keeps its
-inputs, and those activations that a `Remat` names, and is run once more in the backward pass. It may
-have parts with names, which are recomputed by themselves where a `Remat` drops only them.
+inputs, and those activations that a `Remat` names, and is run once more in the backward pass. It
+may have parts with names, which are recomputed by themselves where a `Remat` drops only them.
 """
 
 import functools

@@ -258,7 +258,7 @@ def plan(
     if cache is not None and isinstance(step, Step) and mesh is not None:
         kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
     compiled = compile_apart(lowered, platform, options, kept)
-    memory = attribute(compiled, platform, _kinds_of(traced.paths, len(jax.tree.leaves(state))))
+    memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     step_collectives = collectives(compiled.program, mesh)
     stage_prices: tuple[Price, ...] = ()
@@ -454,7 +454,7 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
     return platform, chip, options
 
 
-def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
+def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     """The kind of memory that each argument is, by its path.
 
     The leaves of the state come first, and are told apart by the names in their paths; all leaves
