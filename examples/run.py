@@ -585,7 +585,7 @@ _TYPES: dict[str, Any] = {
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
     "dtype": np.dtype,
 }
-REMATS = ("none", "full", "stage", "dots", "dots_without_batch")
+REMATS = ("none", "full", "stage", "dots", "dots_without_batch", "selective", "minimal")
 OF_TEXTS = ("train", "held out")  # in a `run.json` beside the fields: fingerprints of the tokens
 
 

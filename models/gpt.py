@@ -242,15 +242,22 @@ class Attention(nnx.Module):
                 segment_ids=segments,
                 implementation=self.implementation,
             )
-        same_B1ST = None
-        if segments is not None:
-            own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
-            same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
-        y_BSHK = jax.nn.dot_product_attention(
-            q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=self.causal, implementation="xla"
-        )
-        # `sl.kernels.attention` names its result itself.
-        return named(y_BSHK, "context")
+        attend = sl.remat(functools.partial(attend_whole, self.causal), part="scores")
+        # `sl.kernels.attention` names its result itself, and keeps no scores.
+        return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context")
+
+
+def attend_whole(
+    causal: bool, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
+) -> jax.Array:
+    """Plain attention, with all scores in memory, and the mask of segments that is as large."""
+    same_B1ST = None
+    if segments is not None:
+        own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
+        same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=causal, implementation="xla"
+    )
 
 
 class MLP(nnx.Module):

@@ -121,12 +121,15 @@ class Experts(nnx.Module):
 
         def experts(weights: dict[str, jax.Array], x_END: jax.Array) -> jax.Array:
             times = lambda x, name: jnp.einsum("enk,ekl->enl", x, weights[name].astype(x.dtype))  # noqa: E731
-            h_ENF = times(x_END, "up")
+            # Kept, tokens are not sent to their experts once more.
+            x_END = gpt.named(x_END, "expert_in")
+            h_ENF = gpt.named(times(x_END, "up"), "expert_up")
             if "gate" in weights:
-                h_ENF = gpt.activate(times(x_END, "gate"), config.mlp, up=h_ENF)
+                gate_ENF = gpt.named(times(x_END, "gate"), "expert_gate")
+                h_ENF = gpt.activate(gate_ENF, config.mlp, up=h_ENF)
             else:
                 h_ENF = gpt.activate(h_ENF, config.mlp)
-            return times(h_ENF, "down")
+            return gpt.named(times(gpt.named(h_ENF, "expert_hidden"), "down"), "expert_out")
 
         y_BSD, stats = sl.experts.moe(
             gpt.lay_out(x_BSD, gpt.RESIDUAL, gpt.WHOLE),

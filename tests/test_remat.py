@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import math
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax._src.ad_checkpoint import saved_residuals
 from machines import compile_for, mesh_on
 
 import shardlib as sl
-from models import gpt
+from models import gpt, moe
 
 ROWS, LENGTH, WIDTH, HIDDEN, LAYERS = 16, 32, 64, 256, 4
 CONFIG = gpt.tiny(
@@ -27,6 +29,8 @@ CONFIG = gpt.tiny(
     bias=False,
     positions="rotary",
 )
+# Plain attention, which has all scores in memory.
+WHOLE_SCORES = dataclasses.replace(CONFIG, attention="xla")
 BATCH = {
     "tokens": np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS, LENGTH + 1), dtype=np.int32)
 }
@@ -49,30 +53,34 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-def stepped(**options):
+def stepped(config=CONFIG, **options):
     """The loss of a step, and the parameters after it."""
     strategy = sl.Strategy(**options)
-    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
     state, metrics = sl.train_step(gpt.loss, strategy)(state, BATCH)
     return metrics["loss"], jax.tree.map(np.asarray, state.params)
 
 
 @functools.cache
-def plain():
-    return stepped(mesh="data=8,model=1", rules=sl.rules.data)
+def plain(config=CONFIG):
+    return stepped(config, mesh="data=8,model=1", rules=sl.rules.data)
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3-names", "split backward-names", "tensor-products")
+@pytest.mark.sentinel("stage 3-names", "split backward-names", "tensor-selective")
 @pytest.mark.parametrize(
-    "remat",
-    [sl.Remat.save("context", "mlp_up", "query"), "dots_without_batch"],
-    ids=["names", "products"],
+    "config, remat",
+    [
+        (CONFIG, sl.Remat.save("context", "mlp_up", "query")),
+        (CONFIG, "dots_without_batch"),
+        (WHOLE_SCORES, "selective"),
+    ],
+    ids=["names", "products", "selective"],
 )
 @pytest.mark.parametrize("where", STRATEGIES)
-def test_remat_of_any_value_changes_no_number(where, remat):
-    loss, params = stepped(remat=remat, **STRATEGIES[where])
-    expected_loss, expected = plain()
+def test_remat_of_any_value_changes_no_number(where, config, remat):
+    loss, params = stepped(config, remat=remat, **STRATEGIES[where])
+    expected_loss, expected = plain(config)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
 
     def near(a, b):
@@ -92,17 +100,29 @@ SIZES = dict.fromkeys(NAMES, TOKENS * WIDTH) | {
 }
 
 
-def kept_numbers(remat, target="cpu"):
-    """How many numbers a loss keeps for its backward pass."""
+def kept_arrays(remat, target="cpu", config=CONFIG, batch=BATCH):
+    """The shapes of what a loss keeps for its backward pass, with how many there are of each."""
+    experts = isinstance(config, moe.MoEConfig)
+    make, loss_of = (moe.MoE, moe.loss) if experts else (gpt.GPT, gpt.loss)
 
     def loss(params):
-        return gpt.loss(nnx.merge(graph, params), BATCH).total
+        total = loss_of(nnx.merge(graph, params), batch)
+        return (total[0] if experts else total).total
 
     with sl.use(sl.rules.data, mesh_on(target, "data=8"), remat=remat):
-        model = nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
         graph, params = nnx.split(model)
         residuals = saved_residuals(loss, params)
-    return sum(aval.size for aval, _ in residuals)
+    return Counter(aval.shape for aval, _ in residuals)
+
+
+def numbers_in(arrays):
+    return sum(math.prod(shape) * count for shape, count in arrays.items())
+
+
+def kept_numbers(remat, target="cpu", config=CONFIG):
+    """How many numbers a loss keeps for its backward pass."""
+    return numbers_in(kept_arrays(remat, target, config))
 
 
 @pytest.mark.parametrize("names", [(name,) for name in NAMES] + [NAMES], ids="+".join)
@@ -120,6 +140,93 @@ def test_remat_by_products_keeps_their_results(target):
     extra = kept_numbers("dots_without_batch", target) - kept_numbers("full", target)
     widths = 3 * WIDTH + WIDTH + 2 * HIDDEN
     assert extra == LAYERS * TOKENS * widths
+
+
+SEGMENTED = BATCH | {"segments": np.arange(LENGTH + 1) // 9 * np.ones((ROWS, 1), np.int32)}
+
+
+@pytest.mark.parametrize("batch", [BATCH, SEGMENTED], ids=["whole", "segments"])
+def test_selective_keeps_everything_but_what_grows_with_the_square(batch):
+    """Megatron's: scores, shares and masks go; what is left of softmax is a few numbers a query."""
+    everything = kept_arrays("none", config=WHOLE_SCORES, batch=batch)
+    selective = kept_arrays("selective", config=WHOLE_SCORES, batch=batch)
+    assert max(shape.count(LENGTH) for shape in everything) == 2
+    assert max(shape.count(LENGTH) for shape in selective) == 1
+    linear = Counter({shape: n for shape, n in everything.items() if shape.count(LENGTH) < 2})
+    # The highest score of each query, and the sum of exponentials.
+    per_query = 2 * LAYERS * ROWS * CONFIG.heads * LENGTH
+    segments = ROWS * LENGTH if batch is SEGMENTED else 0
+    assert numbers_in(selective) == numbers_in(linear) - per_query + segments
+
+
+def test_selective_is_none_where_attention_keeps_no_scores():
+    assert kept_arrays("selective") == kept_arrays("none")
+    loss, params = stepped(mesh="data=8,model=1", rules=sl.rules.data, remat="selective")
+    assert loss == plain()[0]
+    jax.tree.map(np.testing.assert_array_equal, params, plain()[1])
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("stage 3")
+@pytest.mark.parametrize("where", ["stage 3", "tensor", "pipeline"])
+def test_selective_keeps_no_scores_in_compiled_steps(where):
+    """Beside regions of gathered weights, and between the passes of a pipeline's stages."""
+    length = 512
+    config = dataclasses.replace(WHOLE_SCORES, context=length, width=16, heads=4, hidden=32)
+    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, length + 1), "int32")}
+
+    def temporaries(remat, layers=LAYERS):
+        strategy = sl.Strategy(remat=remat, **STRATEGIES[where])
+        deep = dataclasses.replace(config, layers=layers)
+        make = lambda: gpt.GPT(deep, rngs=nnx.Rngs(0))
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        compiled = sl.train_step(gpt.loss, strategy).lower(state, batch).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Of the layers of a device, which has two examples of all heads, or eight of one; a stage of the
+    # pipeline has half of the layers and, at a time, half of the examples of its devices.
+    scores = 4 * LAYERS * 2 * config.heads * length**2
+    if where == "pipeline":
+        scores //= 2
+    selective = temporaries("selective")
+    assert temporaries("none") - selective > scores
+    # As many layers again keep nothing as large as half of their scores.
+    assert temporaries("selective", 2 * LAYERS) - selective < scores / 2
+
+
+PROJECTIONS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
+
+
+def test_minimal_keeps_what_projections_make_and_the_context():
+    extra = kept_numbers("minimal") - kept_numbers("full")
+    assert extra == LAYERS * sum(SIZES[name] for name in (*PROJECTIONS, "context"))
+    # The word is for models without a gate too.
+    plain = dataclasses.replace(CONFIG, mlp="gelu")
+    extra = kept_numbers("minimal", config=plain) - kept_numbers("full", config=plain)
+    names = [name for name in (*PROJECTIONS, "context") if name != "mlp_gate"]
+    assert extra == LAYERS * sum(SIZES[name] for name in names)
+
+
+EXPERTS, PLACES = 4, 8
+MOE = moe.tiny(
+    layers=2, width=WIDTH, heads=4, context=LENGTH, hidden=HIDDEN, mlp="swiglu", every=1,
+    experts=EXPERTS, router=sl.experts.TopK(1, capacity=EXPERTS * PLACES / LENGTH),
+)  # fmt: skip
+IN_PLACES = ROWS * EXPERTS * PLACES
+OF_EXPERTS = {
+    "router": TOKENS * EXPERTS,
+    "expert_in": IN_PLACES * WIDTH,
+    "expert_gate": IN_PLACES * HIDDEN,
+    "expert_up": IN_PLACES * HIDDEN,
+    "expert_hidden": IN_PLACES * HIDDEN,
+    "expert_out": IN_PLACES * WIDTH,
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_remat_keeps_activations_of_experts_by_name(name):
+    extra = kept_numbers(sl.Remat.save(name), config=MOE) - kept_numbers("full", config=MOE)
+    assert extra == MOE.layers * OF_EXPERTS[name]
 
 
 def test_remat_with_the_context_kept_attends_once():
@@ -161,6 +268,13 @@ def test_remat_values_are_united_compared_and_hashed():
     united = names | sl.Remat(products="without_batch") | sl.Remat.save("c")
     assert united == sl.Remat(("a", "b", "c"), "without_batch")
     assert sl.Remat() | names == names
+    # What either keeps of blocks that drop parts: all outside of parts that both drop.
+    parts = sl.Remat.drop("scores", "mlp")
+    assert parts == sl.Remat(dropped=("mlp", "scores")) != sl.Remat()
+    assert parts | names == names | parts == sl.Remat(("a", "b"), dropped=("mlp", "scores"))
+    assert parts | sl.Remat.drop("scores") == sl.Remat.drop("scores")
+    with pytest.raises(ValueError, match="would keep everything"):
+        sl.Remat.drop("scores") | sl.Remat.drop("mlp")
     strategy = functools.partial(sl.Strategy, mesh="data=8", rules=sl.rules.data)
     assert strategy(remat=names) == strategy(remat=sl.Remat(("a", "b"))) != strategy(remat="full")
 
@@ -176,10 +290,35 @@ def test_remat_marks_one_block_by_a_value_of_its_own():
     assert kept(sl.Remat.save("other")) == 1
 
 
+def test_a_part_is_recomputed_by_itself_where_a_value_drops_it():
+    def inner(x):
+        return jnp.sin(sl.checkpoint_name(jnp.sin(x), "inner"))
+
+    def block(x):
+        return jnp.cos(sl.remat(inner, part="inner part")(jnp.cos(x)))
+
+    def kept(remat):
+        with sl.use(sl.rules.data, remat=remat):
+            return len(saved_residuals(lambda x: sl.remat(block)(x).sum(), jnp.ones(3)))
+
+    # Each of four functions keeps the derivative at its argument; of the part there is one argument.
+    assert kept("none") == 4
+    assert kept(sl.Remat.drop("inner part")) == kept("none") - 1
+    assert kept(sl.Remat.drop("inner part") | sl.Remat.save("inner")) == kept("none")
+    assert kept(sl.Remat.drop("another")) == kept("none")
+    # In a block that is recomputed the part is not recomputed once more.
+    assert kept("full") == 1
+
+
 @pytest.mark.parametrize(
     "remat, message",
     [
-        ("dotted", "'dotted'.*'none', 'full', 'stage', 'dots', 'dots_without_batch'"),
+        (
+            "dotted",
+            "'dotted'.*'none', 'full', 'stage', 'dots', 'dots_without_batch', 'selective', "
+            "'minimal'",
+        ),
+        (sl.Remat.drop("score"), "recomputes `score`, which no part.*part='score'"),
         (sl.Remat.save("contxt"), "keeps `contxt`.*They are called `attention_out`, `context`"),
         (("context",), "remat"),
     ],
@@ -213,6 +352,14 @@ def test_remat_values_refuse_what_they_are_not_made_of():
         sl.Remat(names="context")
     with pytest.raises(ValueError, match="products"):
         sl.Remat(products="some")
+    with pytest.raises(ValueError, match="dropped"):
+        sl.Remat(dropped="scores")
+    with pytest.raises(ValueError, match="without a part"):
+        sl.Remat.drop()
+    with pytest.raises(ValueError, match="drops parts, which a strategy does"):
+        sl.remat(jnp.sin, "selective")
+    with pytest.raises(ValueError, match="Leave one of the two out"):
+        sl.remat(jnp.sin, "full", part="scores")
     with pytest.raises(ValueError, match='a block has "full"'):
         sl.remat(jnp.sin, "stage")
     with pytest.raises(ValueError, match="name"):

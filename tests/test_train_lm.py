@@ -378,6 +378,7 @@ def test_command_line_overrides_fields_by_dotted_names():
     for text, remat in (
         ("none", "none"),
         ("dots", "dots"),
+        ("selective", "selective"),
         ("context | mlp_up", sl.Remat.save("context", "mlp_up")),
     ):
         run = from_command_line(["tiny", "--strategy.remat", text])

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -51,6 +52,8 @@ from shardlib.layouts._rules import (
 from shardlib.modeling._batch import WeightedMean, manual_over_all
 
 Experts = Callable[[Any, jax.Array], jax.Array]
+# What a `Remat` calls the logits of the router.
+ROUTER = "router"
 
 
 @jax.tree_util.register_dataclass
@@ -188,7 +191,7 @@ def _gate_logits(
     if key is not None and router.jitter:
         jitter_key = jax.random.fold_in(key, 0)
         gate_input = _jittered(gate_input, jitter_key, router.jitter)
-    logits = _logits(gate_input, gate.astype(jnp.float32))
+    logits = checkpoint_name(_logits(gate_input, gate.astype(jnp.float32)), ROUTER)
     drawn = None
     if key is not None:
         drawn = jax.random.uniform(jax.random.fold_in(key, 1), x.shape[:-1])

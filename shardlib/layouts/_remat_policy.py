@@ -1,9 +1,11 @@
-"""What marked blocks keep for the backward pass, as a value.
+"""What is kept of marked blocks, and of marked parts of them, for the backward pass, as a value.
 
     Remat()                          the inputs of a block; all else is computed again   "full"
     Remat.save("context", "mlp_up")  these activations too, by their names
     Remat(products="all")            the results of all matrix products too              "dots"
     Remat(products="without_batch")  but for products with batch dims, such as scores    "dots_..."
+    Remat.drop("scores")             everything but what is within these parts     "selective"
+    Remat.save("query", "mlp_up"...) the results of all projections, and the context    "minimal"
     a | b                            what either keeps
     Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
 
@@ -22,37 +24,66 @@ from shardlib.checks import _arguments as check
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
-WORDS = ("none", "full", "stage", "dots", "dots_without_batch")
+WORDS = ("none", "full", "stage", "dots", "dots_without_batch", "selective", "minimal")
+# What the words mean that speak of a model's parts and activations. Megatron's "selective" computes
+# attention's scores and their softmax again.
+SCORES = "scores"
+# MaxText's "minimal": results of projections, and attention's context. A gated MLP, another and
+# experts have some each.
+PROJECTED = (
+    *("query", "key", "value", "context", "attention_out"),
+    *("mlp_gate", "mlp_up", "mlp_out"),
+    *("router", "expert_in", "expert_gate", "expert_up", "expert_out"),
+)
 
 
 @dataclass(frozen=True)
 class Remat:
     """What blocks marked with `sl.remat` keep for their backward pass besides their inputs.
 
-    Everything else in them is computed again. Values are united with `|`.
+    Everything else in them is computed again. Values are united with `|`, to what either keeps.
 
     - `names`: activations, by the names that the model gave them with `sl.checkpoint_name`.
     - `products`: results of matrix products: "all", those "without_batch" dims, or "none". Products
       that have batch dims are attention's scores and their like, which grow with the square of a
       sequence.
+    - `dropped`: parts, by the names that the model gave them with `sl.remat(..., part=...)`. With
+      any, blocks keep everything but what is computed within these parts, which keep their inputs,
+      and of the rest what `names` and `products` say.
 
     >>> Remat.save("context") | Remat(products="without_batch")
-    Remat(names=('context',), products='without_batch')
+    Remat(names=('context',), products='without_batch', dropped=())
     """
 
     names: tuple[str, ...] = ()
     products: Products = "none"
+    dropped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = check.texts("Remat", "names", self.names, "names of activations, in a tuple")
         check.choice("Remat", "products", self.products, get_args(Products))
+        dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
         # In order, so that equal values are equal whatever the order they were written in.
-        check.assign(self, names=tuple(sorted(set(names))))
+        check.assign(self, names=tuple(sorted(set(names))), dropped=tuple(sorted(set(dropped))))
 
     @classmethod
     def save(cls, *names: str) -> "Remat":
         """Keep the activations of these names."""
         return cls(names=names)
+
+    @classmethod
+    def drop(cls, *parts: str) -> "Remat":
+        """Keep everything but what is computed within the parts of these names.
+
+        >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
+        Remat(names=(), products='none', dropped=('scores',))
+        """
+        if not parts:
+            raise ValueError(
+                "`Remat.drop()` without a part drops nothing: name one, "
+                '`Remat.drop("scores")`, or use `remat="none"`.'
+            )
+        return cls(dropped=parts)
 
     def __or__(self, other: "Remat") -> "Remat":
         """What keeps all that either keeps."""
@@ -60,7 +91,23 @@ class Remat:
             return NotImplemented
         order = get_args(Products)
         place = max(order.index(self.products), order.index(other.products))
-        return Remat((*self.names, *other.names), order[place])
+        return Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
+
+    def _dropped_by_both(self, other: "Remat") -> tuple[str, ...]:
+        """The parts that are dropped where everything is kept that either value keeps.
+
+        A value without parts drops whole blocks, and so every part of them.
+        """
+        if not self.dropped or not other.dropped:
+            return self.dropped or other.dropped
+        both = tuple(part for part in self.dropped if part in other.dropped)
+        if not both:
+            raise ValueError(
+                f"`{self!r} | {other!r}` would keep everything, for each keeps the parts that the "
+                f'other drops: that is `remat="none"`. To drop the parts of both, name them '
+                f"together: `Remat.drop({', '.join(map(repr, (*self.dropped, *other.dropped)))})`."
+            )
+        return both
 
     @classmethod
     def layers(
@@ -88,7 +135,10 @@ class Remat:
 
     @property
     def policy(self) -> Callable[..., Any] | None:
-        """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept."""
+        """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept.
+
+        It is of whole blocks, or of the parts that are dropped where there are some.
+        """
         return _policy(self)
 
 
@@ -156,6 +206,11 @@ class RematLayers:
         return tuple(sorted(names))
 
     @property
+    def dropped(self) -> tuple[str, ...]:
+        """The parts of blocks that are dropped by name: none."""
+        return ()
+
+    @property
     def policy(self) -> "LayersPolicy":
         """A policy of `jax.checkpoint` that stands for those of the layers."""
         return LayersPolicy(self)
@@ -179,10 +234,12 @@ class RematLayers:
 
 def _check_of_blocks(value: Any) -> None:
     """Refuse what is no value for one block."""
+    takes = 'what blocks keep, `"none"`, `"full"` or a `Remat`'
     if isinstance(value, RematLayers | RematBudget) or value == "stage":
-        takes = 'what blocks keep, `"none"`, `"full"` or a `Remat`'
         raise check.refusal("Remat.layers", "runs", value, takes)
-    checked_remat("Remat.layers", "runs", value)
+    kept = kept_by_blocks(checked_remat("Remat.layers", "runs", value))
+    if kept is not None and kept.dropped:
+        raise check.refusal("Remat.layers", "runs", value, f"{takes} that drops no parts")
 
 
 @dataclass(frozen=True)
@@ -216,6 +273,23 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     return functools.reduce(policies.save_from_both_policies, kept) if kept else None
 
 
+@dataclass(frozen=True)
+class PolicyOfPart:
+    """A policy of `jax.checkpoint` for a part of a block, by which a trace tells which part it is.
+
+    Equal ones are of one part and keep the same.
+    """
+
+    part: str
+    kept: Remat
+
+    def __call__(self, primitive: Any, *arrays: Any, **params: Any) -> Any:
+        """Whether the results of an operation in the part are kept."""
+        if self.kept.policy is None:
+            return False
+        return self.kept.policy(primitive, *arrays, **params)
+
+
 def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
     """What a block keeps as a policy of `jax.checkpoint`; None, which is everything, among it."""
     if kept is None:
@@ -236,7 +310,7 @@ def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
-    (Remat(names=(), products='none'), None)
+    (Remat(names=(), products='none', dropped=()), None)
     """
     if isinstance(value, Remat | RematLayers):
         return value
@@ -248,5 +322,7 @@ def kept_by_blocks(value: Any) -> Any:
         "stage": Remat(),
         "dots": Remat(products="all"),
         "dots_without_batch": Remat(products="without_batch"),
+        "selective": Remat(dropped=(SCORES,)),
+        "minimal": Remat(names=PROJECTED),
     }
     return words.get(value)

@@ -2,7 +2,8 @@
 
 The model marks its blocks, and the strategy decides what becomes of them, so that the same model
 runs on a machine with much memory and on one with little. A block that is recomputed keeps its
-inputs, and those activations that a `Remat` names, and is run once more in the backward pass.
+inputs, and those activations that a `Remat` names, and is run once more in the backward pass. It
+may have parts with names, which are recomputed by themselves where a `Remat` drops only them.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax.ad_checkpoint
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_scope
-from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
+from shardlib.layouts._remat_policy import PolicyOfPart, Remat, checked_remat, kept_by_blocks
 from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
@@ -26,6 +27,7 @@ def remat(
     policy: str | Remat | None = None,
     *,
     checkpoint: Callable[[Block], Block] = jax.checkpoint,
+    part: str | None = None,
 ) -> Block:
     """Mark a block whose activations may be dropped and recomputed in the backward pass.
 
@@ -38,11 +40,21 @@ def remat(
     `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model
     may be closed over by `jax.jit`. Like `jax.checkpoint`, that function takes a `policy=`.
 
+    With `part="scores"` it is a part of a block that is marked: recomputed by itself where a value
+    drops parts of this name, `Remat.drop("scores")`, and with its block where that is recomputed.
+
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0
     """
     check.function("remat", "block", block)
     own = None
+    if part is not None:
+        check.text("remat", "part", part, "the name of a part, as text", optional=True)
+        if policy is not None:
+            raise ValueError(
+                f"`remat(policy={policy!r}, part={part!r})`: whether a part is recomputed is said "
+                "by the strategy. Leave one of the two out."
+            )
     if policy is not None:
         checked_remat("remat", "policy", policy)
         if policy == "stage":
@@ -51,6 +63,12 @@ def remat(
                 '`Strategy(remat="stage")`; a block has "full".'
             )
         own = kept_by_blocks(policy)
+        if own is not None and own.dropped:
+            raise ValueError(
+                f"`remat(policy={policy!r})` drops parts, which a strategy does of all blocks, "
+                f"`Strategy(remat={policy!r})`. In one block mark the part itself, "
+                '`sl.remat(part, "full")`.'
+            )
     check.function(
         "remat",
         "checkpoint",
@@ -61,9 +79,12 @@ def remat(
     # Wrapped once for each value, so that the same block is traced once for all its calls.
     @functools.cache
     def recomputed(kept: Remat) -> Any:
-        if kept.policy is None:
+        policy = kept.policy
+        if part is not None:
+            policy = PolicyOfPart(part, kept)
+        if policy is None:
             return checkpoint(block)
-        return checkpoint(block, policy=kept.policy)  # type: ignore[call-arg]
+        return checkpoint(block, policy=policy)  # type: ignore[call-arg]
 
     @functools.wraps(block)
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -71,11 +92,18 @@ def remat(
         if policy is None:
             scope = current_scope()  # of the call: a block may be marked where it is defined
             kept = scope.remat if scope else None
-        if kept is None:
+        if kept is None or not _is_dropped(part, kept):
             return block(*args, **kwargs)
         return recomputed(kept)(*args, **kwargs)
 
     return marked  # type: ignore[return-value]
+
+
+def _is_dropped(part: str | None, kept: Remat) -> bool:
+    """Whether a block, or a part of one, is a unit that is recomputed by itself."""
+    if part is None:
+        return not kept.dropped
+    return part in kept.dropped
 
 
 def checkpoint_name(x: Any, name: str) -> Any:

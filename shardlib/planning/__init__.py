@@ -9,4 +9,6 @@ from shardlib.planning._decoder import Module as Module
 from shardlib.planning._estimate import Estimate as Estimate
 from shardlib.planning._estimate import ItemSizes as ItemSizes
 from shardlib.planning._estimate import Parallelism as Parallelism
+from shardlib.planning._flops import flops as flops
 from shardlib.planning._prices import Price as Price
+from shardlib.tracing._flops import Flops as Flops

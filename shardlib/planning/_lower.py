@@ -13,7 +13,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,26 +28,57 @@ _NEEDS_VALUES = (
 )
 
 
-def lower(step: Any, state: Any, batch: Any) -> tuple[Any, tuple[str, ...], float]:
+class Lowered(NamedTuple):
+    """A step that was lowered: ready to be compiled, and as it was traced."""
+
+    lowered: Any
+    jaxpr: Any
+    paths: tuple[str, ...]  # of each leaf of its arguments
+    seconds: float
+
+
+def lower(step: Any, state: Any, batch: Any) -> Lowered:
     """Trace and lower a step.
 
-    It returns the step ready to be compiled, the path of each leaf of its arguments, and the
-    seconds that it took. Errors that come from planning, and not from the step as such, are raised
-    as a `ValueError` which says what to change and where.
+    Errors that come from planning, and not from the step as such, are raised as a `ValueError`
+    which says what to change and where.
     """
     started = time.perf_counter()
+    with _told_of():
+        traced = step.trace(state, batch)
+        _check_constants(traced.jaxpr)
+        lowered = traced.lower()
+    paths = tuple(traced.jaxpr.jaxpr.debug_info.arg_names)
+    return Lowered(lowered, traced.jaxpr, paths, time.perf_counter() - started)
+
+
+def trace(step: Any, state: Any, batch: Any) -> Any:
+    """The jaxpr of a step, with errors as those of `lower`."""
+    with _told_of():
+        return step.trace(state, batch).jaxpr
+
+
+@contextlib.contextmanager
+def _told_of() -> Iterator[None]:
+    """Errors in tracing and lowering that are due to planning, in plain words."""
     try:
         with _whole_tracebacks():
-            traced = step.trace(state, batch)
-            _check_constants(traced.jaxpr)
-            lowered = traced.lower()
+            yield
     except Exception as error:
         # Some errors are the user's, who is told in plain words; others are handed on as they are.
         message = _lowering_message(error)
         if not message:
             raise
         raise ValueError(message) from error
-    return lowered, tuple(traced.jaxpr.jaxpr.debug_info.arg_names), time.perf_counter() - started
+
+
+def check_traceable(function: str, step: Any) -> None:
+    """Refuse what is no compiled function: a plan is made of a trace."""
+    if not callable(step) or not hasattr(step, "trace"):
+        raise ValueError(
+            f"`{function}` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got "
+            f"{type(step).__name__}."
+        )
 
 
 def _lowering_message(error: Exception) -> str:

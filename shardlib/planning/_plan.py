@@ -33,13 +33,15 @@ from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import LOUD, Target
 from shardlib.planning._advice import advice_for
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._lower import lower
+from shardlib.planning._flops import flops_of_planned
+from shardlib.planning._lower import check_traceable, lower
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
 from shardlib.step._state import State, state_specs
 from shardlib.step._step import Step
 from shardlib.step._strategy import Strategy
+from shardlib.tracing._flops import Flops
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Plan:
     prices: tuple[Price, ...]
     estimate: Estimate | None
     refusal: str
+    flops: Flops | None  # None for a pipeline, of which they cannot be counted
     lower_seconds: float
     compile_seconds: float
     compiled_before: bool = False  # by an earlier plan, whose answer was kept
@@ -130,6 +133,7 @@ class Plan:
             "advice": list(self.advice),
             "zero": [dataclasses.asdict(price) for price in self.prices],
             "estimate": _estimate_values(self.estimate),
+            "flops": _flops_values(self.flops),
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
@@ -146,6 +150,16 @@ def _estimate_values(estimate: Estimate | None) -> dict[str, Any] | None:
         "total_bytes": estimate.total_bytes,
         "flops": estimate.flops,
     }
+
+
+def _flops_values(flops: Flops | None) -> dict[str, Any] | None:
+    """The count of a step's products as plain values."""
+    if flops is None:
+        return None
+    values = dataclasses.asdict(flops)
+    values["unknown"] = dict(flops.unknown)
+    values["recomputed_fraction"] = flops.recomputed_fraction
+    return values
 
 
 def _memory_values(memory: Memory) -> dict[str, Any]:
@@ -235,15 +249,16 @@ def plan(
         strategy = step.strategy
         mesh: Mesh | None = step.strategy.device_mesh
     else:
-        _check_traceable(step)
+        check_traceable("plan", step)
         mesh = _mesh_of((state, batch))
     platform, chip, options = _machine_of(mesh, machine)
-    lowered, paths, lower_seconds = lower(step, state, batch)
+    traced = lower(step, state, batch)
+    lowered = traced.lowered
     kept = None
     if cache is not None and isinstance(step, Step) and mesh is not None:
         kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
     compiled = compile_apart(lowered, platform, options, kept)
-    memory = attribute(compiled, platform, _kinds_of(paths, len(jax.tree.leaves(state))))
+    memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     step_collectives = collectives(compiled.program, mesh)
     stage_prices: tuple[Price, ...] = ()
@@ -270,7 +285,8 @@ def plan(
         prices=stage_prices,
         estimate=estimate,
         refusal=compiled.refusal,
-        lower_seconds=lower_seconds,
+        flops=flops_of_planned(step, traced.jaxpr),
+        lower_seconds=traced.seconds,
         compile_seconds=compiled.seconds,
         compiled_before=compiled.was_kept,
     )
@@ -321,15 +337,6 @@ def _checked_target(target: Any) -> Target | None:
         "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
         f"{check.shown(target)}."
     )
-
-
-def _check_traceable(step: Any) -> None:
-    """Refuse what is no compiled function: a plan is made of a trace."""
-    if not callable(step) or not hasattr(step, "trace"):
-        raise ValueError(
-            "`plan` takes a step that can be traced, of `sl.train_step` or `jax.jit`; got "
-            f"{type(step).__name__}."
-        )
 
 
 @dataclass(frozen=True)
@@ -447,7 +454,7 @@ def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, di
     return platform, chip, options
 
 
-def _kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
+def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     """The kind of memory that each argument is, by its path.
 
     The leaves of the state come first, and are told apart by the names in their paths; all leaves

@@ -3,7 +3,8 @@
 A report is a list of sections with an empty line between them. Each section has a function of its
 own that returns its text, or an empty string where the plan has nothing to say on that subject:
 
-    title  memory  refusal  largest arrays  communication  ZeRO  estimate  remarks  advice  seconds
+    title  memory  refusal  largest arrays  communication  ZeRO  estimate  products  remarks  advice
+    seconds
 
 Tables are fitted to the width of the terminal: the columns named in `shorten` are cut first, then
 those in `drop` are left out, in that order.
@@ -33,6 +34,7 @@ def report(plan: Any) -> str:
         _communication(plan),
         _prices(plan),
         _estimated(plan),
+        _products(plan),
         _listed("what the compiler remarked", plan.remarks),
         _listed("what to change", plan.advice, "- "),
         _seconds(plan),
@@ -218,6 +220,26 @@ def _estimated(plan: Any) -> str:
         table(rows, right=(1, 2, 3), width=terminal_width(), shorten=(0,))
         + f"\n  {estimate.flops:.3g} FLOPs a step, on all devices"
     )
+
+
+def _products(plan: Any) -> str:
+    """What the step's products take on all devices, and what of the forward pass runs again.
+
+    It is empty for a pipeline, and where a step has no products.
+    """
+    flops = plan.flops
+    if flops is None or not flops.total:
+        return ""
+    text = f"products of matrices: {flops.total:.3g} FLOPs a step, on all devices"
+    if flops.recomputed:
+        text += (
+            f"; {flops.recomputed:.3g} of them recompute {flops.recomputed_fraction:.1%} of the "
+            "forward pass"
+        )
+    if flops.unknown:
+        kinds = [f"{number} x {name}" for name, number in flops.unknown]
+        text += f"; not counted: {', '.join(kinds)}"
+    return wrapped(text, terminal_width(), later="  ")
 
 
 def _estimated_rows(

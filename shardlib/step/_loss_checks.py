@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlib._text import listed
 from shardlib._tree import named_leaves
-from shardlib.layouts._annotate import warn
-from shardlib.layouts._annotate import current_scope
-from shardlib.layouts._remat_policy import Remat
+from shardlib.kernels._attention import CONTEXT
+from shardlib.layouts._annotate import current_scope, warn
+from shardlib.layouts._remat_policy import SCORES, PolicyOfPart, Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
@@ -29,7 +29,7 @@ from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
-from shardlib.tracing._jaxpr import every_equation, is_block, open_jaxpr
+from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, open_jaxpr
 
 
 def check_loss(
@@ -274,28 +274,76 @@ def _values_returned(out: Any) -> list[_Value]:
 
 
 def _check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
-    """Refuse recomputation of a loss that marks no block, and names that no block gives.
+    """Refuse recomputation of a loss that marks nothing for it, and names that nothing has.
 
     The program would be the same without them. `asked` is the strategy's `remat`, as it was given.
     """
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
     blocks = [equation for equation in every_equation(jaxpr.jaxpr) if is_block(equation)]
-    if not blocks:
+    if kept.dropped:
+        missing = _missing_parts(jaxpr, kept, blocks)
+        if missing:
+            raise ValueError(
+                f"`Strategy(remat={text})` recomputes {listed(missing)}, which no part of the "
+                "loss is called: the program would be the same. Mark the part, `f = sl.remat(f, "
+                f"part={missing[0]!r})`; or leave `remat` out."
+            )
+    elif not blocks:
         raise ValueError(
             f"`Strategy(remat={text})` recomputes blocks marked with `sl.remat`, and the loss "
             "calls none: the program would be the same. Mark the model's blocks, `block = "
             "sl.remat(block)`; or leave `remat` out."
         )
+    _check_names(blocks, kept, asked)
+
+
+def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
+    """Refuse names that no activation of what is recomputed has.
+
+    A word means activations of several kinds of models, and some of them must be there.
+    """
     known: set[str] = set()
     for block in blocks:
         for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
             if equation.primitive.name == "name":
                 known.add(equation.params["name"])
     unknown = sorted(set(kept.names) - known)
-    if unknown:
-        names = listed(sorted(known)) if known else "no names"
-        raise ValueError(
-            f"`Strategy(remat={text})` keeps {listed(unknown)}, which no activation of a marked "
-            f"block is called. They are called {names}: choose of these, or name an activation, "
-            f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
-        )
+    if not unknown or (isinstance(asked, str) and len(unknown) < len(kept.names)):
+        return
+    text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
+    names = listed(sorted(known)) if known else "no names"
+    raise ValueError(
+        f"`Strategy(remat={text})` keeps {listed(unknown)}, which no activation of a marked "
+        f"block is called. They are called {names}: choose of these, or name an activation, "
+        f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
+    )
+
+
+def _missing_parts(jaxpr: Any, kept: Remat, blocks: Sequence[Any]) -> list[str]:
+    """The parts that are dropped and that the loss has not.
+
+    Kernels of attention keep no scores anyway: a loss that has one is as if it dropped them.
+    """
+    found = set()
+    for block in blocks:
+        policy = block.params["policy"]
+        if isinstance(policy, PolicyOfPart):
+            found.add(policy.part)
+    if _attends_without_scores(jaxpr.jaxpr):
+        found.add(SCORES)
+    return [part for part in kept.dropped if part not in found]
+
+
+def _attends_without_scores(jaxpr: Any) -> bool:
+    """Whether a loss attends by `sl.kernels.attention`.
+
+    That is told by the name of its results within a function that has its own derivative.
+    """
+    for equation in every_equation(jaxpr):
+        if not equation.primitive.name.startswith("custom_vjp_call"):
+            continue
+        for function in held_functions(equation):
+            for inner in every_equation(open_jaxpr(function)):
+                if inner.primitive.name == "name" and inner.params["name"] == CONTEXT:
+                    return True
+    return False

@@ -63,9 +63,10 @@ class Strategy:
       one bad batch may make every parameter nan.
     - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
       only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
-      results of matrix products too; a `Remat`, such as `Remat.save("context")`, what it says, and
-      `Remat.layers((8, "none"), rest="full")` not the same of all blocks. `Remat.budget("14GiB")`
-      keeps what fits.
+      results of matrix products too; `"minimal"` those of projections and attention's context;
+      `"selective"` everything but attention's scores and their softmax; a `Remat`, such as
+      `Remat.save("context")`, what it says, and `Remat.layers((8, "none"), rest="full")` not the
+      same of all blocks. `Remat.budget("14GiB")` keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes

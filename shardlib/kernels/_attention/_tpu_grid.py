@@ -5,6 +5,7 @@ loop. Which block of queries and which of keys a step is for, `Steps` says. Inde
 take its indices and then what is prefetched, `Prefetched`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -41,6 +43,7 @@ from shardlib.kernels._tpu import (
     parameters,
     shaped,
 )
+from shardlib.tracing._flops import STEPS, UNKNOWN
 
 # What the innermost dim of a grid walks over.
 KEYS, QUERIES = "keys", "queries"
@@ -136,12 +139,7 @@ class KernelCall:
 
         `distance` is the position of its first key less that of its first query.
         """
-        mask, is_seen = self.attention.mask, jnp.bool_(True)
-        if mask.right is not None:
-            is_seen &= distance - (self.query_block - 1) <= mask.right
-        if mask.left is not None:
-            is_seen &= distance + self.key_block - 1 >= -mask.left
-        return is_seen
+        return jnp.bool_(True) & in_band(self, distance)
 
     def query_rows(self, x: Any) -> Operand:
         """Of `(batch, heads, queries, size)`, the queries of a block as rows."""
@@ -199,6 +197,7 @@ class KernelCall:
             ),
             interpret=interpreted(self.simulated, self.q),
             name=body.__name__,
+            metadata={STEPS: steps.computing()},
         )(*prefetched, *(x.x for x in side.values()), *(x.x for x in operands))
 
     def _side_operands(self) -> dict[str, Operand]:
@@ -258,6 +257,19 @@ class Steps:
         # Each key head is served the queries of its whole group, one head after the other.
         group = self.call.group
         return batch, heads // group, self.key_blocks, group * self.query_blocks
+
+    def computing(self) -> str:
+        """How many steps compute something, as text; unknown where only a running program knows.
+
+        That is so where arrays say which positions there are, or which blocks are seen.
+        """
+        starts = self.call.attention.starts
+        if starts is None or self.call.pattern is not None:
+            return UNKNOWN
+        i, j = np.arange(self.query_blocks)[:, None], np.arange(self.key_blocks)
+        seen = in_band(self.call, distance_of(starts, i, j, self.call))
+        pairs = int(np.broadcast_to(seen, (self.query_blocks, self.key_blocks)).sum())
+        return str(math.prod(self.call.q.shape[:2]) * pairs)
 
     def pair(self, *step: Any) -> tuple[Any, Any, Any, Any]:
         """The sequence, the head, the block of queries and the block of keys of a step."""
@@ -332,6 +344,21 @@ class Steps:
         first, last = _seen_by_queries(mask, starts, j, call)
         nearest = jnp.clip(jnp.clip(i, first, last), 0, self.query_blocks - 1)
         return b, h, jnp.where(is_seen, i, nearest), j
+
+
+def in_band(call: KernelCall, distance: Any) -> Any:
+    """Whether the band leaves anything of pairs of blocks, of numbers that may be known.
+
+    Args:
+        call: whose mask and blocks.
+        distance: the position of the first key of a pair, less that of its first query.
+    """
+    mask, is_seen = call.attention.mask, True
+    if mask.right is not None:
+        is_seen &= distance - (call.query_block - 1) <= mask.right
+    if mask.left is not None:
+        is_seen &= distance + call.key_block - 1 >= -mask.left
+    return is_seen
 
 
 def distance_of(starts: Any, i: Any, j: Any, call: KernelCall) -> Any:
